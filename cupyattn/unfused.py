@@ -18,14 +18,16 @@ from typing import Any
 
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import STORAGE, array_namespace
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
 from cupyattn.ops.operation import run
 from cupyattn.plans import attention
-from cupyattn.plans.records import Operand, Work
+from cupyattn.plans.records import Work
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import settle
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.reference import mirror
 
@@ -169,8 +171,8 @@ class _Step:
         if "o" in problem.results:
             o = problem.results["o"]
             described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
-        step, variant = self.name, ladder.lookup("unfused")
-        return Work.of(attention.plan_unfused_step(step, variant, problem.settled, described))
+        kernel = settle(ladder.lookup("unfused"), problem.settled)
+        return Work.of(attention.plan_unfused_step(self.name, kernel, described))
 
     def restore(
         self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]

@@ -403,14 +403,10 @@ def public_functions() -> Iterator[str]:
 
 #: Functions of the core that still take more than eight parameters; none may be added.
 MANY_PARAMETERS = {
-    "cupyattn.bounds.kernel._kernel_bound",
     "cupyattn.ops.quantize._quantize_kernels",
     "cupyattn.ops.quantize.quantize_at",
-    "cupyattn.plans.attention.plan_attention",
-    "cupyattn.plans.attention_int8.plan_int8",
     "cupyattn.problem.checks.check_attention",
     "cupyattn.problem.checks.check_options",
-    "cupyattn.problem.scoring.Scoring.of",
 }
 
 

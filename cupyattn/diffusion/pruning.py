@@ -16,6 +16,7 @@ import numpy as np
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace
 from cupyattn.arrays.memory import data_address, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.diffusion.arguments import check_count, check_number
@@ -32,7 +33,7 @@ from cupyattn.diffusion.key_passes import (
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.ops.operation import Known, run
-from cupyattn.plans.records import Operand, Work
+from cupyattn.plans.records import Work
 from cupyattn.problem.problem import Problem, Result
 
 #: Query rows of each head that importance is estimated from.

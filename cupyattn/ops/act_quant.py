@@ -11,11 +11,12 @@ import numpy as np
 from cupyattn.arrays.interchange import contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.act_quant import padded, plan_act_quant
-from cupyattn.plans.records import Operand, Work
+from cupyattn.plans.records import Work
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, quantize_rows
 

@@ -16,7 +16,7 @@ from cupyattn.ops.mirrored import run_mirror
 from cupyattn.ops.operation import run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
-from cupyattn.plans.stages import stages, tiles_of_scales
+from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import resolve
@@ -374,7 +374,7 @@ def _with_given_scales(request: Request) -> Request:
     quant, call = request.settings.quant, request.call
     if quant is None or not quant.static or request.backend == "mirror":
         return request
-    tiles, sequences = tiles_of_scales(request, quant), call.batch if call.packed else None
+    tiles, sequences = request.scale_tiles, call.batch if call.packed else None
     with memory.on_device_of(request.q):
         given = static_scales(
             array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences

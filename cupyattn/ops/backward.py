@@ -12,6 +12,7 @@ import numpy as np
 from cupyattn.arrays import interchange
 from cupyattn.arrays.form import same_place
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
@@ -21,10 +22,10 @@ from cupyattn.ops.mirrored import scoring_of
 from cupyattn.ops.operation import Known, make_ready, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand, Plan, Stage, Work, Workspace, laid_out
-from cupyattn.plans.stages import architecture
+from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.form import architecture
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, SEQUENCES, Request
 from cupyattn.problem.resolve import to_bhsd

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import check_receiver, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels.limits import MAX_LENGTH
@@ -24,7 +25,7 @@ from cupyattn.plans.gemm import (
     plan_gemm,
     where_shared,
 )
-from cupyattn.plans.records import Operand, Work
+from cupyattn.plans.records import Work
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape

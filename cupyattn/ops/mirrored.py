@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.plans.records import Plan
-from cupyattn.plans.stages import stages, tiles_of_scales
+from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import check_limits
+from cupyattn.problem.form import Kernel
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.scoring import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference import mirror
@@ -40,19 +43,20 @@ def run_mirror(request: Request) -> dict[str, Any]:
 
     The caller's ``out`` receives O.
     """
-    plan = stages(request).plans[-1]  # first: it refuses what no kernel takes
-    call = request.call
+    stages(request)  # refuses what no kernel takes
+    call, kernel = request.call, request.kernel
     if call.packed is None:
         whole = Entry(
             request.q, request.k, request.v, request.quantized, request.settings.quant,
             request.mask, request.bias, request.block_mask,
         )  # fmt: skip
-        o, lse = _mirror(request, plan, whole)
+        o, lse = _mirror(request, kernel, whole)
     else:
         o = np.zeros(call.output_shape, STORAGE[call.dtype])
         lse = np.zeros(call.lse_shape, np.float32)
         for rows, entry in _sequences(request):
-            o[:, :, rows], lse[None, :, rows] = _mirror(request, plan, entry)
+            own = replace(kernel, call=_own_call(kernel.call, request, entry))
+            o[:, :, rows], lse[None, :, rows] = _mirror(request, own, entry)
     found = {}
     if request.receiver is not None:
         request.receiver[...] = o
@@ -88,26 +92,37 @@ def scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[s
     return {**found, "block_mask": block_mask}
 
 
-def _mirror(request: Request, plan: Plan, entry: Entry) -> tuple[Any, Any]:
-    """Return O and the log-sum-exp of a call, or of one sequence, in the form of the plan."""
-    settings, packed = request.settings, request.call.packed is not None
+def _own_call(call: AttentionSpec, request: Request, entry: Entry) -> AttentionSpec:
+    """Return what is computed for one packed sequence."""
+    settings, len_q, len_kv = request.settings, entry.q.shape[2], entry.k.shape[2]
+    first, last = check_limits(
+        settings.causal, settings.causal_align, settings.window, len_q, len_kv
+    )
+    return replace(
+        call, batch=1, len_q=len_q, len_kv=len_kv, packed=None, causal=last is not None,
+        causal_shift=last or 0, window=first is not None, window_shift=first or 0,
+    )  # fmt: skip
+
+
+def _mirror(request: Request, kernel: Kernel, entry: Entry) -> tuple[Any, Any]:
+    """Return O and the log-sum-exp of a call, or of one sequence, as a kernel computes them."""
+    settings, coded = request.settings, entry.quantized
     operands: tuple[Any, ...] = (entry.q, entry.k, entry.v)
     if request.variant.family == "int8":
-        coded = entry.quantized
         if coded is None:
             quant = entry.quant or QuantConfig()
-            tiles = tiles_of_scales(request, quant)
             coded = quantize_mirror(
-                entry.q, entry.k, entry.v, quant, tiles, preparation=request.preparation
-            )
+                entry.q, entry.k, entry.v, quant, request.scale_tiles,
+                preparation=request.preparation,
+            )  # fmt: skip
             coded = coded.in_nibbles() if quant.qk_bits == 4 else coded
-        operands = (coded, None, None)
+        coded = coded.unpacked()
+        operands = mirror.coded_arrays(coded)
     elif request.preparation is not None:
         operands = (*request.preparation.stored(entry.q, entry.k), entry.v)
-    o, lse = mirror.attention_mirror(
-        *operands, variant=request.variant.name, tiles=plan.tiles if packed else settings.tiles,
-        form=plan.form, scale=settings.scale, causal=settings.causal,
-        causal_align=settings.causal_align, window=settings.window, softcap=settings.softcap,
-        mask=entry.mask, bias=entry.bias, block_mask=entry.block_mask, return_lse=True,
+    scores = ScoreOptions(
+        settings.causal, settings.causal_align, settings.window, settings.softcap, entry.mask,
+        entry.bias, entry.block_mask,
     )  # fmt: skip
+    o, lse, _ = mirror.run_kernel(kernel, operands, scores, quantized=coded)
     return o, lse

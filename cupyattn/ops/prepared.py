@@ -46,7 +46,7 @@ class Prepared:
     ) -> None:
         request: Request = operation.resolve(settings, arrays)
         self._operation, self._settings = operation, request.settings
-        self.call, self.backend = request.call, request.backend
+        self.call, self.backend, self.kernel = request.call, request.backend, request.kernel
         self.variant, self.why = request.variant.name, request.why
         self._work = operation.plan(request)
         operands = request.operands

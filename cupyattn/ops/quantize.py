@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.arrays.interchange import contiguous_last_axis, operand
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels import ladder
@@ -18,9 +19,10 @@ from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantize, scale_tiles
-from cupyattn.plans.records import Operand, Work
+from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantize
+from cupyattn.plans.records import Work
 from cupyattn.problem import checks
+from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences

@@ -10,10 +10,11 @@ import numpy as np
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.operation import Known, run
-from cupyattn.plans.records import Operand, Work
+from cupyattn.plans.records import Work
 from cupyattn.plans.weight_blocks import plan_weight_blocks
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.blocks import (

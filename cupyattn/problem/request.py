@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.ladder import Variant
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import (
+    Kernel,
+    architecture,
+    request_places,
+    scale_tiles,
+    settle_request,
+)
+from cupyattn.problem.operands import Operands
 from cupyattn.problem.problem import Result
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.settings import Settings
+from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import BUFFERS as QUANTIZED
 from cupyattn.quant.quantized import QuantizedQKV
 
@@ -169,3 +180,36 @@ class Request:
         if self.variant.turns_on_load and not self.call.qk_norm:
             return "as they are loaded"
         return BEFORE
+
+    @property
+    def prepares_before(self) -> bool:
+        """Whether a pass of its own prepares rows of Q and K."""
+        return self.preparation is not None and self.prepared_when == BEFORE
+
+    @property
+    def attended(self) -> AttentionSpec:
+        """The call as the attention kernel sees it, after passes that prepare or quantise."""
+        if self.variant.family == "int8" or self.prepares_before:
+            return replace(self.call, rope="", rope_offset_q=0, qk_norm=False)
+        return self.call
+
+    @functools.cached_property
+    def quant(self) -> QuantConfig:
+        """How ``fa_int8`` quantises the caller's arrays."""
+        return self.settings.quant or QuantConfig()
+
+    @functools.cached_property
+    def scale_tiles(self) -> Tiles:
+        """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
+        arch, head_dim = architecture(self), self.call.head_dim
+        return self.settings.tiles or scale_tiles(self.variant, head_dim, self.quant, arch)
+
+    @functools.cached_property
+    def places(self) -> Operands:
+        """Where the operands of the attention kernel lie."""
+        return request_places(self)
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """The attention kernel, settled when it is first asked for: the last plan is its."""
+        return settle_request(self)

@@ -33,6 +33,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import distributions
 from cupyattn.arrays.kinds import array_namespace, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.cli import output
 from cupyattn.compiler import target
 from cupyattn.diffusion import key_importance
@@ -49,7 +50,6 @@ from cupyattn.measure import rungs as measuring
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize_at
 from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
-from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, plan
+from cupyattn.arrays.operand import Operand
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand
 from cupyattn.problem.rope import Rope
 from cupyattn.runtime import ready
 from tests.gpu.support import arch_of, attend, embedded, on_device, run

@@ -22,6 +22,7 @@ import pytest
 from cupyattn import attention, quantize
 from cupyattn.arrays import interchange
 from cupyattn.arrays.kinds import as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -31,14 +32,13 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import attention as api
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
-from cupyattn.plans.attention import plan_attention
-from cupyattn.plans.records import Operand
 from cupyattn.plans.structs import pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from tests.interpret.test_interpret_faults import far_apart
 from tests.kernels.test_kernels_compile import architectures, build
+from tests.support.planned import plan_attention
 from tests.support.runs import bits, embedded, normal, on_both, run
 
 BACKENDS = ("mirror", "interpret")

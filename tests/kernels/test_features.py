@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from cupyattn import attention, explain, plan, quantize, unfused
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import TANHF_ERROR, numerics
 from cupyattn.ops.attention import resolved
-from cupyattn.plans import attention as plans_attention
-from cupyattn.plans import records
 from cupyattn.problem.checks import check_limits
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
@@ -30,6 +29,7 @@ from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing.verdict import judge
 from tests.kernels.feature_cases import CELLS, admitted, options_of
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import Run, assert_same, bits
 
 #: Every rung with every storage type that it takes, in its portable form.
@@ -342,9 +342,9 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     request = resolved(q, k, v, mask=mask, bias=bias)
     assert request.mask.shape == request.bias.shape == SHAPE
     assert np.shares_memory(request.mask, mask) and np.shares_memory(request.bias, bias)
-    values = plans_attention.plan_attention(
-        request.variant, request.call, *(records.Operand.of(x) for x in (q, k, v, q)),
-        mask=records.Operand.of(request.mask), bias=records.Operand.of(request.bias),
+    values = plan_attention(
+        request.variant, request.call, *(Operand.of(x) for x in (q, k, v, q)),
+        added={"mask": Operand.of(request.mask), "bias": Operand.of(request.bias)},
     ).launches[0].params[0][1]  # fmt: skip
     assert values["mask_stride"] == (0, 0, 166, 2)
     assert values["bias_stride"] == (0, 45 * 83, 1, 45)
@@ -468,14 +468,12 @@ def test_the_steps_of_the_unfused_rung_take_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_features_are_compiled_in_only_where_they_are_asked_for() -> None:
-    q, k, v = (records.Operand.of(x) for x in arrays())
+    q, k, v = (Operand.of(x) for x in arrays())
 
     def defines(**options: Any) -> dict[str, int]:
         request = resolved(*arrays(), **options)
-        added = {n: records.Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
-        made = plans_attention.plan_attention(
-            ladder.lookup("fa"), request.call, q, k, v, q, **added
-        )
+        added = {n: Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
+        made = plan_attention(ladder.lookup("fa"), request.call, q, k, v, q, added=added)
         return {n: x for n, x in made.launches[0].module.defines if n in FEATURE_MACROS and x}
 
     assert defines() == {}

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from cupyattn import interpret
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import Partial, merge_mirror, plan_merge
 from cupyattn.interpret import KernelFault
-from cupyattn.plans.records import Operand
 
 
 def parts_of(

@@ -22,12 +22,13 @@ import pytest
 from cupyattn import QuantConfig, attention, attention_backward, attention_varlen, plan
 from cupyattn.arrays import interchange
 from cupyattn.arrays import memory as arrays_memory
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import backward
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.plans.records import Operand, Plan, TensorMap
+from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
 from cupyattn.problem.block_mask import BlockMask

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cupyattn import QuantConfig, attention, attention_backward, plan
+from cupyattn.arrays.operand import Operand
 from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay
 from tests.problem.test_host_calls import (  # noqa: F401

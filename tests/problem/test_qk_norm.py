@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from cupyattn import attention, explain, interpret, plan, quantize
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
@@ -26,8 +27,8 @@ from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.plans.prepare_rows import Prepares, plan_normalising
-from cupyattn.plans.quantize import Part, plan_quantize, scale_tiles
-from cupyattn.plans.records import Operand
+from cupyattn.plans.quantize import Part, plan_quantize
+from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.reference.quantize import quantize_mirror

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cupyattn import attention, explain, interpret, plan, quantize
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import kernel
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -26,14 +27,13 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops.attention import resolved
-from cupyattn.plans import attention as plans_attention
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand
 from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.mirror import attention_mirror
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
 
 #: Several tiles of every portable rung, and a tail.
@@ -434,7 +434,7 @@ def test_a_rung_that_takes_turned_operands_is_not_planned_on_others() -> None:
     call = resolved(q, k, v, rope=TABLES).call
     operands = [Operand.of(x) for x in (q, k, v, q)]
     with pytest.raises(UnsupportedError, match="fa_tc takes operands that are turned already"):
-        plans_attention.plan_attention(ladder.lookup("fa_tc"), call, *operands)
+        plan_attention(ladder.lookup("fa_tc"), call, *operands)
 
 
 def test_every_family_turns_somewhere() -> None:

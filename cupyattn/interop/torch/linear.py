@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.arrays.memory import as_input
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
@@ -23,7 +24,7 @@ from cupyattn.ops.gemm import form_of, int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import plan_act_quant
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.plans.records import Operand, Stage, Work, Workspace
+from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.runtime.ready import Ready
