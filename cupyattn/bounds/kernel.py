@@ -55,7 +55,8 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.rope import Rope, check_turned_before
-from cupyattn.problem.scoring import ScoreOptions, check_smoothing
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.scoring import check_smoothing
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 

@@ -21,7 +21,8 @@ from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.scoring import ScoreOptions, check_smoothing
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.scoring import check_smoothing
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: What float64 may lose of a product of a probability and a value where it underflows, in both

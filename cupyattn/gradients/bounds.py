@@ -31,7 +31,7 @@ from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.scoring import ScoreOptions
+from cupyattn.problem.score_options import ScoreOptions
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")

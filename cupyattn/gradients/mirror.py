@@ -19,7 +19,8 @@ from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.scoring import ScoreOptions, Scoring
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.scoring import Scoring
 from cupyattn.reference.mirror import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
 from cupyattn.reference.scores import prepare_scores

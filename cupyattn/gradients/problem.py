@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupyattn.arrays.kinds import Array
-from cupyattn.problem.scoring import ScoreOptions
+from cupyattn.problem.score_options import ScoreOptions
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from cupyattn.problem.checks import check_limits
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.scoring import ScoreOptions
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference import mirror

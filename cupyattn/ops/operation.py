@@ -70,7 +70,10 @@ def run(
     key: Any = None
     if known is not None:
         key, addresses = key_of((operation.name, settings, *known.facts), known.arrays)
-        again = None if key is None else recall(key)
+        try:
+            again = None if key is None else recall(key)
+        except TypeError:  # an array among the settings, a list for a window
+            key = again = None
         if again is not None:
             return operation.restore(again.facts, arrays, again(known.arrays, addresses))
     problem = operation.resolve(settings, arrays)

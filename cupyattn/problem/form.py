@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.compiler import target
@@ -23,9 +24,9 @@ from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.problem import hopper, stacking
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.checks import check_dtype
+from cupyattn.problem.checks import check_dtype, check_options
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
-from cupyattn.problem.scoring import ScoreOptions
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.quant.packed import packed_groups, packed_values
@@ -236,7 +237,9 @@ def settle_arrays(
         z = quantized.unpacked()
         dtype, codes = z.out_dtype, Codes.of(z)
         shapes = [tuple(x.shape) for x in (z.q_codes, z.k_codes, z.k_codes)]
-    call = options.call(check_shapes(*shapes), dtype, scale)
+    mask, bias = operands(mask=options.mask, bias=options.bias)
+    taken = replace(options, mask=mask, bias=bias)
+    call = check_options(check_shapes(*shapes), dtype, scale, taken, return_lse=True)
     return settle(rung, call, codes=codes, tiles=tiles, form=form)
 
 

@@ -22,6 +22,7 @@ from cupyattn.problem.problem import as_it_is
 from cupyattn.problem.request import Request
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.problem.settings import Settings
@@ -206,12 +207,13 @@ def _check_options(
             array, _ = interchange.take(name, array)
             array_namespace(q, array)
         given[name] = array
-    call = checks.check_options(
-        sizes, dtype, scale=settings.scale, causal=settings.causal,
-        causal_align=settings.causal_align, return_lse=settings.return_lse,
-        window=settings.window, softcap=settings.softcap, block_mask=arrays.get("block_mask"),
-        **given,
+    scores = ScoreOptions(
+        settings.causal, settings.causal_align, settings.window, settings.softcap,
+        given["mask"], given["bias"], arrays.get("block_mask"),
     )  # fmt: skip
+    call = checks.check_options(
+        sizes, dtype, settings.scale, scores, return_lse=settings.return_lse
+    )
     mask, bias = (
         None if x is None else interchange.broadcast(x, call.score_shape) for x in given.values()
     )

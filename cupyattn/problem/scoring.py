@@ -13,44 +13,16 @@ from typing import Any
 from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
-from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import (
     check_bias,
     check_limits,
     check_mask,
-    check_options,
     check_softcap,
 )
+from cupyattn.problem.score_options import ScoreOptions
 
 #: Whole axes (batch, heads_kv, group) of scores.
 EVERYWHERE = (slice(None), slice(None), slice(None))
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreOptions:
-    """What changes and masks scores: options of `cupyattn.attention`, which documents them."""
-
-    causal: bool = False
-    causal_align: str = "bottom-right"
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    mask: Any = None
-    bias: Any = None
-    block_mask: BlockMask | None = None
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Rows and keys of a block of the block mask; (0, 0): there is none."""
-        return (0, 0) if self.block_mask is None else self.block_mask.blocks
-
-    def call(
-        self, sizes: tuple[int, int, int, int, int, int], dtype: str, scale: float | None
-    ) -> AttentionSpec:
-        """Return the checked call on arrays of these sizes (`check_shapes`) and storage type."""
-        mask, bias = operands(mask=self.mask, bias=self.bias)
-        options = {**vars(self), "mask": mask, "bias": bias}
-        return check_options(sizes, dtype, scale=scale, return_lse=True, **options)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from cupyattn.kernels.limits import check_shapes
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.rope import Rope
-from cupyattn.problem.scoring import ScoreOptions, Scoring
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.scoring import Scoring
 
 #: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few
 #: times that).

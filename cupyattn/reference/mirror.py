@@ -25,7 +25,8 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_dtype, check_scale
 from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.rope import Rope, check_turned_before
-from cupyattn.problem.scoring import ScoreOptions, Scoring, check_smoothing
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.scoring import Scoring, check_smoothing
 from cupyattn.quant.operand_protocol import (
     Quantized,
     check_one_sequence,

@@ -50,19 +50,12 @@ def key_of(facts: tuple[Any, ...], arrays: Mapping[str, Any]) -> tuple[Any, dict
 
 
 def recall(key: Any) -> Ready | None:
-    """Return the call that was remembered under a key, if it is one that can be."""
-    try:
-        return _recent.get(key)
-    except TypeError:  # settings that are arrays, a list for a window
-        return None
+    """Return the call that was remembered under a key; TypeError for settings that are none."""
+    return _recent.get(key)
 
 
 def remember(key: Any, ready: Ready) -> None:
     """Keep a call for `recall`; the oldest make room."""
-    try:
-        hash(key)
-    except TypeError:
-        return
     while len(_recent) >= MAX_RECENT:
         _recent.pop(next(iter(_recent)), None)
     _recent[key] = ready

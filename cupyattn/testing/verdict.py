@@ -27,7 +27,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.row_preparation import EPS, Preparation
-from cupyattn.problem.scoring import ScoreOptions
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.reference.exact import attention_exact
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.

@@ -359,6 +359,9 @@ class OnDevice:
     def get_device(self) -> int:
         return 0
 
+    def element_size(self) -> int:
+        return int(self.array.itemsize)
+
     def is_contiguous(self) -> bool:
         return bool(self.array.flags.c_contiguous)
 
@@ -424,7 +427,7 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
         read = given if rung != "fa_int8" else {n: given[n] for n in ("v", *masks)}
         known = {name: x.array for name, x in read.items()} | kept
         check(driver, made, known | {"o": o.array} | ({} if lse is None else {"lse": lse.array}))
-        monkeypatch.setattr(calls.module, "resolve", lambda *_, **__: pytest.fail("planned again"))
+        monkeypatch.setattr(calls.module, "resolved", lambda *_, **__: pytest.fail("planned again"))
     zeros = any(work.zeros for one in made for work in one.workspace)
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
     if added == "out":

@@ -24,7 +24,7 @@ from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import kernel_form
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.hopper import SUPPORTED, Support
-from cupyattn.problem.scoring import ScoreOptions
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.reference import mirror
 from cupyattn.testing import verdict
 from tests.problem.settled_calls import Call, calls
