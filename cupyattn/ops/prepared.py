@@ -68,8 +68,12 @@ class Prepared:
             if isinstance(arrays.get(option), (tuple, list))
             for name, array in zip(names, arrays[option], strict=True)
         }
-        self._reads_tables = any(misaligned(a) is not None for a in self._tables.values())
+        reads_tables = any(misaligned(a) is not None for a in self._tables.values())
         self._array: Any = None  # CuPy's arrays, where the call is one on them
+        #: Whether CuPy's arrays may go to the kernels as they come.
+        self._is_plain = (
+            self.backend == "cuda" and self._settings.layout == "BHSD" and not reads_tables
+        )
         if self.backend == "cuda":
             self._array = type(request.q)
             with memory.on_device_of(request.q):
@@ -128,15 +132,15 @@ class Prepared:
         DeviceMemoryError
             If results and scratch memory do not fit; nothing was launched then.
         """
-        arrays = {"q": q, "k": k, "v": v}
-        others = zip(_REPLACED, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
-        given = {name: a for name, a in others if a is not None}
-        plain = not given and self._array is not None and not self._reads_tables
-        if plain and self._settings.layout == "BHSD" and (out is None or is_cupy(out)):
-            operands = {**arrays, **self._added}
-            if not type(q) is type(k) is type(v) is self._array:
-                operands = {**(direct_operands(arrays) or {}), **self._added}
-            if all(map(is_cupy, operands.values())):
+        arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+        if mask is bias is cu_seqlens_q is cu_seqlens_k is None and self._is_plain:
+            operands, direct = arrays, type(q) is type(k) is type(v) is self._array
+            if not direct:
+                operands = direct_operands(arrays) or {}
+                direct = all(map(is_cupy, operands.values()))
+            if direct and (out is None or is_cupy(out)):
+                if self._added:
+                    operands = {**operands, **self._added}
                 try:
                     addresses = self.check(operands, out)
                 except ValueError:
@@ -145,6 +149,8 @@ class Prepared:
                     made = self._ready(operands, addresses, self._scratch)
                     received = {} if out is None else {"out": out}
                     return self._operation.restore(None, received, made)
+        others = zip(_REPLACED, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
+        given = {name: a for name, a in others if a is not None}
         names: tuple[str, ...] = _REPLACED
         if isinstance(q, QuantizedQKV):  # which has offsets of its own
             names = tuple(name for name in names if name not in SEQUENCES or name in given)
