@@ -25,7 +25,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.reference.exact import attention_exact, score_blocks
 from cupyattn.runtime import ready
-from experiments.tuning.score_hook.candidates import ARCH, Hook, describe, plan_of
+from experiments.tuning.score_hook.hook_plans import ARCH, Hook, describe, plan_of
 
 #: Relative error of softcap: the polynomial's, and a few roundings of float32.
 SOFTCAP_ERROR = 2.0**-16
