@@ -13,18 +13,22 @@ S and P are ordinary float32 arrays: look at them, mask them, add to them betwee
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cupyattn.arrays import interchange, memory
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.kinds import STORAGE, array_namespace
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
-from cupyattn.ops import run
+from cupyattn.ops.operation import run
 from cupyattn.plans import attention
-from cupyattn.plans.records import Operand
+from cupyattn.plans.records import Work
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import settle
+from cupyattn.problem.problem import Problem, Result
 from cupyattn.reference import mirror
 
 
@@ -75,25 +79,12 @@ def scores(
     >>> scores(x, x, causal=True)[0, 0].tolist()
     [[0.5, -inf], [0.5, 0.5]]
     """
-    (q, restore), (k, _) = interchange.take("q", q), interchange.take("k", k)
-    added = {name: a for name, a in (("mask", mask), ("bias", bias)) if a is not None}
-    added = {name: interchange.take(name, array)[0] for name, array in added.items()}
-    xp, backend = array_namespace(q, k, *added.values()), target.choose(None, q)
-    options: dict[str, Any] = {
+    settings = {
         "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
-        "softcap": softcap, "block_mask": block_mask, **added,
+        "softcap": softcap,
     }  # fmt: skip
-    call = checks.check_attention(q, k, k, **options)
-    if backend == "mirror":
-        return restore(mirror.scores_mirror(q, k, **options))
-    q, k = interchange.contiguous_last_axis(q), interchange.contiguous_last_axis(k)
-    added = {name: interchange.broadcast(array, call.score_shape) for name, array in added.items()}
-    with memory.on_device_of(q):
-        S = xp.empty(call.score_shape, "float32")
-        if block_mask is not None:
-            added["kept_blocks"] = block_mask.kept_blocks(q)
-        _run("scores", backend, call, {"q": q, "k": k, **added}, {"S": S})
-    return restore(S)
+    given = {"q": q, "k": k, "mask": mask, "bias": bias, "block_mask": block_mask}
+    return run(SCORES, settings, {name: x for name, x in given.items() if x is not None})["S"]
 
 
 def softmax(S: Any, *, return_lse: bool = False) -> Any:
@@ -126,22 +117,8 @@ def softmax(S: Any, *, return_lse: bool = False) -> Any:
     >>> softmax(np.zeros((1, 1, 1, 4), np.float32)).tolist()
     [[[[0.25, 0.25, 0.25, 0.25]]]]
     """
-    S, restore = interchange.take("S", S)
-    _check_float32("S", S)
-    xp, backend = array_namespace(S), target.choose(None, S)
-    if backend == "mirror":
-        P, lse = mirror.softmax_mirror(S)
-        return (restore(P), restore(lse)) if return_lse else restore(P)
-    # NOTE: the kernel reads only S; head_dim and dtype say nothing here.
-    call = AttentionSpec(
-        S.shape[0], S.shape[1], S.shape[1], S.shape[2], S.shape[3], 1, "float32", 1.0,
-        return_lse=return_lse,
-    )  # fmt: skip
-    with memory.on_device_of(S):
-        P = xp.array(S, order="C", copy=True)
-        lse = xp.empty(call.lse_shape, "float32")
-        _run("softmax", backend, call, {}, {"S": P, "lse": lse} if return_lse else {"S": P})
-    return (restore(P), restore(lse)) if return_lse else restore(P)
+    made = run(SOFTMAX, {"return_lse": return_lse}, {"S": S})
+    return (made["S"], made["lse"]) if return_lse else made["S"]
 
 
 def weighted_sum(P: Any, v: Any) -> Any:
@@ -170,26 +147,7 @@ def weighted_sum(P: Any, v: Any) -> Any:
     >>> weighted_sum(np.full((1, 1, 1, 4), 0.25, np.float32), v).item()
     1.5
     """
-    (P, _), (v, restore) = interchange.take("P", P), interchange.take("v", v)
-    _check_float32("P", P)
-    dtype = checks.check_dtype(v, v, v)
-    if P.ndim != 4 or v.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
-        raise ValueError(
-            "P (batch, heads, len_q, len_kv) and v (batch, heads_kv, len_kv, head_dim) must agree "
-            f"on batch and len_kv, got P.shape={P.shape} v.shape={v.shape}"
-        )
-    q_shape = (*P.shape[:3], v.shape[3])
-    sizes = limits.check_shapes(q_shape, v.shape, v.shape)
-    xp, backend = array_namespace(P, v), target.choose(None, v)
-    if backend == "mirror":
-        return restore(mirror.weighted_sum_mirror(P, v))
-    call = AttentionSpec(*sizes, dtype, 1.0)
-    v = interchange.contiguous_last_axis(v)
-    with memory.on_device_of(v):
-        o = xp.empty(q_shape, v.dtype)
-        S = memory.as_input(xp.ascontiguousarray(P))
-        _run("weighted_sum", backend, call, {"v": v, "o": o}, {"S": S})
-    return restore(o)
+    return run(WEIGHTED_SUM, {}, {"P": P, "v": v})["o"]
 
 
 def _check_float32(name: str, array: Any) -> None:
@@ -201,15 +159,118 @@ def _check_float32(name: str, array: Any) -> None:
         )
 
 
-def _run(
-    step: str,
-    backend: str,
-    call: AttentionSpec,
-    operands: dict[str, Any],
-    others: dict[str, Any],
-) -> None:
-    """Run one kernel of ``attn_unfused.cu``."""
-    described = {name: Operand.of(array) for name, array in operands.items()}
-    plan = attention.plan_unfused_step(step, ladder.lookup("unfused"), call, described)
-    inputs = {name: memory.as_input(operands[name]) for name in operands if name != "o"}
-    run.run(backend, plan, {**operands, **inputs, **others})
+class _Step:
+    """One kernel of ``attn_unfused.cu`` as an operation."""
+
+    name = ""
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launch."""
+        names = ("q", "k", "v", "o", "mask", "bias", "kept_blocks")
+        described = {n: Operand.of(x) for n, x in problem.operands.items() if n in names}
+        if "o" in problem.results:
+            o = problem.results["o"]
+            described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
+        kernel = settle(ladder.lookup("unfused"), problem.settled)
+        return Work.of(attention.plan_unfused_step(self.name, kernel, described))
+
+    def restore(
+        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the results by buffer."""
+        return results
+
+
+class _Scores(_Step):
+    name = "scores"
+
+    def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+        """Check queries, keys and what changes scores."""
+        (q, as_given), (k, _) = (interchange.take(name, arrays[name]) for name in "qk")
+        added = {n: interchange.take(n, arrays[n])[0] for n in ("mask", "bias") if n in arrays}
+        array_namespace(q, k, *added.values())
+        backend, block_mask = target.choose(None, q), arrays.get("block_mask")
+        options = {**settings, **added, "block_mask": block_mask}
+        call = checks.check_attention(q, k, k, **options)
+        if backend == "mirror":
+            return Problem(
+                what=self.name, backend=backend, operands={"q": q, "k": k}, results={},
+                as_given=as_given, settled=options,
+            )  # fmt: skip
+        added = {n: interchange.broadcast(array, call.score_shape) for n, array in added.items()}
+        with memory.on_device_of(q):
+            q, k = interchange.contiguous_last_axis(q), interchange.contiguous_last_axis(k)
+            if block_mask is not None:
+                added["kept_blocks"] = block_mask.kept_blocks(q)
+        return Problem(
+            what=self.name, backend=backend, operands={"q": q, "k": k, **added},
+            results={"S": Result(call.score_shape, STORAGE["float32"])}, as_given=as_given,
+            settled=call,
+        )  # fmt: skip
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return S from NumPy."""
+        q, k = problem.operands.values()
+        return {"S": mirror.scores_mirror(q, k, **problem.settled)}
+
+
+class _Softmax(_Step):
+    name = "softmax"
+
+    def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+        """Check the scores."""
+        S, as_given = interchange.take("S", arrays["S"])
+        _check_float32("S", S)
+        return_lse = settings["return_lse"]
+        # NOTE: the kernel reads only S; head_dim and dtype say nothing here.
+        call = AttentionSpec(
+            S.shape[0], S.shape[1], S.shape[1], S.shape[2], S.shape[3], 1, "float32", 1.0,
+            return_lse=return_lse,
+        )  # fmt: skip
+        results = {"S": Result(tuple(S.shape), STORAGE["float32"], fill=S)}  # P in its place
+        if return_lse:
+            results["lse"] = Result(call.lse_shape, STORAGE["float32"])
+        return Problem(
+            what=self.name, backend=target.choose(None, S), operands={"given": S}, results=results,
+            as_given=as_given, settled=call,
+        )  # fmt: skip
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return P and the log-sum-exp from NumPy."""
+        P, lse = mirror.softmax_mirror(problem.operands["given"])
+        return {"S": P, "lse": lse}
+
+
+class _WeightedSum(_Step):
+    name = "weighted_sum"
+
+    def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+        """Check weights and values."""
+        (P, _), (v, as_given) = (interchange.take(name, arrays[name]) for name in "Pv")
+        _check_float32("P", P)
+        dtype = checks.check_dtype(v, v, v)
+        if P.ndim != 4 or v.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
+            raise ValueError(
+                "P (batch, heads, len_q, len_kv) and v (batch, heads_kv, len_kv, head_dim) must "
+                f"agree on batch and len_kv, got P.shape={P.shape} v.shape={v.shape}"
+            )
+        q_shape = (*P.shape[:3], v.shape[3])
+        sizes = limits.check_shapes(q_shape, v.shape, v.shape)
+        xp, backend = array_namespace(P, v), target.choose(None, v)
+        operands = {"v": v, "S": P}
+        if backend != "mirror":
+            with memory.on_device_of(v):
+                v = interchange.contiguous_last_axis(v)
+                operands = {"v": v, "S": xp.ascontiguousarray(P)}
+        return Problem(
+            what=self.name, backend=backend, operands=operands,
+            results={"o": Result(q_shape, v.dtype)}, as_given=as_given,
+            settled=AttentionSpec(*sizes, dtype, 1.0),
+        )  # fmt: skip
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return O from NumPy."""
+        return {"o": mirror.weighted_sum_mirror(problem.operands["S"], problem.operands["v"])}
+
+
+SCORES, SOFTMAX, WEIGHTED_SUM = _Scores(), _Softmax(), _WeightedSum()

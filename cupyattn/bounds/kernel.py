@@ -14,7 +14,7 @@ follow as factors 1 + theta.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,6 @@ from cupyattn.bounds.scores import (
     products,
     scaling_errors,
 )
-from cupyattn.kernels import splits
-from cupyattn.kernels.ladder import lookup
-from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import (
     EX2_FLUSH,
     HALF_SUBNORMAL,
@@ -53,15 +50,15 @@ from cupyattn.kernels.numerics import (
     Numerics,
     check_features,
 )
-from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.splits import Splits
-from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_dtype, check_limits, check_scale
+from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.rope import Rope, check_turned_before
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
-from cupyattn.quant.operand_protocol import check_one_sequence, portable_form
-from cupyattn.reference.exact import ScoreBlock, score_blocks
+from cupyattn.quant.operand_protocol import check_one_sequence
+from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: The terms of `attention`, in the order in which a kernel rounds.
 TERMS = ("R2", "R3", "R4", "R5", "R6", "R7")
@@ -149,32 +146,49 @@ def attention(
     >>> bound.total.shape, bool((bound.total < 2e-3).all())
     ((1, 1, 8, 16), True)
     """
-    check_kind(tiles)
-    lookup(variant).check_form(form)
     q, k, v = operands(q=q, k=k, v=v)
     check_values("rows", rows)
-    if quantized is None:
-        if q is None or k is None or v is None:
-            raise TypeError("q, k and v may only be None where quantized is given")
-        dtype = check_dtype(q, k, v)
-    else:
-        dtype, quantized = quantized.out_dtype, quantized.unpacked()
-        q, k, v = kernel_operands(quantized)
-        form = form or portable_form(quantized, softcap, bias)
-        if quantized.v_codes is not None:  # the kernel sums V without its mean
-            v = quantized.centred_values()
-    sizes = check_shapes(q.shape, k.shape, v.shape)
-    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
-    form = form or lookup(variant).form_for(*sizes[3:5], tiles, changed=changed)
-    turn = Rope.of(rope, rope_interleaved, rope_offset_q, *sizes[3:])
+    if quantized is None and (q is None or k is None or v is None):
+        raise TypeError("q, k and v may only be None where quantized is given")
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    kernel = settle_arrays(
+        variant, (q, k, v), scale, options, quantized=quantized, tiles=tiles, form=form
+    )
+    call = kernel.call
+    turn = Rope.of(
+        rope, rope_interleaved, rope_offset_q, call.len_q, call.len_kv, call.head_dim
+    )
     if turn is not None:
         check_turned_before(quantized)
         q, k = turn.turned(q, k)
-    n = numerics or compose_numerics(
-        lookup(variant).family, form, dtype, quantized and quantized.config,
-        softcap=bool(softcap), bias=bias is not None,
-    )  # fmt: skip
-    check_features(n, softcap, bias)
+    return bound_kernel(
+        kernel, (q, k, v), options, rows=rows, quantized=quantized, numerics=numerics
+    )
+
+
+def bound_kernel(
+    kernel: Kernel,
+    arrays: Any,
+    options: ScoreOptions,
+    *,
+    rows: Array | None = None,
+    quantized: Any = None,
+    numerics: Numerics | None = None,
+) -> Bound:
+    """Bound what a kernel does to the operands that it received.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    arrays : (array, array, array)
+        q, k, v, prepared where the kernel takes such; not looked at where `quantized` is given.
+    options : ScoreOptions
+    rows, quantized, numerics
+        As for `attention`.
+    """
+    call = kernel.call
+    n = numerics or kernel.numerics(quantized and quantized.config)
+    check_features(n, options.softcap, options.bias)
     if (quantized is None) != (n.scaling != "dequantised"):
         way_out = (
             "works on quantised operands: give quantized=cupyattn.quantize(q, k, v), with the "
@@ -182,33 +196,57 @@ def attention(
             if quantized is None
             else "works on q, k and v as they are: leave quantized out, or name fa_int8"
         )
-        raise ValueError(f"{variant} {way_out}")
-    blocks = (0, 0) if block_mask is None else block_mask.blocks
-    limits = check_limits(causal, causal_align, window, *sizes[3:5])
-    tiles = tiles or lookup(variant).tiles_for(
-        q.shape[-1], form=form, lengths=sizes[3:5], causal=limits[1] is not None,
-        block_mask=blocks, rows=splits.wanted_rows(*sizes[:4]),
+        raise ValueError(f"{kernel.variant.name} {way_out}")
+    if quantized is None:
+        q, k, v = arrays
+    else:
+        quantized = quantized.unpacked()
+        q, k, v = kernel_operands(quantized)
+        if quantized.v_codes is not None:  # the kernel sums V without its mean
+            v = quantized.centred_values()
+        check_smoothing(options.softcap, quantized.k_mean)
+    shared = _Shared(
+        n, kernel.tiles, call.scale, scaling_errors(n, call.scale, quantized, call.softcap),
+        None if quantized is None else quantized.k_mean,
+        quantized.v_mean if n.by_tile else None,
+        quantized.v_scale[:, :, 0] if n.shifts else None,
+        kernel.cut if n.splits else None,
     )  # fmt: skip
-    sigma = check_scale(scale, q.shape[-1])
-    scaling = scaling_errors(n, sigma, quantized, softcap)
-    mean = None if quantized is None else quantized.k_mean
-    v_mean = quantized.v_mean if n.by_tile else None
-    v_scale = quantized.v_scale[:, :, 0] if n.shifts else None
-    check_smoothing(softcap, mean)
-    cut = None
-    if n.splits:
-        cut = splits.split(sizes, limits, tiles)
     terms, lse = empty(q, k, v, rows, TERMS)
-    for block in score_blocks(
-        q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
-    ):  # fmt: skip
-        found, lse[block.index] = _kernel_bound(
-            block, n, tiles, sigma, scaling, mean, v_mean, v_scale, cut
-        )
+    for block in blocks_of(q, k, v, call.scale, options, rows):
+        found, lse[block.index] = _block_bound(block, shared)
         for tag, term in found.items():
             terms[tag][block.index] = term
     return assemble(terms, lse)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the bounds of all blocks of a call share.
+
+    Parameters
+    ----------
+    n : Numerics
+    tiles : Tiles
+    sigma : float
+        Softmax scale.
+    scaling : Scaling
+        R3.
+    mean : (batch, heads_kv, head_dim) array or None
+        What smoothing took from the keys.
+    v_mean, v_scale : (batch, heads_kv, head_dim) array or None
+        The same of V, and its scales, where the kernel sums codes of V.
+    cut : Splits or None
+    """
+
+    n: Numerics
+    tiles: Tiles
+    sigma: float
+    scaling: Scaling
+    mean: Any
+    v_mean: Any
+    v_scale: Any
+    cut: Splits | None
 
 
 def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
@@ -222,24 +260,15 @@ def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     return q, k, v
 
 
-def _kernel_bound(
-    block: ScoreBlock,
-    n: Numerics,
-    tiles: Tiles,
-    sigma: float,
-    scaling: Scaling,
-    mean: Any,
-    v_mean: Any,
-    v_scale: Any,
-    cut: Splits | None,
-) -> tuple[dict[str, Array], Array]:
+def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], Array]:
     """R2 to R7 of one block of rows: the terms of O, and the bound of lse."""
+    n, tiles, sigma, cut = shared.n, shared.tiles, shared.sigma, shared.cut
     xp = array_namespace(block.S)
     if block.S.shape[-1] == 0:
         zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))
         return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1])
     P, lse, v, o, spoilt = exact(block)
-    score = perturb(block, n, tiles, sigma, scaling, cut)
+    score = perturb(block, n, tiles, sigma, shared.scaling, cut)
     count = block.admitted.sum(axis=-1).astype(np.float64)
     magnitude = xp.abs(v)
     total_v = magnitude.sum(axis=-2, keepdims=True)
@@ -302,14 +331,14 @@ def _kernel_bound(
     flushed = flushed / share
     r6 = theta_o[..., None] * ((weighted + rounded) / share + flushed) + underflow / share
     if n.shifts:
-        r6 = r6 + values.dropped_by_shifts(unit, of_block(v_scale, block))
+        r6 = r6 + values.dropped_by_shifts(unit, of_block(shared.v_scale, block))
     size = xp.abs(o) + delta_o + flushed + r5 + r6
     r6 = r6 + by_l[..., None] * size
     size = size + by_l[..., None] * size
 
     # R7: 1/l, times 1/l, and the store.
     r7, stored = xp.zeros_like(o), size
-    block_mean = of_block(v_mean, block)
+    block_mean = of_block(shared.v_mean, block)
     if n.by_tile:
         r7, stored = values.with_mean(size, block_mean, n.pieces)
     elif n.online:
@@ -328,7 +357,7 @@ def _kernel_bound(
     terms |= {"R5": r5, "R6": r6, "R7": r7}
 
     delta_lse = delta_lse + score.shift - xp.log1p(-xp.minimum(theta_l, 1 - U64))
-    delta_lse = _lse_bound(block, lse, delta_lse, score, sigma, mean, scaling, n)
+    delta_lse = _lse_bound(block, lse, delta_lse, score, shared)
     overflows = xp.isinf(delta_lse)
 
     # Non-finite and out of range: no promise, under the tag of what breaks first.
@@ -371,10 +400,7 @@ def _lse_bound(
     lse: Array,
     delta: Array,
     score: Perturbed,
-    sigma: float,
-    mean: Any,
-    scaling: Scaling,
-    n: Numerics,
+    shared: _Shared,
 ) -> Array:
     """R7 of the log-sum-exp: fl(fl(M + log2 l) LN2), and what smoothing gives back to it.
 
@@ -382,6 +408,7 @@ def _lse_bound(
     rounding of l do to it.
     """
     xp = array_namespace(lse)
+    n, sigma, mean, scaling = shared.n, shared.sigma, shared.mean, shared.scaling
     lse = xp.where(xp.isfinite(lse), lse, 0.0)
     log_l = xp.abs(lse - score.top) + delta + score.shift + score.top_drift  # |log l|
     lower_M = n.headroom + (0 if n.subtracts_first else n.code_log2)

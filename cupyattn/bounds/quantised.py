@@ -21,8 +21,9 @@ from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
-from cupyattn.reference.exact import ScoreBlock, score_blocks
+from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: What float64 may lose of a product of a probability and a value where it underflows, in both
 #: results and in the bound.
@@ -104,10 +105,8 @@ def quantisation(
         errors = split_heads(prepared[0][:, :, chosen], k.shape[1]), prepared[1][:, :, None]
     terms, lse = empty(q, k, v, rows, ("R1",))
     check_smoothing(softcap, quantized.k_mean)
-    for block in score_blocks(
-        q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
-    ):  # fmt: skip
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    for block in blocks_of(q, k, v, scale, options, rows):
         if block.S.shape[-1] == 0:
             continue
         batch, head, _, _ = block.index

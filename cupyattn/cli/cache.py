@@ -27,9 +27,8 @@ from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.kernels import ladder
 from cupyattn.measure import device
 from cupyattn.measure.words import format_bytes
+from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -161,6 +160,8 @@ def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
             f"got {text!r}"
         )
     x = np.zeros((1, 1, 4096, int(matched[1])), STORAGE[_DTYPES[dtype]])
-    given = Options(variant=name, causal="causal" in flags, return_lse="lse" in flags, arch=arch)
-    launches = (launch for plan in plans(resolve(x, x, x, given)) for launch in plan.launches)
+    request = resolved(
+        x, x, x, variant=name, causal="causal" in flags, return_lse="lse" in flags, arch=arch
+    )
+    launches = (launch for plan in plans(request) for launch in plan.launches)
     return list(dict.fromkeys(launch.module for launch in launches))

@@ -25,11 +25,9 @@ from cupyattn.interpret.trace import Trace
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, rungs
 from cupyattn.measure import words as measure_words
-from cupyattn.ops.attention import attention
+from cupyattn.ops.attention import attention, resolved
 from cupyattn.ops.explain import explain, plans
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
@@ -101,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             output.write_json(args.json, {**record, "finding": str(fault.finding)})
         return 1
-    plan = plans(resolve(q, k, v, Options(**asked)))[-1]
+    plan = plans(resolved(q, k, v, **asked))[-1]
     judged = rungs.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z, tiles=plan.tiles, form=plan.form,
         **options,

@@ -20,11 +20,11 @@ from cupyattn.distributed.model import H200, Costs, Machine, meshes, predict
 from cupyattn.kernels.features import DTYPES
 from cupyattn.measure import device
 from cupyattn.measure.words import format_bytes, format_seconds, format_share
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_limits
-from cupyattn.problem.request import Options, Request
-from cupyattn.problem.resolve import resolve
+from cupyattn.problem.request import Request
 
 #: What is planned for where there is no device.
 _ARCH = "sm_90a"
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     lengths = whole.len_q, whole.len_kv
     options = {"variant": args.variant, "causal": args.causal, "arch": arch}
     operands = shapes_alone(whole, whole.heads, whole.heads_kv, lengths)
-    request = resolve(*operands, Options(**options))
+    request = resolved(*operands, **options)
     found = stages(request)
     print("\n".join([f"{request.variant.name}: {request.why}", *map(str, found.plans)]))
     record: dict[str, Any] = {"arch": arch, "variant": request.variant.name}
@@ -195,7 +195,7 @@ def _local_scratch(whole: AttentionSpec, mesh: Mesh, options: dict[str, Any]) ->
     heads_kv = max(1, whole.heads_kv // mesh.ulysses)
     heads = max(1, whole.heads // mesh.ulysses)
     heads = heads_kv * max(1, min(group, heads // heads_kv))
-    request = resolve(*shapes_alone(whole, heads, heads_kv, rows), Options(**options))
+    request = resolved(*shapes_alone(whole, heads, heads_kv, rows), **options)
     return _scratch(request)
 
 

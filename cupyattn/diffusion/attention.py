@@ -39,7 +39,7 @@ from cupyattn.ops.attention import attention
 from cupyattn.problem import checks
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.config import QuantConfig
-from cupyattn.runtime.scratch import saying_what_is_needed
+from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
 _log = logging.getLogger("cupyattn")
 Result = TypeVar("Result")
@@ -435,7 +435,7 @@ class Int8Attention:
     ) -> tuple[Array, Array, Array | None]:
         """Run two branches against the same keys and values; return both, and the kept keys."""
         copy = {"q of both branches": guidance.BRANCHES * q_cond.nbytes}
-        with saying_what_is_needed("fused_cfg", copy, on_device=is_cupy(q_cond)):
+        with saying_what_is_needed(Memory("fused_cfg", copy), on_device=is_cupy(q_cond)):
             q = guidance.stack_queries(q_cond, q_uncond)
         mask = given["mask"]
         if mask is not None and mask.ndim >= 3:
@@ -513,7 +513,7 @@ class Int8Attention:
         needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, backend)
         in_codes = (settings.mode or self.mode_at(step)) != "precision"
         key_sums = wants_key_sums(self.quant if in_codes else None, backend, k, v)
-        with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
+        with saying_what_is_needed(Memory("token pruning", needed), on_device=is_cupy(k)):
             importance, sums = pruning.weigh_keys(
                 q, k, scale=self._scale, rows=settings.pruning_rows, key_sums=key_sums,
                 **self._where,

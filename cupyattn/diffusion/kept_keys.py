@@ -9,9 +9,9 @@ from cupyattn.arrays.kinds import Array
 from cupyattn.compiler.target import choose
 from cupyattn.diffusion import pruning
 from cupyattn.ops.attention import attention
-from cupyattn.ops.quantize import quantize_at
+from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from cupyattn.quant.config import QuantConfig
-from cupyattn.runtime.scratch import saying_what_is_needed
+from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
 
 def wants_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:
@@ -66,17 +66,16 @@ class KeptKeys:
     ) -> Array:
         """Run `cupyattn.attention` of q to them, with options of it."""
         k, v, choice = self._k, self._v, (self._importance, self._count)
-        where = saying_what_is_needed("token pruning", self._needed, on_device=is_cupy(k))
+        needed = Memory("token pruning", self._needed)
+        where = saying_what_is_needed(needed, on_device=is_cupy(k))
         options |= {"variant": variant, "backend": backend}
         codes = variant == "fa_int8" and not quant.fused
         if codes and pruning.quantises_in_place(backend, k, v, self._count):
             backend = choose(backend, k)
             with where:
                 v, self.kept, places = pruning.compact_values(k, v, *choice, backend=backend)
-            z = quantize_at(
-                q, k, v, places, quant=quant, tiles=options["tiles"], arch=options["arch"],
-                backend=backend, key_sums=self._key_sums,
-            )  # fmt: skip
+            settings = QuantizeSettings(quant, options["tiles"], options["arch"], backend)
+            z = quantize_at(q, k, v, places, settings, self._key_sums)
             return attention(z, **options)
         with where:
             k, v, self.kept = pruning.compact(k, v, *choice, backend=backend)

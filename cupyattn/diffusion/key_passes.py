@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import Features
@@ -14,7 +15,7 @@ from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import LOG2E, check_grid, widest
 from cupyattn.plans.gemm import Launches
-from cupyattn.plans.records import Launch, Operand
+from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import (
     CLUSTER_IMPORTANCE_PARAMS,
     GATHER_PARAMS,

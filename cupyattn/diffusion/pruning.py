@@ -8,13 +8,15 @@ device kernels do both (`cupyattn.diffusion.key_passes`), in one launch or two e
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace
-from cupyattn.arrays.memory import as_input, data_address, on_device_of
+from cupyattn.arrays.memory import data_address, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.diffusion.arguments import check_count, check_number
@@ -30,9 +32,9 @@ from cupyattn.diffusion.key_passes import (
 )
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
-from cupyattn.ops.run import run
-from cupyattn.plans.records import Operand
-from cupyattn.runtime.repeated import call_key, recall, remember
+from cupyattn.ops.operation import Known, run
+from cupyattn.plans.records import Work
+from cupyattn.problem.problem import Problem, Result
 
 #: Query rows of each head that importance is estimated from.
 SAMPLE_ROWS = 32
@@ -121,43 +123,79 @@ def weigh_keys(
     key_sums : array, float32, (batch, heads_kv, parts, head_dim), or None
         Those of all keys of a head are the sum of its parts. None where nobody added them up.
     """
-    given = {"q": q, "k": k}
-    key, addresses = call_key(("key_importance", scale, rows, backend, arch, key_sums), given)
-    again = recall(key)
-    if again is not None:
-        importance, *more = again(addresses)  # sums of keys, or two row states
-        return importance, more[0] if len(more) == 1 else None
-    check_arch(arch)
-    q, k = operand("q", q), operand("k", k)
-    xp = array_namespace(q, k)
-    backend = choose(backend, q)
-    rows, scale = check_count("rows", rows), _check_operands(q, k, scale)
-    batch, heads, len_q, _ = q.shape
-    heads_kv, len_kv = k.shape[1:3]
-    if 0 in q.shape or 0 in k.shape:
-        return xp.full((batch, heads_kv, len_kv), 1 / max(len_kv, 1), np.float32), None
-    sampled = sampled_rows(len_q, rows)
-    if not _kernels_weigh(backend, q, k):
-        return _mean_probabilities(q, k, scale, sampled), None
-    check_one_device(**given)
-    with on_device_of(q):
-        read = {"q": q, "k": k}
-        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in read.items()}
-        of_q, of_k = (Operand.of(buffers[name]) for name in given)
-        arch = arch or own_arch(backend, q)
-        shapes: dict[str, tuple[int, ...]] = {"importance": (batch, heads_kv, len_kv)}
+    settings = ImportanceSettings(scale, rows, backend, arch, key_sums)
+    arrays = {"q": q, "k": k}
+    made = run(IMPORTANCE, settings, arrays, Known(arrays))
+    return made["importance"], made.get("partial_sum")
+
+
+class ImportanceSettings(NamedTuple):
+    """What weighing keys asks for, beside arrays: arguments of `weigh_keys`."""
+
+    scale: float | None
+    rows: int
+    backend: str | None
+    arch: str | None
+    key_sums: bool
+
+
+class _Importance:
+    """Weighing keys as an operation."""
+
+    name = "key_importance"
+
+    def resolve(self, settings: ImportanceSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check queries and keys, and settle which rows are sampled."""
+        check_arch(settings.arch)
+        q, k = (operand(name, arrays[name]) for name in "qk")
+        array_namespace(q, k)
+        backend, rows = choose(settings.backend, q), check_count("rows", settings.rows)
+        scale = _check_operands(q, k, settings.scale)
+        sampled, given = sampled_rows(q.shape[2], rows), {"q": q, "k": k}
+        of_mirror = 0 in q.shape or 0 in k.shape or not _kernels_weigh(backend, q, k)
+        if of_mirror:
+            return Problem(
+                what=self.name, backend="mirror", operands=given, results={},
+                settled=(scale, sampled),
+            )  # fmt: skip
+        check_one_device(q=q, k=k)
+        with on_device_of(q):
+            given = {name: contiguous_last_axis(x) for name, x in given.items()}
+        of_k, arch = Operand.of(given["k"]), settings.arch or own_arch(backend, q)
+        shapes: dict[str, tuple[int, ...]] = {"importance": k.shape[:3]}
+        sums = settings.key_sums and reads_keys_once(of_k, arch)
         if not reads_keys_once(of_k, arch):
-            key_sums = False
-            states = row_states_shape(of_k, heads // heads_kv, len(sampled))
+            states = row_states_shape(of_k, q.shape[1] // k.shape[1], len(sampled))
             shapes |= {"row_M": states, "row_l": states}
-        elif key_sums:
+        elif sums:
             shapes["partial_sum"] = key_sums_shape(of_k)
-        how = q.dtype.name, scale, sampled, arch, key_sums
-        plan = plan_key_importance(of_q, of_k, *how)
-        buffers |= {name: xp.empty(shape, np.float32) for name, shape in shapes.items()}
-        run(backend, plan, buffers, arch)
-        remember(key, plan, arch, given, buffers, shapes)
-    return buffers["importance"], buffers.get("partial_sum")
+        return Problem(
+            what=self.name, backend=backend, arch=arch, operands=given,
+            results={name: Result(shape, STORAGE["float32"]) for name, shape in shapes.items()},
+            settled=(q.dtype.name, scale, sampled, arch, sums),
+        )  # fmt: skip
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launches."""
+        of_q, of_k = (Operand.of(x) for x in problem.operands.values())
+        return Work.of(plan_key_importance(of_q, of_k, *problem.settled))
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return the importance by the functions of the arrays' own library."""
+        (q, k), (scale, sampled) = problem.operands.values(), problem.settled
+        if 0 in q.shape or 0 in k.shape:
+            share = 1 / max(k.shape[2], 1)
+            return {"importance": array_namespace(q, k).full(k.shape[:3], share, np.float32)}
+        return {"importance": _mean_probabilities(q, k, scale, sampled)}
+
+    def restore(
+        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return importance, sums of keys and states of rows, as far as there are such."""
+        return results
+
+
+IMPORTANCE = _Importance()
 
 
 def _check_operands(q: Array, k: Array, scale: float | None) -> float:
@@ -336,29 +374,55 @@ def quantises_in_place(backend: str | None, k: Array, v: Array, count: int) -> b
 
 def _moved(rows: dict[str, Array], importance: Array, count: int, backend: str) -> dict[str, Array]:
     """Run the kernels that choose keys and move the `rows` given; return all that they make."""
-    given = {**rows, "importance": importance}
-    key, addresses = call_key(("compact", count, backend), given)
-    shapes = {f"kept_{name}": (*x.shape[:2], count, x.shape[3]) for name, x in rows.items()}
-    shapes |= {"kept": importance.shape, "places": (*importance.shape[:2], count)}
-    again = recall(key)
-    if again is not None:
-        return dict(zip(shapes, again(addresses), strict=True))
-    _check_choice(rows.get("k", rows["v"]), rows["v"], importance, count)
-    check_one_device(**given)
-    xp, types = array_namespace(*given.values()), {"kept": np.bool_, "places": np.int32}
-    with on_device_of(importance):
-        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in rows.items()}
-        buffers["importance"] = as_input(xp.ascontiguousarray(importance))
-        described = {name: Operand.of(buffers[name]) for name in rows}
-        plan = plan_compact(described.get("k"), described["v"], rows["v"].dtype.name, count)
-        made = {
-            name: xp.empty(shape, types.get(name, rows["v"].dtype))
-            for name, shape in shapes.items()
-        }
-        buffers |= made
-        run(backend, plan, buffers)
-        remember(key, plan, None, given, buffers, shapes)
+    arrays = {**rows, "importance": importance}
+    made: dict[str, Array] = run(COMPACT, (count, backend), arrays, Known(arrays))
     return made
+
+
+class _Compact:
+    """Choosing keys, and moving rows of those chosen, as an operation of (count, backend)."""
+
+    name = "compact"
+
+    def resolve(self, settings: tuple[int, str], arrays: Mapping[str, Any]) -> Problem:
+        """Check rows and importance against each other."""
+        count, backend = settings
+        rows = {name: x for name, x in arrays.items() if name != "importance"}
+        importance, v = arrays["importance"], arrays["v"]
+        _check_choice(rows.get("k", v), v, importance, count)
+        check_one_device(**arrays)
+        xp = array_namespace(*arrays.values())
+        with on_device_of(importance):
+            given = {name: contiguous_last_axis(x) for name, x in rows.items()}
+            given["importance"] = xp.ascontiguousarray(importance)
+        results = {
+            f"kept_{name}": Result((*x.shape[:2], count, x.shape[3]), v.dtype)
+            for name, x in rows.items()
+        }
+        results["kept"] = Result(importance.shape, np.dtype(np.bool_))
+        results["places"] = Result((*importance.shape[:2], count), np.dtype(np.int32))
+        return Problem(
+            what=self.name, backend=backend, operands=given, results=results, settled=count
+        )
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launches."""
+        of = {name: Operand.of(x) for name, x in problem.operands.items()}
+        dtype = problem.operands["v"].dtype.name
+        return Work.of(plan_compact(of.get("k"), of["v"], dtype, problem.settled))
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Not called: `compact` has a way of its own where no kernel runs."""
+        raise NotImplementedError
+
+    def restore(
+        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return rows, marks and places by name."""
+        return results
+
+
+COMPACT = _Compact()
 
 
 def _check_choice(k: Array, v: Array, importance: Array, count: int) -> None:

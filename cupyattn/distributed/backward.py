@@ -192,7 +192,7 @@ def _take(asked: Asked, request: Request, named: dict[str, Any]) -> list[Any]:
     array_namespace(request.q, *found.values())
     if asked.offsets is not None:
         found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
-    layout = request.options.layout
+    layout = request.settings.layout
     found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}
     checks.check_backward(**found, q=request.q, k=request.k, v=request.v)
     interchange.check_one_device(q=request.q, **found)

@@ -22,9 +22,10 @@ from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits as kernels_limits
+from cupyattn.ops.attention import resolved
 from cupyattn.problem import checks
-from cupyattn.problem.request import Options, Request
-from cupyattn.problem.resolve import resolve
+from cupyattn.problem.request import Request
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 
 METHODS = ("auto", "ulysses", "ring", "mixed")
@@ -121,7 +122,8 @@ class ShardedCall:
 
     def restore(self, o: Any) -> Any:
         """Return a result as the caller's q is: kind of array, layout, packed or not."""
-        return self.request.restore(o[0].swapaxes(0, 1) if self.calls.packed else o)
+        packed, layout = self.calls.packed, self.request.settings.layout
+        return self.request.as_given(o[0].swapaxes(0, 1) if packed else to_bhsd(o, layout))
 
 
 def resolve_sharded(
@@ -187,7 +189,7 @@ def resolve_sharded(
             f"a ring of fa_int8, round which codes go, takes no {obstacle}: use method='ulysses'"
         )
     given = {n: x for n, x in asked.options.items() if n not in ("accuracy", "variant", "quant")}
-    options = {**given, "variant": request.variant.name, "quant": request.options.quant}
+    options = {**given, "variant": request.variant.name, "quant": request.settings.quant}
     return ShardedCall(
         group, mesh, rows_q, rows_kv, spans, request, Calls(options, asked.places, packed),
         _digest(agreed),
@@ -208,14 +210,14 @@ def _own_request(asked: Asked, group: Group, q: Any, k: Any, v: Any) -> Request:
     if asked.offsets is not None:
         layout = "BSHD"
         taken = (interchange.take(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
-        (q, restore), (k, _), (v, _) = taken
+        (q, as_given), (k, _), (v, _) = taken
         q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
-    request = resolve(q, k, v, Options(**asked.options, **asked.places, layout=layout))
+    request = resolved(q, k, v, **asked.options, **asked.places, layout=layout)
     kind = array_namespace(request.q).__name__
     if kind != group.namespace:
         raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")
     if asked.offsets is not None:
-        request = replace(request, restore=restore, restore_lse=restore)
+        request = replace(request, as_given=as_given)
     return request
 
 
@@ -304,7 +306,7 @@ def _obstacle(
 
     `alike` says whether ranks have the same rows as keys.
     """
-    quant = request.options.quant
+    quant = request.settings.quant
     if packed:
         return "packed sequences"
     if quant is not None and quant.fused:

@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, array_namespace
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.distributed.partition import Range
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops import run
+from cupyattn.ops.operation import run
 from cupyattn.plans.assemble import check_grid
-from cupyattn.plans.records import Launch, Operand, Plan
+from cupyattn.plans.records import Launch, Plan, Work
 from cupyattn.plans.structs import MERGE_PARAMS
+from cupyattn.problem.problem import Problem
 
 #: Rows of a block, whose weights lie in shared memory.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
@@ -86,17 +89,10 @@ class Partial:
         return _stored(self.o, STORAGE[self._like.dtype.name])
 
     def _merge(self, before: Any, lse: Any, part_o: Any, part_lse: Any, after: Any) -> None:
-        if self.backend == "mirror":
-            merge_mirror(before, lse, part_o, part_lse, after)
-            return
-        operands = tuple(Operand.of(x) for x in (before, after, lse, part_o, part_lse))
-        dtypes = tuple(str(x.dtype) for x in (before, after))
-        alike = before.dtype == after.dtype  # then they are one array
-        plan = plan_merge(*operands, self._like.dtype.name, *dtypes, alike)
-        read = {"part_O": memory.as_input(part_o), "part_lse": memory.as_input(part_lse)}
-        if not alike:
-            read["before_O"] = memory.as_input(before)
-        run.run(self.backend, plan, {"O": after, "lse": lse, **read})
+        arrays = {
+            "part_O": part_o, "part_lse": part_lse, "O": after, "lse": lse, "before_O": before,
+        }  # fmt: skip
+        run(MERGE, (self.backend, self._like.dtype.name), arrays)
 
     def _nothing(self) -> tuple[Any, Any]:
         """Return O and lse of rows that have attended to nothing yet."""
@@ -138,6 +134,45 @@ def _stored(x: Any, dtype: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
+class _Merge:
+    """Merging a part into O and lse where they lie, as an operation of (backend, dtype)."""
+
+    name = "merge_partials"
+
+    def resolve(self, settings: tuple[str, str], arrays: Mapping[str, Any]) -> Problem:
+        """Settle what is read: of O itself, where its type stays."""
+        backend, _ = settings
+        kept = arrays["before_O"].dtype == arrays["O"].dtype  # then they are one array
+        names = ("part_O", "part_lse") if kept else ("part_O", "part_lse", "before_O")
+        return Problem(
+            what=self.name, backend=backend, operands={name: arrays[name] for name in names},
+            results={}, received={name: arrays[name] for name in ("O", "lse")},
+            settled=(settings, arrays, kept),
+        )  # fmt: skip
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launch."""
+        (_, dtype), arrays, kept = problem.settled
+        names = ("before_O", "O", "lse", "part_O", "part_lse")
+        before_o, o, lse, part_o, part_lse = (Operand.of(arrays[name]) for name in names)
+        before, after = (str(arrays[name].dtype) for name in ("before_O", "O"))
+        plan = plan_merge(before_o, o, lse, part_o, part_lse, dtype, before, after, kept)
+        return Work.of(plan)
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Merge on NumPy."""
+        _, arrays, _ = problem.settled
+        names = ("before_O", "lse", "part_O", "part_lse", "O")
+        merge_mirror(*(arrays[name] for name in names))
+        return {}
+
+    def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> None:
+        """Return nothing: O and lse were changed where they lie."""
+
+
+MERGE = _Merge()
+
+
 def plan_merge(
     before_o: Operand,
     o: Operand,

@@ -188,7 +188,7 @@ def _run(asked: Asked, group: Group, operands: tuple[Any, Any, Any], return_lse:
         remember(asked, group, operands, return_lse, call)
         operands = call.request.q, call.request.k, call.request.v
     else:
-        layout = call.request.options.layout
+        layout = call.request.settings.layout
         operands = tuple(to_bhsd(x, layout) for x in operands)
     with group.failing_together(asked.what), memory.on_device_of(operands[0]):
         q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
@@ -197,4 +197,4 @@ def _run(asked: Asked, group: Group, operands: tuple[Any, Any, Any], return_lse:
     result = call.restore(o)
     if not return_lse:
         return result
-    return result, call.request.restore_lse(lse[0] if call.calls.packed else lse)
+    return result, call.request.as_given(lse[0] if call.calls.packed else lse)

@@ -26,11 +26,12 @@ from cupyattn.bounds.scores import (
     scaling_errors,
 )
 from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
-from cupyattn.gradients.problem import BackwardProblem, ScoreOptions
+from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
+from cupyattn.problem.score_options import ScoreOptions
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")

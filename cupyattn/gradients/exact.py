@@ -13,10 +13,11 @@ import numpy as np
 from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
-from cupyattn.gradients.problem import BackwardProblem, ScoreOptions
+from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward_shapes, check_scale
-from cupyattn.reference.exact import ScoreBlock, score_blocks, softmax_exact
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.reference.exact import ScoreBlock, blocks_of, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
 #: kernels_cu/prims/score/gradient.cuh.
@@ -84,7 +85,7 @@ def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
     d_out = split_heads(d_out, heads_kv)
     given_out = None if out is None else split_heads(out, heads_kv)
     given_lse = None if lse is None else split_heads(lse, heads_kv)
-    for block in score_blocks(q, k, v, scale=problem.scale, **vars(options)):
+    for block in blocks_of(q, k, v, problem.scale, options, None):
         dO = as_float64(d_out[block.index])
         softmax, softmax_lse = softmax_exact(block.S)
         P, row_lse = softmax, softmax_lse

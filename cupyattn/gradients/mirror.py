@@ -14,11 +14,12 @@ import numpy as np
 from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
 from cupyattn.gradients.exact import Gradients, coarse_rows
-from cupyattn.gradients.problem import BackwardProblem, ScoreOptions
+from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import Scoring
 from cupyattn.reference.mirror import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
@@ -90,7 +91,7 @@ def mirror_gradients(problem: BackwardProblem, *, deterministic: bool) -> Gradie
     sigma = check_scale(problem.scale, head_dim)
     features = {"softcap": bool(options.softcap), "bias": options.bias is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
-    scoring = Scoring.of(q, k, **vars(options))
+    scoring = Scoring.of(q, k, options)
     keys_tiles, queries_tiles = backward_tiles(head_dim, options.blocks)
     heads_kv = k.shape[1]
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):

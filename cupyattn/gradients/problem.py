@@ -5,25 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupyattn.arrays.kinds import Array
-from cupyattn.problem.block_mask import BlockMask
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """What a call does to scores beside scaling them: `cupyattn.attention` has these options."""
-
-    causal: bool = False
-    causal_align: str = "bottom-right"
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    mask: Array | None = None
-    bias: Array | None = None
-    block_mask: BlockMask | None = None
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Rows and keys of a block of the block mask; (0, 0): there is none."""
-        return (0, 0) if self.block_mask is None else self.block_mask.blocks
+from cupyattn.problem.score_options import ScoreOptions
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import hashlib
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,8 +26,7 @@ from cupyattn.interop import xla_ffi
 from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.ops import attention as api
 from cupyattn.ops import backward, explain
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.problem.settings import ARRAYS, Settings
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
@@ -38,7 +37,9 @@ _NOT_IN_JAX = {
     "check_finite": "a traced call cannot look at values: set jax_debug_nans",
 }
 #: Arguments of `cupyattn.attention`; the others are those of packed sequences.
-_KNOWN = {f.name for f in fields(Options) if not f.name.startswith(("cu_seqlens", "max_len"))}
+_KNOWN = {
+    name for name in (*ARRAYS, *Settings._fields) if not name.startswith(("cu_seqlens", "max_len"))
+}
 #: Arguments that the gradient does not take: which rung ran does not change what it is.
 _OF_FORWARD = ("variant", "accuracy", "quant", "tiles", "qk_norm_eps")
 _FORWARD, _BACKWARD = "cupyattn_attention", "cupyattn_attention_backward"
@@ -179,7 +180,7 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
     """Check a call by shapes and types alone."""
     known = {name: _stand_in(x) for name, x in operands.items()}
     constants = {name: x for name, x in options.items() if name != "backend"}
-    resolve(known["q"], known["k"], known["v"], Options(**constants, **_paired(known)))
+    api.resolved(known["q"], known["k"], known["v"], **constants, **_paired(known))
 
 
 def _remember(options: dict[str, Any], deterministic: bool) -> _Call:

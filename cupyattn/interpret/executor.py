@@ -26,7 +26,7 @@ from cupyattn.plans.records import Launch, TensorMap
 from cupyattn.runtime import tensor_map
 
 if TYPE_CHECKING:
-    from cupyattn.runtime.ready import Runnable
+    from cupyattn.plans.records import Runnable
 
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20

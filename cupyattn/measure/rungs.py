@@ -26,14 +26,12 @@ from cupyattn.measure.words import (
     format_seconds,
     format_share,
 )
-from cupyattn.ops.attention import attention
+from cupyattn.ops.attention import attention, resolved
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
 from cupyattn.problem import checks
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
 from cupyattn.testing import verdict
@@ -567,7 +565,7 @@ def _memory_bytes(
     """Return what a call needs beside q, k and v: output, workspace, codes and scales."""
     output: int = math.prod(call.output_shape) * np.dtype(STORAGE[call.dtype]).itemsize
     q, k, v = operands
-    request = resolve(q, k, v, Options(variant=variant.name, **options))
+    request = resolved(q, k, v, variant=variant.name, **options)
     return output + sum(work.nbytes for work in stages(request).workspace)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays.interchange import contiguous_last_axis, operand
-from cupyattn.arrays.kinds import STORAGE, array_namespace
-from cupyattn.arrays.memory import as_input, on_device_of
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
-from cupyattn.ops.run import run
+from cupyattn.ops.operation import Known, run
 from cupyattn.plans.act_quant import padded, plan_act_quant
-from cupyattn.plans.records import Operand
+from cupyattn.plans.records import Work
+from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, quantize_rows
-from cupyattn.runtime.repeated import call_key, recall, remember
 
 Array = Any
 
@@ -62,22 +64,8 @@ def act_quant(
     >>> codes.tolist(), scales.tolist()
     ([[0, -127, 127]], [[2.0, 0.007874015718698502]])
     """
-    key, addresses = call_key(("act_quant", block_size, backend), {"x": x})
-    again = recall(key)
-    if again is not None:
-        codes, scales = again(addresses)
-        return codes, scales
-    if (taken := operand("x", x)) is not x:
-        x, key = taken, None  # a call whose operand is copied is not remembered
-    backend = choose(backend, x)
-    if backend == "interpret" and block_size != BLOCK_SIZE:
-        raise UnsupportedError(
-            f"the kernel takes blocks of {BLOCK_SIZE}, got block_size={block_size!r}: use "
-            "backend='mirror'"
-        )
-    if backend == "mirror" or block_size != BLOCK_SIZE:
-        return quantize_rows(x, block_size)
-    codes, scales, _ = _run(x, None, backend, key)
+    arrays = {"x": x}
+    codes, scales = run(ACT_QUANT, ActQuantSettings(block_size, backend), arrays, Known(arrays))
     return codes, scales
 
 
@@ -105,23 +93,10 @@ def act_quant_but(
     kept : array, (..., outliers rounded up to `KEPT_PAD`), dtype
         The columns, and zeros.
     """
-    given = {"x": x, "place": place}
-    key, addresses = call_key(("act_quant_but", columns.shape[0], dtype, backend), given)
-    again = recall(key)
-    if again is not None:
-        codes, scales, kept = again(addresses)
-        return codes, scales, kept
-    if (taken := operand("x", x)) is not x:
-        x, key = taken, None
-    backend = choose(backend, x)
-    if backend != "mirror":
-        return _run(x, (columns.shape[0], place, dtype), backend, key)
-    kept = np.zeros((*x.shape[:-1], padded(columns.shape[0])), STORAGE[dtype])
-    with np.errstate(over="ignore"):
-        kept[..., : columns.shape[0]] = x[..., columns].astype(STORAGE[dtype])
-    rest = x.copy()
-    rest[..., columns] = 0
-    return (*quantize_rows(rest), kept)
+    arrays = {"x": x, "place": place, "columns": columns}
+    settings = ActQuantSettings(BLOCK_SIZE, backend, columns.shape[0], dtype)
+    codes, scales, kept = run(ACT_QUANT, settings, arrays, Known({"x": x, "place": place}))
+    return codes, scales, kept
 
 
 def places(columns: Array, channels: int) -> Array:
@@ -137,25 +112,81 @@ def places(columns: Array, channels: int) -> Array:
     return place
 
 
-def _run(x: Array, but: tuple[int, Array, str] | None, backend: str, key: Any) -> tuple[Array, ...]:
-    """Run the kernel, and remember the call under its key."""
-    xp = array_namespace(x)
-    check_values("x", x, least_axes=1)
-    outliers, place, dtype = but or (0, None, "")
-    channels, width = x.shape[-1], padded(outliers)
-    with on_device_of(x):
-        rows = contiguous_last_axis(x).reshape(math.prod(x.shape[:-1]), channels)
-        blocks = -(-channels // BLOCK_SIZE)
-        given, buffers = {"x": x}, {"x": as_input(rows)}
-        shapes = {"codes": x.shape, "scales": (*x.shape[:-1], blocks)}
-        buffers["codes"] = xp.empty(rows.shape, np.int8)
-        buffers["scales"] = xp.empty((rows.shape[0], blocks), np.float32)
-        if but is not None:
-            given["place"], buffers["place"] = place, as_input(place)
-            buffers["kept"] = xp.empty((rows.shape[0], width), STORAGE[dtype])
-            shapes["kept"] = (*x.shape[:-1], width)
-        plan = plan_act_quant(Operand.of(rows), x.dtype.name, outliers, dtype)
-        run(backend, plan, buffers)
-        remember(key, plan, None, given, buffers, shapes)
-    codes, scales = (buffers[name].reshape(shapes[name]) for name in ("codes", "scales"))
-    return codes, scales, None if but is None else buffers["kept"].reshape(shapes["kept"])
+class ActQuantSettings(NamedTuple):
+    """What quantising activations asks for, beside arrays.
+
+    `outliers` columns are kept in 16 bits, in the type `dtype`.
+    """
+
+    block_size: int
+    backend: str | None
+    outliers: int = 0
+    dtype: str = ""
+
+
+class _ActQuant:
+    """Activations to codes as an operation."""
+
+    name = "act_quant"
+
+    def resolve(self, settings: ActQuantSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check the activations; blocks of other sizes than the kernel's go to the mirror."""
+        x, size = operand("x", arrays["x"]), settings.block_size
+        backend = choose(settings.backend, x)
+        if backend == "interpret" and size != BLOCK_SIZE:
+            raise UnsupportedError(
+                f"the kernel takes blocks of {BLOCK_SIZE}, got block_size={size!r}: use "
+                "backend='mirror'"
+            )
+        if backend == "mirror" or size != BLOCK_SIZE:
+            return Problem(
+                what=self.name, backend="mirror", operands={"x": x}, results={},
+                settled=(settings, arrays),
+            )  # fmt: skip
+        check_values("x", x, least_axes=1)
+        with on_device_of(x):
+            rows = contiguous_last_axis(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        blocks = -(-x.shape[-1] // BLOCK_SIZE)
+        operands = {"x": rows}
+        results = {
+            "codes": Result(x.shape, np.dtype(np.int8)),
+            "scales": Result((*x.shape[:-1], blocks), STORAGE["float32"]),
+        }
+        if settings.outliers:
+            operands["place"] = arrays["place"]
+            width = padded(settings.outliers)
+            results["kept"] = Result((*x.shape[:-1], width), STORAGE[settings.dtype])
+        return Problem(
+            what=self.name, backend=backend, operands=operands, results=results, settled=settings
+        )
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launch."""
+        x, settings = problem.operands["x"], problem.settled
+        how = x.dtype.name, settings.outliers, settings.dtype
+        return Work.of(plan_act_quant(Operand.of(x), *how))
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return codes and scales by the functions of the array's own library."""
+        x, (settings, arrays), made = problem.operands["x"], problem.settled, {}
+        if settings.outliers:
+            columns = arrays["columns"]
+            made["kept"] = np.zeros(
+                (*x.shape[:-1], padded(settings.outliers)), STORAGE[settings.dtype]
+            )
+            with np.errstate(over="ignore"):
+                values = x[..., columns].astype(STORAGE[settings.dtype])
+            made["kept"][..., : settings.outliers] = values
+            x = x.copy()
+            x[..., columns] = 0
+        codes, scales = quantize_rows(x, settings.block_size)
+        return {"codes": codes, "scales": scales, **made}
+
+    def restore(
+        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return codes, scales and the columns that were kept."""
+        return tuple(results.values())
+
+
+ACT_QUANT = _ActQuant()

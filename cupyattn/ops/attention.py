@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-from cupyattn.arrays.form import same_place
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import direct_operands, operands_key
+from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.mirrored import run_mirror
-from cupyattn.ops.prepared import Prepared, operands_of
+from cupyattn.ops.operation import run
+from cupyattn.ops.prepared import Prepared
+from cupyattn.plans.records import Work
+from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.request import Options, Request
-from cupyattn.problem.resolve import as_given, resolve
+from cupyattn.problem.request import Request
+from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.runtime.recent import recall, remember
+from cupyattn.quant.static_scales import static_scales
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,26 +190,14 @@ def attention(
     """
     if isinstance(q, QuantizedQKV) and q.cu_seqlens_q is not None:
         raise ValueError("this QuantizedQKV holds packed sequences: call attention_varlen")
-    given = direct_operands(
-        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, qk_norm=qk_norm
-    )
-    key = None
-    if given is not None and out is None and layout == "BHSD" and not check_finite:
-        key = operands_key(
-            (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
-             rope_offset_q, qk_norm_eps, return_lse, quant, tiles, arch, backend),
-            given, q, block_mask=block_mask,
-        )  # fmt: skip
-        ready = recall(key)
-        if ready is not None:
-            o, lse = ready.run(given, None)
-            return (o, lse) if return_lse else o
-    options = Options(
-        variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
-        rope_interleaved, rope_offset_q, block_mask, layout, return_lse, out, quant, tiles, arch,
-        backend, check_finite, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps,
+    settings = Settings(
+        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
-    return _run(resolve(q, k, v, options), key, given or {})
+    arrays = _arrays(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out
+    )
+    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
 @_says_what_is_not_offered
@@ -321,8 +314,6 @@ def attention_varlen(
     >>> o.shape, (lse[0] - 8).round(2).tolist()
     ((5, 1, 8), [0.6899999976158142, 0.6899999976158142, 1.100000023841858, ...])
     """
-    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    limits = max_len_q, max_len_k
     coded = isinstance(q, QuantizedQKV)
     if coded and q.cu_seqlens_q is None:
         raise ValueError(
@@ -331,48 +322,84 @@ def attention_varlen(
         )
     if not coded and cu_seqlens_q is cu_seqlens_k is None:
         raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k beside arrays")
-    given = direct_operands(
-        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, qk_norm=qk_norm, **packed
-    )
-    key = None
-    known = coded or None not in limits
-    if given is not None and out is None and not check_finite and known:
-        key = operands_key(
-            (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
-             rope_offset_q, qk_norm_eps, return_lse, quant, tiles, arch, backend, limits),
-            given, q, block_mask=block_mask,
-        )  # fmt: skip
-        ready = recall(key)
-        if ready is not None:
-            entry = {} if coded else {n: given[n][None].swapaxes(1, 2) for n in "qkv"}
-            o, lse = ready.run({**given, **entry}, None)
-            o = as_given(o, "BSHD", packed=True)
-            return (o, lse) if return_lse else o
-    options = Options(
-        variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
-        rope_interleaved, rope_offset_q, block_mask, return_lse=return_lse, out=out, quant=quant,
-        tiles=tiles, arch=arch, backend=backend, check_finite=check_finite, max_len_q=max_len_q,
-        max_len_k=max_len_k, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **packed,
+    settings = Settings(
+        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, qk_norm_eps, "BHSD", return_lse, quant, tiles, arch, backend, check_finite,
+        max_len_q, max_len_k,
     )  # fmt: skip
-    return _run(resolve(q, k, v, options), key, given or {})
+    arrays = _arrays(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
-def _run(request: Request, key: Any, given: dict[str, Any]) -> Any:
-    """Run a call; keep it under its key if its operands are those `given`, none of them copied."""
-    if request.backend == "mirror":
-        o, lse = run_mirror(request)
-    else:
-        ready = Prepared(request, keep=False)
-        operands = operands_of(request)
-        o, lse = ready.run(operands, request.receiver)
-        # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere, as
-        # the tables of rope do.
-        copied = any(not same_place(operands[n], a) for n, a in given.items())
-        if key is not None and ready.is_complete and not copied:
-            remember(key, ready)
-    out = request.options.out
-    result = request.restore(o) if out is None else out
-    return (result, request.restore_lse(lse)) if request.call.return_lse else result
+def _arrays(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
+    """Return the arrays of a call by name, those that are given."""
+    arrays = {"q": q, "k": k, "v": v}
+    for name, array in others.items():
+        if array is not None:
+            arrays[name] = array
+    return arrays
+
+
+class _Attention:
+    """Attention as an operation, of sequences that are packed or not."""
+
+    name = "attention"
+
+    def resolve(self, settings: Settings, arrays: Mapping[str, Any]) -> Request:
+        """Check a call, and choose rung and backend."""
+        return _with_given_scales(resolve(settings, arrays))
+
+    def plan(self, request: Request) -> Work:
+        """Return the passes that prepare and quantise, and the rung's kernels."""
+        return stages(request)
+
+    def mirror(self, request: Request) -> dict[str, Any]:
+        """Return O and the log-sum-exp, as the caller has them."""
+        return run_mirror(request)
+
+    def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
+        """Return O, or the ``out`` that received it, and the log-sum-exp if it was asked for."""
+        o = arrays["out"] if "out" in arrays else results["o"]
+        return (o, results["lse"]) if "lse" in results else o
+
+
+ATTENTION = _Attention()
+
+
+def _with_given_scales(request: Request) -> Request:
+    """Add the scales that the caller gives, where kernels read them."""
+    quant, call = request.settings.quant, request.call
+    if quant is None or not quant.static or request.backend == "mirror":
+        return request
+    tiles, sequences = request.scale_tiles, call.batch if call.packed else None
+    with memory.on_device_of(request.q):
+        given = static_scales(
+            array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
+        )
+    return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
+
+
+def resolved(
+    q: Any, k: Any = None, v: Any = None, *, function: str = "attention", **options: Any
+) -> Request:
+    """Check a call and settle what would run, without running it.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As for `attention` or, with `cu_seqlens_q` and `cu_seqlens_k`, `attention_varlen`.
+    function : str
+        Whose arguments they are, for messages.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention`.
+    """
+    return ATTENTION.resolve(*parse(function, q, k, v, options))
 
 
 @_says_what_is_not_offered
@@ -411,13 +438,4 @@ def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
     >>> prepared(q, q, q)[0, 0, :, 0]
     array([1., 1., 1., 1.], dtype=float16)
     """
-    return Prepared(resolve(q, k, v, _options("plan", options)))
-
-
-def _options(function: str, options: dict[str, Any]) -> Options:
-    """Return keyword arguments of `attention` as given to another function."""
-    known = {field.name for field in fields(Options)}
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return Options(**options)
+    return Prepared(ATTENTION, *parse("plan", q, k, v, options))

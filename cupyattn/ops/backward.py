@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import interchange, memory
+from cupyattn.arrays import interchange
 from cupyattn.arrays.form import same_place
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
-from cupyattn.ops import run as backends
-from cupyattn.ops.call_operands import direct_operands, operands_key
+from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.mirrored import scoring_of
-from cupyattn.ops.prepared import SEQUENCES
+from cupyattn.ops.operation import Known, make_ready, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand, Plan, laid_out
-from cupyattn.plans.stages import OF_SCORES, architecture
+from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.request import Options, Request
-from cupyattn.problem.resolve import resolve, to_bhsd
+from cupyattn.problem.form import architecture
+from cupyattn.problem.problem import Problem, Result
+from cupyattn.problem.request import OF_SCORES, SEQUENCES, Request
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
+from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.runtime import ready as runtime_ready
-from cupyattn.runtime.ready import ReadyCall
-from cupyattn.runtime.recent import recall, remember
-from cupyattn.runtime.scratch import saying_what_is_needed
+from cupyattn.runtime.ready import Ready
 
 
 def attention_backward(
@@ -127,21 +126,13 @@ def attention_backward(
     [2.080078125, 1.080078125, 0.580078125, 0.25]
     """
     check_offered(q, qk_norm, deterministic)
-    call = None
-    if rope is None and layout == "BHSD":
-        call = _Call.known(
-            (causal, causal_align, window, scale, softcap, deterministic, arch, backend),
-            block_mask, q, k, v, d_out=d_out, o=out, lse=lse, mask=mask, bias=bias,
-        )  # fmt: skip
-    if call is not None and (ready := recall(call.key)) is not None:
-        return cast(Gradients, ready(call.operands))
-    options = Options(
+    settings = Settings(
         variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, rope=rope, rope_interleaved=rope_interleaved,
-        rope_offset_q=rope_offset_q, block_mask=block_mask, layout=layout, return_lse=True,
-        arch=arch, backend=backend,
+        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+        layout=layout, return_lse=True, arch=arch, backend=backend,
     )  # fmt: skip
-    return _run(resolve(q, k, v, options), (d_out, out, lse), deterministic, call)
+    others = {"mask": mask, "bias": bias, "rope": rope, "block_mask": block_mask}
+    return _run(settings, (d_out, q, k, v, out, lse), others, deterministic)
 
 
 def attention_varlen_backward(
@@ -213,14 +204,16 @@ def attention_varlen_backward(
     check_offered(q, qk_norm, deterministic)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
-    options = Options(
+    settings = Settings(
         variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, rope=rope, rope_interleaved=rope_interleaved,
-        rope_offset_q=rope_offset_q, block_mask=block_mask, return_lse=True, arch=arch,
-        backend=backend, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_len_q=max_len_q,
-        max_len_k=max_len_k,
+        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+        return_lse=True, arch=arch, backend=backend, max_len_q=max_len_q, max_len_k=max_len_k,
     )  # fmt: skip
-    return _run(resolve(q, k, v, options), (d_out, out, lse), deterministic)
+    others = {
+        "mask": mask, "bias": bias, "rope": rope, "block_mask": block_mask,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    return _run(settings, (d_out, q, k, v, out, lse), others, deterministic)
 
 
 def backward_of_part(
@@ -240,38 +233,11 @@ def backward_of_part(
     A row whose lse is coarse cannot be normalised again from some of its keys.
     """
     check_offered(q, None, deterministic)
-    call = None
-    if "cu_seqlens_q" not in options:
-        settings = (deterministic, *sorted(options.items()))
-        call = _Call.known(
-            ("of a part", *settings), None, q, k, v, d_out=d_out, o=out, lse=lse
-        )  # fmt: skip
-    if call is not None and (ready := recall(call.key)) is not None:
-        return cast(Gradients, ready(call.operands))
-    request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
-    return _run(request, (d_out, out, lse), deterministic, call, all_keys=False)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call on CuPy arrays: its key, and its arrays by the names of a plan's buffers."""
-
-    key: Any
-    operands: Mapping[str, Any]
-
-    @classmethod
-    def known(
-        cls, options: Sequence[Any], block_mask: BlockMask | None, q: Any, k: Any, v: Any,
-        **added: Any,
-    ) -> _Call | None:  # fmt: skip
-        """Return None for other arrays, and for options that are arrays."""
-        given = direct_operands(q, k, v, block_mask=block_mask, **added)
-        if given is None:
-            return None
-        if block_mask is not None:
-            given["kept_rows"] = block_mask.transposed.kept_blocks(q)
-        key = operands_key(("attention_backward", *options), given, q, block_mask=block_mask)
-        return None if key is None else cls(key, given)
+    settings, arrays = parse(
+        "backward_of_part", q, k, v, {"variant": "fa_tc", "return_lse": True, **options}
+    )
+    others = {name: array for name, array in arrays.items() if name not in "qkv"}
+    return _run(settings, (d_out, q, k, v, out, lse), others, deterministic, all_keys=False)
 
 
 def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
@@ -294,37 +260,153 @@ def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
         )
 
 
+class BackwardSettings(NamedTuple):
+    """What a backward pass asks for, beside arrays."""
+
+    of_call: Settings
+    deterministic: bool | None = None
+    all_keys: bool = True
+
+
+@dataclass(frozen=True)
+class BackwardRequest:
+    """A backward pass, settled.
+
+    Parameters
+    ----------
+    request : Request
+        The forward pass that it belongs to.
+    settings : BackwardSettings
+    taken : mapping of str to array
+        q, k, v, d_out, out and lse, checked; layout BHSD.
+    """
+
+    request: Request
+    settings: BackwardSettings
+    taken: Mapping[str, Any]
+
+
 def _run(
-    request: Request,
-    given: tuple[Any, Any, Any],
+    settings: Settings,
+    arrays: tuple[Any, Any, Any, Any, Any, Any],
+    others: Mapping[str, Any],
     deterministic: bool | None,
-    call: _Call | None = None,
+    *,
     all_keys: bool = True,
 ) -> Gradients:
-    """Run the backward pass of a request on d_out, out and lse; remember how, for such a call."""
-    operands = _take(*given, request)
-    layout = request.options.layout
-    with memory.on_device_of(request.q), _saying_what_is_needed(request, operands):
-        results = {name: _result(operands[name[1:]], layout) for name in Gradients._fields}
-        if request.backend == "mirror":
-            _mirror(request, operands, results, deterministic, all_keys)
-        else:
-            _launch(request, operands, results, deterministic, call, all_keys)
-    return Gradients(*(request.restore(results[name]) for name in Gradients._fields))
+    """Run the backward pass of (d_out, q, k, v, out, lse)."""
+    given = dict(zip(("d_out", "q", "k", "v", "out", "lse"), arrays, strict=True))
+    given |= {name: array for name, array in others.items() if array is not None}
+    asked = BackwardSettings(settings, deterministic, all_keys)
+    found: Gradients = run(BACKWARD, asked, given, _known(asked, given))
+    return found
 
 
-def _saying_what_is_needed(
-    request: Request, operands: dict[str, Any], plan: Plan | None = None
-) -> AbstractContextManager[None]:
-    needed, on_device = needed_bytes(operands, plan), request.backend == "cuda"
-    return saying_what_is_needed("attention_backward", needed, on_device=on_device)
+def _known(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Known | None:
+    """Return what a call depends on; None where it is not to be remembered: rows that are turned
+    back take tables of their own."""
+    if "rope" in arrays:
+        return None
+    forward = {name: a for name, a in arrays.items() if name not in ("d_out", "out", "lse")}
+    known = known_call(settings.of_call, forward)
+    if known is None:
+        return None
+    operands = {**known.arrays, "d_out": arrays["d_out"], "o": arrays["out"], "lse": arrays["lse"]}
+    if "kept_blocks" in operands:
+        operands["kept_rows"] = arrays["block_mask"].transposed.kept_blocks(arrays["q"])
+    return Known(operands, known.facts)
 
 
-def _take(d_out: Any, out: Any, lse: Any, request: Request) -> dict[str, Any]:
+class _Backward:
+    """The gradients of attention as an operation."""
+
+    name = "attention_backward"
+
+    def resolve(self, settings: BackwardSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check the forward pass, and d_out, out and lse against it."""
+        received = {name: arrays[name] for name in ("d_out", "out", "lse")}
+        forward = {name: a for name, a in arrays.items() if name not in received}
+        request = ATTENTION.resolve(settings.of_call, forward)
+        taken = _take(request, received)
+        rope, block_mask = _rope_of(request), request.block_mask
+        operands = {name: array for name, array in taken.items() if name != "out"}
+        operands |= {"o": taken["out"], **request.of_scores, **request.sequences}
+        if block_mask is not None:
+            operands["kept_rows"] = block_mask.transposed.kept_blocks(request.q)
+        if rope is not None:
+            operands |= {"rope_cos": rope.cos, "rope_sin": rope.sin, _SIN_BACK: -rope.sin}
+        layout, packed = request.settings.layout, request.call.packed is not None
+        turned = rope is not None and layout == "BSHD"  # rows are turned back in layout BHSD
+        return Problem(
+            what=self.name, backend=request.backend, arch=request.arch, operands=operands,
+            results={
+                f"d{name}": Result(_shape(taken[name], layout, packed, turned), taken[name].dtype)
+                for name in "qkv"
+            },
+            as_given=request.as_given, facts=(turned, packed),
+            settled=BackwardRequest(request, settings, taken),
+        )  # fmt: skip
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the kernels of the gradients, between turning rows and turning them back."""
+        request, rope = problem.settled.request, _rope_of(problem.settled.request)
+        plan = plan_of(problem)
+        if rope is None:
+            return Work.of(plan)
+        call, stages, back, between = request.call, [], [], []
+        for name, position, longest in (("q", rope.offset_q, call.len_q), ("k", 0, call.len_kv)):
+            x, turned = problem.operands[name], f"{name}_turned"
+            packed = None if call.packed is None else (call.batch, longest)
+            ends = {"cu_seqlens": f"cu_seqlens_{name}"}
+            how = call.dtype, rope.pairs, position, packed
+            names = {"x": name, "turned": turned, **ends}
+            stages.append(Stage(plan_rotation(Operand.of(x), *how), names))
+            own = Operand.contiguous(x.shape, x.dtype.itemsize)
+            names = {"x": f"d{turned}", "turned": f"d{name}", "rope_sin": _SIN_BACK, **ends}
+            back.append(Stage(plan_rotation(own, *how), names))
+            between += [Workspace(one, x.shape, call.dtype) for one in (turned, f"d{turned}")]
+        names = {one: f"{one}_turned" for one in ("q", "k", "dq", "dk")}
+        return Work((*stages, Stage(plan, names), *back), tuple(between))
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return the gradients from NumPy, every sequence by itself where they are packed."""
+        made = {name: np.zeros(one.shape, one.dtype) for name, one in problem.results.items()}
+        request, turned = problem.settled.request, problem.facts[0]
+        layout = "BHSD" if turned else request.settings.layout
+        seen = {
+            name: to_bhsd(x[None] if request.call.packed and not turned else x, layout)
+            for name, x in made.items()
+        }
+        _mirror(problem.settled, seen)
+        return made
+
+    def restore(
+        self, facts: tuple[bool, bool], arrays: Mapping[str, Any], results: dict[str, Any]
+    ) -> Gradients:
+        """Return the gradients, contiguous in the caller's layout."""
+        turned, packed = facts
+        if turned:
+            results = {n: to_bhsd(results[n], "BSHD") for n in ("dq", "dk", "dv")}
+            results = {n: x[0] if packed else x for n, x in results.items()}
+            results = {n: x.copy(order="C") for n, x in results.items()}
+        return Gradients(**results)
+
+
+BACKWARD = _Backward()
+#: The sines by which gradients are turned back.
+_SIN_BACK = "rope_sin_back"
+
+
+def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
+    """Return the shape of the gradient of an operand of layout BHSD: the caller's."""
+    shape = tuple(x.shape if turned else to_bhsd(x, layout).shape)
+    return shape[1:] if packed and not turned else shape
+
+
+def _take(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operands by name, d_out, out and lse checked against q; layout BHSD."""
-    layout, q, packed = request.options.layout, request.q, request.call.packed is not None
-    named = {"d_out": d_out, "out": out, "lse": lse}
-    taken = {name: interchange.take(name, array)[0] for name, array in named.items()}
+    layout, q, packed = request.settings.layout, request.q, request.call.packed is not None
+    taken = {name: interchange.take(name, array)[0] for name, array in given.items()}
     array_namespace(q, *taken.values())
     if packed:
         taken = {name: array[None] for name, array in taken.items()}
@@ -336,113 +418,23 @@ def _take(d_out: Any, out: Any, lse: Any, request: Request) -> dict[str, Any]:
     return {"q": q, "k": request.k, "v": request.v, **taken}
 
 
-def _result(operand: Any, layout: str) -> Any:
-    """Return where the gradient of an operand goes: layout BHSD, contiguous in the caller's."""
-    shape = to_bhsd(operand, layout).shape
-    return to_bhsd(array_namespace(operand).empty(shape, operand.dtype), layout)
-
-
-def _launch(
-    request: Request,
-    operands: dict[str, Any],
-    results: dict[str, Any],
-    deterministic: bool | None,
-    call: _Call | None,
-    all_keys: bool,
-) -> None:
-    """Run the kernels."""
-    rope = _rope_of(request)
-    if rope is not None:
-        operands = {**operands, **_turned(request, operands, rope)}
-    by_name = {**operands, "o": operands["out"]}
-    del by_name["out"]
-    added = _of_scores(request)
-    described = {name: Operand.of(a) for name, a in {**by_name, **results, **added}.items()}
-    plan = _plan(request, described, deterministic, all_keys)
-    sequences = {name: getattr(request, name) for name in SEQUENCES}
-    read = {**by_name, **added, **sequences}
-    inputs = {name: memory.as_input(a) for name, a in read.items() if a is not None}
-    with _saying_what_is_needed(request, operands, plan):
-        if request.backend == "cuda":
-            ready = PreparedBackward(plan, operands, request.options.arch)
-            ready.launch({**inputs, **results})
-            # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere.
-            if call is not None and all(same_place(inputs[n], a) for n, a in call.operands.items()):
-                remember(call.key, ready)
-        else:
-            backends.run(request.backend, plan, {**inputs, **results}, request.options.arch)
-    if rope is not None:
-        back = _turned(request, {"q": results["dq"], "k": results["dk"]}, _inverse(rope))
-        results["dq"][...], results["dk"][...] = back["q"], back["k"]
-
-
-def _of_scores(request: Request) -> dict[str, Any]:
-    """Return mask, bias and what is read of a block mask, as far as there are such."""
-    found = {name: getattr(request, name) for name in OF_SCORES}
-    block_mask = request.options.block_mask
-    if block_mask is not None:
-        found["kept_rows"] = block_mask.transposed.kept_blocks(request.q)
-    return {name: array for name, array in found.items() if array is not None}
-
-
-def _plan(
-    request: Request,
-    described: dict[str, Operand],
-    deterministic: bool | None,
-    all_keys: bool = True,
-) -> Plan:
-    """Plan the kernels for operands, results and what changes scores."""
-    at = BackwardOperands(**{name: x for name, x in described.items() if name != "lse"})
-    call = replace(request.call, rope="", rope_offset_q=0)
+def plan_of(problem: Problem) -> Plan:
+    """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
+    request, settings = problem.settled.request, problem.settled.settings
+    read = ("q", "k", "v", "o", "d_out", *OF_SCORES, "kept_rows")
+    described = {n: Operand.of(problem.operands[n]) for n in read if n in problem.operands}
+    layout = request.settings.layout
+    for name in "qkv":
+        x, turned = problem.operands[name], _rope_of(request) is not None and name != "v"
+        if turned:
+            described[name] = Operand.contiguous(x.shape, x.dtype.itemsize)
+        of_gradient = "BHSD" if turned or problem.facts[0] else layout
+        described[f"d{name}"] = laid_out(tuple(x.shape), x.dtype.itemsize, of_gradient)
     return plan_backward(
-        call, at, deterministic=deterministic, all_keys=all_keys, arch=architecture(request)
-    )
-
-
-def ready_backward(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any
-) -> runtime_ready.ReadyCall | None:
-    """Make `attention_backward` ready to be launched on memory of the caller's.
-
-    Parameters
-    ----------
-    d_out, q, k, v, out, lse, **options
-        As for `explain_backward`, CuPy arrays.
-
-    Returns
-    -------
-    ReadyCall or None
-        It reads "q", "k", "v", "o", "lse", "d_out", mask, bias, offsets and the blocks of a block
-        mask ("kept_blocks", of its transposed "kept_rows"), and writes "dq", "dk" and "dv", shaped
-        as q, k and v are, contiguous and 16-byte aligned. None where more than launches is needed:
-        rows that are turned, operands that are copied.
-
-    Raises
-    ------
-    ValueError, TypeError, UnsupportedError
-        As `attention_backward`.
-    """
-    deterministic, arch = options.pop("deterministic", None), options.get("arch")
-    check_offered(q, options.pop("qk_norm", None), deterministic)
-    request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
-    operands = _take(d_out, out, lse, request)
-    given = {"q": q, "k": k, "v": v, "d_out": d_out, "out": out, "lse": lse}
-    added = {n: options[n] for n in ("mask", "bias", *SEQUENCES) if options.get(n) is not None}
-    used = {**operands, **{name: getattr(request, name) for name in added}}
-    copied = any(not same_place(used[n], x) for n, x in {**given, **added}.items())
-    if _rope_of(request) is not None or copied:
-        return None
-    return runtime_ready.ReadyCall.of(_plan_of(request, operands, deterministic), arch)
-
-
-def _plan_of(request: Request, operands: dict[str, Any], deterministic: bool | None) -> Plan:
-    """Plan the kernels for results that are contiguous in the caller's layout."""
-    given = {**operands, "o": operands["out"], **_of_scores(request)}
-    described = {name: Operand.of(x) for name, x in given.items() if name != "out"}
-    for name in Gradients._fields:
-        x = operands[name[1:]]
-        described[name] = laid_out(x.shape, x.dtype.itemsize, request.options.layout)
-    return _plan(request, described, deterministic)
+        replace(request.call, rope="", rope_offset_q=0), BackwardOperands(**described),
+        deterministic=settings.deterministic, all_keys=settings.all_keys,
+        arch=architecture(request),
+    )  # fmt: skip
 
 
 def _rope_of(request: Request) -> Rope | None:
@@ -454,102 +446,92 @@ def _inverse(rope: Rope) -> Rope:
     return replace(rope, sin=-rope.sin)
 
 
-def _turned(request: Request, operands: dict[str, Any], rope: Rope) -> dict[str, Any]:
-    """Return q and k, or their gradients, turned by a kernel."""
-    call, found = request.call, {}
-    for name, position, longest in (("q", rope.offset_q, call.len_q), ("k", 0, call.len_kv)):
-        x = operands[name]
-        packed = None if call.packed is None else (call.batch, longest)
-        plan = plan_rotation(Operand.of(x), call.dtype, rope.pairs, position, packed)
-        found[name] = array_namespace(x).empty(x.shape, x.dtype)
-        ends = getattr(request, f"cu_seqlens_{name}")
-        read = {"x": x, "rope_cos": rope.cos, "rope_sin": rope.sin, "cu_seqlens": ends}
-        inputs = {n: memory.as_input(a) for n, a in read.items() if a is not None}
-        buffers = {**inputs, "turned": found[name]}
-        backends.run(request.backend, plan, buffers, request.options.arch)
-    return found
-
-
-def _mirror(
-    request: Request,
-    operands: dict[str, Any],
-    results: dict[str, Any],
-    deterministic: bool | None,
-    all_keys: bool,
-) -> None:
+def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
     """Run the mirror, on every sequence by itself where they are packed."""
-    options, rope = request.options, _rope_of(request)
+    request, operands = asked.request, asked.taken
+    settings, rope = request.settings, _rope_of(request)
     shared = {
-        name: getattr(options, name)
+        name: getattr(settings, name)
         for name in ("scale", "causal", "causal_align", "window", "softcap")
     }
 
-    def run(given: dict[str, Any], **own: Any) -> Gradients:
+    def run_one(given: Mapping[str, Any], **own: Any) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
-        own["all_keys"] = all_keys
-        found = backward_mirror(**given, **shared, **own, deterministic=bool(deterministic))
+        found = backward_mirror(
+            **given, **shared, **own, deterministic=bool(asked.settings.deterministic),
+            all_keys=asked.settings.all_keys,
+        )  # fmt: skip
         if rope is None:
             return found
         dq, dk = _inverse(rope).turned(found.dq, found.dk)
         return found._replace(dq=dq, dk=dk)
 
     if request.call.packed is None:
-        own = {"mask": request.mask, "bias": request.bias, "block_mask": options.block_mask}
-        for name, gradient in run(operands, **own)._asdict().items():
+        own = {"mask": request.mask, "bias": request.bias, "block_mask": request.block_mask}
+        for name, gradient in run_one(operands, **own)._asdict().items():
             results[name][...] = gradient
         return
-    for result in results.values():
-        result[...] = 0
     pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
     for number, (q_ends, k_ends) in enumerate(pairs):
         places = {"k": slice(*k_ends), "v": slice(*k_ends)}
         one = {name: a[:, :, places.get(name, slice(*q_ends))] for name, a in operands.items()}
         own = scoring_of(request, number, one["q"].shape[2], one["k"].shape[2])
-        for name, gradient in run(one, **own)._asdict().items():
+        for name, gradient in run_one(one, **own)._asdict().items():
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
-class PreparedBackward:
-    """The kernels of one call, ready to run on arrays of the same form.
-
-    It keeps no array alive; every run takes its scratch memory from CuPy's pool.
+def ready_backward(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any
+) -> Ready | None:
+    """Make `attention_backward` ready to be launched on memory of the caller's.
 
     Parameters
     ----------
-    plan : Plan
-        Of `cupyattn.plans.backward.plan_backward`.
-    operands : mapping of str to cupy.ndarray
-        q, k and v, layout BHSD, on the current device.
-    arch : str or None
-        Architecture to compile for; the device's own when None.
+    d_out, q, k, v, out, lse, **options
+        As for `explain_backward`, CuPy arrays.
+
+    Returns
+    -------
+    Ready or None
+        It reads "q", "k", "v", "o", "lse", "d_out", mask, bias, offsets and the blocks of a block
+        mask ("kept_blocks", of its transposed "kept_rows"), and writes "dq", "dk" and "dv", shaped
+        as q, k and v are, contiguous and 16-byte aligned. None where more than launches is needed:
+        rows that are turned, operands that are copied.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
     """
-
-    def __init__(self, plan: Plan, operands: Mapping[str, Any], arch: str | None) -> None:
-        self._ready = ReadyCall.of(plan, arch)
-        of = {name: operands[name[1:]] for name in Gradients._fields}
-        self._forms = {name: (x.shape, x.dtype) for name, x in of.items()}
-        self._needed = needed_bytes(operands, plan)
-
-    def __call__(self, operands: Mapping[str, Any]) -> Gradients:
-        """Return the gradients, contiguous, of operands by the names that the plan has for them."""
-        xp = array_namespace(operands["q"])
-        told = saying_what_is_needed("attention_backward", self._needed, on_device=True)
-        with memory.on_device_of(operands["q"]), told:
-            found = {name: xp.empty(*form) for name, form in self._forms.items()}
-            self.launch({**operands, **found})
-        return Gradients(**found)
-
-    def launch(self, buffers: Mapping[str, Any]) -> None:
-        """Run on operands and results on the current device and stream."""
-        cupy = array_namespace(buffers["q"])
-        scratch = cupy.empty(self._ready.scratch_bytes, "uint8")
-        addresses = {name: array.data.ptr for name, array in buffers.items()}
-        stream = cupy.cuda.get_current_stream().ptr
-        self._ready.launch(addresses, scratch.data.ptr, stream)
+    if options.get("rope") is not None:
+        return None
+    problem = resolved_backward("ready_backward", d_out, q, k, v, out, lse, options)
+    given = {"q": q, "k": k, "v": v, "d_out": d_out, "o": out, "lse": lse}
+    given |= {n: options[n] for n in ("mask", "bias", *SEQUENCES) if options.get(n) is not None}
+    copied = any(not same_place(problem.operands[name], x) for name, x in given.items())
+    return None if copied else make_ready(problem, BACKWARD.plan(problem))
 
 
-def needed_bytes(operands: Mapping[str, Any], plan: Plan | None = None) -> dict[str, int]:
-    """Return what gradients of q, k and v take, and what a plan of them takes, by name."""
-    results = {name: int(operands[name[1:]].nbytes) for name in Gradients._fields}
-    return results | {work.name: work.nbytes for work in (plan.workspace if plan else ())}
+def resolved_backward(
+    function: str, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
+    options: Mapping[str, Any],
+) -> Problem:  # fmt: skip
+    """Check a backward pass and settle what would run, without running it.
+
+    Parameters
+    ----------
+    function : str
+        Whose arguments they are, for messages.
+    d_out, q, k, v, out, lse
+        As for `attention_backward`.
+    options : mapping
+        Its other arguments, or those of `attention_varlen_backward`.
+    """
+    options = dict(options)
+    deterministic = options.pop("deterministic", None)
+    check_offered(q, options.pop("qk_norm", None), deterministic)
+    options = {"variant": "fa_tc", "return_lse": True, **options}
+    settings, arrays = parse(function, q, k, v, options)
+    given = {**arrays, "d_out": d_out, "out": out, "lse": lse}
+    return BACKWARD.resolve(BackwardSettings(settings, deterministic), given)

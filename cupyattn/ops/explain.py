@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.ops.attention import _options, _says_what_is_not_offered
-from cupyattn.ops.backward import _plan_of, _take, check_offered
+from cupyattn.ops.attention import ATTENTION, _says_what_is_not_offered, resolved
+from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
-from cupyattn.plans.stages import stages
-from cupyattn.problem.request import Options, Request
-from cupyattn.problem.resolve import resolve
+from cupyattn.problem.request import Request
 
 
 @_says_what_is_not_offered
@@ -39,7 +37,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     >>> print(explain(q, q, q).splitlines()[0])
     fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: it runs on no device
     """
-    request = resolve(q, k, v, _options("explain", options))
+    request = resolved(q, k, v, function="explain", **options)
     where = {
         "cuda": "runs on the device",
         "mirror": "runs in NumPy, with the blocks and the rounding of these launches",
@@ -47,7 +45,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
     lines += score_lines(request)
-    found = stages(request)
+    found = ATTENTION.plan(request)
     return "\n".join([*lines, *found.memory, *map(str, found.plans)])
 
 
@@ -63,10 +61,10 @@ def score_lines(request: Request) -> list[str]:
         said += [f"row i attends key j{where} where {' and '.join(ends)}"]
     said += [f"softcap {call.softcap:g}"] if call.softcap else []
     for name in ("mask", "bias"):
-        array = getattr(request.options, name)
+        array = request.given.get(name)
         if array is not None:
             said += [f"{name} of shape {tuple(array.shape)}"]
-    block_mask = request.options.block_mask
+    block_mask = request.block_mask
     if block_mask is not None:
         said += [
             f"block mask of {block_mask.block_q} x {block_mask.block_kv} blocks, "
@@ -86,7 +84,7 @@ def score_lines(request: Request) -> list[str]:
 
 def plans(request: Request) -> list[Plan]:
     """Plan a request from shapes and strides alone: the quantising passes, then attention."""
-    return stages(request).plans
+    return ATTENTION.plan(request).plans
 
 
 def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[st
     >>> kernel_form(q, q, q, variant="fa")["form"]
     'portable'
     """
-    plan = plans(resolve(q, k, v, _options("kernel_form", options)))[-1]
+    plan = plans(resolved(q, k, v, function="kernel_form", **options))[-1]
     return {"form": plan.form, "tiles": plan.tiles}
 
 
@@ -141,10 +139,9 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
     >>> print(ca.explain_backward(x, x, x, x, o, lse).splitlines()[0])
     atomic: blocks of keys add up dQ in memory; deterministic=True has the same bits on every run
     """
-    deterministic = options.pop("deterministic", None)
-    check_offered(q, options.pop("qk_norm", None), deterministic)
-    request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
-    plan = _plan_of(request, _take(d_out, out, lse, request), deterministic)
+    deterministic = options.get("deterministic")
+    problem = resolved_backward("explain_backward", d_out, q, k, v, out, lse, options)
+    request, plan = problem.settled.request, plan_of(problem)
     if plan.form.endswith("atomic"):
         why = (
             "blocks of keys add up dQ in memory; deterministic=True has the same bits on every run"

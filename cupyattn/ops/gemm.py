@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, array_namespace
-from cupyattn.arrays.memory import as_input, check_receiver, on_device_of
+from cupyattn.arrays.memory import check_receiver, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
-from cupyattn.ops.run import run
+from cupyattn.ops.operation import Known, run
 from cupyattn.plans.gemm import (
     OutlierOperands,
     ProductOperands,
@@ -23,11 +25,11 @@ from cupyattn.plans.gemm import (
     plan_gemm,
     where_shared,
 )
-from cupyattn.plans.records import Operand
+from cupyattn.plans.records import Work
+from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
 from cupyattn.reference.gemm import gemm_mirror
-from cupyattn.runtime.repeated import call_key, recall, remember
 
 Array = Any
 
@@ -114,66 +116,107 @@ def int8_gemm(
     >>> float(np.linalg.norm(c - x @ w.T) / np.linalg.norm(x @ w.T)) < 0.02
     True
     """
-    given = {"a": a, "a_scales": a_scales, "b": b, "b_scales": b_scales}
-    given |= {} if bias is None else {"bias": bias}
-    given |= {} if outliers is None else dict(zip(("a_16", "b_16"), outliers, strict=True))
-    given |= {} if out is None else {"c": out}
-    key, addresses = call_key(("int8_gemm", out_dtype, activation, tiles, arch, backend), given)
-    again = recall(key)
-    if again is not None:
-        made = again(addresses)
-        return made[0] if out is None else out
-    check_arch(arch)
-    arrays = dict(given)
-    given.pop("c", None)
-    given = {name: operand(name, array) for name, array in given.items()}
-    a, a_scales, b, b_scales = (given[n] for n in ("a", "a_scales", "b", "b_scales"))
-    bias = given.get("bias")
-    xp = array_namespace(*given.values(), *([] if out is None else [out]))
-    check_one_device(**given, out=out)
-    backend, activation = choose(backend, a), activation or ""
-    _check(given, out_dtype, activation)
+    settings = GemmSettings(out_dtype, activation or "", tiles, arch, backend)
+    arrays = {"a": a, "a_scales": a_scales, "b": b, "b_scales": b_scales}
+    if bias is not None:
+        arrays["bias"] = bias
+    if outliers is not None:
+        arrays["a_16"], arrays["b_16"] = outliers
     if out is not None:
-        _check_out(out, (*a.shape[:-1], b.shape[0]), out_dtype, given)
-    if tiles is not None:
-        check_kind(tiles, GemmTiles)
-        check_tiles_of(tiles, a.shape[-1], arch)
-    shape, n = tuple(a.shape[:-1]), b.shape[0]
-    for name in {"a", "a_scales", "a_16"} & given.keys():
-        given[name] = given[name].reshape(math.prod(shape), given[name].shape[-1])
-    if backend == "mirror":
-        pair = (given["a_16"], given["b_16"]) if outliers is not None else None
-        sharing: dict[str, Any] = {}
-        if tiles is not None and tiles.cluster > 1:
-            sharing = {"splits": tiles.cluster, "shared": where_shared(math.prod(shape), n, tiles)}
-        c = gemm_mirror(
-            given["a"], given["a_scales"], b, b_scales, out_dtype, bias=bias,
-            activation=activation, outliers=pair, **sharing,
+        arrays["c"] = out
+    return run(GEMM, settings, arrays, Known(arrays))
+
+
+class GemmSettings(NamedTuple):
+    """What a product asks for, beside arrays: arguments of `int8_gemm`."""
+
+    out_dtype: str
+    activation: str
+    tiles: GemmTiles | None
+    arch: str | None
+    backend: str | None
+
+
+class _Gemm:
+    """The product of INT8 codes as an operation."""
+
+    name = "int8_gemm"
+
+    def resolve(self, settings: GemmSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check the operands, and settle form and tiles."""
+        check_arch(settings.arch)
+        given = {name: operand(name, array) for name, array in arrays.items() if name != "c"}
+        out, a, b = arrays.get("c"), given["a"], given["b"]
+        array_namespace(*given.values(), *([] if out is None else [out]))
+        check_one_device(**given, out=out)
+        backend, tiles = choose(settings.backend, a), settings.tiles
+        _check(given, settings.out_dtype, settings.activation)
+        shape = (*a.shape[:-1], b.shape[0])
+        if out is not None:
+            _check_out(out, shape, settings.out_dtype, given)
+        if tiles is not None:
+            check_kind(tiles, GemmTiles)
+            check_tiles_of(tiles, a.shape[-1], settings.arch)
+        rows = math.prod(a.shape[:-1])
+        for name in {"a", "a_scales", "a_16"} & given.keys():
+            given[name] = given[name].reshape(rows, given[name].shape[-1])
+        arch = settings.arch
+        if backend != "mirror":
+            arch, tiles = form_of(given["a"], b, tiles, arch, backend)
+            with on_device_of(a):
+                given = {name: contiguous_last_axis(x) for name, x in given.items()}
+        result = Result(shape, STORAGE[settings.out_dtype])
+        return Problem(
+            what=self.name, backend=backend, arch=arch, operands=given,
+            results={"c": result} if out is None else {},
+            received={} if out is None else {"c": out.reshape(rows, b.shape[0])},
+            settled=settings._replace(tiles=tiles),
         )  # fmt: skip
-        if out is None:
-            return c.reshape(*shape, n)
-        out[...] = c.reshape(*shape, n)
-        return out
-    arch, tiles = form_of(a, b, tiles, arch, backend)
-    with on_device_of(a):
-        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
-        rows = (math.prod(shape), n)
-        c = xp.empty(rows, STORAGE[out_dtype]) if out is None else out.reshape(rows)
-        buffers["c"] = c
-        of = {name: Operand.of(x) for name, x in buffers.items() if name != "bias"}
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launch."""
+        given, settings = problem.operands, problem.settled
+        of = {name: Operand.of(x) for name, x in given.items() if name != "bias"}
+        size = (given["a"].shape[0], given["b"].shape[0])
+        itemsize = STORAGE[settings.out_dtype].itemsize
+        c = Operand.contiguous(size, itemsize)
+        if "c" in problem.received:
+            c = Operand.of(problem.received["c"])
         beside = None
-        if outliers is not None:
-            beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), _type(outliers))
+        if "a_16" in of:
+            dtype = given["a_16"].dtype.name
+            beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
-            ProductOperands(**of), out_dtype, bias="" if bias is None else bias.dtype.name,
-            activation=activation, outliers=beside, tiles=tiles, arch=arch,
+            ProductOperands(**of, c=c), settings.out_dtype,
+            bias=given["bias"].dtype.name if "bias" in given else "",
+            activation=settings.activation, outliers=beside, tiles=settings.tiles,
+            arch=problem.arch,
         )  # fmt: skip
-        run(backend, plan, buffers, arch)
-        if out is None:
-            remember(key, plan, arch, arrays, buffers, {"c": (*shape, n)})
-        else:
-            remember(key, plan, arch, arrays, buffers, {}, receiver="c")
-    return c.reshape(*shape, n) if out is None else out
+        return Work.of(plan)
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return the product from NumPy."""
+        given, settings, sharing = problem.operands, problem.settled, {}
+        a, b, tiles = given["a"], given["b"], settings.tiles
+        if tiles is not None and tiles.cluster > 1:
+            shared = where_shared(a.shape[0], b.shape[0], tiles)
+            sharing = {"splits": tiles.cluster, "shared": shared}
+        c = gemm_mirror(
+            a, given["a_scales"], b, given["b_scales"], settings.out_dtype,
+            bias=given.get("bias"), activation=settings.activation,
+            outliers=(given["a_16"], given["b_16"]) if "a_16" in given else None, **sharing,
+        )  # fmt: skip
+        if "c" in problem.received:
+            problem.received["c"][...] = c
+            return {}
+        return {"c": c.reshape(problem.results["c"].shape)}
+
+    def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
+        """Return the result, or the ``out`` that received it."""
+        return arrays["c"] if "c" in arrays else results["c"]
+
+
+GEMM = _Gemm()
 
 
 def form_of(
@@ -183,10 +226,6 @@ def form_of(
     if arch is None and tiles is None and own_arch(backend, a):
         return on_hopper(math.prod(a.shape[:-1]), *b.shape)
     return arch, tiles
-
-
-def _type(outliers: tuple[Array, Array]) -> str:
-    return str(outliers[0].dtype.name)
 
 
 def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[str, Array]) -> None:

@@ -1,64 +1,84 @@
-"""Runs a request on the mirror: NumPy, with the kernels' blocks and rounding points."""
+"""Attention on the mirror: NumPy, with the kernels' blocks and rounding points."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.kinds import STORAGE, array_namespace
-from cupyattn.ops.quantize import quantize
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.plans.stages import stages
+from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import check_limits
+from cupyattn.problem.form import Kernel
 from cupyattn.problem.request import Request
-from cupyattn.problem.resolve import resolve
-from cupyattn.problem.row_preparation import OPTIONS
+from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.reference import mirror
+from cupyattn.reference.quantize import quantize_mirror
 
 
-def new_output(call: AttentionSpec, layout: str, xp: Any) -> Any:
-    """Return where O goes, in layout BHSD, contiguous in the caller's layout."""
-    batch, heads, len_q, head_dim = call.output_shape
-    if layout == "BSHD":
-        shape = (batch, len_q, heads, head_dim)
-        return xp.empty(shape, STORAGE[call.dtype]).swapaxes(1, 2)
-    return xp.empty(call.output_shape, STORAGE[call.dtype])
+@dataclass(frozen=True)
+class Entry:
+    """Operands of a call, or of one of its packed sequences, in layout BHSD."""
+
+    q: Any
+    k: Any
+    v: Any
+    quantized: QuantizedQKV | None
+    quant: QuantConfig | None
+    mask: Any
+    bias: Any
+    block_mask: BlockMask | None
 
 
-def run_mirror(request: Request) -> tuple[Any, Any]:
-    """Run a request on the mirror; return O in layout BHSD and the log-sum-exp."""
-    options = request.options
-    o, lse = _mirror_packed(request) if request.call.packed else _mirror(request)
-    receiver = request.receiver
-    if receiver is None:
-        receiver = new_output(request.call, options.layout, array_namespace(o))
-    receiver[...] = o
-    return receiver, lse
+def run_mirror(request: Request) -> dict[str, Any]:
+    """Run a request on the mirror; return what it makes, in the caller's layout.
+
+    The caller's ``out`` receives O.
+    """
+    stages(request)  # refuses what no kernel takes
+    call, kernel = request.call, request.kernel
+    if call.packed is None:
+        whole = Entry(
+            request.q, request.k, request.v, request.quantized, request.settings.quant,
+            request.mask, request.bias, request.block_mask,
+        )  # fmt: skip
+        o, lse = _mirror(request, kernel, whole)
+    else:
+        o = np.zeros(call.output_shape, STORAGE[call.dtype])
+        lse = np.zeros(call.lse_shape, np.float32)
+        for rows, entry in _sequences(request):
+            own = replace(kernel, call=_own_call(kernel.call, request, entry))
+            o[:, :, rows], lse[None, :, rows] = _mirror(request, own, entry)
+    found = {}
+    if request.receiver is not None:
+        request.receiver[...] = o
+    else:
+        o = to_bhsd(o, request.settings.layout)
+        found["o"] = np.array(o[0] if call.packed else o, order="C")
+    return found | ({"lse": lse} if call.return_lse else {})
 
 
-def _mirror_packed(request: Request) -> tuple[Any, Any]:
-    """Run every sequence as a call of its own."""
-    o = np.zeros(request.call.output_shape, STORAGE[request.call.dtype])
-    lse = np.zeros(request.call.lse_shape, np.float32)
-    plan = stages(request).plans[-1]
-    options = replace(
-        request.options, variant=request.variant.name, layout="BHSD", check_finite=False, out=None,
-        cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None, tiles=plan.tiles,
-    )  # fmt: skip
+def _sequences(request: Request) -> Iterator[tuple[slice, Entry]]:
+    """Yield every packed sequence: its rows of Q, and its operands as a call of its own."""
     pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
-    parts = None if request.quantized is None else list(request.quantized.sequences())
-    quant = request.options.quant
+    coded = None if request.quantized is None else list(request.quantized.sequences())
+    quant = request.settings.quant
     for number, (q_ends, k_ends) in enumerate(pairs):
         rows, keys = slice(*q_ends), slice(*k_ends)
         q, k, v = request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys]
-        own = scoring_of(request, number, q.shape[2], k.shape[2])
-        if parts is not None:
-            q, k, v = parts[number], None, None
-        own["quant"] = None if quant is None else quant.of_entry(number)
-        one = resolve(q, k, v, replace(options, **own))
-        o[:, :, rows], lse[None, :, rows] = _mirror(one, plan.form)
-    return o, lse
+        yield rows, Entry(
+            q, k, v, None if coded is None else coded[number],
+            None if quant is None else quant.of_entry(number),
+            **scoring_of(request, number, q.shape[2], k.shape[2]),
+        )  # fmt: skip
 
 
 def scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[str, Any]:
@@ -66,32 +86,43 @@ def scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[s
     corner = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
     masks = {name: getattr(request, name) for name in ("mask", "bias")}
     found = {name: None if a is None else a[corner] for name, a in masks.items()}
-    block_mask = request.options.block_mask
+    block_mask = request.block_mask
     if block_mask is not None:
         block_mask = block_mask.corner(number, len_q, len_kv)
     return {**found, "block_mask": block_mask}
 
 
-def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
-    from cupyattn.reference import mirror
-
-    options, z = request.options, request.quantized
-    form = form or stages(request).plans[-1].form  # first: it refuses what no kernel takes
-    operands: tuple[Any, ...] = (request.q, request.k, request.v)
-    if request.variant.family == "int8":
-        z = z or quantize(
-            *operands, quant=options.quant, tiles=options.tiles, arch=options.arch,
-            backend=request.backend,
-            **{name: getattr(options, name) for name in OPTIONS},
-        )  # fmt: skip
-        operands = (z, None, None)
-    elif request.preparation is not None:
-        operands = (*request.preparation.stored(request.q, request.k), request.v)
-    o, lse = mirror.attention_mirror(
-        *operands, variant=request.variant.name, tiles=options.tiles, form=form,
-        scale=options.scale, causal=options.causal, causal_align=options.causal_align,
-        window=options.window,
-        softcap=options.softcap, mask=request.mask, bias=request.bias,
-        block_mask=options.block_mask, return_lse=True,
+def _own_call(call: AttentionSpec, request: Request, entry: Entry) -> AttentionSpec:
+    """Return what is computed for one packed sequence."""
+    settings, len_q, len_kv = request.settings, entry.q.shape[2], entry.k.shape[2]
+    first, last = check_limits(
+        settings.causal, settings.causal_align, settings.window, len_q, len_kv
+    )
+    return replace(
+        call, batch=1, len_q=len_q, len_kv=len_kv, packed=None, causal=last is not None,
+        causal_shift=last or 0, window=first is not None, window_shift=first or 0,
     )  # fmt: skip
+
+
+def _mirror(request: Request, kernel: Kernel, entry: Entry) -> tuple[Any, Any]:
+    """Return O and the log-sum-exp of a call, or of one sequence, as a kernel computes them."""
+    settings, coded = request.settings, entry.quantized
+    operands: tuple[Any, ...] = (entry.q, entry.k, entry.v)
+    if request.variant.family == "int8":
+        if coded is None:
+            quant = entry.quant or QuantConfig()
+            coded = quantize_mirror(
+                entry.q, entry.k, entry.v, quant, request.scale_tiles,
+                preparation=request.preparation,
+            )  # fmt: skip
+            coded = coded.in_nibbles() if quant.qk_bits == 4 else coded
+        coded = coded.unpacked()
+        operands = mirror.coded_arrays(coded)
+    elif request.preparation is not None:
+        operands = (*request.preparation.stored(entry.q, entry.k), entry.v)
+    scores = ScoreOptions(
+        settings.causal, settings.causal_align, settings.window, settings.softcap, entry.mask,
+        entry.bias, entry.block_mask,
+    )  # fmt: skip
+    o, lse, _ = mirror.run_kernel(kernel, operands, scores, quantized=coded)
     return o, lse

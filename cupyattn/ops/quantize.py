@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays.interchange import contiguous_last_axis, operand
 from cupyattn.arrays.kinds import Array, array_namespace
-from cupyattn.arrays.memory import as_input, on_device_of
+from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels import ladder
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
-from cupyattn.ops.run import run
+from cupyattn.ops.operation import Known, run
 from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import check_value_tiles, parts, plan_quantize, scale_tiles
-from cupyattn.plans.records import Operand
+from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantize
+from cupyattn.plans.records import Work
 from cupyattn.problem import checks
+from cupyattn.problem.form import scale_tiles
+from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 from cupyattn.reference.quantize import _quantize_sequences, quantize_mirror, value_operand
-from cupyattn.runtime.scratch import saying_what_is_needed
 
 
 def quantize(
@@ -108,40 +110,144 @@ def quantize(
     >>> x.q_scale.shape, x.k_scale.shape
     ((1, 2, 40), (1, 2, 1))
     """
-    q, k, v = (operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
-    array_namespace(q, k, v)
-    backend = choose(backend, q)
-    checks.check_dtype(q, k, v)
-    quant = QuantConfig() if quant is None else quant
-    sequences = None
-    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    limits = {"max_len_q": max_len_q, "max_len_k": max_len_k}
-    if any(x is not None for x in packed.values()):
-        check_packed_quant(quant)
-        named = zip("qkv", (q, k, v), strict=True)
-        q, k, v = (one_entry(name, x).swapaxes(1, 2) for name, x in named)
-        sizes = kernels_limits.check_shapes(q.shape, k.shape, v.shape)
-        sequences = take_sequences(q, sizes[3:5], {**packed, **limits})
-    elif any(x is not None for x in limits.values()):
-        raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
-    sizes = kernels_limits.check_shapes(q.shape, k.shape, v.shape)
-    _, heads, heads_kv, len_q, len_kv, head_dim = sizes
-    longest = (len_q, len_kv) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
-    preparation = Preparation.of(
-        {
-            "rope": rope, "rope_interleaved": rope_interleaved, "rope_offset_q": rope_offset_q,
-            "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps,
-        },
-        (heads, heads_kv, *longest, head_dim),
+    settings = QuantizeSettings(
+        quant, tiles, arch, backend, max_len_q, max_len_k, rope_interleaved, rope_offset_q,
+        qk_norm_eps,
     )  # fmt: skip
-    tiles = _tiles_of(q, quant, tiles, arch, backend)
-    if backend != "mirror":
-        found = _quantize_kernels(q, k, v, quant, tiles, backend, sequences, preparation)
-    elif sequences is None:
-        found = quantize_mirror(q, k, v, quant, tiles, preparation=preparation)
-    else:
-        found = _quantize_sequences(q, k, v, quant, tiles, sequences, preparation)
-    return found.in_nibbles() if quant.qk_bits == 4 else found
+    arrays = {"q": q, "k": k, "v": v}
+    others = {
+        "rope": rope, "qk_norm": qk_norm, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    arrays |= {name: array for name, array in others.items() if array is not None}
+    known = None
+    if len(arrays) == 3 and (quant is None or not quant.static):  # nothing is looked at or kept
+        known = Known(arrays)
+    found: QuantizedQKV = run(QUANTIZE, settings, arrays, known)
+    return found
+
+
+class QuantizeSettings(NamedTuple):
+    """What `quantize` asks for, beside arrays: its arguments."""
+
+    quant: QuantConfig | None = None
+    tiles: Tiles | None = None
+    arch: str | None = None
+    backend: str | None = None
+    max_len_q: int | None = None
+    max_len_k: int | None = None
+    rope_interleaved: bool = False
+    rope_offset_q: int = 0
+    qk_norm_eps: float = EPS
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How operands become codes, settled.
+
+    Parameters
+    ----------
+    quant : QuantConfig
+    tiles : Tiles
+        Those of the attention kernel.
+    parts : mapping of str to Part
+        What is done for each operand; empty on the mirror.
+    sequences : Sequences or None
+    preparation : Preparation or None
+        What happens to the rows of Q and K first.
+    """
+
+    quant: QuantConfig
+    tiles: Tiles
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    sequences: Sequences | None = None
+    preparation: Preparation | None = None
+
+
+class CodeFacts(NamedTuple):
+    """What `QuantizedQKV` is told beside arrays."""
+
+    group_q: int
+    group_kv: int
+    group_v: int
+    config: QuantConfig
+    out_dtype: str
+    sequences: Sequences | None = None
+
+
+class _Quantize:
+    """Quantising Q, K and V as an operation."""
+
+    name = "quantize"
+
+    def resolve(self, settings: QuantizeSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check the operands, and settle tiles and how they become codes."""
+        q, k, v = (operand(name, arrays[name]) for name in "qkv")
+        array_namespace(q, k, v)
+        backend = choose(settings.backend, q)
+        checks.check_dtype(q, k, v)
+        quant = settings.quant or QuantConfig()
+        asked = {**_NOTHING, **settings._asdict(), **arrays}
+        sequences = None
+        if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
+            check_packed_quant(quant)
+            named = zip("qkv", (q, k, v), strict=True)
+            q, k, v = (one_entry(name, x).swapaxes(1, 2) for name, x in named)
+            sizes = kernels_limits.check_shapes(q.shape, k.shape, v.shape)
+            sequences = take_sequences(q, sizes[3:5], asked)
+        elif (settings.max_len_q, settings.max_len_k) != (None, None):
+            raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
+        _, heads, heads_kv, *longest, head_dim = kernels_limits.check_shapes(
+            q.shape, k.shape, v.shape
+        )
+        if sequences is not None:
+            longest = [sequences.max_len_q, sequences.max_len_k]
+        preparation = Preparation.of(asked, (heads, heads_kv, longest[0], longest[1], head_dim))
+        tiles = _tiles_of(q, quant, settings.tiles, settings.arch, backend)
+        if backend == "mirror":
+            coding = Coding(quant, tiles, {}, sequences, preparation)
+            return Problem(
+                what=self.name, backend=backend, operands={"q": q, "k": k, "v": v}, results={},
+                facts=_facts(coding, q), settled=coding,
+            )  # fmt: skip
+        return coding_problem(q, k, v, Coding(quant, tiles, {}, sequences, preparation), backend)
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launches."""
+        coding = problem.settled
+        plan = plan_quantize(
+            problem.facts.out_dtype, **coding.parts, p_type=coding.quant.value_p_type,
+            qk_bits=coding.quant.qk_bits,
+        )  # fmt: skip
+        return Work.of(plan)
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return what a `QuantizedQKV` holds, from NumPy."""
+        coding, (q, k, v) = problem.settled, problem.operands.values()
+        quant, tiles, how = coding.quant, coding.tiles, coding.preparation
+        if coding.sequences is None:
+            return {"whole": quantize_mirror(q, k, v, quant, tiles, preparation=how)}
+        return {"whole": _quantize_sequences(q, k, v, quant, tiles, coding.sequences, how)}
+
+    def restore(
+        self, facts: CodeFacts, arrays: Mapping[str, Any], results: dict[str, Any]
+    ) -> QuantizedQKV:
+        """Return the operands of INT8 attention."""
+        found = results.get("whole")
+        if found is None:
+            found = _gathered(facts, arrays, results)
+        return found.in_nibbles() if facts.config.qk_bits == 4 else found
+
+
+QUANTIZE = _Quantize()
+#: Arguments of `quantize` that are arrays, where they are not given.
+_NOTHING = dict.fromkeys(("rope", "qk_norm", "cu_seqlens_q", "cu_seqlens_k"))
+
+
+def _facts(coding: Coding, q: Array) -> CodeFacts:
+    quant, tiles = coding.quant, coding.tiles
+    groups = quant.group_q(tiles), quant.group_kv(tiles), quant.group_v(tiles)
+    return CodeFacts(*groups, quant, q.dtype.name, coding.sequences)
 
 
 def _tiles_of(
@@ -163,11 +269,7 @@ def quantize_at(
     k: Array,
     v: Array,
     places: Array,
-    *,
-    quant: QuantConfig,
-    tiles: Tiles | None = None,
-    arch: str | None = None,
-    backend: str,
+    settings: QuantizeSettings,
     key_sums: Array | None = None,
 ) -> QuantizedQKV:
     """Quantise some keys of many from where they lie, as `quantize` does keys that were moved.
@@ -180,9 +282,9 @@ def quantize_at(
         Rows that were moved together.
     places : array, int32, (batch, heads_kv, count), contiguous
         Of the keys that these values belong to, below len_kv: nobody looks.
-    quant, tiles, arch
-        As for `quantize`, but for ``fused``, which quantises in the attention kernel.
-    backend : {"cuda", "interpret"}
+    settings : QuantizeSettings
+        As for `quantize`, but for ``fused``, which quantises in the attention kernel; on a device
+        or in the interpreter.
     key_sums : array, float32, (batch, heads_kv, parts, head_dim), contiguous, optional
         Sums of all len_kv keys, in parts. What smoothing subtracts is then the mean of all of them,
         which any vector may stand for, and no key is read for its mean. A scale for each whole
@@ -201,11 +303,28 @@ def quantize_at(
     ValueError, TypeError, UnsupportedError, DeviceMemoryError
         As `quantize`.
     """
-    q, k, v = (operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
-    checks.check_dtype(q, k, v)
-    tiles = _tiles_of(q, quant, tiles, arch, backend)
-    found = _quantize_kernels(q, k, v, quant, tiles, backend, None, None, places, key_sums)
-    return found.in_nibbles() if quant.qk_bits == 4 else found
+    arrays = {"q": q, "k": k, "v": v, "k_places": places}
+    arrays |= {} if key_sums is None else {"k_partial_sum": key_sums}
+    found: QuantizedQKV = run(QUANTIZE_AT, settings, arrays)
+    return found
+
+
+class _QuantizeAt(_Quantize):
+    """Quantising some keys of many as an operation."""
+
+    name = "quantize_at"
+
+    def resolve(self, settings: QuantizeSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check the operands, and settle tiles and how they become codes."""
+        q, k, v = (operand(name, arrays[name]) for name in "qkv")
+        checks.check_dtype(q, k, v)
+        backend, quant = choose(settings.backend, q), settings.quant or QuantConfig()
+        tiles = _tiles_of(q, quant, settings.tiles, settings.arch, backend)
+        places, sums = arrays["k_places"], arrays.get("k_partial_sum")
+        return coding_problem(q, k, v, Coding(quant, tiles), backend, places, sums)
+
+
+QUANTIZE_AT = _QuantizeAt()
 
 
 def check_rows_of(tiles: Tiles) -> None:
@@ -218,80 +337,90 @@ def check_rows_of(tiles: Tiles) -> None:
         )
 
 
-def _quantize_kernels(
+def coding_problem(
     q: Array,
     k: Array,
     v: Array,
-    quant: QuantConfig,
-    tiles: Tiles,
+    coding: Coding,
     backend: str,
-    sequences: Sequences | None,
-    preparation: Preparation | None,
     places: Array | None = None,
     key_sums: Array | None = None,
-) -> QuantizedQKV:
-    """Quantise arrays where they lie, with the kernels of ``quantize*.cu``.
+) -> Problem:
+    """Settle how the kernels of ``quantize*.cu`` make codes of arrays where they lie.
 
-    With `places`, those rows of k alone, as many as v has; `key_sums` as in `quantize_at`.
+    With `places`, of those rows of k alone, as many as v has; `key_sums` as in `quantize_at`.
     """
-    dtype = q.dtype.name
-    if preparation is not None and quant.fused:
-        q, k = preparation.stored(q, k)
-        preparation = None
-    arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
-    packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
-    operands = {n: Operand.of(x) for n, x in arrays.items()}
+    quant, tiles, sequences = coding.quant, coding.tiles, coding.sequences
+    preparation = coding.preparation
+    with on_device_of(q):
+        if preparation is not None and quant.fused:
+            q, k = preparation.stored(q, k)
+            preparation = None
+        arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
+    described = {n: Operand.of(x) for n, x in arrays.items()}
     if places is not None:
-        operands["k"] = replace(operands["k"], shape=(*k.shape[:2], places.shape[2], k.shape[3]))
-    found = parts(quant, tiles, operands, packed, prepares_of(preparation))
+        shape = (*k.shape[:2], places.shape[2], k.shape[3])
+        described["k"] = replace(described["k"], shape=shape)
+    packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
+    found = parts(quant, tiles, described, packed, prepares_of(preparation))
     if places is not None:
         found["k"] = replace(found["k"], gathered=True)
+        arrays["k_places"] = places
     if key_sums is not None and found["k"].sums_apart:
         found["k"] = replace(found["k"], summed=(key_sums.shape[2], k.shape[2]))
-    plan = plan_quantize(dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
-    xp = array_namespace(q)
-    needed = {work.name: work.nbytes for work in plan.workspace}
-    for name, part in found.items():
-        sizes = part.buffers(name).items()
-        needed |= {b: math.prod(shape) * np.dtype(kind).itemsize for b, (shape, kind) in sizes}
-    on_device = backend == "cuda"
-    with on_device_of(q), saying_what_is_needed("quantize", needed, on_device=on_device):
-        count = None if sequences is None else sequences.batch
-        made: dict[str, Array] = {}
-        given: dict[str, Array] = {}
-        for name, scale in static_scales(
-            xp, quant, q.shape, operands["k"].shape, tiles, count
-        ).items():
-            if scale is not None:
-                made[f"{name}_scale"] = scale.copy()
-                given[f"{name}_static_scale"] = as_input(scale)
-        for name, part in found.items():
-            # Of packed sequences what lies between theirs is 0; so is the mean of no keys.
-            empty = not all(part.x.shape)
-            new = xp.zeros if sequences or empty else xp.empty
-            for b, (shape, kind) in part.buffers(name).items():
-                if b not in made and b not in given:
-                    made[b] = new(shape, kind)
-            if empty and sequences is None and not part.static:  # what a group of zeros has
-                made[f"{name}_scale"].fill(1)
-                if part.zero_points:
-                    made[f"{name}_zero"].fill(-128)
-        buffers = {**made, **given, **{name: as_input(x) for name, x in arrays.items()}}
-        if places is not None:
-            buffers["k_places"] = as_input(places)
-        if found["k"].summed:
-            buffers["k_partial_sum"] = as_input(key_sums)
-        if preparation is not None:
-            buffers |= {name: as_input(x) for name, x in preparation.buffers.items()}
-        if sequences is not None:
-            offsets = ("cu_seqlens_q", "cu_seqlens_k")
-            buffers |= {name: as_input(getattr(sequences, name)) for name in offsets}
-        run(backend, plan, buffers)
-        kept = made | {name: made[name][..., : q.shape[3]] for name in ("q_codes", "k_codes")}
-        if "v" not in found:
-            kept["v"] = value_operand(v)
-    return QuantizedQKV(
-        group_q=quant.group_q(tiles), group_kv=quant.group_kv(tiles), config=quant,
-        out_dtype=dtype, group_v=quant.group_v(tiles), **{"v": None, **kept},
-        **({} if sequences is None else vars(sequences)),
+        arrays["k_partial_sum"] = key_sums
+    if "v" not in found:
+        del arrays["v"]
+    if preparation is not None:
+        arrays |= preparation.buffers
+    if sequences is not None:
+        arrays |= {n: getattr(sequences, n) for n in ("cu_seqlens_q", "cu_seqlens_k")}
+    count = None if sequences is None else sequences.batch
+    shapes = tuple(q.shape), described["k"].shape
+    with on_device_of(q):
+        given = static_scales(array_namespace(q), quant, *shapes, tiles, count)
+    arrays |= {f"{n}_static_scale": scale for n, scale in given.items() if scale is not None}
+    results = _results(found, given, packed=sequences is not None)
+    coding = replace(coding, parts=found)
+    return Problem(
+        what="quantize", backend=backend, operands=arrays, results=results,
+        facts=_facts(coding, q), settled=coding,
     )  # fmt: skip
+
+
+def _results(
+    found: Mapping[str, Part], given: Mapping[str, Array | None], *, packed: bool
+) -> dict[str, Result]:
+    """Return what the kernels make, and what is there before: scales that are given, zeros between
+    packed sequences, and what no keys and a group of zeros have."""
+    results = {}
+    for name, part in found.items():
+        empty = not all(part.x.shape)
+        of_nothing: dict[str, Any] = {}
+        if empty and not packed and not part.static:
+            of_nothing = {f"{name}_scale": 1, f"{name}_zero": -128}
+        for buffer, (shape, dtype) in part.buffers(name).items():
+            if buffer == f"{name}_static_scale":
+                continue
+            fill = of_nothing.get(buffer, 0 if packed or empty else None)
+            if buffer == f"{name}_scale" and given.get(name) is not None:
+                fill = given[name]
+            results[buffer] = Result(shape, np.dtype(dtype), fill)
+    return results
+
+
+def _gathered(
+    facts: CodeFacts, arrays: Mapping[str, Any], results: dict[str, Any]
+) -> QuantizedQKV:
+    """Return the results of kernels, and V where it stays as it is, as operands of attention."""
+    head_dim = arrays["q"].shape[-1]
+    kept = results | {name: results[name][..., :head_dim] for name in ("q_codes", "k_codes")}
+    if "v_codes" not in results:
+        v = operand("v", arrays["v"])
+        v = v if facts.sequences is None else one_entry("v", v).swapaxes(1, 2)
+        kept["v"] = value_operand(v)
+    of_facts = facts._asdict()
+    sequences = of_facts.pop("sequences")
+    return QuantizedQKV(
+        **of_facts, **{"v": None, **kept}, **({} if sequences is None else vars(sequences))
+    )

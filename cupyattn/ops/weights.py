@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, array_namespace
-from cupyattn.arrays.memory import as_input, on_device_of
+from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
-from cupyattn.ops.run import run
-from cupyattn.plans.gemm import OneLaunch
-from cupyattn.plans.records import Operand
+from cupyattn.ops.operation import Known, run
+from cupyattn.plans.records import Work
 from cupyattn.plans.weight_blocks import plan_weight_blocks
+from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
     as_matrix,
@@ -26,7 +28,6 @@ from cupyattn.quant.blocks import (
     quantize_blocks,
     scale_shape,
 )
-from cupyattn.runtime.repeated import call_key, recall, remember
 
 Array = Any
 
@@ -77,29 +78,9 @@ def weight_quant(
     >>> codes.tolist(), scales.tolist()
     ([[127, 1], [0, 1]], [[1.0]])
     """
-    key, addresses = call_key(("weight_quant", block_size, backend), {"w": w})
-    again = recall(key)
-    if again is not None:
-        codes, scales = again(addresses)
-        return codes, scales
-    given, w = {"w": w}, operand("w", w)
-    backend = choose(backend, w)
-    check_values("w", w, least_axes=2)
-    if not _takes_kernel(backend, block_size):
-        return quantize_blocks(w, block_size)
-    xp = array_namespace(w)
-    with on_device_of(w):
-        matrix = contiguous_last_axis(as_matrix(w))
-        buffers = {
-            "w": as_input(matrix),
-            "codes": xp.empty(matrix.shape, np.int8),
-            "scales": xp.empty(scale_shape(w.shape, block_size), np.float32),
-        }
-        shapes = {"codes": tuple(w.shape), "scales": buffers["scales"].shape}
-        plan = _plan_of("weight_quant", buffers, block_size)
-        run(backend, plan, buffers)
-        remember(key, plan, None, given, buffers, shapes)
-    return buffers["codes"].reshape(w.shape), buffers["scales"]
+    arrays = {"w": w}
+    codes, scales = run(WEIGHT_QUANT, WeightSettings(block_size, backend), arrays, Known(arrays))
+    return codes, scales
 
 
 def weight_dequant(
@@ -139,29 +120,108 @@ def weight_dequant(
     >>> weight_dequant(np.int8([[127, 1]]), np.float32([[0.5]])).tolist()
     [[63.5, 0.5]]
     """
-    given = {"codes": codes, "scales": scales}
-    key, addresses = call_key(("weight_dequant", block_size, out_dtype, backend), given)
-    again = recall(key)
-    if again is not None:
-        return again(addresses)[0]
-    codes, scales = operand("codes", codes), operand("scales", scales)
-    xp = array_namespace(codes, scales)
-    check_one_device(**given)
-    backend = choose(backend, codes)
-    check_out_dtype(out_dtype)
-    if not _takes_kernel(backend, block_size):
-        return dequantize_blocks(codes, scales, block_size, out_dtype)
-    check_codes(codes, scales, block_size)
-    with on_device_of(codes):
-        buffers = {
-            "codes": as_input(contiguous_last_axis(as_matrix(codes))),
-            "scales": as_input(contiguous_last_axis(scales)),
+    arrays = {"codes": codes, "scales": scales}
+    settings = WeightSettings(block_size, backend, out_dtype)
+    return run(WEIGHT_DEQUANT, settings, arrays, Known(arrays))
+
+
+class WeightSettings(NamedTuple):
+    """What quantising a weight, or the way back to `out_dtype`, asks for beside arrays."""
+
+    block_size: int
+    backend: str | None
+    out_dtype: str = ""
+
+
+class _WeightQuant:
+    """A weight to codes as an operation."""
+
+    name = "weight_quant"
+
+    def resolve(self, settings: WeightSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check the weight; blocks that the kernel does not take go to the mirror."""
+        w, size = operand("w", arrays["w"]), settings.block_size
+        backend = choose(settings.backend, w)
+        check_values("w", w, least_axes=2)
+        if not _takes_kernel(backend, size):
+            return Problem(
+                what=self.name, backend="mirror", operands={"w": w}, results={}, settled=settings
+            )
+        with on_device_of(w):
+            matrix = contiguous_last_axis(as_matrix(w))
+        results = {
+            "codes": Result(tuple(w.shape), np.dtype(np.int8)),
+            "scales": Result(scale_shape(w.shape, size), STORAGE["float32"]),
         }
-        buffers["w"] = xp.empty(buffers["codes"].shape, STORAGE[out_dtype])
-        plan = _plan_of("weight_dequant", buffers, block_size)
-        run(backend, plan, buffers)
-        remember(key, plan, None, given, buffers, {"w": tuple(codes.shape)})
-    return buffers["w"].reshape(codes.shape)
+        return Problem(
+            what=self.name, backend=backend, operands={"w": matrix}, results=results,
+            settled=settings,
+        )  # fmt: skip
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launch."""
+        w, size = problem.operands["w"], problem.settled.block_size
+        codes = Operand.contiguous(w.shape, 1)
+        return _work(self.name, Operand.of(w), codes, w.dtype.name, size, problem)
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return codes and scales by the functions of the array's own library."""
+        codes, scales = quantize_blocks(problem.operands["w"], problem.settled.block_size)
+        return {"codes": codes, "scales": scales}
+
+    def restore(
+        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return codes and scales."""
+        return results["codes"], results["scales"]
+
+
+class _WeightDequant:
+    """The weight that codes and scales stand for, as an operation."""
+
+    name = "weight_dequant"
+
+    def resolve(self, settings: WeightSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check codes and scales; blocks that the kernel does not take go to the mirror."""
+        codes, scales = operand("codes", arrays["codes"]), operand("scales", arrays["scales"])
+        array_namespace(codes, scales)
+        check_one_device(codes=codes, scales=scales)
+        backend = choose(settings.backend, codes)
+        check_out_dtype(settings.out_dtype)
+        given, size = {"codes": codes, "scales": scales}, settings.block_size
+        if not _takes_kernel(backend, size):
+            return Problem(
+                what=self.name, backend="mirror", operands=given, results={}, settled=settings
+            )
+        check_codes(codes, scales, size)
+        with on_device_of(codes):
+            given = {
+                "codes": contiguous_last_axis(as_matrix(codes)),
+                "scales": contiguous_last_axis(scales),
+            }
+        results = {"w": Result(tuple(codes.shape), STORAGE[settings.out_dtype])}
+        return Problem(
+            what=self.name, backend=backend, operands=given, results=results, settled=settings
+        )
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launch."""
+        codes, (size, _, dtype) = problem.operands["codes"], problem.settled
+        w = Operand.contiguous(codes.shape, STORAGE[dtype].itemsize)
+        return _work(self.name, w, Operand.of(codes), dtype, size, problem)
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Return the weight by the functions of the arrays' own library."""
+        size, _, dtype = problem.settled
+        given = problem.operands
+        return {"w": dequantize_blocks(given["codes"], given["scales"], size, dtype)}
+
+    def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
+        """Return the weight."""
+        return results["w"]
+
+
+WEIGHT_QUANT, WEIGHT_DEQUANT = _WeightQuant(), _WeightDequant()
 
 
 def _takes_kernel(backend: str, block_size: int) -> bool:
@@ -175,7 +235,12 @@ def _takes_kernel(backend: str, block_size: int) -> bool:
     return backend != "mirror" and block_size <= MOST_BLOCK
 
 
-def _plan_of(entry: str, buffers: dict[str, Array], block_size: int) -> OneLaunch:
-    of = {name: Operand.of(array) for name, array in buffers.items()}
-    dtype = buffers["w"].dtype.name
-    return plan_weight_blocks(entry, of["w"], of["codes"], of["scales"], dtype, block_size)
+def _work(
+    entry: str, w: Operand, codes: Operand, dtype: str, block_size: int, problem: Problem
+) -> Work:
+    """Return the launch of one way; scales are the problem's operand, or its result."""
+    if "scales" in problem.operands:
+        scales = Operand.of(problem.operands["scales"])
+    else:
+        scales = Operand.contiguous(problem.results["scales"].shape, 4)
+    return Work.of(plan_weight_blocks(entry, w, codes, scales, dtype, block_size))

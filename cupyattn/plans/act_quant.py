@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
-from cupyattn.plans.records import Launch, Operand
+from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import ACT_QUANT_PARAMS
 from cupyattn.quant.blocks import BLOCK_SIZE
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import tile_pieces
@@ -15,7 +16,7 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import FORM_SOURCES, Variant
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.records import Launch, Operand, TensorMap, Workspace
+from cupyattn.plans.records import Launch, TensorMap, Workspace
 from cupyattn.plans.structs import (
     PIECE_PARAMS,
     SCHEDULE_PARAMS,  # fmt: skip

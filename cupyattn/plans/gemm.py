@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -17,8 +18,9 @@ from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
-from cupyattn.plans.records import Launch, Operand, TensorMap, Workspace, described
+from cupyattn.plans.records import Launch, TensorMap, Workspace, described
 from cupyattn.plans.structs import GEMM_PARAMS
+from cupyattn.problem.hopper import SUPPORTED, Support
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE
 
@@ -369,7 +371,7 @@ def plan_gemm(
     if outliers is not None:
         operands["a_16"] = outliers.a_16, outliers.dtype
         operands["b_16"] = outliers.b_16, outliers.dtype
-    note = _hopper_obstacle(operands) if arch == "sm_90a" else ""
+    note = _hopper_support(operands).note if arch == "sm_90a" else ""
     form = "sm90" if arch == "sm_90a" and not note else "portable"
     if note and tiles is not None:
         raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
@@ -463,17 +465,18 @@ def _check_form(tiles: GemmTiles, form: str) -> None:
     check_tiles(spec, tiles, f"int8_gemm ({form})")
 
 
-def _hopper_obstacle(operands: dict[str, tuple[Operand, str]]) -> str:
-    """Return why the Hopper form does not take these operands, as a note; "" where it does."""
+def _hopper_support(operands: dict[str, tuple[Operand, str]]) -> Support:
+    """Say whether the Hopper form takes these operands."""
     for name, (x, _) in operands.items():
         if 0 in x.shape:
-            return f"portable form: {name} has nothing for the copy engine"
+            return Support(False, f"{name} has nothing for the copy engine")
         if x.misalignment or x.row_strides[0] < 0 or _row_bytes(x) % 16:
-            return (
-                "portable form: the copy engine needs addresses and rows at multiples of 16 bytes, "
-                f"got {name} at 16 n + {x.misalignment} with rows of {_row_bytes(x)} bytes"
+            return Support(
+                False,
+                "the copy engine needs addresses and rows at multiples of 16 bytes, "
+                f"got {name} at 16 n + {x.misalignment} with rows of {_row_bytes(x)} bytes",
             )
-    return ""
+    return SUPPORTED
 
 
 def _with_four_axes(x: Operand) -> Operand:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.kernels import ladder
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.prepare_rows import Prepares
-from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import PREPARED_QUANTIZE_PARAMS, QUANTIZE_PARAMS, TURN_PARAMS
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
@@ -514,24 +514,6 @@ class _Work:
             "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
             "places": f"{name}_places" if part.gathered else None, "summed": summed,
         }  # fmt: skip
-
-
-def scale_tiles(
-    variant: ladder.Variant, head_dim: int, quant: QuantConfig, arch: str | None
-) -> Tiles:
-    """Return the tiles whose sizes granularity "block" takes: the variant's own, as it runs there.
-
-    A step of the Hopper form then meets one scale of K.
-    """
-    form = quant.form
-    if arch == "sm_90a" and "sm90" in variant.forms:
-        if form == "portable":
-            form = "sm90"
-        elif quant.value_p_type == "u8" and quant.granularity_v == "channel":
-            form = "sm90_pv8"
-        elif quant.value_p_type == "u8" and not quant.zero_points:
-            form = "sm90_pv8_by_tile"
-    return variant.default_tiles(head_dim, form)
 
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:

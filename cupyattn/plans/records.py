@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
-from cupyattn.arrays.memory import data_address
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
@@ -23,53 +22,19 @@ from cupyattn.plans.structs import pack, pointers
 
 
 @dataclass(frozen=True)
-class Operand:
-    """Where an array lies, without holding it: strides in elements, address modulo 16."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-    misalignment: int
-
-    @classmethod
-    def of(cls, array: Any) -> Operand:
-        """Describe a NumPy or CuPy array."""
-        itemsize = int(array.dtype.itemsize)
-        strides = tuple(int(s) // itemsize for s in array.strides)
-        return cls(tuple(array.shape), strides, itemsize, data_address(array) % 16)
-
-    @classmethod
-    def contiguous(cls, shape: Sequence[int], itemsize: int) -> Operand:
-        """Describe an array that is still to be allocated, in C order."""
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return cls(tuple(shape), tuple(strides), itemsize, 0)
-
-    @property
-    def row_strides(self) -> tuple[int, ...]:
-        """Strides of every axis but the last; 0 for an axis of length 1, which no kernel steps."""
-        return tuple(
-            0 if n == 1 else s for s, n in zip(self.strides[:-1], self.shape[:-1], strict=True)
-        )
-
-    def allows(self, width: int) -> bool:
-        """Whether every row can be read `width` elements at a time."""
-        size = width * self.itemsize
-        return (
-            size <= 16
-            and self.shape[-1] % width == 0
-            and self.misalignment % size == 0
-            and all(s % width == 0 for s in self.row_strides)
-        )
-
-
-@dataclass(frozen=True)
 class Workspace:
-    """Scratch memory of a plan, zero beforehand where it says so."""
+    """Scratch memory of a plan, zero beforehand where it says so.
+
+    `cast_of` names an operand that is converted to it beforehand, `copy_of` an array that every
+    call gets a copy of there; "": none.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     zeros: bool = False
+    cast_of: str = ""
+    copy_of: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -165,18 +130,80 @@ class Plan:
         return described(self, f"{self.variant} ({self.form}), {self.tiles}, {self.features}")
 
 
+class Runnable(Protocol):
+    """What an executor needs of a plan of whatever kind."""
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Kernels in order."""
+
+    @property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """Scratch memory that they share."""
+
+    @property
+    def on_devices(self) -> dict[Any, Any]:
+        """What an executor keeps of this plan, by device."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One plan of a call, and what its buffers are called in the call where they differ."""
+
+    plan: Any
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """All plans of a call in order, and the buffers that one writes and another reads."""
+
+    stages: tuple[Stage, ...]
+    between: tuple[Workspace, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Runnable) -> Work:
+        """Return the work of one plan alone."""
+        return cls((Stage(plan),))
+
+    @property
+    def plans(self) -> list[Any]:
+        """The plans alone."""
+        return [stage.plan for stage in self.stages]
+
+    @property
+    def names(self) -> list[dict[str, str]]:
+        """For each plan, what the call calls those of its buffers that have other names there."""
+        return [
+            {**stage.names, **{work.name: self._outer(i, work) for work in stage.plan.workspace}}
+            for i, stage in enumerate(self.stages)
+        ]
+
+    def _outer(self, number: int, work: Workspace) -> str:
+        """Return what the call calls a buffer of the plan of that number alone."""
+        return work.name if len(self.stages) == 1 else f"{number}.{work.name}"
+
+    @property
+    def memory(self) -> list[str]:
+        """What is between the plans, a line each: its extents, which make its size."""
+        return [
+            f"{work.name} {' x '.join(map(str, work.shape))} {work.dtype}, {work.nbytes:,} bytes"
+            for work in self.between
+        ]
+
+    @property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """All scratch memory of the call, under the names that it has there."""
+        inner = [
+            replace(work, name=self._outer(i, work))
+            for i, stage in enumerate(self.stages)
+            for work in stage.plan.workspace
+        ]
+        return (*self.between, *inner)
+
+
 def described(plan: Any, title: str) -> str:
     """Return a title and, in a line each, launches, workspace and note of a plan."""
     said = [f"{x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in plan.launches]
     said.append(f"workspace {sum(w.nbytes for w in plan.workspace):,} bytes")
     return "\n  ".join([title, *said, *([plan.note] if plan.note else [])])
-
-
-def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
-    """Describe an array of a shape (batch, heads, len, head_dim), contiguous in a layout."""
-    if layout == "BHSD":
-        return Operand.contiguous(shape, itemsize)
-    batch, heads, length, head_dim = shape
-    rows = Operand.contiguous((batch, length, heads, head_dim), itemsize)
-    by_batch, by_row, by_head, by_column = rows.strides
-    return Operand(shape, (by_batch, by_head, by_row, by_column), itemsize, 0)

@@ -6,11 +6,12 @@ import functools
 import math
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
-from cupyattn.plans.records import Launch, Operand, Plan
+from cupyattn.plans.records import Launch, Plan
 from cupyattn.plans.structs import UNPACK_PARAMS
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.

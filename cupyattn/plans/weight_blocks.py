@@ -6,12 +6,13 @@ import functools
 import math
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import INT32_MAX, MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
-from cupyattn.plans.records import Launch, Operand
+from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import WEIGHT_PARAMS
 
 #: Numbers that a thread holds at most, and accesses that it takes to them.

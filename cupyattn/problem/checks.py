@@ -18,6 +18,7 @@ from cupyattn.arrays.memory import check_receiver
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import SCALE_MIN, check_shapes
 from cupyattn.problem.call import AttentionSpec, Packed
+from cupyattn.problem.score_options import ScoreOptions
 
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
 
@@ -170,14 +171,8 @@ def check_attention(
     v: Any,
     *,
     scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
     return_lse: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Any = None,
-    bias: Any = None,
-    block_mask: Any = None,
+    **scores: Any,
 ) -> AttentionSpec:
     """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
 
@@ -188,13 +183,9 @@ def check_attention(
         float16, bfloat16 or float32, all of the same dtype.
     scale : float, optional
         Softmax scale; ``head_dim ** -0.5`` when omitted.
-    causal : bool
-    causal_align : {"bottom-right", "top-left"}
     return_lse : bool
-    window : (int, int)
-    softcap : float
-    mask, bias : array, optional
-    block_mask : BlockMask, optional
+    **scores
+        Fields of `cupyattn.problem.score_options.ScoreOptions`.
 
     Returns
     -------
@@ -211,44 +202,36 @@ def check_attention(
         For sizes that the kernels do not take.
     """
     sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
-    return check_options(
-        sizes, check_dtype(q, k, v), scale=scale, causal=causal, causal_align=causal_align,
-        return_lse=return_lse, window=window, softcap=softcap, mask=mask, bias=bias,
-        block_mask=block_mask,
-    )  # fmt: skip
+    options = ScoreOptions(**scores)
+    return check_options(sizes, check_dtype(q, k, v), scale, options, return_lse=return_lse)
 
 
 def check_options(
     sizes: tuple[int, int, int, int, int, int],
     dtype: str,
-    *,
     scale: float | None,
-    causal: bool,
-    causal_align: str,
+    scores: ScoreOptions,
+    *,
     return_lse: bool,
-    window: tuple[int, int],
-    softcap: float,
-    mask: Any,
-    bias: Any,
-    block_mask: Any,
 ) -> AttentionSpec:
     """Check the options of a call whose arrays are checked; `check_attention` documents them.
 
     `sizes` are (batch, heads, heads_kv, len_q, len_kv, head_dim), `dtype` is that of the output.
     """
     batch, heads, _, len_q, len_kv, head_dim = sizes
-    first, last = check_limits(causal, causal_align, window, len_q, len_kv)
+    first, last = check_limits(scores.causal, scores.causal_align, scores.window, len_q, len_kv)
     shape = (batch, heads, len_q, len_kv)
-    if mask is not None:
-        check_mask(mask, shape)
-    if block_mask is not None:
-        block_mask.check(shape)
+    if scores.mask is not None:
+        check_mask(scores.mask, shape)
+    if scores.block_mask is not None:
+        scores.block_mask.check(shape)
     return AttentionSpec(
         *sizes, dtype, check_scale(scale, head_dim),
         causal=last is not None, causal_shift=last or 0, return_lse=bool(return_lse),
-        window=first is not None, window_shift=first or 0, softcap=check_softcap(softcap),
-        mask=mask is not None, bias="" if bias is None else check_bias(bias, shape),
-        block_mask=(0, 0) if block_mask is None else block_mask.blocks,
+        window=first is not None, window_shift=first or 0, softcap=check_softcap(scores.softcap),
+        mask=scores.mask is not None,
+        bias="" if scores.bias is None else check_bias(scores.bias, shape),
+        block_mask=scores.blocks,
     )  # fmt: skip
 
 

@@ -1,55 +1,36 @@
-"""A call of attention as it was asked for: options, and operands by name."""
+"""A call of attention, checked and settled: what plans, kernels and mirror are given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.row_preparation import EPS, Preparation
+from cupyattn.problem.form import (
+    Kernel,
+    architecture,
+    request_places,
+    scale_tiles,
+    settle_request,
+)
+from cupyattn.problem.operands import Operands
+from cupyattn.problem.problem import Result
+from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import BUFFERS as QUANTIZED
 from cupyattn.quant.quantized import QuantizedQKV
 
-
-@dataclass(frozen=True)
-class Options:
-    """The keyword arguments of `cupyattn.attention` and `attention_varlen`, which document them.
-
-    Sequences are packed where there are `cu_seqlens_q` and `cu_seqlens_k`.
-    """
-
-    variant: str = "auto"
-    accuracy: str = "full"
-    scale: float | None = None
-    causal: bool = False
-    causal_align: str = "bottom-right"
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    mask: Any = None
-    bias: Any = None
-    rope: Any = None
-    rope_interleaved: bool = False
-    rope_offset_q: int = 0
-    block_mask: BlockMask | None = None
-    layout: str = "BHSD"
-    return_lse: bool = False
-    out: Any = None
-    quant: QuantConfig | None = None
-    tiles: Tiles | None = None
-    arch: str | None = None
-    backend: str | None = None
-    check_finite: bool = False
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    max_len_q: int | None = None
-    max_len_k: int | None = None
-    qk_norm: Any = None
-    qk_norm_eps: float = EPS
-
+#: Operands that say what happens to the scores.
+OF_SCORES = ("mask", "bias", "kept_blocks")
+#: Operands that say where packed sequences lie.
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 #: A value of `Request.prepared_when`.
 BEFORE = "in a pass before"
 
@@ -60,7 +41,10 @@ class Request:
 
     Parameters
     ----------
-    options : Options
+    settings : Settings
+        The caller's; layout, limits of lengths and how it quantises as they were settled.
+    given : mapping
+        The caller's arrays by the names of the arguments, those that there are.
     variant : Variant
         The rung that runs.
     why : str
@@ -81,15 +65,16 @@ class Request:
         What the caller brought already quantised.
     receiver : array or None
         The caller's ``out`` in layout BHSD.
-    restore : callable
-        Turns a result into the kind of array and the layout of the caller's q.
-    restore_lse : callable
-        The same for the log-sum-exp, which has one layout.
+    as_given : callable
+        Turns a result into the kind of array that the caller's q is.
     cu_seqlens_q, cu_seqlens_k : array, int32, (batch + 1,), or None
         Where packed sequences begin and end, on the device of q.
+    kept : mapping of str to array
+        Scales that the caller gives, by the names that plans have for them.
     """
 
-    options: Options
+    settings: Settings
+    given: Mapping[str, Any]
     variant: Variant
     why: str
     call: AttentionSpec
@@ -103,18 +88,128 @@ class Request:
     preparation: Preparation | None
     quantized: QuantizedQKV | None
     receiver: Any
-    restore: Callable[[Any], Any]
-    restore_lse: Callable[[Any], Any]
+    as_given: Callable[[Any], Any]
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """Who needs memory: the rung."""
+        return self.variant.name
+
+    @property
+    def arch(self) -> str | None:
+        """The architecture to compile for; None: the device's own."""
+        return self.settings.arch
+
+    @property
+    def like(self) -> Any:
+        """An array that lies where the call runs."""
+        return self.q
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        """What is read, by the names that plans have for it."""
+        found = {name: getattr(self, name) for name in "qkv"}
+        if self.quantized is not None:
+            found = {name: getattr(self.quantized, name) for name in QUANTIZED}
+        if self.preparation is not None:
+            found |= self.preparation.buffers
+        found = {name: a for name, a in found.items() if a is not None}
+        return {**found, **self.of_scores, **self.sequences}
+
+    @property
+    def of_scores(self) -> dict[str, Any]:
+        """What says what happens to the scores, of `OF_SCORES`."""
+        return self._those(OF_SCORES)
+
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """What says where packed sequences lie, of `SEQUENCES`."""
+        return self._those(SEQUENCES)
+
+    def _those(self, names: tuple[str, ...]) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in names}
+        return {name: a for name, a in found.items() if a is not None}
+
+    @property
+    def results(self) -> dict[str, Result]:
+        """What is made, in the caller's layout: O, unless he gives an ``out``, and lse if asked."""
+        call, found = self.call, {}
+        if self.receiver is None:
+            batch, heads, rows, head_dim = call.output_shape
+            shape: tuple[int, ...] = call.output_shape
+            if self.settings.layout == "BSHD":
+                shape = (batch, rows, heads, head_dim)
+            if call.packed is not None:
+                shape = shape[1:]
+            found["o"] = Result(shape, STORAGE[call.dtype])
+        if call.return_lse:
+            found["lse"] = Result(call.lse_shape, STORAGE["float32"])
+        return found
+
+    @property
+    def received(self) -> dict[str, Any]:
+        """The caller's ``out``, by the name that plans have for it."""
+        return {} if self.receiver is None else {"o": self.receiver}
+
+    @property
+    def facts(self) -> None:
+        """The results say all that handing them over takes."""
+
+    def needs_none_fused(self, work: Any) -> bool:
+        """Whether the rung's fused form would need none of the scratch memory of its work."""
+        quant, (*passes, last) = self.settings.quant, work.plans
+        codes = any(plan.variant == "quantize" for plan in passes)
+        whole = quant is None or quant.qk_bits == 8
+        return codes and whole and last.form in ("portable", "sm90")
+
+    @property
+    def block_mask(self) -> BlockMask | None:
+        """The caller's block mask."""
+        return self.given.get("block_mask")
 
     @property
     def prepared_when(self) -> str:
         """When rows of Q and K are normalised and turned, if they are: `BEFORE` in a pass of its
         own."""
-        quant = self.options.quant
+        quant = self.settings.quant
         if self.variant.family == "int8" and not (quant and quant.fused):
             return "as they are quantised"
         if self.variant.turns_on_load and not self.call.qk_norm:
             return "as they are loaded"
         return BEFORE
+
+    @property
+    def prepares_before(self) -> bool:
+        """Whether a pass of its own prepares rows of Q and K."""
+        return self.preparation is not None and self.prepared_when == BEFORE
+
+    @property
+    def attended(self) -> AttentionSpec:
+        """The call as the attention kernel sees it, after passes that prepare or quantise."""
+        if self.variant.family == "int8" or self.prepares_before:
+            return replace(self.call, rope="", rope_offset_q=0, qk_norm=False)
+        return self.call
+
+    @functools.cached_property
+    def quant(self) -> QuantConfig:
+        """How ``fa_int8`` quantises the caller's arrays."""
+        return self.settings.quant or QuantConfig()
+
+    @functools.cached_property
+    def scale_tiles(self) -> Tiles:
+        """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
+        arch, head_dim = architecture(self), self.call.head_dim
+        return self.settings.tiles or scale_tiles(self.variant, head_dim, self.quant, arch)
+
+    @functools.cached_property
+    def places(self) -> Operands:
+        """Where the operands of the attention kernel lie."""
+        return request_places(self)
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """The attention kernel, settled when it is first asked for: the last plan is its."""
+        return settle_request(self)

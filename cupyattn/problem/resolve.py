@@ -1,8 +1,9 @@
-"""What a caller asks for: the options of one call, checked and resolved against its arrays."""
+"""From what a caller asks for to a `Request`: checked, and settled against his arrays."""
 
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,23 +18,29 @@ from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.request import Options, Request
+from cupyattn.problem.problem import as_it_is
+from cupyattn.problem.request import Request
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant
 
+_NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
 
-def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
+
+def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     """Check a call and choose rung and backend.
 
     Parameters
     ----------
-    q, k, v : array, or q a QuantizedQKV and k, v None
-    options : Options
+    settings : Settings
+    arrays : mapping
+        The caller's, as `cupyattn.problem.settings.parse` names them.
 
     Returns
     -------
@@ -44,64 +51,67 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention` says.
     """
-    check_kind(options.tiles)
-    _check_kind("quant", options.quant, QuantConfig, "a cupyattn.QuantConfig or None")
-    _check_kind("block_mask", options.block_mask, BlockMask, "a cupyattn.BlockMask or None")
-    _check_kind("causal", options.causal, (bool, np.bool_), "True or False")
-    _check_kind("scale", options.scale, numbers.Real, "a number or None")
-    check_arch(options.arch)
-    if options.layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {options.layout!r}")
-    if isinstance(q, QuantizedQKV):
-        return _resolve_quantized(q, k, v, options)
-    packed = options.cu_seqlens_q is not None or options.cu_seqlens_k is not None
-    if not packed and (options.max_len_q, options.max_len_k) != (None, None):
+    check_kind(settings.tiles)
+    _check_kind("quant", settings.quant, QuantConfig, "a cupyattn.QuantConfig or None")
+    _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
+    _check_kind("causal", settings.causal, (bool, np.bool_), "True or False")
+    _check_kind("scale", settings.scale, numbers.Real, "a number or None")
+    check_arch(settings.arch)
+    if settings.layout not in ("BHSD", "BSHD"):
+        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
+    if isinstance(arrays["q"], QuantizedQKV):
+        return _resolve_quantized(settings, arrays)
+    packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
+    if not packed and (settings.max_len_q, settings.max_len_k) != (None, None):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
-    named = zip("qkv", (q, k, v), strict=True)
-    (q, restore), (k, _), (v, _) = (interchange.take(name, array) for name, array in named)
+    (q, as_given), (k, _), (v, _) = (interchange.take(name, arrays[name]) for name in "qkv")
     array_namespace(q, k, v)
     given = tuple(tuple(x.shape) for x in (q, k, v))
     if packed:
-        options = replace(options, layout="BSHD")  # with a batch axis before, that is their order
+        settings = settings._replace(layout="BSHD")  # with a batch axis before, their order
         q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
-    q, k, v = (interchange.contiguous_last_axis(to_bhsd(a, options.layout)) for a in (q, k, v))
+    q, k, v = (interchange.contiguous_last_axis(to_bhsd(a, settings.layout)) for a in (q, k, v))
     sizes = limits.check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape), given)
     sequences = None
     if packed:
-        sequences = take_sequences(q, sizes[3:5], vars(options), look=options.check_finite)
-        options = replace(options, max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k)
-    call, mask, bias = _check_options(sizes, checks.check_dtype(q, k, v), q, options, sequences)
-    preparation = _take_preparation(q, call, options)
+        asked = {**_NO_OFFSETS, **settings._asdict(), **arrays}
+        sequences = take_sequences(q, sizes[3:5], asked, look=settings.check_finite)
+        settings = settings._replace(
+            max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k
+        )
+    dtype = checks.check_dtype(q, k, v)
+    call, mask, bias = _check_options(sizes, dtype, q, settings, arrays, sequences)
+    preparation = _take_preparation(q, call, settings, arrays)
     if preparation is not None:
         call = replace(call, qk_norm=preparation.norm is not None)
         if (rope := preparation.rope) is not None:
             call = replace(call, rope=rope.pairs, rope_offset_q=rope.offset_q)
-    if options.variant == "auto":
-        choice = _choose(options, call, _capability(q, options.arch))
-        options = replace(options, quant=choice.quant)
+    if settings.variant == "auto":
+        choice = _choose(settings, call, _capability(q, settings.arch))
+        settings = settings._replace(quant=choice.quant)
         variant, why = ladder.lookup(choice.variant), choice.why
     else:
-        variant, why = ladder.lookup(options.variant), "asked for by name"
+        variant, why = ladder.lookup(settings.variant), "asked for by name"
     variant.check_dtype(call.dtype)
     interchange.check_one_device(
         q=q, k=k, v=v, mask=mask, bias=bias, **(preparation.buffers if preparation else {}),
         **_offsets(sequences),
     )  # fmt: skip
-    if options.quant is not None and variant.family != "int8":
+    if settings.quant is not None and variant.family != "int8":
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
-    if packed and options.quant is not None:
-        check_packed_quant(options.quant)
-    if options.check_finite:
+    if packed and settings.quant is not None:
+        check_packed_quant(settings.quant)
+    if settings.check_finite:
         _check_finite(q, k, v)
     if call.softcap and variant.family == "int8":
-        options = replace(options, quant=replace(options.quant or QuantConfig(), smooth_k=False))
+        quant = replace(settings.quant or QuantConfig(), smooth_k=False)
+        settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
     return Request(
-        options, variant, why, call, target.choose(options.backend, q), q, k, v, mask, bias,
-        _kept_blocks(options, q), preparation, None,
-        _receiver(options, call, (q, k, v, mask, bias)),
-        lambda o: restore(as_given(o, options.layout, packed=packed)), restore,
-        **_offsets(sequences),
+        settings, arrays, variant, why, call, target.choose(settings.backend, q), q, k, v, mask,
+        bias, _kept_blocks(arrays, q), preparation, None,
+        _receiver(settings, arrays, call, (q, k, v, mask, bias)),
+        as_given, **_offsets(sequences),
     )  # fmt: skip
 
 
@@ -111,51 +121,55 @@ def _offsets(sequences: Sequences | None) -> dict[str, Any]:
     return {name: getattr(sequences, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
 
 
-def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options) -> Request:
-    if k is not None or v is not None or options.quant is not None:
+def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request:
+    quantized = arrays["q"]
+    if arrays["k"] is not None or arrays["v"] is not None or settings.quant is not None:
         raise ValueError(
             "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
         )
-    if options.rope is not None or options.qk_norm is not None:
+    if "rope" in arrays or "qk_norm" in arrays:
         check_turned_before(quantized)
-    if options.layout != "BHSD" and quantized.cu_seqlens_q is None:
-        raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={options.layout!r}")
-    variant = ladder.lookup("fa_int8" if options.variant == "auto" else options.variant)
+    if settings.layout != "BHSD" and quantized.cu_seqlens_q is None:
+        raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={settings.layout!r}")
+    variant = ladder.lookup("fa_int8" if settings.variant == "auto" else settings.variant)
     if variant.family != "int8":
-        raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={options.variant!r}")
-    quantized, sequences = _contiguous(quantized), _sequences_of(quantized, options)
+        raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={settings.variant!r}")
+    quantized, sequences = _contiguous(quantized), _sequences_of(quantized, settings, arrays)
     if sequences is not None:
-        options = replace(
-            options, layout="BSHD", max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k
+        settings = settings._replace(
+            layout="BSHD", max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k
         )
     v = quantized.v if quantized.v_codes is None else quantized.v_codes
     operands = quantized.q_codes, quantized.k_codes, v
     keys = (*quantized.k_codes.shape[:3], quantized.head_dim)
     sizes = limits.check_shapes(quantized.shape, keys, keys)
-    call, mask, bias = _check_options(sizes, quantized.out_dtype, operands[0], options, sequences)
+    call, mask, bias = _check_options(
+        sizes, quantized.out_dtype, operands[0], settings, arrays, sequences
+    )
     scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
     codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
     interchange.check_one_device(**codes, **scales, mask=mask, bias=bias, **_offsets(sequences))
     check_smoothing(call.softcap, quantized.k_mean)
     return Request(
-        options, variant, "the rung for quantised operands", call,
-        target.choose(options.backend, operands[0]), *operands, mask, bias,
-        _kept_blocks(options, operands[0]), None, quantized,
-        _receiver(options, call, (*operands, mask, bias)),
-        lambda o: as_given(o, options.layout, packed=sequences is not None), lambda lse: lse,
-        **_offsets(sequences),
+        settings, arrays, variant, "the rung for quantised operands", call,
+        target.choose(settings.backend, operands[0]), *operands, mask, bias,
+        _kept_blocks(arrays, operands[0]), None, quantized,
+        _receiver(settings, arrays, call, (*operands, mask, bias)),
+        as_it_is, **_offsets(sequences),
     )  # fmt: skip
 
 
-def _sequences_of(quantized: QuantizedQKV, options: Options) -> Sequences | None:
+def _sequences_of(
+    quantized: QuantizedQKV, settings: Settings, arrays: Mapping[str, Any]
+) -> Sequences | None:
     """Return the sequences of quantised operands, whose limits a caller may only raise."""
-    if options.cu_seqlens_q is not None or options.cu_seqlens_k is not None:
+    if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
         raise ValueError(
             "a QuantizedQKV says itself where its sequences begin: give no cu_seqlens_q or "
             "cu_seqlens_k beside it"
         )
     if quantized.cu_seqlens_q is None:
-        if (options.max_len_q, options.max_len_k) != (None, None):
+        if (settings.max_len_q, settings.max_len_k) != (None, None):
             raise ValueError(
                 "this QuantizedQKV holds no packed sequences: give no max_len_q or max_len_k, or "
                 "quantize with cu_seqlens_q and cu_seqlens_k"
@@ -163,7 +177,7 @@ def _sequences_of(quantized: QuantizedQKV, options: Options) -> Sequences | None
         return None
     longest = {}
     for name in ("max_len_q", "max_len_k"):
-        own, limit = getattr(quantized, name), getattr(options, name)
+        own, limit = getattr(quantized, name), getattr(settings, name)
         longest[name] = own if limit is None else limits.check_length(name, limit)
         if longest[name] < own:
             raise ValueError(f"{name}={limit} is less than that of the QuantizedQKV, {own}")
@@ -174,7 +188,8 @@ def _check_options(
     sizes: tuple[int, int, int, int, int, int],
     dtype: str,
     q: Any,
-    options: Options,
+    settings: Settings,
+    arrays: Mapping[str, Any],
     sequences: Sequences | None,
 ) -> tuple[AttentionSpec, Any, Any]:
     """Return the call, and mask and bias as the kernels take them (None where absent).
@@ -187,34 +202,38 @@ def _check_options(
         sizes = (sequences.batch, *sizes[1:3], *longest, sizes[5])
     given = {}
     for name in ("mask", "bias"):
-        array = getattr(options, name)
+        array = arrays.get(name)
         if array is not None:
             array, _ = interchange.take(name, array)
             array_namespace(q, array)
         given[name] = array
-    call = checks.check_options(
-        sizes, dtype, scale=options.scale, causal=options.causal,
-        causal_align=options.causal_align, return_lse=options.return_lse, window=options.window,
-        softcap=options.softcap, block_mask=options.block_mask, **given,
+    scores = ScoreOptions(
+        settings.causal, settings.causal_align, settings.window, settings.softcap,
+        given["mask"], given["bias"], arrays.get("block_mask"),
     )  # fmt: skip
+    call = checks.check_options(
+        sizes, dtype, settings.scale, scores, return_lse=settings.return_lse
+    )
     mask, bias = (
         None if x is None else interchange.broadcast(x, call.score_shape) for x in given.values()
     )
     if sequences is not None:
         call = checks.check_packed(
-            call, totals, causal=options.causal, causal_align=options.causal_align,
-            window=options.window,
+            call, totals, causal=settings.causal, causal_align=settings.causal_align,
+            window=settings.window,
         )  # fmt: skip
     return call, mask, bias
 
 
-def _kept_blocks(options: Options, q: Any) -> Any:
-    return None if options.block_mask is None else options.block_mask.kept_blocks(q)
+def _kept_blocks(arrays: Mapping[str, Any], q: Any) -> Any:
+    return arrays["block_mask"].kept_blocks(q) if "block_mask" in arrays else None
 
 
-def _take_preparation(q: Any, call: AttentionSpec, options: Options) -> Preparation | None:
+def _take_preparation(
+    q: Any, call: AttentionSpec, settings: Settings, arrays: Mapping[str, Any]
+) -> Preparation | None:
     """Return the caller's tables and weights, checked against his arrays."""
-    given = dict(vars(options))
+    given = {"rope": None, "qk_norm": None, **settings._asdict(), **arrays}
     for option, names in (("rope", ("cos", "sin")), ("qk_norm", ("q_weight", "k_weight"))):
         if isinstance(given[option], (tuple, list)):
             taken = zip(names, given[option], strict=False)
@@ -245,36 +264,32 @@ def to_bhsd(array: Any, layout: str) -> Any:
     return array.swapaxes(1, 2) if layout == "BSHD" and array.ndim == 4 else array
 
 
-def as_given(o: Any, layout: str, *, packed: bool) -> Any:
-    """Return a result of layout BHSD in the caller's layout, packed where his arrays are."""
-    o = to_bhsd(o, layout)
-    return o[0] if packed else o
-
-
 def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, got {value!r:.60}")
 
 
-def _receiver(options: Options, call: AttentionSpec, inputs: tuple[Any, ...]) -> Any:
-    if options.out is None:
+def _receiver(
+    settings: Settings, arrays: Mapping[str, Any], call: AttentionSpec, inputs: tuple[Any, ...]
+) -> Any:
+    if "out" not in arrays:
         return None
-    out = interchange.take_receiver("out", options.out)
+    out = interchange.take_receiver("out", arrays["out"])
     array_namespace(out, *(x for x in inputs if x is not None))
     if call.packed is not None:
         _, heads, rows, head_dim = call.output_shape
         given, out = tuple(out.shape), one_entry("out", out)
         if given != (rows, heads, head_dim):
             raise ValueError(f"out must have shape {(rows, heads, head_dim)}, got shape {given}")
-    out = to_bhsd(out, options.layout)
+    out = to_bhsd(out, settings.layout)
     interchange.check_one_device(q=inputs[0], out=out)
     checks.check_out(out, call, inputs)
     return out
 
 
-def _choose(options: Options, call: AttentionSpec, capability: int | None) -> choose.Choice:
+def _choose(settings: Settings, call: AttentionSpec, capability: int | None) -> choose.Choice:
     """Choose the rung of an accuracy class, or take fa_int8 quantising as the caller says."""
-    quant, accuracy = options.quant, options.accuracy
+    quant, accuracy = settings.quant, settings.accuracy
     seen = call.len_kv  # by a row
     if call.window and call.causal:  # a window of two sides
         seen = min(seen, max(1, call.causal_shift - call.window_shift + 1))

@@ -13,8 +13,13 @@ from typing import Any
 from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
-from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_bias, check_limits, check_mask, check_softcap
+from cupyattn.problem.checks import (
+    check_bias,
+    check_limits,
+    check_mask,
+    check_softcap,
+)
+from cupyattn.problem.score_options import ScoreOptions
 
 #: Whole axes (batch, heads_kv, group) of scores.
 EVERYWHERE = (slice(None), slice(None), slice(None))
@@ -47,22 +52,11 @@ class Scoring:
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(
-        cls,
-        q: Array,
-        k: Array,
-        *,
-        causal: bool,
-        causal_align: str,
-        window: tuple[int, int],
-        softcap: float,
-        mask: Array | None,
-        bias: Array | None,
-        block_mask: BlockMask | None,
-    ) -> Scoring:
-        """Check the options of a call on arrays (batch, heads, len, head_dim); see `attention`."""
+    def of(cls, q: Array, k: Array, options: ScoreOptions) -> Scoring:
+        """Check the options of a call on arrays (batch, heads, len, head_dim)."""
         shape = (*q.shape[:3], k.shape[2])
-        mask, bias = operands(mask=mask, bias=bias)
+        block_mask = options.block_mask
+        mask, bias = operands(mask=options.mask, bias=options.bias)
         xp = array_namespace(q, *(x for x in (mask, bias) if x is not None))
         if mask is not None:
             check_mask(mask, shape)
@@ -72,8 +66,8 @@ class Scoring:
             None if x is None else split_heads(xp.broadcast_to(x, shape), k.shape[1])
             for x in (mask, bias)
         )
-        limits = check_limits(causal, causal_align, window, shape[2], shape[3])
-        softcap = check_softcap(softcap)
+        limits = check_limits(options.causal, options.causal_align, options.window, *shape[2:])
+        softcap = check_softcap(options.softcap)
         if block_mask is None:
             return cls(*limits, softcap, mask, bias)
         block_mask.check(shape)

@@ -47,6 +47,8 @@ class Quantized(Protocol):
     @property
     def v_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from V
     @property
+    def v_zero(self) -> Array | None: ...  # as v_scale
+    @property
     def config(self) -> Any: ...  # a cupyattn.quant.QuantConfig
     @property
     def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
@@ -69,15 +71,6 @@ def value_form(group: int, p_type: str, zero_points: bool, *, plain: bool) -> st
     """
     whole = group == GROUP_ALL and p_type == "u8" and not zero_points and plain
     return "pv8_whole" if whole else "pv8"
-
-
-def portable_form(quantized: Quantized, softcap: float, bias: object) -> str:
-    """Return the portable form of ``fa_int8`` that a call of this softcap and bias takes."""
-    if quantized.form == "portable":
-        return "portable"
-    zero_points = quantized.q_zero is not None
-    plain = not softcap and bias is None
-    return value_form(quantized.group_v, quantized.config.p_type, zero_points, plain=plain)
 
 
 def check_one_sequence(quantized: Quantized) -> None:

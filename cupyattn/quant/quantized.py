@@ -32,6 +32,11 @@ _ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
 _ARRAYS = (*quantized_file.ARRAYS, *_SUMS)
 #: Where packed sequences begin and end.
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+#: All arrays that a call on codes may read, by the names that its plan has for them.
+BUFFERS = (
+    "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
+    *_ZEROS, *_SUMS, *_OFFSETS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from cupyattn.kernels.limits import check_shapes
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.rope import Rope
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import Scoring
 
 #: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few
@@ -101,14 +102,23 @@ def score_blocks(
     -----
     Keys are masked by selection, never by adding -inf: a NaN under the mask has no influence.
     """
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    yield from blocks_of(q, k, v, scale, options, rows)
+
+
+def blocks_of(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float | None,
+    options: ScoreOptions,
+    rows: Array | None,
+) -> Iterator[ScoreBlock]:
+    """Yield what `score_blocks` says."""
     q, k, v = operands(q=q, k=k, v=v)
     xp = array_namespace(q, k, v)
     _, _, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
-    sigma = check_scale(scale, head_dim)
-    scoring = Scoring.of(
-        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
-        bias=bias, block_mask=block_mask,
-    )  # fmt: skip
+    sigma, scoring = check_scale(scale, head_dim), Scoring.of(q, k, options)
     check_values("rows", rows)
     rows = xp.arange(len_q) if rows is None else operand("rows", xp.asarray(rows))
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
@@ -284,10 +294,8 @@ def attention_exact(
     o = xp.zeros((batch, heads, num_rows, head_dim))
     lse = xp.full((batch, heads, num_rows), NEG_INF)
     o_blocks, lse_blocks = split_heads(o, heads_kv), split_heads(lse, heads_kv)  # views
-    for block in score_blocks(
-        q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
-    ):  # fmt: skip
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    for block in blocks_of(q, k, v, scale, options, rows):
         P, lse_blocks[block.index] = softmax_exact(block.S)
         o_blocks[block.index] = _weighted_sum(P, block.v, block.admitted)
     return (o, lse) if return_lse else o

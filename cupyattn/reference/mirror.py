@@ -17,21 +17,20 @@ import numpy.typing as npt
 
 from cupyattn.arrays.groups import merge_heads, scale_of_row, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
-from cupyattn.kernels import splits
-from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
 from cupyattn.kernels.numerics import numerics as compose_numerics
-from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_dtype, check_limits, check_scale
+from cupyattn.problem.checks import check_dtype, check_scale
+from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.rope import Rope, check_turned_before
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import Scoring, check_smoothing
 from cupyattn.quant.operand_protocol import (
     Quantized,
     check_one_sequence,
     codes_less_zero,
-    portable_form,
 )
 from cupyattn.reference.mirror_8bit import by_shifts, by_tile
 from cupyattn.reference.rounding import ex2, fma32, from_sum, round_to
@@ -105,10 +104,8 @@ def scores_mirror(
     """
     _, _, _, _, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
     n = compose_numerics("unfused", "portable", _storage_name(q, k, k))
-    scoring = Scoring.of(
-        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
-        bias=bias, block_mask=block_mask,
-    )  # fmt: skip
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    scoring = Scoring.of(q, k, options)
     with np.errstate(over="ignore", invalid="ignore"):
         scores = prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
         return cast(Float32, merge_heads(scores.block(0, len_kv)))
@@ -265,47 +262,75 @@ def attention_mirror(
     if isinstance(q, Quantized):
         if k is not None or v is not None:
             raise ValueError("k and v must be None where q holds all three quantised operands")
-        check_one_sequence(q)
         quantized = q.unpacked()
-        q, k = quantized.q_codes, quantized.k_codes
-        v = quantized.value_codes() if quantized.v is None else quantized.v
-        require_numpy(q, k, v)
-        dtype = quantized.out_dtype
+        arrays = coded_arrays(quantized)
     else:
         if k is None or v is None:
             raise TypeError("k and v may only be left out where q is a QuantizedQKV")
-        dtype = _storage_name(q, k, v)
-    rung = lookup(variant)
-    given = {"softcap": bool(softcap), "bias": bias is not None}
-    sizes = check_shapes(q.shape, k.shape, v.shape)
-    *_, len_q, len_kv, head_dim = sizes
-    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
-    quant = None
-    if quantized is not None:
-        form, quant = form or portable_form(quantized, softcap, bias), quantized.config
-    check_kind(tiles)
-    rung.check_form(form)
-    form = form or rung.form_for(len_q, len_kv, tiles, changed=changed)
-    n = numerics or compose_numerics(rung.family, form, dtype, quant, **given)
-    check_features(n, softcap, bias)
-    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+        _storage_name(q, k, v)
+        arrays = q, k, v
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    kernel = settle_arrays(
+        variant, arrays, scale, options, quantized=quantized, tiles=tiles, form=form
+    )
+    turn = Rope.of(
+        rope, rope_interleaved, rope_offset_q, kernel.call.len_q, kernel.call.len_kv,
+        kernel.call.head_dim,
+    )  # fmt: skip
     if turn is not None:
         check_turned_before(quantized)
-        q, k = turn.turned(q, k)
-    blocks = (0, 0) if block_mask is None else block_mask.blocks
-    lengths = (len_q, len_kv)
-    limits = check_limits(causal, causal_align, window, *lengths)
-    tiles = rung.tiles_for(
-        head_dim, tiles, form=form, lengths=lengths, causal=limits[1] is not None,
-        block_mask=blocks, rows=splits.wanted_rows(*sizes[:4]),
-    )  # fmt: skip
-    sigma = check_scale(scale, head_dim)
-    scoring = Scoring.of(
-        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
-        bias=bias, block_mask=block_mask,
-    )  # fmt: skip
-    check_smoothing(softcap, None if quantized is None else quantized.k_mean)
+        arrays = (*turn.turned(*arrays[:2]), arrays[2])
+    o, lse, steps = run_kernel(
+        kernel, arrays, options, quantized=quantized, numerics=numerics, trace=trace
+    )
+    results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
+    return results if len(results) > 1 else o
 
+
+def coded_arrays(quantized: Quantized) -> tuple[Array, Array, Array]:
+    """Return the arrays that an INT8 kernel multiplies: codes of Q and K, and V or its codes."""
+    check_one_sequence(quantized)
+    v = quantized.value_codes() if quantized.v is None else quantized.v
+    require_numpy(quantized.q_codes, quantized.k_codes, v)
+    return quantized.q_codes, quantized.k_codes, v
+
+
+def run_kernel(
+    kernel: Kernel,
+    arrays: tuple[Array, Array, Array],
+    options: ScoreOptions,
+    *,
+    quantized: Quantized | None = None,
+    numerics: Numerics | None = None,
+    trace: bool = False,
+) -> tuple[Array, Float32, list[Step]]:
+    """Compute attention as a kernel does.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    arrays : (array, array, array)
+        q, k, v, prepared where the kernel takes such, or `coded_arrays`.
+    options : ScoreOptions
+    quantized : QuantizedQKV, optional
+        What the codes come from, INT8.
+    numerics : Numerics, optional
+        Rounding points in place of the kernel's own.
+    trace : bool
+        Whether to keep the steps.
+
+    Returns
+    -------
+    o, lse : array
+    steps : list of Step
+        Of a kernel with P and V in 8 bits always, of others with `trace`.
+    """
+    q, k, v = arrays
+    tiles, sigma = kernel.tiles, kernel.call.scale
+    n = numerics or kernel.numerics(quantized and quantized.config)
+    check_features(n, options.softcap, options.bias)
+    scoring = Scoring.of(q, k, options)
+    check_smoothing(options.softcap, None if quantized is None else quantized.k_mean)
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         # S0 locate, S1 load Q
         scores = prepare_scores(q, k, sigma, scoring, n, quantized)
@@ -316,8 +341,11 @@ def attention_mirror(
             O, state = by_tile(scores, quantized, n, tiles, steps)
         else:
             V = round_to(v, n.v_type)[:, :, None]
-            run = _slices if n.splits else _online if n.online else _whole_rows
-            O, state = run(scores, V, n, tiles, steps if trace else None)
+            kept = steps if trace else None
+            if n.splits:
+                O, state = _slices(scores, V, n, kernel, kept)
+            else:
+                O, state = (_online if n.online else _whole_rows)(scores, V, n, tiles, kept)
 
         # S6 store
         rounded = from_sum(O, n.out_type) if n.online else round_to(O, n.out_type)  # R7
@@ -326,8 +354,7 @@ def attention_mirror(
         if quantized is not None and quantized.k_mean is not None:
             given_back = _smoothing_shift(quantized, quantized.k_mean, sigma)
             lse = np.where(lse == NEG_INF, lse, lse + given_back)  # an empty row stays empty
-    results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
-    return results if len(results) > 1 else o
+    return o, lse, steps
 
 
 def _online(
@@ -337,21 +364,18 @@ def _online(
     summed = np.float32(1 + 2 * UNIT_ROUNDOFF[n.v_type]) if n.sums_operand else None
     if summed is not None:  # l is a column of P V as well
         V = np.concatenate([V, np.full_like(V[..., :1], summed)], axis=-1)
-    O, state = _over_keys(scores, V, n, tiles, steps, 0, V.shape[-2])
+    O, state = _over_keys(scores, V, n, tiles, steps, (0, V.shape[-2]))
     if summed is not None:
         return O[..., :-1] * inverse(O[..., -1:] / summed), state  # R7
     return O * state.inverse_l()[..., None], state  # R7
 
 
 def _slices(
-    scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+    scores: Scores, V: Float32, n: Numerics, kernel: Kernel, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
     """The split form: the slices of a block meet, then what blocks came to."""
-    batch, heads_kv, group, len_q = scores.rows
-    sizes = batch, group * heads_kv, heads_kv, len_q, *V.shape[-2:]
-    limits = scores.scoring.first, scores.scoring.last
-    cut = splits.split(sizes, limits, tiles)
-    found = [_over_keys(scores, V, n, tiles, steps, *keys) for keys in cut.ranges()]
+    cut = kernel.cut
+    found = [_over_keys(scores, V, n, kernel.tiles, steps, keys) for keys in cut.ranges()]
     many = cut.block_slices
     parts = [_together(found[i : i + many]) for i in range(0, cut.slices, many)]
     O, state = _together(parts)
@@ -380,10 +404,10 @@ def _over_keys(
     n: Numerics,
     tiles: Tiles,
     steps: list[Step] | None,
-    first: int,
-    end: int,
+    keys: tuple[int, int],
 ) -> tuple[Float32, RowState]:
     """The loop over keys, from one to before another; O is not divided by l."""
+    first, end = keys
     state = RowState(scores.rows, scores.subtracts_first)
     O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
     for kv0 in range(first, end, tiles.block_kv):

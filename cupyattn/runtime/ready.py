@@ -1,4 +1,4 @@
-"""Plans made ready to run: compiled, loaded and laid out in memory once."""
+"""Calls made ready to run: compiled, loaded and laid out in memory once."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from cupyattn.arrays.memory import data_address
+from cupyattn.arrays.memory import check_apart, data_address
 from cupyattn.compiler import modules as compiler
-from cupyattn.plans.records import Launch, Workspace
+from cupyattn.plans.records import Runnable, Work
+from cupyattn.problem.problem import Result
 from cupyattn.runtime import replay
 from cupyattn.runtime.launches import ReadyLaunch
-from cupyattn.runtime.scratch import Layout
-
-
-class Runnable(Protocol):
-    """What an executor needs of a plan of whatever kind."""
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """Kernels in order."""
-
-    @property
-    def workspace(self) -> tuple[Workspace, ...]:
-        """Scratch memory that they share."""
-
-    @property
-    def on_devices(self) -> dict[Any, Any]:
-        """What an executor keeps of this plan, by device."""
+from cupyattn.runtime.scratch import Layout, Memory
 
 #: Takes some addresses, in its order, from those of all buffers.
 Pick = Callable[[Mapping[str, int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """The buffer of an ``out`` of the caller's, and what `cupyattn.arrays.memory.meetings` says."""
+
+    buffer: str
+    meetings: Mapping[str, tuple[int, int]]
+
+    def check(self, addresses: Mapping[str, int]) -> None:
+        """Raise ValueError where it shares memory with what is read."""
+        check_apart(self.meetings, addresses, addresses[self.buffer])
 
 
 def picking(names: Sequence[str]) -> Pick:
@@ -80,64 +77,142 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
     import cupy
 
     addresses = {name: data_address(a) for name, a in buffers.items() if a is not None}
-    scratch = [_allocate(cupy, work) for work in plan.workspace]
-    for work, array in zip(plan.workspace, scratch, strict=True):
-        addresses[work.name] = data_address(array)
-    launch_all([(one, picking(one.buffers)) for one in ready(plan, arch)], addresses)
+    one = Ready(Work.of(plan), arch)
+    memory = one.allocate()
+    start = 0 if memory is None else memory.ptr
+    one.enqueue(addresses, start, cupy.cuda.get_current_stream().ptr)
 
 
-def launch_all(launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int]) -> None:
-    """Launch one kernel after the other on CuPy's current stream.
+class Ready:
+    """A call on one device, compiled, loaded and laid out: what is left is memory, and launches.
 
-    Parameters
-    ----------
-    launches : sequence of (ReadyLaunch, Pick)
-    addresses : mapping of str to int
-        Of all buffers; each kernel picks its own.
-    """
-    import cupy
-
-    _enqueue(launches, addresses, cupy.cuda.get_current_stream().ptr)
-
-
-def _enqueue(
-    launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int], stream: int
-) -> None:
-    """Launch one kernel after the other on a stream; each picks its own of the addresses."""
-    for one, pick in launches:
-        one(pick(addresses), stream)
-
-
-@dataclass(frozen=True, eq=False)
-class ReadyCall:
-    """The launches of a call on one device, and where in scratch memory they find their buffers.
-
-    At addresses that come again they are one launch of a graph (`cupyattn.runtime.replay`).
+    At addresses that come again its launches are one launch of a graph (`cupyattn.runtime.replay`).
+    It keeps no array of its caller's alive, and belongs to the device that is current when it is
+    made.
 
     Parameters
     ----------
-    launches : sequence of (ReadyLaunch, sequence of str)
-        Each with what the call calls its buffers, in order.
-    layout : Layout
-        Of the scratch memory.
-    copied : int
-        Address of what is copied into it where `layout` says.
+    work : Work
+        What is launched.
+    arch : str, optional
+        Architecture to compile for; the device's own when omitted.
+    results : mapping of str to Result, optional
+        What each call makes, by buffer.
+    kept : mapping of str to cupy.ndarray, optional
+        What every call reads beside its operands, by its name (`Workspace.copy_of`). A copy is made
+        here.
+    receiver : Receiver, optional
+        Where the caller gives an ``out``.
+    memory : Memory, optional
+    facts : object
+        What the operation wants to know again when it hands results over.
     """
 
-    launches: Sequence[tuple[ReadyLaunch, Sequence[str]]]
-    layout: Layout
-    copied: int = 0
+    def __init__(
+        self,
+        work: Work,
+        arch: str | None = None,
+        results: Mapping[str, Result] | None = None,
+        *,
+        kept: Mapping[str, Any] | None = None,
+        receiver: Receiver | None = None,
+        memory: Memory | None = None,
+        facts: Any = None,
+    ) -> None:
+        import cupy
 
-    @classmethod
-    def of(cls, plan: Runnable, arch: str | None = None) -> ReadyCall:
-        """Make a plan ready on the current device, compiled for its own architecture or `arch`."""
-        launches = [(one, one.buffers) for one in ready(plan, arch)]
-        return cls(launches, Layout.of(plan.workspace))
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self.device = int(self._runtime.getDevice())
+        self.results = [(name, *result) for name, result in (results or {}).items()]
+        self.receiver, self.facts = receiver, facts
+        self.memory = memory or Memory("the call")
+        copies = {one.name: one for one in work.workspace if one.copy_of}
+        self.layout = Layout.of(work.workspace, copies)
+        self._casts = [one for one in work.workspace if one.cast_of]
+        self._launches = [
+            (one, [names.get(name, name) for name in one.buffers])
+            for plan, names in zip(work.plans, work.names, strict=True)
+            for one in ready(plan, arch)
+        ]
+        self._kept: Any = None  # in one piece, as the copies lie in scratch memory
+        self._kept_addresses: dict[str, int] = {}
+        if copies:
+            self._kept = cupy.empty(self.layout.copied, "uint8")
+        for name, one in copies.items():
+            place = self._kept.data + (self.layout.offsets[name] - self.layout.zeros)
+            cupy.copyto(cupy.ndarray(one.shape, one.dtype, place), (kept or {})[one.copy_of])
+            self._kept_addresses[one.copy_of] = place.ptr
 
     @property
     def scratch_bytes(self) -> int:
         """Scratch memory that a launch takes."""
         return self.layout.nbytes
+
+    @property
+    def casts(self) -> bool:
+        """Whether operands are converted before: a launch alone is then not enough."""
+        return bool(self._casts)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that later calls read is there: not if a CUDA graph is yet to make it."""
+        return self._kept is None or not self.is_captured()
+
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is capturing CuPy's current stream."""
+        return bool(self._runtime.streamIsCapturing(self._cupy.cuda.get_current_stream().ptr))
+
+    def allocate(self) -> Any:
+        """Take scratch memory of this device from CuPy's pool; None where none is needed."""
+        return self._cupy.cuda.alloc(self.layout.nbytes) if self.layout.nbytes else None
+
+    def __call__(
+        self, operands: Mapping[str, Any], addresses: dict[str, int], scratch: Any = None
+    ) -> dict[str, Any]:
+        """Run on arrays of the forms that it was made for, unchecked, on CuPy's current stream.
+
+        Parameters
+        ----------
+        operands : mapping of str to cupy.ndarray
+            By buffer; looked at where one is converted.
+        addresses : dict of str to int
+            Of the operands and of an ``out``. Those of the results are added.
+        scratch : MemoryPointer, optional
+            Of `scratch_bytes`; taken from CuPy's pool when omitted.
+
+        Returns
+        -------
+        dict of str to cupy.ndarray
+            The results.
+
+        Raises
+        ------
+        ValueError
+            Where an ``out`` shares memory with what is read.
+        DeviceMemoryError
+            If results and scratch memory cannot be had; nothing was launched then.
+        """
+        if self._runtime.getDevice() != self.device:
+            with self._cupy.cuda.Device(self.device):
+                return self(operands, addresses, scratch)
+        if self.receiver is not None:
+            self.receiver.check(addresses)
+        made, new = {}, self._cupy.ndarray
+        try:
+            for name, shape, dtype, fill in self.results:
+                made[name] = result = new(shape, dtype)
+                addresses[name] = result.data.ptr
+                if fill is not None:
+                    result[...] = fill
+            memory = self.allocate() if scratch is None else scratch
+        except MemoryError as error:
+            raise self.memory.error(on_device=True) from error
+        for one in self._casts:
+            place = memory + self.layout.offsets[one.name]
+            new(one.shape, one.dtype, place)[...] = operands[one.cast_of]
+        start = 0 if memory is None else memory.ptr
+        self.launch(addresses, start, self._cupy.cuda.get_current_stream().ptr)
+        return made
 
     def launch(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
         """Launch on memory of the caller's, unchecked, on the current device.
@@ -149,45 +224,40 @@ class ReadyCall:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
+        if self._kept_addresses:
+            addresses = {**addresses, **self._kept_addresses}
         if self._is_replayed:
-            work = functools.partial(self._enqueue, addresses, scratch)
+            work = functools.partial(self.enqueue, addresses, scratch)
             key = self, scratch, self._pick_outer(addresses)
             replay.graphs().launch(key, work, stream)
         else:
-            self._enqueue(addresses, scratch, stream)
+            self.enqueue(addresses, scratch, stream)
 
     @functools.cached_property
     def _is_replayed(self) -> bool:
-        """Whether nothing has to wait within the call, so that a graph may stand for it."""
-        return not any(one.waits for one, _ in self.launches)
+        """Whether there is something to launch that nothing waits for: a graph may stand for it."""
+        return bool(self._launches) and not any(one.waits for one, _ in self._launches)
 
     @functools.cached_property
     def _picks(self) -> list[tuple[ReadyLaunch, Pick]]:
-        return [(one, picking(names)) for one, names in self.launches]
+        return [(one, picking(names)) for one, names in self._launches]
 
     @functools.cached_property
     def _pick_outer(self) -> Pick:
         """What takes the addresses that scratch memory does not give: what a graph is known by."""
-        names = dict.fromkeys(name for _, some in self.launches for name in some)
+        names = dict.fromkeys(name for _, some in self._launches for name in some)
         return picking([name for name in names if name not in self.layout.offsets])
 
-    def _enqueue(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
-        """Fill scratch memory and launch one kernel after the other."""
-        if self.layout.zeros or self.layout.copied:
-            self._fill(scratch, stream)
-        inner = {name: scratch + offset for name, offset in self.layout.offsets.items()}
-        _enqueue(self._picks, {**addresses, **inner}, stream)
-
-    def _fill(self, scratch: int, stream: int) -> None:
-        import cupy
-
-        layout, runtime = self.layout, cupy.cuda.runtime
+    def enqueue(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
+        """Do what `launch` does, kernel by kernel."""
+        layout, runtime = self.layout, self._runtime
         if layout.zeros:
             runtime.memsetAsync(scratch, 0, layout.zeros, stream)
         if layout.copied:
             to, kind = scratch + layout.zeros, runtime.memcpyDeviceToDevice
-            runtime.memcpyAsync(to, self.copied, layout.copied, kind, stream)
-
-
-def _allocate(cupy: Any, work: Any) -> Any:
-    return (cupy.zeros if work.zeros else cupy.empty)(work.shape, work.dtype)
+            runtime.memcpyAsync(to, self._kept.data.ptr, layout.copied, kind, stream)
+        if layout.offsets:
+            inner = {name: scratch + offset for name, offset in layout.offsets.items()}
+            addresses = {**addresses, **inner}
+        for one, pick in self._picks:
+            one(pick(addresses), stream)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from cupyattn.errors import DeviceMemoryError
 from cupyattn.plans.records import Workspace
@@ -50,20 +50,33 @@ def memory_error(
     )
 
 
-@contextlib.contextmanager
-def saying_what_is_needed(
-    what: str, needed: Mapping[str, int], *, on_device: bool
-) -> Iterator[None]:
-    """Turn a MemoryError into one that says how much is needed, and what takes most of it.
+@dataclass(frozen=True)
+class Memory:
+    """What a call needs beside its operands.
 
     Parameters
     ----------
     what : str
-        That needs it, beside its operands.
+        The operation or rung that needs it.
     needed : mapping of str to int
-        Bytes by name.
-    on_device : bool
-        Whether the memory is that of the current device.
+        Bytes of results and scratch memory, by name.
+    fused : bool
+        Whether a form of the rung needs no scratch memory.
+    """
+
+    what: str
+    needed: Mapping[str, int] = field(default_factory=dict)
+    fused: bool = False
+
+    def error(self, *, on_device: bool) -> DeviceMemoryError:
+        """Return what is raised where it cannot be had on the current device, or on the host."""
+        free = free_bytes() if on_device else None
+        return memory_error(self.what, self.needed, free, fused=self.fused)
+
+
+@contextlib.contextmanager
+def saying_what_is_needed(memory: Memory, *, on_device: bool) -> Iterator[None]:
+    """Turn a MemoryError into one that says how much is needed, and what takes most of it.
 
     Raises
     ------
@@ -75,31 +88,7 @@ def saying_what_is_needed(
     except DeviceMemoryError:
         raise
     except MemoryError as error:
-        raise memory_error(
-            what, needed, free_bytes() if on_device else None, fused=False
-        ) from error
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of a call.
-
-    Parameters
-    ----------
-    arrays : mapping of str to array
-        On the host all of it. On a device ``v_operand`` alone, if the call has one: CuPy converts V
-        into it; all else is known to kernels by its address.
-    whole : MemoryPointer, optional
-        On a device, the memory that all of it lies in, as a `Layout` says.
-    """
-
-    arrays: Mapping[str, Any]
-    whole: Any = None
-
-    @property
-    def start(self) -> int:
-        """Its address on a device; 0 where there is none."""
-        return 0 if self.whole is None else int(self.whole.ptr)
+        raise memory.error(on_device=on_device) from error
 
 
 @dataclass(frozen=True)
@@ -135,12 +124,3 @@ class Layout:
             zeros = end if work.zeros else zeros
             copies = end - zeros if work.name in copied else copies
         return cls(offsets, zeros, copies, end)
-
-    def allocate(self, xp: Any, filled: Sequence[Workspace]) -> Scratch:
-        """Take memory of the current device; return arrays for those buffers that are `filled`."""
-        whole = xp.cuda.alloc(self.nbytes)
-        arrays = {
-            work.name: xp.ndarray(work.shape, work.dtype, whole + self.offsets[work.name])
-            for work in filled
-        }
-        return Scratch(arrays, whole)

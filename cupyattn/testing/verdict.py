@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import Array, array_namespace, as_float64, check_values
-from cupyattn.bounds import kernel, parts, quantised
+from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
+from cupyattn.bounds import quantised
 from cupyattn.bounds.perturbation import ratio_to_bound
-from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.numerics import Numerics
-from cupyattn.kernels.splits import wanted_rows
-from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_limits, check_scale
+from cupyattn.problem.checks import check_scale
+from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.row_preparation import EPS, Preparation
-from cupyattn.quant.operand_protocol import portable_form
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.reference.exact import attention_exact
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.
@@ -217,67 +217,121 @@ def judge(
     >>> report.passed, report.rows
     (True, 8)
     """
-    check_kind(tiles)
-    lookup(variant).check_form(form)
     o, q, k, v, lse = operands(o=o, q=q, k=k, v=v, lse=lse)
-    check_values("rows", rows)
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    multiplied: tuple[Any, Any, Any] = (q, k, v)
-    if quantized is not None:
-        multiplied = kernel.kernel_operands(quantized)
-    xp = array_namespace(o, *multiplied)
-    batch, heads, len_q, head_dim = multiplied[0].shape
-    len_kv = multiplied[1].shape[2]
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    kernel = settle_arrays(
+        variant, (q, k, v), scale, options, quantized=quantized, tiles=tiles, form=form
+    )
+    call = kernel.call
     prepare = Preparation.of(
         {
             "rope": rope, "rope_interleaved": rope_interleaved, "rope_offset_q": rope_offset_q,
             "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps,
         },
-        (heads, multiplied[1].shape[1], len_q, len_kv, head_dim),
+        (call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim),
     )  # fmt: skip
-    prepared = None
-    if prepare is not None and q is not None and quantized is None:
-        q, k = prepare.stored(q, k)
-        multiplied = q, k, v
-    elif prepare is not None and q is not None:
-        prepared = bounds_prepared.preparation(prepare, q, k, stored=quantized.config.fused)
-        q, k = prepare.exact(q, k)
-    if o.shape != (batch, heads, len_q, head_dim):
-        raise ValueError(f"o must have q's shape {multiplied[0].shape}, got {o.shape}")
-    if lse is not None and lse.shape != (batch, heads, len_q):
-        raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
-    if quantized is not None:
-        form = form or portable_form(quantized, softcap, bias)
-    blocks = (0, 0) if block_mask is None else block_mask.blocks
-    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
-    form = form or lookup(variant).form_for(len_q, len_kv, tiles, changed=changed)
-    limits = check_limits(causal, causal_align, window, len_q, len_kv)
-    tiles = tiles or lookup(variant).tiles_for(
-        head_dim, form=form, lengths=(len_q, len_kv), causal=limits[1] is not None,
-        block_mask=blocks, rows=wanted_rows(batch, heads, multiplied[1].shape[1], len_q),
-    )  # fmt: skip
-    if rows is None:
-        small = batch * heads * len_q * len_kv <= SMALL_CELL
-        rows = np.arange(len_q) if small else sample_rows(len_q, tiles.block_q, seed)
-    rows = operand("rows", xp.asarray(rows))
-    options: dict[str, Any] = {
-        "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
-        "softcap": softcap, "mask": mask, "bias": bias, "block_mask": block_mask, "rows": rows,
-    }  # fmt: skip
+    given = Given((q, k, v), options, quantized, prepare)
+    return judge_kernel(
+        kernel, given, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact
+    )
 
-    expected, expected_lse = exact(*multiplied, return_lse=True, **options)
-    bound = kernel.attention(
-        q, k, v, variant=variant, numerics=numerics, tiles=tiles, form=form,
-        quantized=quantized, **options,
-    )  # fmt: skip
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a call that is judged was given.
+
+    Parameters
+    ----------
+    arrays : (array, array, array)
+        The caller's q, k, v; None where only the `quantized` operands are known.
+    options : ScoreOptions
+    quantized : QuantizedQKV, optional
+        The INT8 operands that the rung worked on.
+    prepare : Preparation, optional
+        What happened to rows of q and k first.
+    """
+
+    arrays: tuple[Any, Any, Any]
+    options: ScoreOptions
+    quantized: Any = None
+    prepare: Preparation | None = None
+
+    def multiplied(self) -> tuple[Any, Any, Any]:
+        """Return q, k, v as the kernel multiplies them."""
+        q, k, v = self.arrays
+        if self.quantized is not None:
+            return kernel_bounds.kernel_operands(self.quantized)
+        return (q, k, v) if self.prepare is None else (*self.prepare.stored(q, k), v)
+
+    def quantisation(
+        self, operands: tuple[Array, Array], exact: Callable[..., Any], scored: dict[str, Any]
+    ) -> float | None:
+        """J3: hold exact attention (o, lse) of the operands to that of the caller's arrays.
+
+        `scored` are the options of exact attention. None where nothing was quantised, or the arrays
+        are not known.
+        """
+        (q, k, v), prepared = self.arrays, None
+        if self.quantized is None or q is None:
+            return None
+        if self.prepare is not None:
+            stored = self.quantized.config.fused
+            prepared = bounds_prepared.preparation(self.prepare, q, k, stored=stored)
+            q, k = self.prepare.exact(q, k)
+        o, lse = exact(q, k, v, return_lse=True, **scored)
+        bound = quantised.quantisation(q, k, v, self.quantized, prepared=prepared, **scored)
+        return max(
+            _worst(ratio_to_bound(operands[0], o, bound.total))[0],
+            _worst(ratio_to_bound(operands[1], lse, bound.lse))[0],
+        )
+
+
+def judge_kernel(
+    kernel: Kernel,
+    given: Given,
+    o: Array,
+    lse: Array | None = None,
+    *,
+    numerics: Numerics | None = None,
+    rows: Array | None = None,
+    seed: int = 0,
+    exact: Callable[..., Any] = attention_exact,
+) -> Report:
+    """Judge the output of a kernel, such as that of a prepared call.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    given : Given
+    o, lse, numerics, rows, seed, exact
+        As for `judge`.
+    """
+    check_values("rows", rows)
+    call, quantized = kernel.call, given.quantized
+    multiplied = given.multiplied()
+    xp = array_namespace(o, *multiplied)
+    shape = tuple(multiplied[0].shape)
+    if o.shape != shape:
+        raise ValueError(f"o must have q's shape {shape}, got {o.shape}")
+    if lse is not None and lse.shape != shape[:3]:
+        raise ValueError(f"lse must have shape {shape[:3]}, got {lse.shape}")
+    if rows is None:
+        small = math.prod(call.score_shape) <= SMALL_CELL
+        block_q = kernel.tiles.block_q
+        rows = np.arange(call.len_q) if small else sample_rows(call.len_q, block_q, seed)
+    rows = operand("rows", xp.asarray(rows))
+    # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
+    scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
+    scored = {"scale": scale, "rows": rows, **vars(given.options)}
+
+    expected, expected_lse = exact(*multiplied, return_lse=True, **scored)
+    bound = kernel_bounds.bound_kernel(
+        kernel, multiplied, given.options, rows=rows, quantized=quantized, numerics=numerics
+    )
     if quantized is not None and quantized.k_mean is not None:
-        expected_lse = expected_lse + mean_score(multiplied[0], quantized, rows, scale)
-    quantisation = None
-    if quantized is not None and q is not None:
-        given = exact(q, k, v, return_lse=True, **options)
-        cost = quantised.quantisation(q, k, v, quantized, prepared=prepared, **options)
-        quantisation = _judge_quantisation((expected, expected_lse), given, cost)
+        expected_lse = expected_lse + mean_score(multiplied[0], quantized, rows, call.scale)
 
     value = as_float64(o[:, :, rows])
     total = bound.total
@@ -291,7 +345,7 @@ def judge(
     error = xp.where(finite, value - xp.where(finite, expected, 0.0), 0.0)
     size = xp.where(finite, expected, 0.0)
     return Report(
-        variant=variant,
+        variant=kernel.variant.name,
         rows=int(rows.size),
         ratio=ratio,
         index=(*at[:2], int(rows[at[2]]), at[3]) if at else at,
@@ -303,7 +357,7 @@ def judge(
         lse_index=lse_at,
         relative_l2=_norm(error) / (_norm(size) or 1.0),
         tightness=_tightness(total, size),
-        quantisation=quantisation,
+        quantisation=given.quantisation((expected, expected_lse), exact, scored),
     )
 
 
@@ -346,16 +400,6 @@ def mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Ar
     sigma = check_scale(scale, q.shape[-1])
     mean = as_float64(quantized.k_mean).repeat(q.shape[1] // quantized.k_mean.shape[1], axis=1)
     return sigma * (q[:, :, rows] * mean[:, :, None]).sum(axis=-1)
-
-
-def _judge_quantisation(
-    operands: tuple[Array, Array], given: tuple[Array, Array], bound: parts.Bound
-) -> float:
-    """J3: exact attention (o, lse) of the operands against that of the caller's arrays."""
-    return max(
-        _worst(ratio_to_bound(operands[0], given[0], bound.total))[0],
-        _worst(ratio_to_bound(operands[1], given[1], bound.lse))[0],
-    )
 
 
 def _worst(ratio: Array) -> tuple[float, tuple[int, ...]]:

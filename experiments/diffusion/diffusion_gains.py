@@ -33,6 +33,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import distributions
 from cupyattn.arrays.kinds import array_namespace, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.cli import output
 from cupyattn.compiler import target
 from cupyattn.diffusion import key_importance
@@ -46,14 +47,13 @@ from cupyattn.diffusion.pruning import (
 )
 from cupyattn.measure import device, timing, words
 from cupyattn.measure import rungs as measuring
-from cupyattn.ops import run as backends
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize_at
 from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
-from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
+from cupyattn.runtime import ready
 from cupyattn.testing import verdict
 from experiments._harness import merging, recording
 from experiments._harness.cells import rotating
@@ -252,7 +252,7 @@ def prepared(qkv: Sequence[Any], mode: str) -> Comparison:
         turned = {name: xp.empty_like(x) for name, x in (("q", q), ("k", k))}
         for name, x in (("q", q), ("k", k)):
             plan = plan_preparation(Operand.of(x), "float16", hows[name])
-            backends.run("cuda", plan, {"x": x, "turned": turned[name], **how.buffers})
+            ready.run(plan, {"x": x, "turned": turned[name], **how.buffers})
         return ca.attention(turned["q"], turned["k"], v, variant="fa_int8")
 
     def fused(q: Any, k: Any, v: Any) -> Any:

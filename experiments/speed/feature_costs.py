@@ -33,10 +33,9 @@ from cupyattn.compiler import architectures
 from cupyattn.compiler import modules as compiler
 from cupyattn.measure import rungs as measure
 from cupyattn.measure import timing, words
+from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
 from cupyattn.ops.prepared import Prepared
-from cupyattn.problem import request as problem_request
-from cupyattn.problem import resolve
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig
 from cupyattn.testing import verdict
@@ -114,9 +113,7 @@ def kernels(
     """
     capability = architectures.capability_of(arch)
     calls = (
-        resolve.resolve(
-            *operands_of(feature, inputs), problem_request.Options(variant=rung, arch=arch, **given)
-        )
+        resolved(*operands_of(feature, inputs), variant=rung, arch=arch, **given)
         for rung in rungs
         for feature, given in options.items()
     )

@@ -25,8 +25,7 @@ from cupyattn import distributions
 from cupyattn.cli import output
 from cupyattn.compiler import modules as compiler
 from cupyattn.ops import explain
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.ops.attention import resolved
 from experiments._harness import recording
 
 #: (rung, head_dim); fa_tc runs in its Hopper form where the device has one.
@@ -40,7 +39,7 @@ def timed_call(rung: str, head_dim: int, on_device: bool) -> dict[str, float]:
     """
     arrays: tuple[Any, ...] = distributions.make("normal", 1, 2, 256, 256, head_dim, "float16", 0)
     if not on_device:
-        plans = explain.plans(resolve(*arrays, Options(variant=rung)))
+        plans = explain.plans(resolved(*arrays, variant=rung))
         specs = [one.module for plan in plans for one in plan.launches]
 
         def call() -> None:

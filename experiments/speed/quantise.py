@@ -24,13 +24,15 @@ import numpy as np
 import cupyattn as ca
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.memory import data_address
+from cupyattn.arrays.operand import Operand
 from cupyattn.cli import output
 from cupyattn.compiler.target import own_arch
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, timing
-from cupyattn.plans.quantize import Part, parts, plan_quantize, scale_tiles
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.quantize import Part, parts, plan_quantize
+from cupyattn.plans.records import Plan
 from cupyattn.problem import choose
+from cupyattn.problem.form import scale_tiles
 from cupyattn.quant import QuantConfig
 from cupyattn.quant.quantizers import rows_of_mean
 from cupyattn.reference.quantize import quantize_mirror

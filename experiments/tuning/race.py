@@ -30,12 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
+from cupyattn.arrays.operand import Operand
 from cupyattn.cli import output
 from cupyattn.compiler import modules as compiler
 from cupyattn.kernels import ladder
 from cupyattn.measure.words import align
 from cupyattn.plans import attention
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.records import Plan
+from cupyattn.problem.form import settle
+from cupyattn.problem.operands import Operands
 from cupyattn.runtime import ready
 from experiments._harness import recording
 from experiments._harness.cells import Cell, Problem, describe_tiles, reason, resources
@@ -141,9 +144,9 @@ def parse_cell(text: str, seed: int = 0) -> Problem:
 def plan_of(candidate: Candidate, problem: Problem, *operands: Operand) -> Plan:
     """Return the plan of the form with a candidate's source and tiles."""
     form = candidate.form
-    plan = attention.plan_attention(
-        form.variant, problem.call, *operands, tiles=candidate.tiles, arch=form.arch
-    )
+    lie = Operands(*operands)
+    kernel = settle(form.variant, problem.call, lie, tiles=candidate.tiles, arch=form.arch)
+    plan = attention.plan_attention(kernel, lie)
     if plan.form != form.name:
         raise ca.UnsupportedError(plan.note)
     first, *rest = plan.launches  # those after it merge the pieces of tiles that were cut
@@ -177,10 +180,7 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], 
 def tiles_of(candidate: Candidate, problem: Problem) -> ca.Tiles:
     """Return the tiles that a candidate has for a problem."""
     form = candidate.form
-    return form.variant.tiles_for(
-        problem.head_dim, candidate.tiles, form=form.name, causal=problem.causal,
-        lengths=(problem.length, problem.len_kv),
-    )  # fmt: skip
+    return settle(form.variant, problem.call, tiles=candidate.tiles, form=form.name).tiles
 
 
 def compiled(candidate: Candidate, problem: Problem) -> Cell | str:

@@ -23,9 +23,8 @@ import cupyattn as ca
 from cupyattn.cli import output
 from cupyattn.compiler import modules as compiler
 from cupyattn.kernels import ladder
+from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from experiments._harness import recording
 from experiments._harness.cells import Cell, Problem, reason, resources, rung
 
@@ -50,9 +49,9 @@ def compiled(problem: Problem, cell: Cell, arch: str) -> Cell | str:
     """Return the cell with the compiler's figures, or why these tiles do not compile."""
     small = replace(problem, batch=1, heads=1, length=128)
     q, k, v = small.draw(on_device=False)
-    options = Options(variant=cell.variant, causal=problem.causal, tiles=cell.tiles)
+    options = {"variant": cell.variant, "causal": problem.causal, "tiles": cell.tiles}
     try:
-        launch = plans(resolve(q, k, v, options))[-1].launches[-1]
+        launch = plans(resolved(q, k, v, **options))[-1].launches[-1]
         facts = resources(launch, arch)
     except (ca.KernelCompileError, ValueError) as error:
         return reason(error)

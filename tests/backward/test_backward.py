@@ -377,7 +377,7 @@ def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     def nothing(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("cupyattn.ops.run.run", nothing)
+    monkeypatch.setattr("cupyattn.interpret.run", nothing)
     inputs = small()
     message = "attention_backward needs .* of them for 'dQ_sum'.* split the batch"
     with pytest.raises(ca.DeviceMemoryError, match=message):

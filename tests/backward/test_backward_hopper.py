@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from cupyattn import attention_varlen, attention_varlen_backward, explain_backward, interpret
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients
 from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.plans.records import Operand
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import Packed
 from tests.backward.backward_cases import (

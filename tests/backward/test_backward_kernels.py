@@ -12,13 +12,13 @@ import pytest
 from cupyattn import interpret
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import Gradients
-from cupyattn.ops import run
 from cupyattn.plans.backward import ROW_PAD, BackwardOperands, plan_backward
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.records import Plan
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec, Packed
 from cupyattn.problem.checks import check_attention
@@ -212,7 +212,7 @@ def run_into(
     arrays = {**buffers, **results._asdict()}
     operands = BackwardOperands(**{n: Operand.of(x) for n, x in arrays.items() if n != "lse"})
     plan = plan_backward(call, operands, deterministic=deterministic, arch=arch)
-    run.run("interpret", plan, arrays, arch)
+    interpret.run(plan, arrays, arch)
 
 
 @pytest.mark.parametrize("form", FORMS)

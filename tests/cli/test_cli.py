@@ -22,6 +22,7 @@ from cupyattn.measure import device
 from cupyattn.measure import rungs as measure
 from cupyattn.measure.rungs import Judgement
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.form import Kernel
 from cupyattn.reference import exact
 from cupyattn.reference import mirror as reference_mirror
 from cupyattn.testing.verdict import Report
@@ -90,16 +91,16 @@ def test_ladder_writes_json_that_says_what_it_printed(
 def test_ladder_fails_where_a_rung_misses_its_bound(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mirror = reference_mirror.attention_mirror
+    mirror = reference_mirror.run_kernel
 
-    def broken(*args: Any, variant: str, **options: Any) -> Any:
-        o, lse = mirror(*args, variant=variant, **options)
-        if variant == "fa_warps":
+    def broken(kernel: Kernel, *args: Any, **options: Any) -> Any:
+        o, lse, steps = mirror(kernel, *args, **options)
+        if kernel.variant.name == "fa_warps":
             o = o.copy()
             o[0, 1, 7, 3] += 0.01
-        return o, lse
+        return o, lse, steps
 
-    monkeypatch.setattr(reference_mirror, "attention_mirror", broken)
+    monkeypatch.setattr(reference_mirror, "run_kernel", broken)
     assert status("ladder", *SMALL) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed

@@ -17,9 +17,8 @@ from cupyattn.diffusion.guidance import split_branches, stack_queries
 from cupyattn.distributions import make
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from tests.diffusion.diffusion_cases import (
     HEAD_DIM,
@@ -183,7 +182,7 @@ def test_the_static_path_reads_q_and_k_once() -> None:
     quant = attend.quant_config(q, k, 0)
     entries = [
         launch.entry
-        for plan in plans(resolve(q, k, v, Options(variant="fa_int8", quant=quant)))
+        for plan in plans(resolved(q, k, v, variant="fa_int8", quant=quant))
         for launch in plan.launches
     ]
     assert entries == ["quantize", "attn_fa_int8"]

@@ -92,7 +92,7 @@ def test_a_form_that_was_seen_is_launched_from_addresses_and_counted(
             given, o = attend(layer, schedule, ratio)
             assert o.strides == given["q"].strides and not o.flags.c_contiguous
             check(driver, made[variant], {**{name: given[name] for name in read}, "o": o})
-        monkeypatch.setattr(calls.module, "resolve", lambda *_, **__: pytest.fail("planned again"))
+        monkeypatch.setattr(calls.module, "resolved", lambda *_, **__: pytest.fail("planned again"))
     assert layer._policy.asked == [1.0, 0.25] * 3
     report = layer.report()
     assert report.modes == {"balanced": 3, "precision": 3} and not report.native

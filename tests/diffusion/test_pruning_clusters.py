@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -21,7 +22,6 @@ from cupyattn.kernels import ladder
 from cupyattn.ops import quantize as operand_maker
 from cupyattn.ops.quantize import quantize_at
 from cupyattn.plans import quantize
-from cupyattn.plans.records import Operand
 from cupyattn.reference.quantize import quantize_mirror
 from tests.diffusion.test_pruning_kernels import BF16, F16, operands
 from tests.faults.fault_patches import put_a_line_in_place

@@ -11,6 +11,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import kept_keys, key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -19,7 +20,6 @@ from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.ops.quantize import quantize_at
-from cupyattn.plans.records import Operand
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
 

@@ -69,14 +69,13 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     exec(block, {})
     from cupyattn.compiler import modules as kc
     from cupyattn.distributions import make
+    from cupyattn.ops.attention import resolved
     from cupyattn.ops.explain import plans
-    from cupyattn.problem.request import Options
-    from cupyattn.problem.resolve import resolve
 
     q, k, v = make("normal", 1, 2, 40, 40, 24)
     table = ca.ladder(q, k, v, variants=["fa", "mine"])
     assert table.ok and table.rungs[1].idea == "the one idea"
-    (plan,) = plans(resolve(q, k, v, Options(variant="mine")))
+    (plan,) = plans(resolved(q, k, v, variant="mine"))
     assert "attn_mine" in kc.build(plan.launches[0].module, "sm_80").kernels
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.ops.attention import resolved
 from experiments._harness import merging, recording
 from experiments._harness.cells import Problem
 from experiments.speed import feature_costs
@@ -41,8 +40,8 @@ def test_each_feature_is_the_only_one() -> None:
     for feature in feature_costs.FEATURES:
         options = feature_costs.options_of(feature, problem, np)
         operands = feature_costs.operands_of(feature, inputs)
-        call = resolve(*operands, Options(**options)).call
-        plain = resolve(*inputs, Options()).call
+        call = resolved(*operands, **options).call
+        plain = resolved(*inputs).call
         changed = {n for n, x in vars(call).items() if x != getattr(plain, n)}
         assert changed or feature == feature_costs.PLAIN, feature
         seen.add((tuple(sorted(changed)), call.rope, call.mask, str(options.get("mask"))))

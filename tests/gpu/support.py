@@ -17,9 +17,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import modules as kc
 from cupyattn.compiler.disk_cache import cache_folder
 from cupyattn.ops import attention, explain
-from cupyattn.problem import resolve as problem_resolve
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.ops.attention import resolved
 from tests.support import runs
 from tests.support.runs import Arrays, Guarded, Run
 
@@ -94,8 +92,8 @@ def specs_of(
     if "@sm90" in rung and capability != 90:
         return
     x = cupy.empty((1, 1, 64, head_dim + 2 * pad), STORAGE[dtype])[..., pad : pad + head_dim]
-    asked = Options(**runs.asked_for(rung), causal=causal, return_lse=lse, arch=arch_of(rung))
-    for plan in explain.plans(resolve(x, x, x, asked)):
+    asked = dict(**runs.asked_for(rung), causal=causal, return_lse=lse, arch=arch_of(rung))
+    for plan in explain.plans(resolved(x, x, x, **asked)):
         yield from (one.module for one in plan.launches)
 
 
@@ -134,6 +132,6 @@ def checked_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that grows with every call that is checked; none is known beforehand."""
     kc.cache_clear(disk=False)
     checked: list[Any] = []
-    resolve = problem_resolve.resolve
-    monkeypatch.setattr(attention, "resolve", lambda *call: checked.append(call) or resolve(*call))
+    checks = attention.resolve
+    monkeypatch.setattr(attention, "resolve", lambda *call: checked.append(call) or checks(*call))
     return checked

@@ -9,10 +9,10 @@ import pytest
 
 from cupyattn import attention, attention_backward
 from cupyattn.arrays.kinds import as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients, judge_backward
 from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime.ready import run as run_plan
 from tests.backward.backward_cases import (

@@ -9,6 +9,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.diffusion import MODES, VideoMask, key_importance, pruning
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -17,7 +18,6 @@ from cupyattn.diffusion.pruning import compact
 from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.ops.quantize import quantize_at
-from cupyattn.plans.records import Operand
 from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.runtime import ready
 from tests.gpu.support import guarded

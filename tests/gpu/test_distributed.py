@@ -23,10 +23,9 @@ from cupyattn.distributed.group import Message
 from cupyattn.distributed.merging import Partial
 from cupyattn.distributed.mesh import shares_of_heads
 from cupyattn.distributed.model import predict
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from tests.distributed.distributed_cases import asked_for, entry, packed
 from tests.kernels.test_merge_partials import assert_within, exactly, parts_of
 from tests.support.runs import bits, normal
@@ -244,7 +243,7 @@ def test_memory_is_what_the_model_says(mesh: Mesh) -> None:
 
     found = distributed.run(on_rank, devices(mesh.size), timeout=60)
     step = cupy.empty((1, heads_of_a_step, length // mesh.ring, 128), "float16")
-    of_step = stages(resolve(step, step, step, Options(variant="fa_tc", return_lse=True)))
+    of_step = stages(resolved(step, step, step, variant="fa_tc", return_lse=True))
     scratch = 2 * sum(work.nbytes for work in of_step.workspace)
     rounded_up = 2**20
     assert max(found) <= costs.memory_bytes + scratch + rounded_up

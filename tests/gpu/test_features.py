@@ -16,8 +16,7 @@ from cupyattn import BlockMask, QuantConfig, attention, plan, unfused
 from cupyattn.arrays.kinds import as_float64
 from cupyattn.compiler import modules as kc
 from cupyattn.ops import explain
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.ops.attention import resolved
 from cupyattn.reference.exact import attention_exact
 from tests.gpu.support import arch_of, moved, on_device, prebuild, run
 from tests.kernels import feature_cases
@@ -60,8 +59,8 @@ def specs() -> Iterator[kc.ModuleSpec]:
         inputs = inputs_of(dtype, (1, 2, 8, 8))
         for number, cell in enumerate(feature_cases.CELLS):
             options = moved(options_of(cell, (1, 2, 8, 8), number))
-            asked = Options(**asked_for(rung), return_lse=True, arch=arch_of(rung), **options)
-            for made in explain.plans(resolve(*inputs, asked)):
+            asked = dict(**asked_for(rung), return_lse=True, arch=arch_of(rung), **options)
+            for made in explain.plans(resolved(*inputs, **asked)):
                 yield from (one.module for one in made.launches)
 
 

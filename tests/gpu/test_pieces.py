@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from cupyattn.ops import explain
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.ops.attention import resolved
 from tests.gpu.support import arch_of, attend, cupy, guarded, on_device, run
 from tests.support.runs import Arrays, asked_for, bits, normal, variant_of
 
@@ -28,8 +27,8 @@ def inputs_of(cell: tuple[Any, ...]) -> Arrays:
 
 
 def entries(rung: str, inputs: Arrays) -> list[str]:
-    asked = Options(**asked_for(rung), arch=arch_of(rung))
-    return [one.entry for one in explain.plans(resolve(*inputs, asked))[-1].launches]
+    asked = dict(**asked_for(rung), arch=arch_of(rung))
+    return [one.entry for one in explain.plans(resolved(*inputs, **asked))[-1].launches]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, plan
-from cupyattn.ops import run as backends
+from cupyattn.arrays.operand import Operand
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand
 from cupyattn.problem.rope import Rope
+from cupyattn.runtime import ready
 from tests.gpu.support import arch_of, attend, embedded, on_device, run
 from tests.support.runs import (
     CELLS,
@@ -49,7 +49,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, interlea
     turned = cupy.empty(x.shape, x.dtype)
     cos, sin = on_device(rope.cos, rope.sin)
     buffers = {"x": given, "turned": turned, "rope_cos": cos, "rope_sin": sin}
-    backends.run("cuda", plan_rotation(Operand.of(given), dtype, rope.pairs, 9), buffers)
+    ready.run(plan_rotation(Operand.of(given), dtype, rope.pairs, 9), buffers)
     assert bits(turned) == bits(rope.turned(x, x[:, :, :0])[0])
 
 

@@ -20,9 +20,8 @@ from cupyattn import (
     quantize,  # fmt: skip
 )
 from cupyattn.ops import explain
+from cupyattn.ops.attention import resolved
 from cupyattn.ops.prepared import SEQUENCES
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from tests.gpu.support import arch_of, attend, checked_calls, moved, on_device, run_packed
 from tests.problem.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
 from tests.support.runs import (
@@ -71,8 +70,8 @@ def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Any:
 def hopper_tiles(rung: str, inputs: Arrays, ends: Any, **options: Any) -> dict[str, Any]:
     """Return the tiles of a packed call in the Hopper form, which a call by itself may not have."""
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    asked = Options(variant=variant_of(rung).name, arch=arch_of(rung), **named, **options)
-    planned = explain.plans(resolve(*inputs, asked))[-1]
+    asked = dict(variant=variant_of(rung).name, arch=arch_of(rung), **named, **options)
+    planned = explain.plans(resolved(*inputs, **asked))[-1]
     return {"tiles": planned.tiles} if planned.form.startswith("sm90") else {}
 
 

@@ -13,9 +13,8 @@ import pytest
 from cupyattn import BlockMask, QuantConfig, Tiles, attention, quantize
 from cupyattn.interpret import KernelFault
 from cupyattn.ops import explain
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.records import Plan
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.reference.mirror import attention_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
@@ -53,8 +52,8 @@ def without_means(rung: str) -> dict[str, Any]:
 
 
 def planned(block_mask: BlockMask, head_dim: int = 64, **options: Any) -> Plan:
-    asked = Options(block_mask=block_mask, arch="sm_90a", **{"variant": "fa_tc", **options})
-    return explain.plans(resolve(*arrays(head_dim), asked))[-1]
+    asked = dict(block_mask=block_mask, arch="sm_90a", **{"variant": "fa_tc", **options})
+    return explain.plans(resolved(*arrays(head_dim), **asked))[-1]
 
 
 # ---- what the kernel makes of it -----------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -14,7 +15,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans import gemm
 from cupyattn.plans.assemble import HOPPER_BLOCKS
 from cupyattn.plans.gemm import HOPPER_TILES, ProductOperands, plan_gemm
-from cupyattn.plans.records import Operand, TensorMap
+from cupyattn.plans.records import TensorMap
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import Product, product
 from tests.quant.test_gemm import planned

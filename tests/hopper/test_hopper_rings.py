@@ -18,9 +18,8 @@ from cupyattn.compiler import modules as compiler
 from cupyattn.interpret.findings import KINDS
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops import explain
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import gemm
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from tests.backward.backward_cases import HOPPER_FORMS, interpreted_as, received, run_backward
 from tests.faults.fault_patches import FOLDER, Fault, parse
 from tests.interpret.test_interpret_faults import check_noticed
@@ -45,7 +44,7 @@ def in_one_block(rung: str, **options: Any) -> Run:
     inputs = normal((1, TILES, 40, 64), (1, 1, 200, 64))
     with hopper_blocks(1):
         asked = {**asked_for(rung), "arch": "sm_90a", "backend": "interpret", **options}
-        plan = explain.plans(resolve(*inputs, Options(**asked)))[-1]
+        plan = explain.plans(resolved(*inputs, **asked))[-1]
         steps = -(-inputs[1].shape[2] // plan.tiles.block_kv)
         loads = TILES * (steps + 1)  # K of a step and V of the one before
         assert plan.form == rung.partition("@")[2] and plan.launches[0].grid == 1

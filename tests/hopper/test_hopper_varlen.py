@@ -18,11 +18,10 @@ from cupyattn import BlockMask, QuantConfig, Tiles, attention, attention_varlen
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.interpret import KernelFault
 from cupyattn.ops import explain
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import records
 from cupyattn.plans.records import Plan
 from cupyattn.plans.stages import stages
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.problem.rope import Rope
 from cupyattn.quant.quantizers import VALUES_PAD
 from tests.faults.fault_patches import put_a_line_in_place
@@ -62,7 +61,7 @@ def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> tuple[np.nda
 def planned(inputs: Arrays, ends: Any, **options: Any) -> Plan:
     named = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     options = {"variant": "fa_tc", "arch": "sm_90a", "backend": "interpret", **options}
-    return explain.plans(resolve(*inputs, Options(**options, **named)))[-1]
+    return explain.plans(resolved(*inputs, **options, **named))[-1]
 
 
 # ---- each sequence is as if alone ----------------------------------------------------------------
@@ -281,8 +280,8 @@ def test_what_lies_between_codes_that_are_floats_is_zero(pv: Any, filled: list[s
     inputs, ends = packed(LENGTHS, 4, 2)
     quant = QuantConfig(pv=pv, granularity_v="channel")
     named = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "quant": quant}
-    options = Options(variant="fa_int8", arch="sm_90a", backend="interpret", **named)
-    between = stages(resolve(*inputs, options)).between
+    options = dict(variant="fa_int8", arch="sm_90a", backend="interpret", **named)
+    between = stages(resolved(*inputs, **options)).between
     assert [work.name for work in between if work.zeros] == filled
 
 

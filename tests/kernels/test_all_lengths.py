@@ -10,8 +10,7 @@ import pytest
 
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import explain
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.ops.attention import resolved
 from tests.support.runs import Run, normal, quantized, run, variant_of
 
 HEAD_DIM, MOST = 16, 300
@@ -52,8 +51,8 @@ def test_the_plan_at_every_length(rung: str) -> None:
     q, k, v = normal((2, 3, MOST, HEAD_DIM), (2, 3, MOST, HEAD_DIM))
     tiles = variant_of(rung).default_tiles(HEAD_DIM)
     for len_q, len_kv in SHAPES:
-        request = resolve(
-            q[:, :, :len_q], k[:, :, :len_kv], v[:, :, :len_kv], Options(variant=rung)
+        request = resolved(
+            q[:, :, :len_q], k[:, :, :len_kv], v[:, :, :len_kv], variant=rung
         )
         (*_, made) = explain.plans(request)
         if len_q == 0:

@@ -11,9 +11,8 @@ import pytest
 from cupyattn import attention, explain
 from cupyattn.kernels import measured_times
 from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.ops.attention import resolved
 from cupyattn.problem import choose
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from experiments._harness import recording
 from experiments.tuning import fastest
@@ -182,8 +181,8 @@ def test_what_is_asked_for_is_the_call_s(accuracy: str) -> None:
     def taken(len_q: int, len_kv: int, **options: Any) -> str:
         q, kv = ((1, 1, n, 128) for n in (len_q, len_kv))
         views = (np.broadcast_to(np.float16(0), shape) for shape in (q, kv, kv))
-        given = Options(accuracy=accuracy, arch="sm_90a", **options)
-        return resolve(*views, given).variant.name
+        given = dict(accuracy=accuracy, arch="sm_90a", **options)
+        return resolved(*views, **given).variant.name
 
     assert taken(8192, 8192) == taken(8192, 8192, causal=True) == "fa_int8"
     for window in ((8191, 0), (4096, 4096)):
@@ -206,7 +205,7 @@ def test_a_rung_of_ones_own_is_never_chosen(monkeypatch: pytest.MonkeyPatch, tmp
 def test_full_accuracy_is_never_left_for_speed() -> None:
     inputs = normal((1, 2, 40, 64), (1, 2, 70, 64))
     for arch in (None, "sm_80", "sm_90a"):
-        request = resolve(*inputs, Options(arch=arch))
+        request = resolved(*inputs, arch=arch)
         assert request.variant.family in {"unfused", "float32", "tensor_core"}
     text = explain(*inputs, arch="sm_90a")
     assert " us at hd64 4096 on compute capability 9.0 in experiments/results/ladder.json" in text

@@ -22,6 +22,7 @@ import pytest
 from cupyattn import attention, quantize
 from cupyattn.arrays import interchange
 from cupyattn.arrays.kinds import as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -30,16 +31,14 @@ from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import attention as api
 from cupyattn.ops import explain
-from cupyattn.plans.attention import plan_attention
-from cupyattn.plans.records import Operand
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.structs import pack
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from tests.interpret.test_interpret_faults import far_apart
 from tests.kernels.test_kernels_compile import architectures, build
+from tests.support.planned import plan_attention
 from tests.support.runs import bits, embedded, normal, on_both, run
 
 BACKENDS = ("mirror", "interpret")
@@ -84,7 +83,7 @@ def test_1_strides_of_huge_arrays_reach_the_kernel_whole(rung: str) -> None:
 def test_2_grids_past_65535(rung: str) -> None:
     """All blocks lie along x: 80,000 heads take as many blocks, and heads past 65,535 are right."""
     q, k, v = normal((40_000, 2, 2, 4), (40_000, 1, 3, 4))
-    plans = explain.plans(resolve(q, k, v, Options(variant=rung)))
+    plans = explain.plans(resolved(q, k, v, variant=rung))
     for one in itertools.chain.from_iterable(p.launches for p in plans):
         assert isinstance(one.grid, int) and 2**15 < one.grid < 2**31
     assert any(one.grid >= 80_000 for p in plans for one in p.launches)

@@ -11,7 +11,7 @@ import pytest
 from cupyattn import attention
 from cupyattn.kernels import ladder
 from cupyattn.ops.call_operands import QUANTIZED
-from cupyattn.plans.quantize import scale_tiles
+from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.reference.quantize import quantize_mirror

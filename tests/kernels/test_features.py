@@ -16,21 +16,20 @@ from hypothesis import strategies as st
 
 from cupyattn import attention, explain, plan, quantize, unfused
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import TANHF_ERROR, numerics
-from cupyattn.plans import attention as plans_attention
-from cupyattn.plans import records
+from cupyattn.ops.attention import resolved
 from cupyattn.problem.checks import check_limits
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing.verdict import judge
 from tests.kernels.feature_cases import CELLS, admitted, options_of
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import Run, assert_same, bits
 
 #: Every rung with every storage type that it takes, in its portable form.
@@ -340,18 +339,18 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     q, k, v = arrays()
     mask = np.ones((45, 166), bool)[:, ::2]
     bias = np.zeros((4, 83, 45), np.float16).swapaxes(1, 2)
-    request = resolve(q, k, v, Options(mask=mask, bias=bias))
+    request = resolved(q, k, v, mask=mask, bias=bias)
     assert request.mask.shape == request.bias.shape == SHAPE
     assert np.shares_memory(request.mask, mask) and np.shares_memory(request.bias, bias)
-    values = plans_attention.plan_attention(
-        request.variant, request.call, *(records.Operand.of(x) for x in (q, k, v, q)),
-        mask=records.Operand.of(request.mask), bias=records.Operand.of(request.bias),
+    values = plan_attention(
+        request.variant, request.call, *(Operand.of(x) for x in (q, k, v, q)),
+        added={"mask": Operand.of(request.mask), "bias": Operand.of(request.bias)},
     ).launches[0].params[0][1]  # fmt: skip
     assert values["mask_stride"] == (0, 0, 166, 2)
     assert values["bias_stride"] == (0, 45 * 83, 1, 45)
     packed = np.zeros(4, np.dtype([("skew", "u1"), ("bias", "f4")]))["bias"]
     o = attention(q, k, v[:, :, :83], bias=np.repeat(packed[:1], 83))
-    assert resolve(q, k, v, Options(bias=packed[:1])).bias.strides == (0, 0, 0, 0)
+    assert resolved(q, k, v, bias=packed[:1]).bias.strides == (0, 0, 0, 0)
     assert np.isfinite(as_float64(o)).all()
 
 
@@ -469,14 +468,12 @@ def test_the_steps_of_the_unfused_rung_take_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_features_are_compiled_in_only_where_they_are_asked_for() -> None:
-    q, k, v = (records.Operand.of(x) for x in arrays())
+    q, k, v = (Operand.of(x) for x in arrays())
 
     def defines(**options: Any) -> dict[str, int]:
-        request = resolve(*arrays(), Options(**options))
-        added = {n: records.Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
-        made = plans_attention.plan_attention(
-            ladder.lookup("fa"), request.call, q, k, v, q, **added
-        )
+        request = resolved(*arrays(), **options)
+        added = {n: Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
+        made = plan_attention(ladder.lookup("fa"), request.call, q, k, v, q, added=added)
         return {n: x for n, x in made.launches[0].module.defines if n in FEATURE_MACROS and x}
 
     assert defines() == {}

@@ -13,10 +13,9 @@ from cupyattn import attention, attention_varlen, explain, plan, quantize
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
@@ -127,7 +126,7 @@ def test_every_judgement_holds() -> None:
 
 def test_one_kernel_and_no_memory_beside_the_result() -> None:
     inputs = normal((1, 2, 20, 16), (1, 1, 70, 16), "float32")
-    request = resolve(*inputs, Options(variant="fa_int8", quant=FUSED, backend="interpret"))
+    request = resolved(*inputs, variant="fa_int8", quant=FUSED, backend="interpret")
     (only,) = stages(request).plans
     assert [launch.entry for launch in only.launches] == ["attn_fa_int8_fused"]
     assert not stages(request).workspace
@@ -196,7 +195,7 @@ def test_default_tiles_spill_nothing_with_zero_points(head_dim) -> None:
     for dtype in ("float16", "float32"):
         inputs = normal((1, 2, 9, head_dim), (1, 2, 9, head_dim), dtype)
         quant = replace(FUSED, symmetric=False)
-        request = resolve(*inputs, Options(variant="fa_int8", quant=quant, backend="interpret"))
+        request = resolved(*inputs, variant="fa_int8", quant=quant, backend="interpret")
         (launch,) = stages(request).plans[0].launches
         taken = kc.build(launch.module, "sm_80").kernels["attn_fa_int8_fused"]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), taken

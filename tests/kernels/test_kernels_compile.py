@@ -22,7 +22,7 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS, Variant
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.plans import assemble
-from cupyattn.plans.codes import HOPPER_SCALE_KEYS
+from cupyattn.problem.hopper import HOPPER_SCALE_KEYS
 from tests.support.runs import SPILLED, SPILLED_FINE, SPILLED_PACKED
 
 #: Head sizes at which spills are looked for, beside 128, which is the likeliest to have some.

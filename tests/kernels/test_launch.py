@@ -18,19 +18,22 @@ from cupyattn.arrays.memory import (
     byte_range,
     data_address,  # fmt: skip
 )
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans import assemble, attention, attention_int8, records
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.ops.attention import resolved
+from cupyattn.plans import assemble, records
+from cupyattn.plans.codes import Scales
+from cupyattn.plans.records import Plan
 from cupyattn.plans.structs import ATTN_PARAMS, pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_attention
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.problem.operands import Codes, Operands
 from cupyattn.quant import QuantizedQKV
+from tests.support.planned import plan_attention, plan_int8
 
 HALF_PRECISION_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc")
 
@@ -59,16 +62,14 @@ def contiguous_operands(call: AttentionSpec) -> tuple[Operand, Operand, Operand,
 def plan_of(call: AttentionSpec, variant: str = "fa_tc", **options: Any) -> Plan:
     if variant != "fa_int8":
         operands = contiguous_operands(call)
-        return attention.plan_attention(ladder.lookup(variant), call, *operands, **options)
+        return plan_attention(ladder.lookup(variant), call, *operands, **options)
     codes = Operand.contiguous(call.output_shape, 1)
     k_codes = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 1)
     v, o = (Operand.contiguous(x.shape, 2) for x in (k_codes, codes))
     q_scale = Operand.contiguous((call.batch, call.heads, max(1, call.len_q)), 4)
     k_scale = Operand.contiguous((call.batch, call.heads_kv, max(1, call.len_kv)), 4)
-    return attention_int8.plan_int8(
-        ladder.lookup(variant), call, codes, k_codes, v, o, q_scale, k_scale,
-        group_q=1, group_kv=1, smoothed=False, **options,
-    )  # fmt: skip
+    scales = Scales(q_scale, k_scale, smoothed=False)
+    return plan_int8(call, Operands(codes, k_codes, v, o), Codes(1, 1), scales, **options)
 
 
 # ---- parameter structs ---------------------------------------------------------------------------
@@ -228,7 +229,7 @@ def test_the_hopper_form_stores_where_the_copy_engine_can() -> None:
     x = Operand.contiguous((1, 2, 64, 64), 2)
     odd = replace(x, strides=(2 * 64 * 65, 64 * 65, 65, 1))
     for o, form in ((x, "sm90"), (odd, "portable")):
-        plan = attention.plan_attention(ladder.VARIANTS["fa_tc"], call, x, x, x, o, arch="sm_90a")
+        plan = plan_attention(ladder.VARIANTS["fa_tc"], call, x, x, x, o, arch="sm_90a")
         assert plan.form == form and ("got o at" in plan.note) == (form == "portable")
 
 
@@ -312,7 +313,7 @@ def test_one_narrow_operand_narrows_them_all() -> None:
     ):
         narrow = replace(operands[i], **change)
         mixed = [*operands[:i], narrow, *operands[i + 1 :]]
-        assert attention.plan_attention(ladder.lookup("fa"), call, *mixed).features.vec == vec
+        assert plan_attention(ladder.lookup("fa"), call, *mixed).features.vec == vec
 
 
 @given(head_dim=st.integers(1, 256), offset=st.sampled_from([0, 2, 4, 8]))
@@ -322,10 +323,8 @@ def test_int8_codes_move_twice_as_many_elements(head_dim: int, offset: int) -> N
     codes = Operand(call.output_shape, Operand.contiguous(call.output_shape, 1).strides, 1, offset)
     halves = Operand.contiguous(call.output_shape, 2)
     scale = Operand.contiguous((1, 1, 4), 4)
-    plan = attention_int8.plan_int8(
-        ladder.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
-        group_q=1, group_kv=1, smoothed=False,
-    )  # fmt: skip
+    operands = Operands(codes, codes, halves, halves)
+    plan = plan_int8(call, operands, Codes(1, 1), Scales(scale, scale, smoothed=False))
     vec = plan.features.vec
     code_vec = 2 * vec if head_dim % (2 * vec) == 0 else vec
     assert codes.allows(code_vec) and halves.allows(vec)
@@ -350,7 +349,7 @@ def test_blocks_cover_every_row_once_and_stay_inside(array: np.ndarray, block_q:
     batch, heads, len_q, head_dim = array.shape
     call = call_of(batch, heads, len_q, len_q, head_dim, str(array.dtype))
     operand = Operand.of(array)
-    plan = attention.plan_attention(
+    plan = plan_attention(
         ladder.lookup("fa"), call, *[operand] * 4, tiles=Tiles(block_q, 8, 1)
     )
     stride = plan.launches[0].params[0][1]["Q_stride"]
@@ -392,10 +391,8 @@ def test_int8_codes_at_odd_addresses() -> None:
     call = call_of(head_dim=64)
     codes = replace(Operand.contiguous(call.output_shape, 1), misalignment=1)
     halves, scale = Operand.contiguous(call.output_shape, 2), Operand.contiguous((1, 1, 4), 4)
-    plan = attention_int8.plan_int8(
-        ladder.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
-        group_q=1, group_kv=1, smoothed=False,
-    )  # fmt: skip
+    operands = Operands(codes, codes, halves, halves)
+    plan = plan_int8(call, operands, Codes(1, 1), Scales(scale, scale, smoothed=False))
     assert plan.launches
 
 
@@ -403,7 +400,7 @@ def test_a_kernel_of_ones_own_has_one_form(tmp_path: Path) -> None:
     """A copy of a rung with a Hopper form must not get that form's parameters and tiles."""
     mine = replace(ladder.lookup("fa_tc"), name="mine", source=tmp_path / "attn_mine.cu")
     call = call_of(len_q=64, len_kv=64, head_dim=64)
-    plan = attention.plan_attention(mine, call, *contiguous_operands(call), arch="sm_90a")
+    plan = plan_attention(mine, call, *contiguous_operands(call), arch="sm_90a")
     assert plan.form == "portable"
 
 
@@ -411,7 +408,7 @@ def test_codes_whose_last_axis_is_strided_are_copied_or_refused() -> None:
     codes = np.zeros((1, 1, 8, 64), np.int8)[..., ::2]
     v = np.zeros((1, 1, 8, 32), np.float16)
     operands = QuantizedQKV.from_codes(codes, codes, v, 1.0, 1.0)
-    request = resolve(operands, None, None, Options())
+    request = resolved(operands, None, None)
     assert request.q.strides[-1] == 1
 
 

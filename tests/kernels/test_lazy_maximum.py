@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import kernel
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret import executor as interpreter
@@ -18,10 +19,10 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import HEADROOM, numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import assemble, attention
-from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention
 from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing import verdict
+from tests.support.planned import plan_attention
 
 SOURCE = kc.KERNELS / "sm90" / "attn_fa_tc.cu"
 #: Two computing warpgroups, the fewest keys a step.
@@ -102,7 +103,7 @@ def run(
     """Run the Hopper form, or the changed one in a folder, in the interpreter."""
     call = check_attention(q, k, v, return_lse=True, **options)
     o, lse = np.full_like(q, np.nan), np.full(q.shape[:3], np.nan, np.float32)
-    plan = attention.plan_attention(
+    plan = plan_attention(
         ladder.lookup("fa_tc"), call, *map(Operand.of, (q, k, v, o)), tiles=tiles, arch="sm_90a"
     )
     assert plan.form == "sm90"

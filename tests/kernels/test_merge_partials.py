@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupyattn import interpret
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import Partial, merge_mirror, plan_merge
 from cupyattn.interpret import KernelFault
-from cupyattn.ops import run
-from cupyattn.plans.records import Operand
 
 
 def parts_of(
@@ -150,7 +150,7 @@ def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
     partial: Any = Partial(parts[0][0], "interpret")
     partial.o, partial.lse = o, lse
     with pytest.raises((AssertionError, KernelFault)):
-        run.run("interpret", plan, {"O": o, "lse": lse, **read})
+        interpret.run(plan, {"O": o, "lse": lse, **read})
         assert_within(partial, exactly(parts, "float16"))
 
 

@@ -72,6 +72,7 @@ def quantize(q: Any, k: Any, v: Any, group_q: int, group_kv: int, smooth: bool) 
         value_codes=lambda: None,
         v_scale=None,
         v_mean=None,
+        v_zero=None,
         cu_seqlens_q=None,
         group_v=0,
     )

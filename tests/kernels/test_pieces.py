@@ -17,10 +17,9 @@ from cupyattn.kernels import tiles as kernels_tiles
 from cupyattn.kernels.numerics import MOST_PIECES
 from cupyattn.kernels.tile_pieces import LEAST_SAVED, share_out
 from cupyattn.ops import explain
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import stages
 from cupyattn.plans.structs import PIECE_PARAMS
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from tests.support import runs
 from tests.support.runs import Guarded, bits
 
@@ -74,8 +73,8 @@ def few_blocks() -> Iterator[None]:
 
 
 def planned(rung: str, inputs: Any, **options: Any) -> Any:
-    asked = Options(**runs.asked_for(rung), arch="sm_90a", backend="interpret", **options)
-    return explain.plans(resolve(*inputs, asked))[-1]
+    asked = dict(**runs.asked_for(rung), arch="sm_90a", backend="interpret", **options)
+    return explain.plans(resolved(*inputs, **asked))[-1]
 
 
 #: rung, batch, heads, heads_kv, len_q, len_kv, head_dim, dtype: tails of rows and of keys; where

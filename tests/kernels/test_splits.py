@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cupyattn import BlockMask, Tiles, attention, attention_varlen, explain, interpret, plan
 from cupyattn.arrays.kinds import as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.distributions import make
 from cupyattn.interpret import executor
@@ -19,12 +20,11 @@ from cupyattn.kernels import splits  # fmt: skip
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.plans.assemble import module_spec
-from cupyattn.plans.attention import plan_attention
-from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention, check_limits
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing.verdict import judge
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import SPILLED_SPLIT, Run, bits
 
 BACKENDS = ("mirror", "interpret")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, explain, plan
+from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
-from cupyattn.plans.records import Operand
-from cupyattn.plans.stacking import LEAST_ROWS
+from cupyattn.problem.stacking import LEAST_ROWS
 from tests.support import runs
 from tests.support.runs import bits
 

@@ -11,12 +11,14 @@ import scipy.special
 
 import cupyattn as ca
 from cupyattn import unfused
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.plans import attention, records
-from cupyattn.plans.records import Operand
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import settle
+from tests.support.planned import plan_attention
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -106,7 +108,8 @@ def test_what_does_not_fit_is_refused(error: type[Exception], call: Any) -> None
 def step(name: str, **buffers: Any) -> records.Plan:
     sizes = AttentionSpec(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=name == "softmax")
     operands = {n: Operand.of(a) for n, a in buffers.items()}
-    return attention.plan_unfused_step(name, ladder.lookup("unfused"), sizes, operands)
+    kernel = settle(ladder.lookup("unfused"), sizes)
+    return attention.plan_unfused_step(name, kernel, operands)
 
 
 def test_steps_launch_what_the_whole_launches() -> None:
@@ -114,7 +117,7 @@ def test_steps_launch_what_the_whole_launches() -> None:
     o = np.empty_like(q)
     sizes = AttentionSpec(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=True)
     operands = {name: Operand.of(array) for name, array in zip("qkvo", (q, k, v, o), strict=True)}
-    whole = attention.plan_attention(ladder.lookup("unfused"), sizes, *operands.values())
+    whole = plan_attention(ladder.lookup("unfused"), sizes, *operands.values())
     parts = [step("scores", q=q, k=k), step("softmax"), step("weighted_sum", v=v, o=o)]
     for want, part in zip(whole.launches, parts, strict=True):
         (got,) = part.launches

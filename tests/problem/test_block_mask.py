@@ -22,17 +22,16 @@ from cupyattn import (
     unfused,  # fmt: skip
 )
 from cupyattn.arrays.kinds import as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
 from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.plans import attention as plans_attention
-from cupyattn.plans import records
+from cupyattn.ops.attention import resolved
 from cupyattn.problem.checks import check_limits
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import verdict
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import bits
 
 #: Every rung with every storage type that it takes, in its portable form.
@@ -415,15 +414,13 @@ def test_explain_says_what_is_kept_and_why_not_the_hopper_form() -> None:
 
 def test_it_is_compiled_in_only_where_there_is_one() -> None:
     inputs = arrays()
-    operands = [records.Operand.of(x) for x in (*inputs, inputs[0])]
+    operands = [Operand.of(x) for x in (*inputs, inputs[0])]
 
     def macros(**options: Any) -> tuple[int, int]:
-        request = resolve(*inputs, Options(**options))
+        request = resolved(*inputs, **options)
         kept = request.kept_blocks
-        described = None if kept is None else records.Operand.of(kept)
-        made = plans_attention.plan_attention(
-            VARIANTS["fa"], request.call, *operands, kept_blocks=described
-        )
+        added = {} if kept is None else {"kept_blocks": Operand.of(kept)}
+        made = plan_attention(VARIANTS["fa"], request.call, *operands, added=added)
         defines = dict(made.launches[0].module.defines)
         return defines["CFG_BLOCK_MASK_Q"], defines["CFG_BLOCK_MASK_KV"]
 

@@ -22,22 +22,21 @@ import pytest
 from cupyattn import QuantConfig, attention, attention_backward, attention_varlen, plan
 from cupyattn.arrays import interchange
 from cupyattn.arrays import memory as arrays_memory
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import backward
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.plans.records import Operand, Plan, TensorMap
+from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_attention
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
-from cupyattn.runtime import ready as runtime_ready
 from cupyattn.runtime import replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
-prepared_module = importlib.import_module("cupyattn.ops.prepared")
+attention_module = importlib.import_module("cupyattn.ops.attention")
 
 SHAPES = ((1, 4, 33, 64), (1, 2, 70, 64), (1, 2, 70, 64))
 #: Rungs, and the architecture that chooses their form.
@@ -180,7 +179,7 @@ def check(driver: Driver, made: list[Plan], known: dict[str, Any]) -> None:
 
 
 def planned(inputs: Any, out: Any = None, **options: Any) -> list[Plan]:
-    return stages(resolve(*inputs, Options(out=out, **options))).plans
+    return stages(resolved(*inputs, out=out, **options)).plans
 
 
 @pytest.mark.parametrize(("rung", "arch"), CASES)
@@ -323,7 +322,7 @@ def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> 
     options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90", "quant": quant}
     driver.expect(planned(inputs, **options))
     prepared = plan(*inputs, **options)
-    layout, workspace = prepared._layout, prepared._workspace
+    layout, workspace = prepared._ready.layout, prepared._work.workspace
     assert set(layout.offsets) == {work.name for work in workspace}
     places = sorted(((layout.offsets[work.name], work) for work in workspace), key=lambda x: x[0])
     ends = [start + work.nbytes for start, work in places]
@@ -334,7 +333,7 @@ def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> 
     assert inside == {work.name for work in workspace if work.zeros} != set()
     prepared(*inputs)
     assert prepared._scratch is not None
-    assert driver.fills == [(prepared._scratch.start, 0, layout.zeros, driver.stream)]
+    assert driver.fills == [(prepared._scratch.ptr, 0, layout.zeros, driver.stream)]
     assert attention(*inputs, **options).shape == SHAPES[0]
 
 
@@ -359,6 +358,9 @@ class OnDevice:
 
     def get_device(self) -> int:
         return 0
+
+    def element_size(self) -> int:
+        return int(self.array.itemsize)
 
     def is_contiguous(self) -> bool:
         return bool(self.array.flags.c_contiguous)
@@ -425,7 +427,7 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
         read = given if rung != "fa_int8" else {n: given[n] for n in ("v", *masks)}
         known = {name: x.array for name, x in read.items()} | kept
         check(driver, made, known | {"o": o.array} | ({} if lse is None else {"lse": lse.array}))
-        monkeypatch.setattr(calls.module, "resolve", lambda *_, **__: pytest.fail("planned again"))
+        monkeypatch.setattr(calls.module, "resolved", lambda *_, **__: pytest.fail("planned again"))
     zeros = any(work.zeros for one in made for work in one.workspace)
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
     if added == "out":
@@ -446,7 +448,7 @@ def test_scales_that_a_caller_gives_arrive_by_one_copy(
     )
     monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: capturing[0])
     monkeypatch.setattr(cupy, "copyto", lambda target, _: filled.append(target))
-    monkeypatch.setattr(prepared_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
+    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
     quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
     settings = calls.Settings(variant="fa_int8", arch="sm_90", quant=quant)
     shapes = zip("qkv", SHAPES, strict=True)
@@ -499,13 +501,13 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         rest = {name: array(*one) for name, one in others.items()}
         return {**rows, "lse": array(of_lse, "float32"), **rest}
 
-    def plan_of(plan: Any, arch: Any = None) -> Any:
-        made.append(plan)
-        return ready(plan, arch)
+    def made_ready(problem: Any, work: Any) -> Any:
+        made.extend(work.plans)
+        return make_ready(problem, work)
 
     made: list[Any] = []
-    ready = runtime_ready.ReadyCall.of
-    monkeypatch.setattr(runtime_ready.ReadyCall, "of", plan_of)
+    make_ready = backward.make_ready
+    monkeypatch.setattr(backward, "make_ready", made_ready)
     assert backward.ready_backward(**fresh(), **options) is not None
     driver.expect(made)
     settings = calls.Settings(**options)
@@ -519,7 +521,7 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         known["o"] = known.pop("out")
         known |= {f"d{n}": x.array for n, x in zip("qkv", found, strict=True)}
         check(driver, made[:1], known)
-        monkeypatch.setattr(backward, "resolve", lambda *_, **__: pytest.fail("planned again"))
+        monkeypatch.setattr(backward, "_take", lambda *_, **__: pytest.fail("checked again"))
     zeros = any(work.zeros for work in made[0].workspace)
     assert zeros == (added != "deterministic" or arch == "sm_90a")
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros

@@ -10,10 +10,11 @@ import pytest
 
 from cupyattn import QuantConfig, attention, plan, quantize
 from cupyattn.errors import DeviceMemoryError, UnsupportedError
-from cupyattn.ops import prepared as prepared_calls
-from cupyattn.ops.call_operands import direct_operands
+from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.prepared import Prepared
+from cupyattn.problem.settings import parse
 from cupyattn.runtime import scratch
+from cupyattn.runtime.recent import key_of
 from tests.support.runs import in_turn, on_both
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -108,7 +109,7 @@ def test_quantised_calls_are_prepared() -> None:
 @pytest.mark.parametrize(
     ("variant", "options", "message"),
     [
-        ("unfused", {}, "unfused needs 35,840 bytes beside its operands, 25,600 of them for '0.S'"),
+        ("unfused", {}, "unfused needs 35,840 bytes beside its operands, 25,600 of them for 'S'"),
         ("fa_tc", {"return_lse": True}, "fa_tc needs 10,880 bytes .* 10,240 of them for 'o'"),
         ("fa_int8", {}, r"fa_int8 needs .* bytes .*: use QuantConfig\(smooth_k=False, fused"),
         (
@@ -127,7 +128,7 @@ def test_what_does_not_fit_says_how_much_it_needs(
         raise MemoryError
 
     operands = normal()
-    monkeypatch.setattr(prepared_calls, "new_output", full)
+    monkeypatch.setattr("cupyattn.interpret.run", full)
     with pytest.raises(DeviceMemoryError, match=message):
         attention(*operands, variant=variant, backend="interpret", **options)
 
@@ -168,5 +169,7 @@ def test_what_cannot_be_called_cannot_be_planned() -> None:
 
 def test_only_arrays_on_a_device_are_remembered() -> None:
     """On the host every call is checked anew: nothing there is as fast as a launch."""
-    assert direct_operands(*normal()) is None
+    settings, arrays = parse("attention", *normal(), {})
+    known = known_call(settings, arrays)
+    assert known is not None and key_of(known.facts, known.arrays) == (None, {})
     assert isinstance(plan(*normal()), Prepared)

@@ -16,19 +16,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import attention, explain, plan, quantize
+from cupyattn import attention, explain, interpret, plan, quantize
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
-from cupyattn.ops import run as backends
 from cupyattn.plans.prepare_rows import Prepares, plan_normalising
-from cupyattn.plans.quantize import Part, plan_quantize, scale_tiles
-from cupyattn.plans.records import Operand
+from cupyattn.plans.quantize import Part, plan_quantize
+from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.reference.quantize import quantize_mirror
@@ -343,7 +343,7 @@ def test_the_pass_prepares_to_the_bit(dtype: str, head_dim: int, pad: int, kind:
         made = plan_normalising(Operand.of(laid), dtype, prepares(how)["qk"[i]])
         turned = np.empty(x.shape, x.dtype)
         buffers = {name: memory.as_input(a) for name, a in {"x": laid, **how.buffers}.items()}
-        backends.run("interpret", made, {**buffers, "turned": turned})
+        interpret.run(made, {**buffers, "turned": turned})
         assert bits(turned) == bits(expected)
 
 

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import attention, explain, plan, quantize
+from cupyattn import attention, explain, interpret, plan, quantize
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import kernel
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -25,17 +26,14 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.ops import run
-from cupyattn.plans import attention as plans_attention
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.mirror import attention_mirror
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
 
 #: Several tiles of every portable rung, and a tail.
@@ -160,7 +158,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, pairs: s
     turned = np.empty(x.shape, x.dtype)
     buffers = {"x": laid, "rope_cos": rope.cos, "rope_sin": rope.sin}
     buffers = {name: memory.as_input(array) for name, array in buffers.items()}
-    run.run("interpret", made, {**buffers, "turned": turned})
+    interpret.run(made, {**buffers, "turned": turned})
     expected, _ = rope.turned(x, x[:, :, :0])
     nan = np.isnan(expected.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(turned.astype(np.float32)), nan)
@@ -433,10 +431,10 @@ def test_quantised_operands_are_turned_beforehand() -> None:
 
 def test_a_rung_that_takes_turned_operands_is_not_planned_on_others() -> None:
     q, k, v = arrays()
-    call = resolve(q, k, v, Options(rope=TABLES)).call
+    call = resolved(q, k, v, rope=TABLES).call
     operands = [Operand.of(x) for x in (q, k, v, q)]
     with pytest.raises(UnsupportedError, match="fa_tc takes operands that are turned already"):
-        plans_attention.plan_attention(ladder.lookup("fa_tc"), call, *operands)
+        plan_attention(ladder.lookup("fa_tc"), call, *operands)
 
 
 def test_every_family_turns_somewhere() -> None:

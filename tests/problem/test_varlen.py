@@ -26,9 +26,8 @@ from cupyattn import (
 )  # fmt: skip
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
+from cupyattn.ops.attention import resolved
 from cupyattn.problem.checks import check_limits, check_packed
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant.config import GRANULARITIES, GROUP_ALL
 from cupyattn.quant.packed import packed_groups
 from cupyattn.quant.quantizers import VALUES_PAD, group_count
@@ -355,7 +354,7 @@ def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(ValueError, match="this QuantizedQKV holds no packed sequences"):
         attention_varlen(z, None, None, *ends)
     with pytest.raises(TypeError, match="go with cu_seqlens_q and cu_seqlens_k"):
-        resolve(q[None], k[None], v[None], Options(max_len_q=5))
+        resolved(q[None], k[None], v[None], max_len_q=5)
     with pytest.raises(ValueError, match="quant is for fa_int8"):
         attention_varlen(q, k, v, *ends, variant="fa", quant=QuantConfig())
     given = QuantConfig("tensor", "token", scales=(0.1, np.ones((1, 1, 9), np.float32)))

@@ -11,9 +11,9 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import interpret
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm, where_shared
-from cupyattn.plans.records import Operand
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from tests.quant.quant_inputs import operand
 

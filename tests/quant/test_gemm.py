@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import architectures, target
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
@@ -23,7 +24,6 @@ from cupyattn.plans.gemm import (
     choose_tiles,
     plan_gemm,
 )
-from cupyattn.plans.records import Operand
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate

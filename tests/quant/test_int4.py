@@ -18,9 +18,9 @@ from cupyattn import (
     plan,
     quantize,
 )
+from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import unpack
-from cupyattn.plans.records import Operand
 from cupyattn.quant import nibbles
 from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.testing import verdict  # fmt: skip

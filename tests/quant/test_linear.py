@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -21,7 +22,6 @@ from cupyattn.ops.act_quant import act_quant_but, places
 from cupyattn.ops.linear import outlier_columns
 from cupyattn.plans import gemm
 from cupyattn.plans.act_quant import padded, plan_act_quant
-from cupyattn.plans.records import Operand
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place

@@ -348,7 +348,7 @@ def test_codes_that_do_not_fit_say_how_much_they_need(monkeypatch: pytest.Monkey
         raise MemoryError
 
     q = k = v = np.zeros((1, 2, 64, 16), np.float16)
-    monkeypatch.setattr("cupyattn.ops.quantize.run", full)
+    monkeypatch.setattr("cupyattn.interpret.run", full)
     message = "quantize needs .* 2,048 of them for 'q_codes', and more than can be had: split the"
     with pytest.raises(DeviceMemoryError, match=message):
         quantize(q, k, v, backend="interpret")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import architectures, target
 from cupyattn.compiler import modules as kc
 from cupyattn.compiler.ptxas import Resources
@@ -28,7 +29,7 @@ from cupyattn.plans.quantize import (
     plan_quantize,
     value_columns,
 )
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.records import Plan
 from cupyattn.plans.structs import QUANTIZE_PARAMS, pack
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import GROUP_ALL, QuantConfig

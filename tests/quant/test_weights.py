@@ -10,11 +10,11 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.ops.weights import MOST_BLOCK
-from cupyattn.plans.records import Operand
 from cupyattn.plans.weight_blocks import plan_weight_blocks
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand

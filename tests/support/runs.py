@@ -3,7 +3,7 @@ and buffers with guards around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, attention_varlen, quantize
+from cupyattn import attention, attention_varlen, interpret, quantize
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.ladder import VARIANTS, Variant, lookup
-from cupyattn.kernels.splits import wanted_rows
 from cupyattn.ops import explain
-from cupyattn.ops import run as backends
-from cupyattn.ops.call_operands import QUANTIZED
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import assemble, attention_int8
 from cupyattn.plans import attention as plans_attention
-from cupyattn.plans.codes import ValueCodes
-from cupyattn.plans.records import Operand
+from cupyattn.plans.codes import Scales
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.problem.operands import Codes, Operands
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig, QuantizedQKV
+from cupyattn.quant.quantized import BUFFERS as QUANTIZED
+from cupyattn.runtime import ready
 from cupyattn.testing import verdict  # fmt: skip
+from tests.support.planned import plan_attention, plan_int8
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
 #: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
@@ -240,6 +240,11 @@ def revealing_zero_points(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
 # ---- runs ----------------------------------------------------------------------------------------
 
 
+def run_plan(backend: str, plan: Any, buffers: Mapping[str, Any], arch: str | None = None) -> None:
+    """Run one plan on a device, or in the interpreter."""
+    (ready if backend == "cuda" else interpret).run(plan, buffers, arch)
+
+
 def asked_for(rung: str) -> dict[str, Any]:
     """Options of `attention` that choose the rung that is named, but for the architecture."""
     chosen: dict[str, Any] = {"variant": variant_of(rung).name}
@@ -281,8 +286,8 @@ def hopper_blocks(count: int) -> Iterator[None]:
 
 def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
     """Return the form that these arrays get: the Hopper form does not take all of them."""
-    asked = Options(**{**asked_for(rung), **options})
-    return explain.plans(resolve(*inputs, asked))[-1].form
+    asked = dict(**{**asked_for(rung), **options})
+    return explain.plans(resolved(*inputs, **asked))[-1].form
 
 
 @dataclass(frozen=True)
@@ -301,25 +306,17 @@ class Run:
         """J2, and J3 where the operands were quantised; on the host unless told otherwise."""
         move = on_host if host else (lambda array: array)
         z = self.quantized if self.quantized is None or not host else host_copy(self.quantized)
-        variant = variant_of(self.rung)
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
         options.pop("quant", None)  # what it came to is in `quantized`
-        blocks = (0, 0)
         if (kept := options.get("block_mask")) is not None:
-            blocks = kept.blocks
-            options["block_mask"] = BlockMask(move(kept.mask), *blocks)
-        tiles = variant.tiles_for(
-            q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
-            causal=options.get("causal", False),
-            rows=wanted_rows(*q.shape[:2], k.shape[1], q.shape[2]),
-        )  # fmt: skip
+            options["block_mask"] = BlockMask(move(kept.mask), *kept.blocks)
         for name in ("rope", "qk_norm"):
             if options.get(name):
                 options[name] = tuple(map(move, options[name]))
         return verdict.judge(
-            move(self.o), q, k, v, variant=variant.name, lse=move(self.lse), quantized=z,
-            form=self.form, tiles=options.pop("tiles", tiles), **options,
+            move(self.o), q, k, v, variant=variant_of(self.rung).name, lse=move(self.lse),
+            quantized=z, form=self.form, **options,
         )  # fmt: skip
 
     def check(self) -> verdict.Report:
@@ -428,7 +425,7 @@ def run_packed(
     o, lse = attention_varlen(*inputs, *ends, return_lse=True, **asked)
     o = o.swapaxes(0, 1)[None]
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    plan = explain.plans(resolve(*inputs, Options(**asked, **named)))[-1]
+    plan = explain.plans(resolved(*inputs, **asked, **named))[-1]
     judged = {**options, "tiles": plan.tiles}
     found = []
     for number, (rows, one) in enumerate(sequences(inputs, ends)):
@@ -459,20 +456,15 @@ def run_into(
     z = quantized(rung, inputs, backend, options, arch=arch)
     if z is None:
         operands = dict(zip("qkv", inputs, strict=True))
-        plan = plans_attention.plan_attention(
-            variant, call, *map(Operand.of, (*inputs, o)), **described, arch=arch
-        )
+        lie = map(Operand.of, (*inputs, o))
+        plan = plan_attention(variant, call, *lie, added=described, arch=arch)
     else:
         operands = {n: a for n in QUANTIZED if (a := getattr(z, n)) is not None}
-        scales, v, values = (z.q_scale, z.k_scale), z.v, None
-        if z.v_codes is not None:
-            v = z.v_codes
-            values = ValueCodes(Operand.of(z.v_scale), z.group_v, z.config.p_type, True)
-        plan = attention_int8.plan_int8(
-            variant, call, *map(Operand.of, (z.q_codes, z.k_codes, v, o, *scales)),
-            group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None, values=values,
-            **described, arch=arch,
-        )  # fmt: skip
+        v = z.v if z.v_codes is None else z.v_codes
+        lie = Operands(*map(Operand.of, (z.q_codes, z.k_codes, v, o)), **described)
+        of_scales = map(Operand.of, (z.q_scale, z.k_scale))
+        scales = Scales(*of_scales, smoothed=z.k_mean is not None)
+        plan = plan_int8(call, lie, Codes.of(z), scales, arch=arch)
     buffers = {name: memory.as_input(array) for name, array in (operands | added).items()}
-    backends.run(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
+    run_plan(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
     return Run(rung, form, inputs, options, z, o, lse)

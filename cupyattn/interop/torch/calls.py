@@ -16,13 +16,11 @@ from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.kernels import ladder
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import backward
-from cupyattn.ops.mirrored import run_mirror
-from cupyattn.ops.prepared import Prepared, operands_of
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
+from cupyattn.ops.attention import ATTENTION, resolved
+from cupyattn.ops.operation import make_ready, run_on_host, run_ready
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.config import QuantConfig
-from cupyattn.runtime.ready import ReadyCall
+from cupyattn.runtime.ready import Ready
 from cupyattn.runtime.recent import recall, remember
 
 #: Tensors of a call, by the names that plans have for them.
@@ -98,21 +96,18 @@ def forward(
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     with on_device_of(q):
         options = _options({n: as_array(x) for n, x in tensors.items()}, settings)
-        own = {n: options.pop(n) for n in "qkv"}
-        asked = {n: getattr(settings, n) for n in _FORWARD}
-        request = resolve(**own, options=Options(**options, **asked, out=as_array(o)))
-        if request.backend == "mirror":
-            _, lse = run_mirror(request)
-        else:
-            ready = Prepared(request, keep=False)
-            operands = operands_of(request)
-            _, lse = ready.run(operands, request.receiver)
-            own = {n: data_address(a) for n, a in operands.items()}
+        options |= {n: getattr(settings, n) for n in _FORWARD}
+        request = resolved(**options, out=as_array(o))
+        if request.backend == "cuda":
+            ready = make_ready(request, ATTENTION.plan(request))
+            made = run_ready(ready, request)
+            own = {n: data_address(a) for n, a in request.operands.items()}
             copied = any(own[n] != x.data_ptr() for n, x in tensors.items())
-            known = ready.scratch_bytes is not None and ready.is_complete
-            if key is not None and known and not copied:
+            if key is not None and ready.is_complete and not ready.casts and not copied:
                 remember(key, ready)
-        return o, None if not settings.return_lse else as_own_tensor(request.restore_lse(lse))
+        else:
+            made = run_on_host(ATTENTION, request)
+        return o, as_own_tensor(made["lse"]) if settings.return_lse else None
 
 
 def _find(
@@ -144,7 +139,7 @@ def _find(
 
 
 def _again(
-    ready: Prepared, settings: Settings, tensors: Mapping[str, Tensor], out: Tensor | None
+    ready: Ready, settings: Settings, tensors: Mapping[str, Tensor], out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch a call that has run on tensors of the same forms."""
     q = tensors["q"]
@@ -160,13 +155,15 @@ def _again(
         o = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         o = out
-        ready.check_apart(addresses, o.data_ptr())
     addresses["o"] = o.data_ptr()
+    if out is not None and ready.receiver is not None:
+        ready.receiver.check(addresses)
     lse = None
     if settings.return_lse:
-        lse = torch.empty(ready.call.lse_shape, dtype=torch.float32, device=device)
+        ((_, shape, *_),) = ready.results
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
         addresses["lse"] = lse.data_ptr()
-    _launch(ready, addresses, device)
+    launch(ready, addresses, device)
     return o, lse
 
 
@@ -230,7 +227,7 @@ def backward_pass(
 
 
 def _gradients_again(
-    ready: ReadyCall, settings: Settings, received: Mapping[str, Tensor]
+    ready: Ready, settings: Settings, received: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch a backward pass that has run on tensors of the same forms."""
     device = received["q"].device
@@ -247,12 +244,12 @@ def _gradients_again(
             addresses[name] = data_address(mask.kept_blocks(like))
     results = [torch.empty_like(received[n], memory_format=torch.contiguous_format) for n in "qkv"]
     addresses |= {f"d{n}": x.data_ptr() for n, x in zip("qkv", results, strict=True)}
-    _launch(ready, addresses, device)
+    launch(ready, addresses, device)
     dq, dk, dv = results
     return dq, dk, dv
 
 
-def _launch(ready: Prepared | ReadyCall, addresses: Mapping[str, int], device: Any) -> None:
+def launch(ready: Ready, addresses: Mapping[str, int], device: Any) -> None:
     """Launch on torch's current stream, with scratch memory from torch's allocator."""
     start, nbytes = 0, ready.scratch_bytes
     if nbytes:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cupyattn.arrays.memory import as_input
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.calls import launch
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.act_quant import act_quant
@@ -22,47 +24,29 @@ from cupyattn.ops.gemm import form_of, int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import plan_act_quant
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.plans.records import Operand
+from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.runtime.ready import ReadyCall
-
-#: Layers on tensors of late, by the forms of these; the oldest make room.
-_recent: dict[Any, _Ready] = {}
-_MAX_RECENT = 512
+from cupyattn.runtime.ready import Ready
+from cupyattn.runtime.recent import recall, remember
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """What a layer launches on tensors of some forms, compiled and loaded."""
-
-    quantise: ReadyCall
-    multiply: ReadyCall
-
-    def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Run on torch's current stream; codes, scales and result are torch's own memory."""
-        x, weight = tensors["x"], tensors["b"]
-        device = x.device
-        if torch.cuda.current_device() != device.index:
-            with torch.cuda.device(device):
-                return self(tensors)
-        blocks = -(-x.shape[-1] // BLOCK_SIZE)
-        codes = torch.empty(x.shape, dtype=torch.int8, device=device)
-        scales = torch.empty((*x.shape[:-1], blocks), dtype=torch.float32, device=device)
-        y = _fake(x, weight)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        made = {"codes": codes.data_ptr(), "scales": scales.data_ptr()}
-        self.quantise.launch({"x": x.data_ptr(), **made}, 0, stream)
-        given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.multiply.launch(
-            {**given, "a": made["codes"], "a_scales": made["scales"], "c": y.data_ptr()}, 0, stream
-        )
-        return y
+def _again(ready: Ready, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Launch a layer that has run on tensors of the same forms; all memory is torch's own."""
+    x, weight = tensors["x"], tensors["b"]
+    device = x.device
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return _again(ready, tensors)
+    y = _fake(x, weight)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    launch(ready, {**addresses, "c": y.data_ptr()}, device)
+    return y
 
 
 def _key(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Any:
     """Return what a layer on a device depends on beside values; None: it is not kept."""
-    key: list[Any] = [compiler.generation(), options]
+    key: list[Any] = ["torch, linear", compiler.generation(), options]
     for name, x in tensors.items():
         if not x.is_cuda or not x.is_contiguous() or not x.numel():
             return None
@@ -72,8 +56,8 @@ def _key(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Any:
     return tuple(key)
 
 
-def _remember(key: Any, arrays: Mapping[str, Any], activation: str, arch: str | None) -> None:
-    """Keep the launches of a layer that has run on these arrays."""
+def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Ready:
+    """Return what a layer launches on arrays of these forms: codes and scales, then the product."""
     rows = math.prod(arrays["x"].shape[:-1])
     x, codes, scales, y = (
         Operand.of(as_input(arrays[n].reshape(rows, arrays[n].shape[-1])))
@@ -82,14 +66,18 @@ def _remember(key: Any, arrays: Mapping[str, Any], activation: str, arch: str | 
     b, b_scales, bias = arrays["b"], arrays["b_scales"], arrays.get("bias")
     arch, tiles = form_of(arrays["codes"], b, None, arch, "cuda")
     dtype = arrays["x"].dtype.name
-    of_b, of_scales = (Operand.of(as_input(a)) for a in (b, b_scales))
+    of_b, of_b_scales = (Operand.of(as_input(array)) for array in (b, b_scales))
+    own = (replace(one, misalignment=0) for one in (codes, scales))  # in scratch memory
+    at = ProductOperands(next(own), next(own), of_b, of_b_scales, y)
     product = plan_gemm(
-        ProductOperands(codes, scales, of_b, of_scales, y), dtype,
-        bias="" if bias is None else bias.dtype.name, activation=activation, tiles=tiles, arch=arch,
+        at, dtype, bias="" if bias is None else bias.dtype.name, activation=activation,
+        tiles=tiles, arch=arch,
     )  # fmt: skip
-    while len(_recent) >= _MAX_RECENT:
-        _recent.pop(next(iter(_recent)), None)
-    _recent[key] = _Ready(ReadyCall.of(plan_act_quant(x, dtype)), ReadyCall.of(product, arch))
+    made = {"codes": "a", "scales": "a_scales"}
+    between = (
+        Workspace("a", codes.shape, "int8"), Workspace("a_scales", scales.shape, "float32"),
+    )  # fmt: skip
+    return Ready(Work((Stage(plan_act_quant(x, dtype), made), Stage(product)), between), arch)
 
 
 def run(
@@ -105,9 +93,9 @@ def run(
     tensors = {"x": x, "b": weight, "b_scales": weight_scale}
     tensors |= {} if bias is None else {"bias": bias}
     key = _key(tensors, (activation, arch)) if backend in (None, "cuda") else None
-    ready = None if key is None else _recent.get(key)
+    ready = None if key is None else recall(key)
     if ready is not None:
-        return ready(tensors)
+        return _again(ready, tensors)
     with on_device_of(x):
         arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
         codes, scales = act_quant(arrays["x"], backend=backend)
@@ -119,7 +107,7 @@ def run(
             out=arrays["y"],
         )  # fmt: skip
         if key is not None:
-            _remember(key, arrays, activation, arch)
+            remember(key, _ready(arrays, activation, arch))
         return y
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import DTYPES
 from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
 from cupyattn.plans.gemm import GEMM_PARAMS
-from cupyattn.plans.records import Launch, Operand, TensorMap
+from cupyattn.plans.records import Launch, TensorMap
 
 SOURCE = Path(__file__).resolve().parent / "gemm_int8_channel_sm90.cu"
 ENTRY, ARCH = "gemm_int8_channel", "sm_90a"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels import ladder
@@ -27,7 +28,7 @@ from cupyattn.plans.assemble import (
     module_spec,
     tensor_map_of,
 )
-from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SCHEDULE_PARAMS
 from cupyattn.problem.call import AttentionSpec
 

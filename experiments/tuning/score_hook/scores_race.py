@@ -30,11 +30,12 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
+from cupyattn.arrays.operand import Operand
 from cupyattn.cli import output
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.measure import device, timing, words
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.records import Plan
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.runtime import ready
 from experiments._harness import recording

@@ -1,0 +1,347 @@
+"""Which kernel takes a call: variant, form and tiles, settled here and nowhere else.
+
+Plans, the mirror, bounds and the judge all read one record, `Kernel`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand, laid_out
+from cupyattn.compiler import target
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels import ladder, splits
+from cupyattn.kernels.ladder import Variant
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.kernels.numerics import Numerics
+from cupyattn.kernels.numerics import numerics as compose_numerics
+from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.problem import hopper, stacking
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import check_dtype, check_options
+from cupyattn.problem.operands import Codes, Operands, ValueCodes
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.operand_protocol import check_one_sequence
+from cupyattn.quant.packed import packed_groups, packed_values
+from cupyattn.quant.quantizers import group_count, padded_columns, padded_length
+
+if TYPE_CHECKING:
+    from cupyattn.problem.request import Request
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel of a call.
+
+    Parameters
+    ----------
+    variant : Variant
+    call : AttentionSpec
+        What is computed, with as many heads and rows as the caller has.
+    form : str
+        Which form of the variant.
+    tiles : Tiles
+    codes : Codes, optional
+        How its operands are quantised.
+    own_tiles : bool
+        Whether the tiles are the variant's own, not the caller's.
+    stacks : bool
+        Whether query heads that share a key head are stacked as the rows of one.
+    note : str
+        Why a faster form was left out, where one was, and how a call is split.
+    """
+
+    variant: Variant
+    call: AttentionSpec
+    form: str
+    tiles: Tiles
+    codes: Codes | None = None
+    own_tiles: bool = True
+    stacks: bool = False
+    note: str = ""
+
+    @property
+    def launched(self) -> AttentionSpec:
+        """The call as the kernel is launched for it, heads stacked where they are."""
+        return stacking.stacked_call(self.call) if self.stacks else self.call
+
+    @property
+    def cut(self) -> splits.Splits:
+        """The slices of the keys, of the split form."""
+        call = self.call
+        sizes = call.batch, call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
+        return splits.split(sizes, call.limits, self.tiles)
+
+    def numerics(self, quant: Any = None) -> Numerics:
+        """Return where it rounds; `quant` is the configuration of its codes."""
+        call = self.call
+        return compose_numerics(
+            self.variant.family, self.form, call.dtype, quant, softcap=bool(call.softcap),
+            bias=bool(call.bias),
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def settle(
+    variant: Variant,
+    call: AttentionSpec,
+    operands: Operands | None = None,
+    *,
+    codes: Codes | None = None,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    form: str | None = None,
+) -> Kernel:
+    """Settle which form of a variant takes a call, and in which tiles.
+
+    Parameters
+    ----------
+    variant : Variant
+    call : AttentionSpec
+    operands : Operands, optional
+        Where the operands lie. Without them no Hopper form is chosen, only taken by name.
+    codes : Codes, optional
+        How they are quantised, on a rung that takes codes.
+    tiles : Tiles, optional
+        The caller's; by default the variant's own.
+    arch : str, optional
+        Architecture that it will run on: on ``"sm_90a"`` a Hopper form runs where there is one that
+        takes the call, and the note says why where there is none. Few query rows and many keys take
+        the split form on every architecture, unless there are `tiles`.
+    form : str, optional
+        A form by its name, whether or not calls of this kind take it by themselves.
+
+    Returns
+    -------
+    Kernel
+
+    Raises
+    ------
+    UnsupportedError
+        For codes of V on a rung without a kernel for them.
+    ValueError
+        If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
+        block mask.
+    """
+    variant.check_form(form)
+    note, stacks = "", False
+    if form is None:
+        form = _portable(variant, call, codes, tiles)
+        on_hopper = arch == "sm_90a" and "sm90" in variant.forms and form != "fused"
+        if operands is not None and on_hopper:
+            form, note, stacks = _on_hopper(variant, call, operands, codes, tiles, form)
+    kernel = Kernel(
+        variant, call, form, _tiles(variant, call, form, codes, tiles, stacks), codes,
+        tiles is None, stacks, note,
+    )  # fmt: skip
+    if form == "split" and math.prod(call.output_shape) > 0:
+        rows = splits.shared_rows(call.heads, call.heads_kv, call.len_q)
+        reads = -(-rows // kernel.tiles.block_q)
+        return replace(kernel, note=kernel.cut.describe(rows, reads))
+    return kernel
+
+
+def _portable(
+    variant: Variant, call: AttentionSpec, codes: Codes | None, tiles: Tiles | None
+) -> str:
+    """Return the form that a call takes where no copy engine is asked for."""
+    if codes is None:
+        changed = call.scores_changed or call.packed is not None
+        return variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
+    form = codes.portable_form(plain=not (call.softcap or call.bias))
+    if codes.values is not None and form not in variant.forms:
+        raise UnsupportedError(
+            f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
+        )
+    return form
+
+
+def _on_hopper(
+    variant: Variant,
+    call: AttentionSpec,
+    operands: Operands,
+    codes: Codes | None,
+    tiles: Tiles | None,
+    form: str,
+) -> tuple[str, str, bool]:
+    """Return form, note and whether heads are stacked, where the portable form would be `form`."""
+    if form == "split":
+        if not (stacking.pays(call) and stacking.possible(operands)):
+            return form, "", False
+        stacked = stacking.stacked_call(call), stacking.stacked_operands(call, operands)
+        taken = hopper.call_support(variant, *stacked).supported
+        return ("sm90", stacking.describe(call), True) if taken else (form, "", False)
+    support, own = hopper.SUPPORTED, "sm90"
+    if codes is not None:
+        support = hopper.codes_support(variant, call.head_dim, codes, tiles)
+        own = "sm90" if codes.values is None else codes.values.hopper_form
+    if support.supported:
+        support = hopper.call_support(variant, call, operands)
+    return own if support.supported else form, support.note, False
+
+
+def _tiles(
+    variant: Variant,
+    call: AttentionSpec,
+    form: str,
+    codes: Codes | None,
+    tiles: Tiles | None,
+    stacks: bool,
+) -> Tiles:
+    launched = stacking.stacked_call(call) if stacks else call
+    lengths = launched.mean_lengths if codes is None else (call.len_q, call.len_kv)
+    return variant.tiles_for(
+        call.head_dim, tiles, form=form, lengths=lengths, causal=call.causal,
+        block_mask=call.block_mask,
+        rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
+    )  # fmt: skip
+
+
+def settle_arrays(
+    variant: str,
+    arrays: Any,
+    scale: float | None,
+    options: ScoreOptions,
+    *,
+    quantized: Any = None,
+    tiles: Tiles | None = None,
+    form: str | None = None,
+) -> Kernel:
+    """Settle the kernel of arrays or quantised operands, wherever they lie.
+
+    Parameters
+    ----------
+    variant : str
+    arrays : (array, array, array)
+        q, k, v of layout (batch, heads, len, head_dim); not looked at where `quantized` is given.
+    scale : float, optional
+    options : ScoreOptions
+    quantized : QuantizedQKV, optional
+    tiles, form
+        As for `settle`.
+    """
+    check_kind(tiles)
+    rung, codes = ladder.lookup(variant), None
+    rung.check_form(form)
+    if quantized is None:
+        dtype, shapes = check_dtype(*arrays), [tuple(x.shape) for x in arrays]
+    else:
+        check_one_sequence(quantized)
+        z = quantized.unpacked()
+        dtype, codes = z.out_dtype, Codes.of(z)
+        shapes = [tuple(x.shape) for x in (z.q_codes, z.k_codes, z.k_codes)]
+    mask, bias = operands(mask=options.mask, bias=options.bias)
+    taken = replace(options, mask=mask, bias=bias)
+    call = check_options(check_shapes(*shapes), dtype, scale, taken, return_lse=True)
+    return settle(rung, call, codes=codes, tiles=tiles, form=form)
+
+
+# ---- of a request --------------------------------------------------------------------------------
+
+
+def settle_request(request: Request) -> Kernel:
+    """Settle the kernel of a request: that of its last plan."""
+    z, codes = request.quantized, None
+    arch, tiles = architecture(request), request.settings.tiles
+    if z is not None:
+        codes = Codes.of(z)
+    elif request.variant.family == "int8":
+        codes = _made_codes(request)
+        if codes.fused:
+            tiles, arch = request.scale_tiles, None
+    return settle(
+        request.variant, request.attended, request.places, codes=codes, tiles=tiles, arch=arch
+    )
+
+
+def request_places(request: Request) -> Operands:
+    """Return the operands of the last plan of a request: the caller's, or those made of them."""
+    call, z = request.call, request.quantized
+    q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
+    if z is not None:
+        if z.has_nibbles:
+            q, k = (_code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
+    elif request.variant.family == "int8" and not request.quant.fused:
+        q, k = _code_rows(q), _code_rows(k)
+        if request.quant.form == "pv8":
+            v = _value_codes(v, call)
+        elif call.dtype == "float32":  # P.V takes float16
+            v = Operand.contiguous(v.shape, 2)
+    elif request.prepares_before:
+        q, k = (Operand.contiguous(x.shape, x.itemsize) for x in (q, k))
+    given: Mapping[str, Any] = {n: getattr(request, n) for n in ("mask", "bias", "kept_blocks")}
+    described = {name: None if a is None else Operand.of(a) for name, a in given.items()}
+    return Operands(q, k, v, _output(request), **described)
+
+
+def _code_rows(x: Operand) -> Operand:
+    """Describe codes of a byte each that are made of rows, which are padded."""
+    whole = Operand.contiguous((*x.shape[:3], padded_columns(x.shape[3])), 1)
+    return replace(whole, shape=x.shape)
+
+
+def _value_codes(v: Operand, call: AttentionSpec) -> Operand:
+    """Describe codes that are made of V, by channel."""
+    batch, heads, keys, head_dim = v.shape
+    padded = packed_values(keys, call.batch) if call.packed else padded_length(keys)
+    return Operand.contiguous((batch, heads, head_dim, padded), 1)
+
+
+def _made_codes(request: Request) -> Codes:
+    """Describe the codes that passes make of a caller's arrays, or the kernel by itself."""
+    call, quant, tiles, values = request.call, request.quant, request.scale_tiles, None
+    if quant.form == "pv8":
+        batch, heads, keys, head_dim = request.v.shape
+        group = quant.group_v(tiles)
+        groups = (
+            packed_groups(keys, call.batch, group) if call.packed else group_count(keys, group)
+        )
+        scale = Operand.contiguous((batch, heads, groups, head_dim), 4)
+        values = ValueCodes(
+            scale, group, quant.value_p_type, bool(quant.smooth_v), quant.value_zero_points
+        )
+    return Codes(
+        quant.group_q(tiles), quant.group_kv(tiles), quant.zero_points, values, quant.fused
+    )
+
+
+def _output(request: Request) -> Operand:
+    """Describe where O goes: the caller's array, or one contiguous in the caller's layout."""
+    if request.receiver is not None:
+        return Operand.of(request.receiver)
+    itemsize = STORAGE[request.call.dtype].itemsize
+    return laid_out(request.call.output_shape, itemsize, request.settings.layout)
+
+
+def architecture(request: Request) -> str | None:
+    """Return the architecture to plan for: the caller's, or that of the device of the arrays.
+
+    Tiles that a caller names are those of the portable form, unless ``"sm_90a"`` is named too.
+    """
+    settings = request.settings
+    if settings.arch is not None or settings.tiles is not None:
+        return settings.arch
+    return target.own_arch(request.backend, request.q)
+
+
+def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str | None) -> Tiles:
+    """Return the tiles whose sizes granularity "block" takes: the variant's own, as it runs there.
+
+    A step of the Hopper form then meets one scale of K.
+    """
+    form = quant.form
+    if arch == "sm_90a" and "sm90" in variant.forms:
+        if form == "portable":
+            form = "sm90"
+        elif quant.value_p_type == "u8" and quant.granularity_v == "channel":
+            form = "sm90_pv8"
+        elif quant.value_p_type == "u8" and not quant.zero_points:
+            form = "sm90_pv8_by_tile"
+    return variant.default_tiles(head_dim, form)

@@ -1,0 +1,141 @@
+"""Operands of an attention kernel, without the arrays: where they lie, how they are quantised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.kernels.limits import GROUP_ALL, check_value_group
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.quant.operand_protocol import Quantized, value_form
+
+
+class Operands(NamedTuple):
+    """Where the operands of a kernel lie.
+
+    Parameters
+    ----------
+    q, k, v, o : Operand
+        Those that the kernel reads and writes, codes where it takes codes: of V by channel,
+        (batch, heads_kv, head_dim, keys), of Q and K with padded rows.
+    mask, bias : Operand, optional
+        Of shape (batch, heads, len_q, len_kv), where the call has them; stride 0 where they are
+        broadcast.
+    kept_blocks : Operand, optional
+        What `cupyattn.problem.block_mask.BlockMask.kept_blocks` makes, where the call has a block
+        mask.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    o: Operand
+    mask: Operand | None = None
+    bias: Operand | None = None
+    kept_blocks: Operand | None = None
+
+    @property
+    def rows(self) -> dict[str, Operand]:
+        """q, k, v and o by name."""
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}
+
+
+@dataclass(frozen=True)
+class ValueCodes:
+    """How codes of V are to be read.
+
+    Parameters
+    ----------
+    scale : Operand
+        Scales (batch, heads_kv, groups, head_dim), the buffer ``"v_scale"``.
+    group : int
+        Keys that share the scale of a channel.
+    p_type : {"u8", "s8", "e4m3"}
+        Codes of P.
+    smoothed : bool
+        Whether a buffer ``"v_mean"`` was subtracted from V.
+    zero_points : bool
+        Whether there is a buffer ``"v_zero"``, with the shape and the strides of the scales.
+    """
+
+    scale: Operand
+    group: int
+    p_type: str
+    smoothed: bool
+    zero_points: bool = False
+
+    def check(self, v_codes: Operand, tiles: Tiles) -> None:
+        """Raise unless the kernel can read them in tiles of this size."""
+        check_value_group(self.group, tiles)
+        if 0 not in v_codes.shape and not v_codes.allows(16):
+            raise ValueError(
+                "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
+                f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
+            )
+
+    @property
+    def hopper_form(self) -> str:
+        """The Hopper form for such codes, as far as there is one."""
+        if self.p_type == "e4m3":
+            return "sm90_fp8"
+        return "sm90_pv8" if self.group == GROUP_ALL else "sm90_pv8_by_tile"
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How the operands of ``fa_int8`` are quantised.
+
+    Parameters
+    ----------
+    group_q, group_kv : int
+        Rows per scale.
+    zero_points : bool
+        Whether codes of Q and K have zero points.
+    values : ValueCodes, optional
+        V is codes as well.
+    fused : bool
+        The kernel makes the codes by itself: q, k and v are arrays of 16 or 32 bits.
+    """
+
+    group_q: int
+    group_kv: int
+    zero_points: bool = False
+    values: ValueCodes | None = None
+    fused: bool = False
+
+    @classmethod
+    def of(cls, z: Quantized) -> Codes:
+        """Describe operands that are quantised already."""
+        values = None
+        if z.form != "portable":
+            values = ValueCodes(
+                Operand.of(z.v_scale), z.group_v, str(z.config.p_type), z.v_mean is not None,
+                z.v_zero is not None,
+            )  # fmt: skip
+        return cls(z.group_q, z.group_kv, z.q_zero is not None, values)
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Their fields of `cupyattn.kernels.features.Features`."""
+        found = {
+            "group_q": self.group_q, "group_kv": self.group_kv, "zero_points": self.zero_points,
+        }  # fmt: skip
+        if self.values is None:
+            return found
+        return {**found, "group_v": self.values.group, "p_type": self.values.p_type}
+
+    def portable_form(self, *, plain: bool) -> str:
+        """Return the portable form for them; `plain`: scores have neither softcap nor bias."""
+        if self.fused or self.values is None:
+            return "fused" if self.fused else "portable"
+        return value_form(self.values.group, self.values.p_type, self.zero_points, plain=plain)
+
+    def check_fused(self, tiles: Tiles) -> None:
+        """Raise ValueError unless the kernel can make them itself in tiles of this size."""
+        whole = not tiles.block_q % self.group_q and not tiles.block_kv % self.group_kv
+        if tiles.num_stages != 1 or not whole:
+            raise ValueError(
+                f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
+                f"whole groups of {self.group_q} rows and {self.group_kv} keys, got {tiles}"
+            )

@@ -1,0 +1,83 @@
+"""What a call of attention asks for: settings, which can be compared, and arrays by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.config import QuantConfig
+
+#: Arguments of `cupyattn.attention` and `attention_varlen` that are arrays or hold some, beside
+#: q, k and v.
+ARRAYS = (
+    "mask", "bias", "rope", "qk_norm", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "out",
+)  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """The other arguments of `cupyattn.attention` and `attention_varlen`, which document them."""
+
+    variant: str = "auto"
+    accuracy: str = "full"
+    scale: float | None = None
+    causal: bool = False
+    causal_align: str = "bottom-right"
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    rope_interleaved: bool = False
+    rope_offset_q: int = 0
+    qk_norm_eps: float = EPS
+    layout: str = "BHSD"
+    return_lse: bool = False
+    quant: QuantConfig | None = None
+    tiles: Tiles | None = None
+    arch: str | None = None
+    backend: str | None = None
+    check_finite: bool = False
+    max_len_q: int | None = None
+    max_len_k: int | None = None
+
+
+def parse(
+    function: str, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+) -> tuple[Settings, dict[str, Any]]:
+    """Tell settings and arrays of a call apart.
+
+    Parameters
+    ----------
+    function : str
+        Whose arguments they are, for the message.
+    q, k, v : array, or q a QuantizedQKV and k, v None
+    options : mapping
+        Keyword arguments of `cupyattn.attention` or `attention_varlen`.
+
+    Returns
+    -------
+    settings : Settings
+    arrays : dict
+        ``q``, ``k``, ``v`` and those of `ARRAYS` that are given.
+
+    Raises
+    ------
+    TypeError
+        For an argument that there is not.
+
+    Examples
+    --------
+    >>> settings, arrays = parse("plan", "q", "k", "v", {"causal": True, "mask": None})
+    >>> settings.causal, sorted(arrays)
+    (True, ['k', 'q', 'v'])
+    """
+    arrays = {"q": q, "k": k, "v": v}
+    others = {}
+    for name, value in options.items():
+        if name in ARRAYS:
+            if value is not None:
+                arrays[name] = value
+        elif name in Settings._fields:
+            others[name] = value
+        else:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return Settings(**others), arrays

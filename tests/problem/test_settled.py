@@ -1,0 +1,159 @@
+"""Form and tiles of some 250 calls, and why a faster form is left out, as settled.json has them.
+
+The table was written once, before form and tiles were settled in one place. A change of it is a
+change of what users get. Plans, mirror, bounds and judge must see the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.bounds import kernel as kernel_bounds
+from cupyattn.compiler.modules import KERNELS
+from cupyattn.kernels import ladder
+from cupyattn.ops.attention import resolved
+from cupyattn.ops.explain import kernel_form
+from cupyattn.problem.form import Kernel
+from cupyattn.problem.hopper import SUPPORTED, Support
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.reference import mirror
+from cupyattn.testing import verdict
+from tests.problem.settled_calls import Call, calls
+
+#: By the name of a call: form, tiles, note.
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("settled.json").read_text())
+CALLS = list(calls())
+
+
+@pytest.fixture(autouse=True)
+def own_rung(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A rung of one's own, which has one form."""
+    monkeypatch.setattr(ladder, "VARIANTS", dict(ladder.VARIANTS))
+    own = ca.Variant("settled_own", "one's own", "tensor_core", {256: ca.Tiles(64, 32, 4, 2)})
+    ca.register(own, KERNELS / "attn_fa_tc.cu")
+    yield
+
+
+def test_the_table_has_every_form_and_a_line_for_each_call() -> None:
+    assert [call.name for call in CALLS] == list(TABLE)
+    found = Counter(form for form, *_ in TABLE.values())
+    assert set(found) == set(ladder.FORM_SOURCES)
+    assert len(TABLE) >= 200 and min(found.values()) >= 2
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_form_tiles_and_note(call: Call) -> None:
+    """Those of the last plan: what `plan`, `explain` and `kernel_form` say."""
+    form, tiles, note = TABLE[call.name]
+    arrays, options = call.operands()
+    plan = ca.plan(*arrays, **options).plans[-1]
+    assert [plan.form, plan.tiles, plan.note] == [form, ca.Tiles(*tiles), note]
+    assert kernel_form(*arrays, **options) == {"form": form, "tiles": plan.tiles}
+    said = ca.explain(*arrays, **options)
+    assert f"{call.variant} ({form}), {plan.tiles}" in said
+    assert said.endswith(note)
+
+
+# ---- one record ----------------------------------------------------------------------------------
+
+
+class Seen(Exception):
+    """Carries what the core function of mirror, bounds or judge was given."""
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[tuple[Any, ...], Any]]:
+    """What a function hands to the core: its arguments, the record first."""
+
+    def stop(*args: Any, **options: Any) -> None:
+        raise Seen(args, options)
+
+    monkeypatch.setattr(mirror, "run_kernel", stop)
+    monkeypatch.setattr(kernel_bounds, "bound_kernel", stop)
+    monkeypatch.setattr(verdict, "judge_kernel", stop)
+
+    def of(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[tuple[Any, ...], Any]:
+        with pytest.raises(Seen) as seen:
+            function(*args, **options)
+        return seen.value.args[0], seen.value.args[1]
+
+    return of
+
+
+def key(kernel: Kernel) -> tuple[Any, ...]:
+    return kernel.variant, kernel.form, kernel.tiles
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_plan_mirror_bounds_and_judge_take_one_record(call: Call, records: Any) -> None:
+    arrays, keywords = call.operands()
+    q, k, v = (*arrays, None, None)[:3]
+    request = resolved(q, k, v, **keywords)
+    form, tiles, note = TABLE[call.name]
+    settled = request.kernel
+    assert [settled.form, settled.tiles, settled.note] == [form, ca.Tiles(*tiles), note]
+    assert ca.plan(*arrays, **keywords).kernel == settled
+
+    packed = request.call.packed is not None
+    run = (lambda **x: ca.attention_varlen(q, k, v, **x)) if packed else ca.attention
+    given = () if packed else arrays
+    (kernel, inputs, scores), beside = records(run, *given, **keywords, backend="mirror")
+    assert key(kernel) == key(settled) and (packed or kernel == settled)
+
+    # By name, and by themselves where they know as much: not of the device, of strides and of
+    # other sequences.
+    z = beside["quantized"]
+    options = {**vars(scores), "variant": call.variant}
+    if settled.stacks or packed or not settled.own_tiles:
+        options["tiles"] = settled.tiles
+    by_itself = not form.startswith("sm90") and form != "fused" and not packed
+    o = np.zeros(kernel.call.output_shape, np.float16)
+    for name in (form, None) if by_itself else (form,):
+        named = {**options, "form": name}
+        mirrored = records(mirror.attention_mirror, *(inputs if z is None else (z,)), **named)
+        bounded = records(kernel_bounds.attention, *inputs, quantized=z, **named)
+        judged = records(verdict.judge, o, *inputs, quantized=z, **named)
+        for (found, *_), _ in (mirrored, bounded, judged):
+            assert key(found) == key(settled)
+
+
+def test_a_judge_takes_the_record_of_a_prepared_call() -> None:
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 16, 8, 64)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 1, 640, 64)).astype(np.float16)
+    prepared = ca.plan(q, k, v, variant="fa_tc", arch="sm_90a", return_lse=True)
+    assert prepared.kernel.stacks and prepared.kernel.call.heads == 16
+    o, lse = prepared(q, k, v)
+    given = verdict.Given((q, k, v), ScoreOptions())
+    report = verdict.judge_kernel(prepared.kernel, given, o, lse)
+    assert report.passed and report.variant == "fa_tc"
+    assert not verdict.judge_kernel(prepared.kernel, given, 1.1 * o, lse).passed
+
+
+def test_form_and_tiles_are_chosen_in_one_place() -> None:
+    """`settle` alone asks for a form, for tiles, and whether a Hopper form takes codes."""
+    package = Path(ca.__file__).parent
+    found = Counter(
+        (node.func.attr, path.relative_to(package).as_posix())
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("form_for", "tiles_for", "portable_form", "codes_support")
+    )  # fmt: skip
+    names = ("form_for", "tiles_for", "portable_form", "codes_support")
+    assert found == {(name, "problem/form.py"): 1 for name in names}
+
+
+def test_support_says_why_not() -> None:
+    assert SUPPORTED.supported and SUPPORTED.note == ""
+    missing = Support(False, "the Hopper form takes no mask")
+    assert missing.note == "portable form: the Hopper form takes no mask"
