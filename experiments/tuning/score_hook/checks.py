@@ -64,12 +64,11 @@ def bound_of(
     )  # fmt: skip
     xp = array_namespace(q)
     terms = xp.zeros((call.batch, call.heads, 1, rows.size, call.head_dim))
+    shared = kernel_bounds._Shared(n, tiles, call.scale, scaling, None, None, None, None)
     for block in score_blocks(
         q, k, v, scale=call.scale, causal=call.causal, rows=rows, **hook.options
     ):
-        found, _ = kernel_bounds._kernel_bound(
-            block, n, tiles, call.scale, scaling, None, None, None, None
-        )
+        found, _ = kernel_bounds._block_bound(block, shared)
         total = sum(found.values())
         terms[block.index] = total
     return terms[:, :, 0]
