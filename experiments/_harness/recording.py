@@ -155,9 +155,13 @@ def module_now(name: str) -> str:
     --------
     >>> module_now("experiments.gemm"), module_now("experiments.gone")
     ('experiments.speed.gemm', 'experiments.gone')
+    >>> module_now("experiments.channel_race")
+    'experiments.tuning.channel_product.channel_race'
     """
-    files = list((ROOT / "experiments").glob(f"*/{name.rpartition('.')[2]}.py"))
-    return f"experiments.{files[0].parent.name}.{files[0].stem}" if len(files) == 1 else name
+    files = list((ROOT / "experiments").rglob(f"{name.rpartition('.')[2]}.py"))
+    if len(files) != 1:
+        return name
+    return ".".join(files[0].relative_to(ROOT).with_suffix("").parts)
 
 
 def command_now(record: Mapping[str, Any]) -> str:

@@ -26,9 +26,12 @@ from experiments.tuning import race, tile_order, tile_sweep
 
 FOLDER = recording.ROOT / "experiments"
 SHARED = FOLDER / "_harness"
-#: Each module of these folders is an experiment. Programs have a README of their own.
+#: Each module of these folders is an experiment.
 SUBJECTS = ("speed", "accuracy", "diffusion", "tuning")
-PROGRAMS = ("dit", "channel_product")
+#: A folder of modules with a README of its own is a program.
+PROGRAMS = sorted(
+    path.parent for path in FOLDER.rglob("*/README.md") if list(path.parent.glob("*.py"))
+)
 EXPERIMENTS = sorted(f"{subject}.{p.stem}" for subject in SUBJECTS
                      for p in (FOLDER / subject).glob("*.py"))  # fmt: skip
 SMALL = Problem(1, 1, 40, 16)
@@ -47,14 +50,24 @@ def test_every_module_lies_in_a_folder_of_the_readme() -> None:
     """Whose headings are the folders, each above a table of all its modules and of no other."""
     assert not list(FOLDER.glob("*.py"))
     folders = {path.parent for path in FOLDER.rglob("*.py")}
-    assert {path.name for path in folders} == {*SUBJECTS, SHARED.name, *PROGRAMS}
+    assert folders - {*PROGRAMS} == {SHARED, *(FOLDER / subject for subject in SUBJECTS)}
     readme = (FOLDER / "README.md").read_text()
-    for folder in sorted(path for path in folders if path.name not in PROGRAMS):
+    for folder in sorted(folders - {*PROGRAMS}):
         section = readme.split(f"\n## {folder.name}/\n")[1].split("\n## ")[0]
         rows = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
         assert set(re.findall(r"`(\w+\.py)`", rows)) == {p.name for p in folder.glob("*.py")}
         for where, module in re.findall(r"python -m experiments\.(\w+)\.(\w+)", section):
             assert (folder.name, True) == (where, (folder / f"{module}.py").is_file())
+
+
+def test_the_readme_points_to_every_program() -> None:
+    """The README of a program names all its modules."""
+    readme = (FOLDER / "README.md").read_text()
+    assert PROGRAMS
+    for folder in PROGRAMS:
+        assert f"]({(folder / 'README.md').relative_to(FOLDER)})" in readme
+        named = re.findall(r"`(\w+\.py)`", (folder / "README.md").read_text())
+        assert {path.name for path in folder.glob("*.py")} == {*named}, folder
 
 
 def test_what_is_shared_imports_no_experiment() -> None:

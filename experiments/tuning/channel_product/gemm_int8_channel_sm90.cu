@@ -3,7 +3,7 @@
 // Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum stays in int32
 //              to the end, so the loop holds nothing but wgmma: no conversion, no fma, no shuffle.
 // Differs from kernels_cu's gemm_int8, which applies two scales after every 128 codes and is bound
-//              by issue slots (993 TOP/s at 8192^3). Here shared memory and the L2 cache bind.
+//              by issue slots (1196 TOP/s at 8192^3 in the same race).
 // Data flow    A warpgroup copies slices of 128 codes into a ring of stages, the others multiply:
 //              TEAMS 1, all of them on one tile, each its rows; TEAMS 2, each on a tile of its own,
 //              by turns, so that one stores while the other multiplies. Two blocks of a PAIR hold
@@ -29,15 +29,19 @@
 //              take 1900 and 1500 clocks: 3 % of a tile at k = 8192 and 7 % at 3072, unless
 //              another warpgroup multiplies in the meantime. The loop is 4 wgmma a slice and
 //              about 50 other instructions; nothing is spilled without a bias.
-// Prediction   At 8192^3, with 1894 TOP/s sustained and 15.5 of 16 waves: 128 x 256 alone 1250 to
-//              1350 TOP/s, bound by the L2 cache (48 bytes a clock needed, 33 to 36 to be had); in a
-//              pair 1450 to 1550, bound by shared memory, which is busy all the time by count; with
-//              slots or a lead 1 to 2 % more each, less where a lead of two leaves too few stages
-//              ahead of the copies. 256 x 192 in a pair 1450 to 1550 (10.7 of 11 waves, stores that
-//              nothing hides). 192 x 192 in a pair 1350 to 1450 (14.3 of 15 waves), and the fastest
-//              at n = 3072, where it fills 2.9 of 3 waves and 128 x 256 3.3 of 4. Two teams on
-//              128 x 192: 1350 to 1450. 256 x 128: at most 1894 / 1.125 less stores, 1350 to 1450.
-//              Without copies 1750 to 1850, without stores 3 % more than with them.
+// Measured     At 8192^3 on an H100, TOP/s in turn with the others; experiments/results/NOTES.md
+//              says what was learnt. "Pair" is a pair of 128 x 256 if no tile is named.
+//                128 x 256 alone         predicted 1250 to 1350, measured 1608: to be built
+//                its L2 cache reads      predicted 33 to 36 bytes a clock and SM, measured 41
+//                pair                    predicted 1450 to 1550, measured 1092
+//                pair, slots or lead     predicted 1 to 2 % more, measured 1 % more
+//                256 x 192, pair         predicted 1450 to 1550, measured 1177
+//                192 x 192, pair         predicted 1350 to 1450, measured 1063
+//                192 x 192 at n = 3072   predicted the fastest, measured 0.81 of 128 x 256 alone
+//                128 x 192, two teams    predicted 1350 to 1450, measured 837
+//                256 x 128, pair         predicted 1350 to 1450, measured 931
+//                pair without copies     predicted 1750 to 1850, measured 1692
+//                pair without stores     predicted 3 % more, measured 12 % less
 // Lost         without a device: 192 x 256 on three warpgroups (ptxas: wgmma with n = 256 needs 154
 //              registers where 512 threads have 128 at launch, C7602); 24 registers for a producer
 //              whose loop is unrolled (28 bytes spilled); scales of columns per atom in place of

@@ -1,6 +1,6 @@
 // attn_fa_tc, Hopper form, with softcap, bias and mask before the softmax: a candidate, raced by
-// race.py. All but what stands between Q K^T and the softmax is kernels_cu/sm90/attn_fa_tc.cu, whose
-// header says how it works.
+// scores_race.py; README.md says what was predicted and measured. All but what stands between Q K^T
+// and the softmax is kernels_cu/sm90/attn_fa_tc.cu, whose header says how it works.
 //
 // Mask         pack_mask makes a bit of every entry, and one of three classes of every tile. The
 //              producer takes a tile's steps from a list without the empty ones, and copies bits

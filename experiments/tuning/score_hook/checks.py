@@ -25,7 +25,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.reference.exact import attention_exact, score_blocks
 from cupyattn.runtime import ready
-from experiments.tuning.score_hook.candidates import ARCH, Hook, describe, plan_of
+from experiments.tuning.score_hook.hook_plans import ARCH, Hook, describe, plan_of
 
 #: Relative error of softcap: the polynomial's, and a few roundings of float32.
 SOFTCAP_ERROR = 2.0**-16
@@ -64,12 +64,11 @@ def bound_of(
     )  # fmt: skip
     xp = array_namespace(q)
     terms = xp.zeros((call.batch, call.heads, 1, rows.size, call.head_dim))
+    shared = kernel_bounds._Shared(n, tiles, call.scale, scaling, None, None, None, None)
     for block in score_blocks(
         q, k, v, scale=call.scale, causal=call.causal, rows=rows, **hook.options
     ):
-        found, _ = kernel_bounds._kernel_bound(
-            block, n, tiles, call.scale, scaling, None, None, None, None
-        )
+        found, _ = kernel_bounds._block_bound(block, shared)
         total = sum(found.values())
         terms[block.index] = total
     return terms[:, :, 0]

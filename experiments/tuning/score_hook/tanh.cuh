@@ -1,6 +1,6 @@
 // tanh.cuh -- softcap of a lane's scores with a relative error of 2^-16.
 //
-// tanh(y) = y * (c0 + c1 y^2 + ...) up to SMALL, minimax in relative error (race.py refits it); past
+// tanh(y) = y * (c0 + c1 y^2 + ...) up to SMALL, minimax in relative error (hook_plans.py has c); past
 // SMALL 1 - 2 / (1 + 2^(2 |y| log2 e)). A step whose scores are all small, which is the usual case,
 // takes the polynomial alone: its instructions go to the FMA pipe, while ex2 and rcp would share
 // the unit of the softmax's ex2.

@@ -9,10 +9,11 @@ Measures     registers and spills; error as a fraction of a derived bound; time 
              and to the fastest of cuDNN, torch's efficient backend and FlexAttention
 Expect       key padding at most 1.08 of plain by admitted keys, the random mask 1.35, bias 1.5,
              softcap 1.5 at head_dim 128 and 1.9 at 64
-Run          python -m experiments.tuning.score_hook.race [--json FILE] [--interpret]
-             [--head-dims N ...] [--rounds N] [--seconds N] [--no-peers]
+Run          python -m experiments.tuning.score_hook.scores_race [--json FILE]
+             [--quick | --interpret] [--head-dims N ...] [--rounds N] [--seconds N] [--no-peers]
 
-With ``--interpret`` small calls run in the interpreter, without a device and without times.
+With ``--interpret`` small calls run in the interpreter, without a device and without times; with
+``--quick`` they run on the device if there is one, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,9 @@ from cupyattn.measure import device, timing, words
 from cupyattn.plans.records import Plan
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.runtime import ready
-from experiments.tuning.score_hook.candidates import (
+from experiments._harness import recording
+from experiments.tuning.score_hook.checks import FAILURES, check, dtype_of, judge, make, small_cases
+from experiments.tuning.score_hook.hook_plans import (
     ARCH,
     CANDIDATES,
     PROBES,
@@ -48,7 +50,6 @@ from experiments.tuning.score_hook.candidates import (
     plan_of,
     resources,
 )
-from experiments.tuning.score_hook.checks import FAILURES, check, dtype_of, judge, make, small_cases
 
 TOKENS, WIDTH, LENGTH = 16_384, 2048, 4096
 FEATURES = ("key padding", "mask", "bias", "bias of keys", "softcap", "softcap, large")
@@ -403,22 +404,16 @@ def table(rows: list[dict[str, Any]], head_dim: int, lengths: Any) -> list[list[
 def run(args: argparse.Namespace) -> int:
     """Check small calls, then judge and time large ones."""
     began = time.monotonic()
-    if args.interpret:
+    if args.interpret or (args.quick and device.device_missing()):
         return 0 if all(one["ok"] for one in check(args, on_device=False)) else 1
-    if missing := device.device_missing():
-        print(f"this needs a CUDA device ({missing}); --interpret runs without", file=sys.stderr)
-        return 2
+    recording.check_rounds(args)
     compile_all(args)
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
     checked = check(args, on_device=True)
     print(f"checked after {time.monotonic() - began:.0f} s", flush=True)
-    record: dict[str, Any] = {
-        "experiment": "score_hook", "seed": args.seed, "rounds": args.rounds, "checked": checked,
-        "command": " ".join(["python -m experiments.tuning.score_hook.race", *sys.argv[1:]]),
-        "problems": [],
-    }  # fmt: skip
+    content: dict[str, Any] = {"rounds": args.rounds, "checked": checked, "problems": []}
     failed = False
-    for i, head_dim in enumerate(args.head_dims):
+    for i, head_dim in enumerate([] if args.quick else args.head_dims):
         left = began + args.seconds - time.monotonic()
         ends = time.monotonic() + left * (0.9 if i + 1 == len(args.head_dims) else 0.45)
         bench = Bench(head_dim, args.seed, ends)
@@ -431,11 +426,8 @@ def run(args: argparse.Namespace) -> int:
         lines = table(rows, head_dim, bench.lengths)
         print(f"\nhead_dim {head_dim}, {device.environment()['device']['name']}")
         output.print_table(lines[0], lines[1:])
-        record["problems"].append({"head_dim": head_dim, "rows": rows})
-        record["environment"] = device.environment()
-        if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            output.write_json(args.json, record)
+        content["problems"].append({"head_dim": head_dim, "rows": rows})
+        recording.keep(args, "score_hook", "cuda", content)
         del bench, rows
         print(f"head_dim {head_dim} done after {time.monotonic() - began:.0f} s", flush=True)
     return 0 if all(one["ok"] for one in checked) and not failed else 1
@@ -443,21 +435,20 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = recording.parser(__doc__)
     parser.add_argument("--interpret", action="store_true", help="small calls, without a device")
     parser.add_argument("--only", default="", metavar="WORD", help="small calls so named")
     parser.add_argument("--all", action="store_true", help="small calls with more tiles")
     parser.add_argument("--trace", action="store_true", help="where a small call failed")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], metavar="N")
-    parser.add_argument("--rounds", type=int, default=15, help="timed samples")
     parser.add_argument("--seconds", type=float, default=450.0, help="peers start no later")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=12, help="compilations at a time")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write the record")
-    return run(parser.parse_args(argv))
+    parser.set_defaults(rounds=recording.LEAST_ROUNDS)
+    args = parser.parse_args(argv)
+    if args.interpret:
+        return recording.guarded(run, args)
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":
