@@ -244,7 +244,8 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "options"),
     [
-        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (FP8, {}), (BY_TILE, {}),
+        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (BY_TILE, {}),
+        pytest.param(FP8, {}, marks=pytest.mark.slow),
         *(
             pytest.param("fa_tc@sm90", options, marks=pytest.mark.slow)
             for options in (

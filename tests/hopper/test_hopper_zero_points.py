@@ -35,14 +35,14 @@ def pair(
     rng = np.random.default_rng(0)
     q, k, v = (
         rng.integers(-60, 61, (1, h, n, head_dim)).astype(np.int8)
-        for h, n in zip((4, 2, 2), (*lengths, lengths[1]), strict=True)
+        for h, n in zip((2, 1, 1), (*lengths, lengths[1]), strict=True)
     )
     q_moved, q_zero = moved(q, group_q, 1)
     k_moved, k_zero = moved(k, group_kv, 2)
     scales = [rng.uniform(0.01, 0.02, z.shape).astype(np.float32) for z in (q_zero, k_zero)]
     given: dict[str, Any] = {
         "group_q": group_q, "group_kv": group_kv,
-        "k_mean": rng.standard_normal((1, 2, head_dim)).astype(np.float32),
+        "k_mean": rng.standard_normal((1, 1, head_dim)).astype(np.float32),
     }  # fmt: skip
     v = v.astype(np.float16)
     plain = QuantizedQKV.from_codes(in_padded_rows(q), in_padded_rows(k), v, *scales, **given)
@@ -112,7 +112,7 @@ def check(
     granularity: str, head_dim: int = 64, dtype: str = "float16", rung: str = RUNG, **options: Any
 ) -> None:
     """J2 and J3 of numbers that lie to one side of 0; two steps of keys at least."""
-    q, k, v = normal((1, 4, 40, head_dim), (1, 2, 200, head_dim), dtype)
+    q, k, v = normal((1, 2, 40, head_dim), (1, 1, 200, head_dim), dtype)
     sides = np.where(np.arange(head_dim) % 2, 1, -1).astype(dtype)
     rising = np.linspace(-3, 3, 200).astype(dtype)[:, None]
     given = {"pv": "fp8", "granularity_v": "channel"} if rung == FP8 else {}
@@ -185,7 +185,7 @@ def test_block_masks(granularity) -> None:
     ["thread", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "head"))],
 )
 def test_packed_sequences_have_zero_points_of_their_own(granularity) -> None:
-    inputs, ends = packed(((5, 9), (0, 7), (6, 0), (35, 40)), 4, 2)
+    inputs, ends = packed(((5, 9), (0, 7), (6, 0), (35, 40)), 2, 1)
     inputs = tuple(a + np.float16(1) for a in inputs)
     quant = QuantConfig(granularity, granularity, symmetric=False, smooth_k=False)
     given = {

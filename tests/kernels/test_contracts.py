@@ -439,7 +439,13 @@ def arch_of(source: str) -> str:
     return "sm_90a" if "sm90/" in source else "sm_80"
 
 
-@pytest.mark.parametrize("source", GOOD)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(x, marks=[] if x in ("attn_fa.cu", "attn_fa_tc.cu") else [pytest.mark.slow])
+        for x in GOOD
+    ],
+)
 def test_without_a_change_it_compiles(source: str) -> None:
     assert kc.translate(spec_of(source, {}), arch_of(source)).ptx
 

@@ -182,9 +182,18 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
 # ---- every rung ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2, CELLS))
-def test_the_kernels_attend_with_turned_operands(rung: str, dtype: str, interleaved: bool) -> None:
+@pytest.mark.parametrize(
+    ("interleaved", "rung", "dtype"),
+    [
+        pytest.param(
+            interleaved, *one.values, marks=[*one.marks, *([pytest.mark.slow] if late else [])]
+        )
+        for interleaved in (False, True)
+        for one in runs.cells_in_turn(2, CELLS)
+        for late in [interleaved != (one.values[0] == "fa_tc")]
+    ],
+)
+def test_the_kernels_attend_with_turned_operands(interleaved: bool, rung: str, dtype: str) -> None:
     """To the bit what they do with operands that were turned beforehand, and within the bound.
 
     fa_int8 rounds nothing to 16 bits between: with those that `quantize` turned.
