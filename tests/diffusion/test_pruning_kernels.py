@@ -191,7 +191,9 @@ def test_importance_may_lie_anywhere() -> None:
     ("dtype", "quant"),
     [
         (F16, ca.QuantConfig()),
-        (BF16, ca.QuantConfig("head", "head", symmetric=False)),
+        pytest.param(
+            BF16, ca.QuantConfig("head", "head", symmetric=False), marks=pytest.mark.slow
+        ),
         pytest.param(F16, ca.QuantConfig("tensor", "tensor"), marks=pytest.mark.slow),
         pytest.param(F32, ca.QuantConfig("block", "token", smooth_k=False), marks=pytest.mark.slow),
         pytest.param(F16, ca.QuantConfig(pv="int8"), marks=pytest.mark.slow),
@@ -229,7 +231,9 @@ def test_keys_quantised_where_they_lie_have_the_bits_of_those_that_moved(
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["balanced", "aggressive", "precision"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("balanced", marks=pytest.mark.slow), "aggressive", "precision"]
+)
 def test_a_layer_that_moves_no_keys_gives_the_same_bits(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

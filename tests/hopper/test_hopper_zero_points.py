@@ -56,17 +56,15 @@ def pair(
 # ---- fixtures that need no bound -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("head_dim", "group_q", "group_kv"),
     [
-        (64, GROUP_ALL, GROUP_ALL),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in ((72, 1, 16), (128, 2, GROUP_ALL), (128, 64, 32), (256, GROUP_ALL, 16))
-        ),
+        (64, GROUP_ALL, GROUP_ALL), (72, 1, 16), (128, 2, GROUP_ALL), (128, 64, 32),
+        (256, GROUP_ALL, 16),
     ],
-)
+)  # fmt: skip
 def test_codes_moved_by_their_zero_points_change_no_bit(head_dim, group_q, group_kv, causal):
     """Scores begin with whole numbers, and end as those that they were: every term, every group."""
     plain, shifted = pair(head_dim, group_q, group_kv)
@@ -87,6 +85,7 @@ def check_pieces() -> None:
 
 
 def test_pieces_of_tiles_begin_at_keys_of_their_own() -> None:
+    """And codes moved by their zero points change no bit."""
     check_pieces()
 
 

@@ -507,7 +507,7 @@ def test_contracts_of_tiles_are_many() -> None:
     assert len(OF_TILES) > 30
 
 
-@pytest.mark.parametrize("variant", ["fa_warps", "fa_tc"])
+@pytest.mark.parametrize("variant", [pytest.param("fa_warps", marks=pytest.mark.slow), "fa_tc"])
 def test_the_evaluation_agrees_with_the_compiler(variant: str) -> None:
     """On tiles that were drawn, most of which break a contract."""
     rng, source, refused = np.random.default_rng(1), f"attn_{variant}.cu", 0

@@ -297,7 +297,15 @@ def test_rope_goes_with_everything_else(rung: str) -> None:
         runs.run(rung, inputs, backend="interpret", **options).check()
 
 
-@pytest.mark.parametrize("shape", [(0, 7), (7, 0), (1, 1), (33, 1), (1, 33)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 7),
+        (7, 0),
+        (33, 1),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1), (1, 33))),
+    ],
+)
 @pytest.mark.parametrize("rung", runs.in_turn(0, PORTABLE))
 def test_lengths(rung: str, shape: tuple[int, int]) -> None:
     len_q, len_kv = shape
