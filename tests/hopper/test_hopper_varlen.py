@@ -271,7 +271,10 @@ def test_no_column_past_head_dim_is_written() -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., 36:]).all()
 
 
-@pytest.mark.parametrize("rung", IN_TURN)
+@pytest.mark.parametrize(
+    "rung",
+    [RUNGS[0], *(pytest.param(rung, marks=pytest.mark.slow) for rung in RUNGS[1:])],
+)
 def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     check_that_a_sequence_past_its_limit_is_cut(rung)
 

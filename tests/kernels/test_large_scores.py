@@ -27,7 +27,7 @@ def forms(names: list[str], late: Set[str] = frozenset()) -> list[Any]:
     return [pytest.param(x, marks=[] if x in sooner else [pytest.mark.slow], id=x) for x in names]
 
 
-@pytest.mark.parametrize("form", forms(list(cases.ALL), {"pv8_whole", "sm90_fp8"}))
+@pytest.mark.parametrize("form", forms(list(cases.ALL), {"fa", "pv8_whole", "sm90_fp8"}))
 @given(
     kind=st.sampled_from(cases.KINDS),
     size=st.sampled_from([6e-8, 1e-4, 1.0, 30.0, 1e3, 3e3, 1e4, 3e4, cases.LARGEST]),
@@ -41,7 +41,7 @@ def forms(names: list[str], late: Set[str] = frozenset()) -> list[Any]:
 @example(kind="spike", size=cases.LARGEST, seed=0, flags=FLAGS)
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
 def test_finite_inputs_give_finite_rows(form, kind, size, seed, flags) -> None:
-    """tests/quant/test_pv8_whole.py has such scores of pv8_whole, too."""
+    """Of fa the next test, of pv8_whole tests/quant/test_pv8_whole.py has such scores, too."""
     cases.check(form, kind, size, seed, "interpret", np.asarray, **flags)
 
 
