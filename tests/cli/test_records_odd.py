@@ -16,7 +16,6 @@ import pytest
 from cupyattn import cli
 from cupyattn.measure import records
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 ROW = {"variant": "fa", "samples": [1e-3, 2e-3, 3e-3], "judgement": {"j2": 0.5}}
 
 
@@ -146,8 +145,3 @@ def test_records_with_parts_exchanged_are_answered(tmp_path: Path, capsys) -> No
                 node[key] = value
             path.write_text(json.dumps(odd))
             answers([path], tmp_path / "page.html", capsys)
-
-
-def test_stored_records_are_read() -> None:
-    for path in sorted(RESULTS.glob("*.json")):
-        records.read(path)

@@ -83,7 +83,7 @@ WINDOW = {"window": (70, 20), "causal_align": "top-left"}
 @pytest.mark.parametrize(
     ("rung", "backend", "options"),
     [
-        ("fa_int8@sm90", "interpret", {}),
+        pytest.param("fa_int8@sm90", "interpret", {}, marks=pytest.mark.slow),
         ("fa_int8@sm90", "interpret", {"causal": True, **OF_STEPS}),
         ("fa_int8@sm90", "mirror", WINDOW),
         pytest.param(

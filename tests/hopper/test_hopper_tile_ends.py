@@ -20,14 +20,20 @@ BY_TILE_KERNEL = "sm90/attn_fa_int8_pv8_by_tile.cu"
 pytestmark = pytest.mark.usefixtures("one_block")
 
 
-def run(rung: str, length: int = 400, **options: Any) -> runs.Run:
+def run(rung: str, length: int = 200, **options: Any) -> runs.Run:
     return cases.run(
         rung, normal((1, 2, length, 64), (1, 2, 70, 64)), backend="interpret", **options
     )
 
 
-@pytest.mark.parametrize("rung", [INT8, PV8, FP8, BY_TILE])
-@pytest.mark.parametrize("options", [{}, {"causal": True}])
+@pytest.mark.parametrize(
+    ("options", "rung"),
+    [
+        pytest.param(options, rung, marks=[] if i == j % 2 else [pytest.mark.slow])
+        for i, options in enumerate(({}, {"causal": True}))
+        for j, rung in enumerate((INT8, PV8, BY_TILE, FP8))
+    ],
+)
 def test_one_tile_after_another(rung: str, options: dict[str, Any]) -> None:
     run(rung, **options).check()
 

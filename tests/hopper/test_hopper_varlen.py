@@ -243,7 +243,8 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "options"),
     [
-        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (FP8, {}), (BY_TILE, {}),
+        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (BY_TILE, {}),
+        pytest.param(FP8, {}, marks=pytest.mark.slow),
         *(
             pytest.param("fa_tc@sm90", options, marks=pytest.mark.slow)
             for options in (
@@ -269,7 +270,10 @@ def test_no_column_past_head_dim_is_written() -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., 36:]).all()
 
 
-@pytest.mark.parametrize("rung", IN_TURN)
+@pytest.mark.parametrize(
+    "rung",
+    [RUNGS[0], *(pytest.param(rung, marks=pytest.mark.slow) for rung in RUNGS[1:])],
+)
 def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     check_that_a_sequence_past_its_limit_is_cut(rung)
 

@@ -59,11 +59,14 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
+@pytest.mark.parametrize("seeds", [(1, 2), pytest.param((0, 3), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("odd", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_lengths(rung: str, dtype: str, odd: bool) -> None:
-    """Every second one causal; the others with the slow."""
+def test_lengths(rung: str, dtype: str, odd: bool, seeds: tuple[int, int]) -> None:
+    """Every second one causal; the others with the slow, as are single rows and few keys, which
+    `test_results_are_written_in_full_and_nothing_beside_them` has."""
     head_dim, _ = head_dims(rung)
-    for seed, (len_q, len_kv) in enumerate(LENGTHS):
+    for seed in seeds:
+        len_q, len_kv = LENGTHS[seed]
         causal = seed % 2 == odd
         inputs = normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim), dtype, seed)
         before = [bits(x) for x in inputs]
@@ -71,14 +74,20 @@ def test_lengths(rung: str, dtype: str, odd: bool) -> None:
         assert [bits(x) for x in inputs] == before
 
 
-@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2))
+@pytest.mark.parametrize(
+    ("rung", "dtype"),
+    [
+        pytest.param(*one.values, marks=pytest.mark.slow if "@pv8" in one.values[0] else one.marks)
+        for one in runs.cells_in_turn(2)
+    ],
+)
 @given(data=st.data())
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     lengths = st.integers(1, 70) | st.sampled_from([15, 16, 17, 31, 32, 33, 63, 64, 65])
     heads_kv, group = (data.draw(st.integers(1, 2)) for _ in range(2))
     len_q, len_kv = data.draw(lengths), data.draw(lengths)
-    head_dim = data.draw(st.sampled_from((64, 36)))
+    head_dim = data.draw(st.sampled_from(head_dims(rung)))
     inputs = strategies.make_regime(
         data.draw(st.sampled_from(strategies.REGIMES)),
         (1, heads_kv * group, len_q, head_dim),
@@ -137,7 +146,13 @@ def test_rows_without_keys(rung: str, dtype: str, causal_align: str) -> None:
     assert (without.o == 0).all() and (without.lse == -np.inf).all()
 
 
-@pytest.mark.parametrize(("rung", "dtype"), CELLS)
+@pytest.mark.parametrize(
+    ("rung", "dtype"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] if i % 3 and one[0] not in PLAIN else [])
+        for i, one in enumerate(CELLS)
+    ],
+)
 def test_empty_results(rung: str, dtype: str) -> None:
     q, k, v = normal((2, 2, 5, 64), (2, 2, 7, 64), dtype)
     for empty in ((q[:0], k[:0], v[:0]), (q[:, :0], k[:, :0], v[:, :0]), (q[:, :, :0], k, v)):
@@ -160,7 +175,7 @@ def test_a_masked_nan_has_no_influence_and_an_attended_one_shows(rung: str) -> N
 
 
 @pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(1))
-@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("pads", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_results_are_written_in_full_and_nothing_beside_them(
     rung: str, dtype: str, pads: bool
 ) -> None:
@@ -178,8 +193,15 @@ def test_results_are_written_in_full_and_nothing_beside_them(
         found.check()
 
 
-@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2))
+@pytest.mark.parametrize(
+    ("rung", "dtype"),
+    [
+        pytest.param(*one.values, marks=one.marks if "@" in one.values[0] else pytest.mark.slow)
+        for one in runs.cells_in_turn(2)
+    ],
+)
 def test_what_lies_outside_the_arrays_has_no_influence(rung: str, dtype: str) -> None:
+    """Portable rungs also lie amid NaN in tests/kernels/test_cross.py and test_bug_classes.py."""
     for head_dim, pad in zip(head_dims(rung), (8, 1), strict=True):
         inputs = normal((1, 2, 40, head_dim), (1, 2, 70, head_dim), dtype)
         alone = run(rung, inputs, causal=True)
@@ -188,6 +210,10 @@ def test_what_lies_outside_the_arrays_has_no_influence(rung: str, dtype: str) ->
             assert bits(amid_nan.o) == bits(alone.o)
             assert bits(amid_nan.lse) == bits(alone.lse)
         amid_nan.check()
+
+
+#: Of these the blocks together are compared with one by one: threads, lanes, warpgroups.
+TOGETHER = ("fa_warps", "fa_tc", "fa_tc@sm90", "fa_int8@sm90")
 
 
 def views_of(x: np.ndarray) -> dict[str, np.ndarray]:
@@ -224,7 +250,13 @@ def test_strides(rung: str) -> None:
             assert bits(found.o) == bits(plain.o), name
 
 
-@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
+@pytest.mark.parametrize(
+    ("rung", "dtype"),
+    [
+        pytest.param(*one.values, marks=pytest.mark.slow if "@pv8" in one.values[0] else one.marks)
+        for one in runs.cells_in_turn(0)
+    ],
+)
 def test_out_is_written_in_any_strides(rung: str, dtype: str) -> None:
     head_dim, _ = head_dims(rung)
     inputs = normal((1, 2, 35, head_dim), (1, 1, 20, head_dim), dtype)
@@ -254,7 +286,10 @@ def test_the_hopper_form_writes_no_column_past_head_dim(head_dim: int) -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., head_dim:]).all()
 
 
-@pytest.mark.parametrize("rung", runs.in_turn(2, RUNGS))
+@pytest.mark.parametrize(
+    "rung",
+    [pytest.param(rung, marks=[] if rung in TOGETHER else [pytest.mark.slow]) for rung in RUNGS],
+)
 def test_batches_of_blocks_change_nothing(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head_dim, _ = head_dims(rung)
     inputs = normal((1, 2, 70, head_dim), (1, 2, 40, head_dim))
@@ -279,7 +314,12 @@ TILES = Tiles(64, 32, 4)
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("head_dim", "regime"), [(64, "normal"), (36, "channel bias"), (64, "subnormal")]
+    ("head_dim", "regime"),
+    [
+        pytest.param(64, "normal", marks=pytest.mark.slow),
+        (36, "channel bias"),
+        (36, "subnormal"),
+    ],
 )
 def test_codes_and_scales_equal_the_mirrors(
     head_dim: int, regime: str, granularity: str, dtype: np.dtype

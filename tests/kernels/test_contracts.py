@@ -439,7 +439,13 @@ def arch_of(source: str) -> str:
     return "sm_90a" if "sm90/" in source else "sm_80"
 
 
-@pytest.mark.parametrize("source", GOOD)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(x, marks=[] if x in ("attn_fa.cu", "attn_fa_tc.cu") else [pytest.mark.slow])
+        for x in GOOD
+    ],
+)
 def test_without_a_change_it_compiles(source: str) -> None:
     assert kc.translate(spec_of(source, {}), arch_of(source)).ptx
 
@@ -501,7 +507,7 @@ def test_contracts_of_tiles_are_many() -> None:
     assert len(OF_TILES) > 30
 
 
-@pytest.mark.parametrize("variant", ["fa_warps", "fa_tc"])
+@pytest.mark.parametrize("variant", [pytest.param("fa_warps", marks=pytest.mark.slow), "fa_tc"])
 def test_the_evaluation_agrees_with_the_compiler(variant: str) -> None:
     """On tiles that were drawn, most of which break a contract."""
     rng, source, refused = np.random.default_rng(1), f"attn_{variant}.cu", 0

@@ -109,6 +109,7 @@ def test_the_mirror_is_within_its_bound(rung: str, dtype: str) -> None:
         assert report.tightness < 0.05, f"the bound says little: {cell}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rung", "dtype", "number"),
     [
@@ -118,7 +119,10 @@ def test_the_mirror_is_within_its_bound(rung: str, dtype: str) -> None:
     ],
 )
 def test_the_kernels_are_within_their_bound(rung: str, dtype: str, number: int) -> None:
-    """Each rung and type takes its share of the pairs; each pair is taken."""
+    """Each rung and type takes its share of the pairs; each pair is taken.
+
+    The quick tests have each pair, and each value with each rung, in tests/kernels/test_cross.py.
+    """
     inputs, options = arrays(dtype), options_of(CELLS[number], SHAPE, number)
     given = [*inputs, *(options[name] for name in runs.ADDED if name in options)]
     before = [bits(x) for x in given]

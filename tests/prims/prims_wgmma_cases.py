@@ -90,14 +90,15 @@ def wgmma_e4m3_expected(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.
 
 
 def wgmma_prims() -> Iterator[Prim]:
-    cells = itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS)
-    for number, (dtype, columns) in enumerate(cells):
+    cells = itertools.product(enumerate(("float16", "bfloat16")), enumerate(WGMMA_COLUMNS))
+    for (of_dtype, dtype), (number, columns) in cells:
         for entry, arguments in wgmma_arguments(dtype, columns).items():
             if entry in ("ss_columns", "ss_across") and columns not in (64, 128):
                 continue  # no kernel asks for it
             yield Prim(
                 f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, 256 if entry == "ss" else 128,
-                arguments, wgmma_expected(dtype)[entry], hopper=True, late=number % 2 == 1,
+                arguments, wgmma_expected(dtype)[entry], hopper=True,
+                late=number % 4 != 2 * of_dtype,
                 defines=defines(Tiles(128, columns, 8), Features(dtype, WGMMA_DEPTH, vec=8)),
             )  # fmt: skip
     yield Prim(

@@ -180,9 +180,18 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
 # ---- every rung ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2, CELLS))
-def test_the_kernels_attend_with_turned_operands(rung: str, dtype: str, interleaved: bool) -> None:
+@pytest.mark.parametrize(
+    ("interleaved", "rung", "dtype"),
+    [
+        pytest.param(
+            interleaved, *one.values, marks=[*one.marks, *([pytest.mark.slow] if late else [])]
+        )
+        for interleaved in (False, True)
+        for one in runs.cells_in_turn(2, CELLS)
+        for late in [interleaved != (one.values[0] == "fa_tc")]
+    ],
+)
+def test_the_kernels_attend_with_turned_operands(interleaved: bool, rung: str, dtype: str) -> None:
     """To the bit what they do with operands that were turned beforehand, and within the bound.
 
     fa_int8 rounds nothing to 16 bits between: with those that `quantize` turned.
@@ -286,7 +295,15 @@ def test_rope_goes_with_everything_else(rung: str) -> None:
         runs.run(rung, inputs, backend="interpret", **options).check()
 
 
-@pytest.mark.parametrize("shape", [(0, 7), (7, 0), (1, 1), (33, 1), (1, 33)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 7),
+        (7, 0),
+        (33, 1),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1), (1, 33))),
+    ],
+)
 @pytest.mark.parametrize("rung", runs.in_turn(0, PORTABLE))
 def test_lengths(rung: str, shape: tuple[int, int]) -> None:
     len_q, len_kv = shape
@@ -335,7 +352,7 @@ def test_tables_of_any_type_and_strides_are_taken() -> None:
 def test_layouts_out_and_prepared_calls() -> None:
     q, k, v = arrays()
     options: dict[str, Any] = {"rope": TABLES, "rope_offset_q": 9, "rope_interleaved": True}
-    for rung, backend in (("fa", "interpret"), ("fa_tc", "mirror"), ("fa_int8", "interpret")):
+    for rung, backend in (("fa", "mirror"), ("fa_tc", "interpret"), ("fa_int8", "interpret")):
         where = {"variant": rung, "backend": backend}
         expected = attention(q, k, v, **where, **options)
         turned = (x.swapaxes(1, 2) for x in (q, k, v))

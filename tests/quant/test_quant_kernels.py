@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -308,7 +309,13 @@ def resources(plan: Plan, arch: str) -> list[Resources]:
     return found
 
 
-@pytest.mark.parametrize("arch", architectures.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(x, marks=[] if x in ("sm_80", "sm_90a", "sm_120") else [pytest.mark.slow])
+        for x in architectures.ARCHITECTURES
+    ],
+)
 def test_compiles_for_every_architecture(arch) -> None:
     dtype, head_dim, group = CELLS[architectures.ARCHITECTURES.index(arch) % len(CELLS)]
     x = operand(dtype, head_dim)
@@ -317,7 +324,16 @@ def test_compiles_for_every_architecture(arch) -> None:
 
 
 @NO_SPILLS
-@pytest.mark.parametrize(("dtype", "head_dim", "group"), CELLS[::3] + CELLS[1:3])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group"),
+    [
+        *CELLS[:1],
+        *(
+            pytest.param(*one, marks=[pytest.mark.slow] if number % 2 else [])
+            for number, one in enumerate(CELLS[3::3] + CELLS[1:3])
+        ),
+    ],
+)
 def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
     for static in (False, True):
         for used in resources(of_k(dtype, head_dim, group, smooth=True, static=static), arch):
@@ -326,7 +342,7 @@ def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
 
 @NO_SPILLS
 @pytest.mark.parametrize(
-    "head_dim", [64, 256, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 40, 255))]
+    "head_dim", [256, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 40, 255))]
 )
 def test_quantising_values_spills_nothing(head_dim, arch) -> None:
     for dtype, group, p_type in (
@@ -339,10 +355,16 @@ def test_quantising_values_spills_nothing(head_dim, arch) -> None:
             assert used.static_smem <= 48 * 1024
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+#: Head size, type, and whether codes are symmetric, of the quick tests.
+AT_ONCE = ((128, "float16", True), (128, "bfloat16", False))
+
+
 @pytest.mark.parametrize(
-    "head_dim", [128, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 256))]
+    ("head_dim", "dtype", "symmetric"),
+    [
+        pytest.param(*one, marks=[] if one in AT_ONCE else [pytest.mark.slow])
+        for one in itertools.product((64, 128, 256), ("float16", "bfloat16"), (True, False))
+    ],
 )
 def test_enough_blocks_share_a_multiprocessor(head_dim: int, dtype: str, symmetric: bool) -> None:
     """Three blocks of 256 threads keep memory busy: 80 registers, a third of shared memory."""

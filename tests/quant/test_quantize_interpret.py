@@ -69,7 +69,7 @@ def test_the_interpreter_gives_the_bits_of_the_mirror(quant: QuantConfig) -> Non
         assert_equal(got, quantize_mirror(q, k, v, quant, TILES, **means))
 
 
-@pytest.mark.parametrize("group", ["thread", "head"])
+@pytest.mark.parametrize("group", ["thread", pytest.param("head", marks=pytest.mark.slow)])
 def test_the_mean_of_many_rows_is_that_of_a_quarter(group: str) -> None:
     """The other rows, which no sum may touch, are 64; of 1,023 rows all are summed."""
     for length in (1023, 1024, 1100):
