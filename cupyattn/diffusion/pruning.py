@@ -151,7 +151,8 @@ class _Importance:
         array_namespace(q, k)
         backend, rows = choose(settings.backend, q), check_count("rows", settings.rows)
         scale = _check_operands(q, k, settings.scale)
-        sampled, given = sampled_rows(q.shape[2], rows), {"q": q, "k": k}
+        given = {"q": q, "k": k}
+        sampled = sampled_rows(q.shape[2], rows) if q.shape[2] else range(0)
         of_mirror = 0 in q.shape or 0 in k.shape or not _kernels_weigh(backend, q, k)
         if of_mirror:
             return Problem(

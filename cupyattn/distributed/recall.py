@@ -52,7 +52,7 @@ def remember(
         return
     if len(group.known) >= MOST:
         group.known.pop(next(iter(group.known)))
-    request = replace(call.request, q=None, k=None, v=None)
+    request = replace(call.request, q=None, k=None, v=None, given={})
     group.known[form] = replace(call, request=request)
 
 

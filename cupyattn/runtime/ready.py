@@ -207,7 +207,7 @@ class Ready:
             memory = self.allocate() if scratch is None else scratch
         except MemoryError as error:
             raise self.memory.error(on_device=True) from error
-        for one in self._casts:
+        for one in self._casts if memory is not None else ():  # nothing: an array of nothing
             place = memory + self.layout.offsets[one.name]
             new(one.shape, one.dtype, place)[...] = operands[one.cast_of]
         start = 0 if memory is None else memory.ptr

@@ -88,6 +88,8 @@ def saying_what_is_needed(memory: Memory, *, on_device: bool) -> Iterator[None]:
     except DeviceMemoryError:
         raise
     except MemoryError as error:
+        if not memory.needed:
+            raise
         raise memory.error(on_device=on_device) from error
 
 

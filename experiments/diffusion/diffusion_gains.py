@@ -48,7 +48,7 @@ from cupyattn.diffusion.pruning import (
 from cupyattn.measure import device, timing, words
 from cupyattn.measure import rungs as measuring
 from cupyattn.ops.explain import kernel_form
-from cupyattn.ops.quantize import quantize_at
+from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
 from cupyattn.problem.checks import check_attention
 from cupyattn.problem.row_preparation import EPS, Preparation
@@ -166,9 +166,10 @@ def kept_codes(qkv: Sequence[Any], count: int, quant: ca.QuantConfig, **where: A
     """Return what a pruned call attends to where it quantises kept keys from where they lie."""
     q, k, v = qkv
     where = {"backend": target.choose(None, q), "arch": None} | where
+    settings = QuantizeSettings(quant, **where)
     weighed, sums = weigh_keys(q, k, scale=None, rows=SAMPLE_ROWS, key_sums=True, **where)
     few_v, _, places = compact_values(k, v, weighed, count, backend=where["backend"])
-    return quantize_at(q, k, few_v, places, quant=quant, key_sums=sums, **where)
+    return quantize_at(q, k, few_v, places, settings, sums)
 
 
 def choosing(qkv: Sequence[Any], mode: str) -> Comparison:

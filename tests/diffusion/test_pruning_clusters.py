@@ -20,7 +20,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault, Profile, observe
 from cupyattn.kernels import ladder
 from cupyattn.ops import quantize as operand_maker
-from cupyattn.ops.quantize import quantize_at
+from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from cupyattn.plans import quantize
 from cupyattn.reference.quantize import quantize_mirror
 from tests.diffusion.test_pruning_kernels import BF16, F16, operands
@@ -206,7 +206,7 @@ def test_codes_with_the_mean_of_all_keys(dtype: Any, quant: Any, spared: bool) -
     few_v, _, places = pruning.compact_values(k, v, importance, 470, backend="interpret")
     few_k, _, _ = compact(k, v, importance, 470)
     given: dict[str, Any] = {"quant": quant, "backend": "interpret"}
-    found = quantize_at(q, k, few_v, places, key_sums=sums, **given)
+    found = quantize_at(q, k, few_v, places, QuantizeSettings(**given), sums)
     of_all = k.astype(np.float32).sum(axis=2) / np.float32(600)
     if quant.smooth_k:
         assert found.k_mean is not None
@@ -269,7 +269,7 @@ def test_a_layer_reads_the_kept_keys_once(mode: str, monkeypatch: pytest.MonkeyP
     importance, sums = pruning.weigh_keys(q, k, scale=None, rows=32, key_sums=True, **ONCE)
     few, _, places = pruning.compact_values(k, k, importance, 72, backend="interpret")
     quant = attend.quant_config(q, k, 25)
-    z = quantize_at(q, k, few, places, quant=quant, key_sums=sums, **ONCE)
+    z = quantize_at(q, k, few, places, QuantizeSettings(quant, **ONCE), sums)
     assert runs.bits(stayed) == runs.bits(ca.attention(z, **ONCE))
     assert ca.testing.judge(stayed, q, few, few, variant="fa_int8", quantized=z).passed
     assert runs.bits(moved) != runs.bits(stayed)  # another mean

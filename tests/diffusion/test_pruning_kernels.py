@@ -19,7 +19,7 @@ from cupyattn.diffusion.pruning import compact, kept_count
 from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.ops.quantize import quantize_at
+from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
 
@@ -218,7 +218,8 @@ def test_keys_quantised_where_they_lie_have_the_bits_of_those_that_moved(
         marks = np.zeros_like(kept)
         np.put_along_axis(marks, places.astype(np.int64), True, axis=2)
         assert runs.bits(marks) == runs.bits(kept) and (np.diff(places) > 0).all()
-        found = quantize_at(q, x, few_v, places, quant=quant, backend="interpret")
+        settings = QuantizeSettings(quant, backend="interpret")
+        found = quantize_at(q, x, few_v, places, settings)
         if name == "shifted":  # sums of a mean go by the width of accesses
             few_k = runs.embedded(few_k, 3)
         moved = ca.quantize(q, few_k, few_v, quant=quant, backend="interpret")

@@ -130,11 +130,11 @@ def test_quantising_for_the_judge_compiles_nothing_more(
     def quantize(*operands: Any, **given: Any) -> Any:
         return ca.quantize(*operands, **given, arch="sm_90a", backend="interpret")
 
-    def stop(backend: str, plan: Any, buffers: Any) -> None:
+    def stop(plan: Any, *_: Any) -> None:
         run.extend(launch.module for launch in plan.launches)
         raise InterruptedError
 
-    monkeypatch.setattr("cupyattn.ops.quantize.run", stop)
+    monkeypatch.setattr("cupyattn.interpret.run", stop)
     given = feature_costs.quantising(options[feature])
     with pytest.raises(InterruptedError):
         quantize(*inputs, **given)

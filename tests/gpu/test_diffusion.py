@@ -17,7 +17,7 @@ from cupyattn.diffusion.key_passes import plan_key_importance, row_states_shape,
 from cupyattn.diffusion.pruning import compact
 from cupyattn.distributions import make
 from cupyattn.kernels import ladder
-from cupyattn.ops.quantize import quantize_at
+from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.runtime import ready
 from tests.gpu.support import guarded
@@ -78,7 +78,7 @@ def test_pruned_is_attention_over_the_keys_that_are_kept(mode, dtype, moved, mon
     importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
     few_v, _, places = pruning.compact_values(k, v, importance, few[0].shape[2], backend="cuda")
     quant = attend.quant_config(q, k, STEP_OF[mode], mode=mode)
-    z = quantize_at(q, k, few_v, places, quant=quant, backend="cuda", key_sums=sums)
+    z = quantize_at(q, k, few_v, places, QuantizeSettings(quant), sums)
     assert bits(o) == bits(ca.attention(z))
     assert ca.testing.judge(o, q, *few, variant="fa_int8", quantized=z).passed
 
@@ -128,7 +128,7 @@ def test_codes_with_the_mean_of_all_keys_are_the_mirrors(head_dim, dtype, quant)
     few_v, kept, places = pruning.compact_values(k, v, importance, 1700, backend="cuda")
     tiles = ladder.lookup("fa_int8").default_tiles(head_dim, quant.form)
     given = {"quant": quant, "tiles": tiles}
-    found = quantize_at(q, k, few_v, places, backend="cuda", key_sums=sums, **given)
+    found = quantize_at(q, k, few_v, places, QuantizeSettings(**given), sums)
     of_all = k.get().astype(np.float64).mean(axis=2)
     reach = np.abs(k.get().astype(np.float64)).mean(axis=2)
     assert (np.abs(found.k_mean.get() - of_all) <= 2100 * 2.0**-22 * reach).all()

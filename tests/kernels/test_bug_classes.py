@@ -312,8 +312,8 @@ def test_9_streams_and_devices() -> None:
     texts = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
     launchers = [name for name, text in texts.items() if "launchKernel(" in text]
     assert launchers == ["runtime/launches.py"]
-    launching = texts["runtime/ready.py"].split("def launch_all(")[1].split("\ndef ")[0]
-    assert "cupy.cuda.get_current_stream()" in launching
+    launching = texts["runtime/ready.py"].split("def __call__(")[1].split("\n    def ")[0]
+    assert "self._cupy.cuda.get_current_stream()" in launching and "cuda.Device(" in launching
 
     q, k, v = normal((1, 1, 2, 4), (1, 1, 3, 4))
     places = {id(q): 0, id(k): 1, id(v): 0}
