@@ -10,6 +10,7 @@ binary. `cupyattn.compiler.disk_cache` keeps the files, `size_limit` their numbe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -322,7 +323,10 @@ class CacheInfo:
 def cache_info() -> CacheInfo:
     """Return what the compile cache holds and how often it answered in this process."""
     folder = disk_cache.cache_folder()
-    sizes = [path.stat().st_size for path in disk_cache.entries()]
+    sizes = []
+    for path in disk_cache.entries():
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+            sizes.append(path.stat().st_size)
     with _state_lock:
         return CacheInfo(folder, len(sizes), sum(sizes), **_counts)
 

@@ -54,7 +54,7 @@ class Prepared:
         if request.receiver is not None:
             self._forms["out"] = ArrayForm.of(request.receiver)
         self._added = {name: a for name, a in operands.items() if name in ADDED}
-        #: Arguments that every call has again: what they hold is read anew where it is copied.
+        #: Arguments that every call has again: a copy of what they hold is made for each call.
         self._given = {n: arrays[n] for n in ("block_mask", *PAIRS) if n in arrays}
         # NOTE: a mask or bias that had to be copied is read again, from the caller's memory.
         for name in self._added.keys() & {*_REPLACED}:

@@ -281,7 +281,7 @@ def quantize_at(
     v : array, (batch, heads_kv, count, head_dim)
         Rows that were moved together.
     places : array, int32, (batch, heads_kv, count), contiguous
-        Of the keys that these values belong to, below len_kv: nobody looks.
+        Of the keys that these values belong to, below len_kv: that is not checked.
     settings : QuantizeSettings
         As for `quantize`, but for ``fused``, which quantises in the attention kernel; on a device
         or in the interpreter.

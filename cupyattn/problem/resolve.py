@@ -1,4 +1,4 @@
-"""From what a caller asks for to a `Request`: checked, and settled against his arrays."""
+"""From what a caller asks for to a `Request`: checked, and settled against the arrays."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _kept_blocks(arrays: Mapping[str, Any], q: Any) -> Any:
 def _take_preparation(
     q: Any, call: AttentionSpec, settings: Settings, arrays: Mapping[str, Any]
 ) -> Preparation | None:
-    """Return the caller's tables and weights, checked against his arrays."""
+    """Return the caller's tables and weights, checked against the arrays."""
     given = {"rope": None, "qk_norm": None, **settings._asdict(), **arrays}
     for option, names in (("rope", ("cos", "sin")), ("qk_norm", ("q_weight", "k_weight"))):
         if isinstance(given[option], (tuple, list)):

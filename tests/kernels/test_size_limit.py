@@ -343,3 +343,13 @@ def test_the_command_shows_sets_and_keeps_to_the_limit(
     assert "--limit has no effect beside CUPYATTN_CACHE_SIZE=3MiB" in capsys.readouterr().err
     assert main(["cache"]) == 0
     assert "3.0 MiB at most (CUPYATTN_CACHE_SIZE)" in capsys.readouterr().out
+
+
+def test_what_another_process_deletes_is_not_counted(
+    cold_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(cold_cache, "one", "two")
+    gone = [*disk_cache.entries(), cold_cache / f"{key_of('deleted')}.bin"]
+    monkeypatch.setattr(disk_cache, "entries", lambda: gone)
+    info = kc.cache_info()
+    assert (info.entries, info.bytes) == (2, sum(path.stat().st_size for path in gone[:2]))
