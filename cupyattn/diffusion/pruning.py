@@ -335,8 +335,7 @@ def compact(
     array_namespace(k, v, importance)
     backend = choose(backend, k)
     if not _kernels_move(backend, k, v, count):
-        _check_choice(k, v, importance, count)
-        return _indexed(k, v, importance, count)
+        backend = "mirror"
     made = _moved({"k": k, "v": v}, importance, count, backend)
     return made["kept_k"], made["kept_v"], made["kept"]
 
@@ -392,6 +391,10 @@ class _Compact:
         importance, v = arrays["importance"], arrays["v"]
         _check_choice(rows.get("k", v), v, importance, count)
         check_one_device(**arrays)
+        if backend == "mirror":
+            return Problem(
+                what=self.name, backend=backend, operands=arrays, results={}, settled=count
+            )
         xp = array_namespace(*arrays.values())
         with on_device_of(importance):
             given = {name: contiguous_last_axis(x) for name, x in rows.items()}
@@ -413,8 +416,10 @@ class _Compact:
         return Work.of(plan_compact(of.get("k"), of["v"], dtype, problem.settled))
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
-        """Not called: `compact` has a way of its own where no kernel runs."""
-        raise NotImplementedError
+        """Return rows of K and V and marks, by the functions of the arrays' own library."""
+        k, v, importance = (problem.operands[name] for name in ("k", "v", "importance"))
+        found = _indexed(k, v, importance, problem.settled)
+        return dict(zip(("kept_k", "kept_v", "kept"), found, strict=True))
 
     def restore(
         self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]

@@ -107,11 +107,11 @@ def make_ready(problem: Any, work: Work) -> Ready:
     )  # fmt: skip
 
 
-def run_ready(ready: Ready, problem: Any, scratch: Any = None) -> dict[str, Any]:
+def run_ready(ready: Ready, problem: Any) -> dict[str, Any]:
     """Run on the arrays of a problem; return the results by buffer."""
     read = {**problem.operands, **problem.received}
     addresses = {name: memory.data_address(array) for name, array in read.items()}
-    return ready(read, addresses, scratch)
+    return ready(read, addresses)
 
 
 def run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:
