@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -130,10 +131,14 @@ def refuse(operands: Any, results: Any, attributes: Any) -> None:
     raise ValueError("q must have four axes, got 3: pass (batch, heads, len, head_dim)")
 
 
+_REGISTERED = itertools.count()
+
+
 def by_ffi(target: Any, name: str) -> Callable[..., Any]:
     """Return a jitted call of a target as `cupyattn.interop.jax` makes it."""
     import jax
 
+    name = f"{name}_of_libraries_{next(_REGISTERED)}"  # XLA takes no name twice
     gpu = jax.default_backend() == "gpu"
     spoken = xla_ffi.spoken_version(jax.ffi.include_dir())
     function = jax.ffi.pycapsule(xla_ffi.handler(target, spoken, on_device=gpu))
