@@ -173,11 +173,7 @@ def resolve_sharded(
     ((request, packed),) = found
     rows_q, rows_kv = _partitions(asked.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
-    first, last = checks.check_limits(**asked.places, len_q=rows_q.length, len_kv=rows_kv.length)
-    call = replace(
-        request.call, len_q=rows_q.length, len_kv=rows_kv.length, causal=last is not None,
-        causal_shift=last or 0, window=first is not None, window_shift=first or 0,
-    )  # fmt: skip
+    call = checks.with_lengths(request.call, rows_q.length, rows_kv.length, **asked.places)
     int8 = request.variant.family == "int8"
     obstacle = _obstacle(request, packed, spans, rows_q == rows_kv) if int8 else ""
     mesh = choose_mesh(

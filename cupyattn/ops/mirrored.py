@@ -13,7 +13,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.checks import check_limits
+from cupyattn.problem.checks import with_lengths
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
@@ -94,13 +94,10 @@ def scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[s
 
 def _own_call(call: AttentionSpec, request: Request, entry: Entry) -> AttentionSpec:
     """Return what is computed for one packed sequence."""
-    settings, len_q, len_kv = request.settings, entry.q.shape[2], entry.k.shape[2]
-    first, last = check_limits(
-        settings.causal, settings.causal_align, settings.window, len_q, len_kv
-    )
-    return replace(
-        call, batch=1, len_q=len_q, len_kv=len_kv, packed=None, causal=last is not None,
-        causal_shift=last or 0, window=first is not None, window_shift=first or 0,
+    settings, alone = request.settings, replace(call, batch=1, packed=None)
+    return with_lengths(
+        alone, entry.q.shape[2], entry.k.shape[2], causal=settings.causal,
+        causal_align=settings.causal_align, window=settings.window,
     )  # fmt: skip
 
 

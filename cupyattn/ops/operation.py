@@ -88,7 +88,7 @@ def run(
                 for name, array in known.arrays.items()
                 if name in read
             )
-            if key is not None and direct and ready.is_complete and not ready.casts:
+            if key is not None and direct and ready.is_complete:
                 remember(key, ready)
         else:
             made = run_on_host(operation, problem)

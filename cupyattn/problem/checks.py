@@ -235,6 +235,26 @@ def check_options(
     )  # fmt: skip
 
 
+def with_lengths(
+    call: AttentionSpec, len_q: int, len_kv: int, *, causal: bool, causal_align: str, window: Any
+) -> AttentionSpec:
+    """Return a call with other lengths, and the limits of its options for these.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+        Of batch entries that are not packed.
+    len_q, len_kv : int
+    causal, causal_align, window
+        Options of the call.
+    """
+    first, last = check_limits(causal, causal_align, window, len_q, len_kv)
+    return replace(
+        call, len_q=len_q, len_kv=len_kv, causal=last is not None, causal_shift=last or 0,
+        window=first is not None, window_shift=first or 0,
+    )  # fmt: skip
+
+
 def check_packed(
     call: AttentionSpec, totals: tuple[int, int], *, causal: bool, causal_align: str, window: Any
 ) -> AttentionSpec:

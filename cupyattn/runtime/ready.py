@@ -149,14 +149,13 @@ class Ready:
         return self.layout.nbytes
 
     @property
-    def casts(self) -> bool:
-        """Whether operands are converted before: a launch alone is then not enough."""
-        return bool(self._casts)
-
-    @property
     def is_complete(self) -> bool:
-        """Whether all that later calls read is there: not if a CUDA graph is yet to make it."""
-        return self._kept is None or not self.is_captured()
+        """Whether launches on other addresses are all that a later call takes.
+
+        They are not where operands are converted before, or where a CUDA graph is yet to make what
+        later calls read.
+        """
+        return not self._casts and (self._kept is None or not self.is_captured())
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph is capturing CuPy's current stream."""

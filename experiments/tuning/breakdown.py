@@ -12,7 +12,7 @@ Parts are left out by the patches in experiments/tuning/left_out, which must app
 Copies of Q, K and V to shared memory, barriers and the store of O stay in every cell: with all
 three parts left out they are what is left. What is left computes no attention, so only the whole
 is judged. A part alone is its time beside the copies; what a part saves is the time that the whole
-loses without it. The record is written anew after each problem.
+loses without it. The record is written again after each problem.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def forward(
             made = run_ready(ready, request)
             own = {n: data_address(a) for n, a in request.operands.items()}
             copied = any(own[n] != x.data_ptr() for n, x in tensors.items())
-            if key is not None and ready.is_complete and not ready.casts and not copied:
+            if key is not None and ready.is_complete and not copied:
                 remember(key, ready)
         else:
             made = run_on_host(ATTENTION, request)
