@@ -158,8 +158,12 @@ class TcpServer:
             except Exception as error:  # noqa: BLE001 - whatever it was, the ranks are told
                 _log.exception("the store failed at a message of rank %d", rank)
                 cause = f"sent a message at which the store failed: {type(error).__name__}: {error}"
-            if self._leaves(rank):
-                self.board.fail(rank, cause)
+            self._fails(rank, cause)
+
+    def _fails(self, rank: int, cause: str) -> None:
+        """Tell the board that a rank has failed, unless it has left or failed before."""
+        if self._leaves(rank):
+            self.board.fail(rank, cause)
 
     def _join(self, connection: socket.socket) -> tuple[int, Channel]:
         """Return the rank and the channel of a connection; OSError or JoinError if it has none."""
@@ -223,6 +227,7 @@ class TcpServer:
                 return "sent half a message, and not the rest in time"
             except (BrokenFrameError, MemoryError) as error:
                 cause = f"sent what is no message of the group: {error}"
+                self._fails(rank, cause)  # before its rank hears: then everyone can know
                 with contextlib.suppress(OSError):
                     channel.send(number, {"refused": cause[:TEXT], "lengths": []})
                 return cause

@@ -20,7 +20,7 @@ from cupyattn.measure.timing import Estimate
 
 #: What identifies a cell, in the order in which its name has it; all else is a result.
 IDENTITY = (
-    "input", "problem", "name", "label", "variant", "rung", "way", "mode", "feature", "framework",
+    "input", "problem", "part", "kind", "name", "label", "variant", "rung", "way", "mode", "feature", "framework",
     "batch", "heads", "heads_kv", "group", "length", "len_q", "len_kv", "head_dim", "m", "n", "k",
     "axis", "ranks", "left_out", "filled",
 )  # fmt: skip

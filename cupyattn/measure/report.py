@@ -13,8 +13,8 @@ from cupyattn.measure.words import format_ratio, format_seconds
 
 #: Rows and columns of a table of numbers beyond which the rest is counted.
 MOST_ROWS, MOST_COLUMNS = 60, 10
-#: Width of a bar's drawing in its own units, and its height.
-_WIDTH, _HEIGHT = 200, 12
+#: Width of a bar's drawing in its own units, its height, and the width of the shortest bar.
+_WIDTH, _HEIGHT, _THIN = 200, 12, 0.5
 
 _STYLE = """
 :root { --paper: #fff; --ink: #1b1b1b; --faint: #6a6a6a; --line: #d8d8d8; --bar: #0072b2;
@@ -131,10 +131,11 @@ def _chart(problem: str, cells: Sequence[Cell]) -> str:
             _WIDTH * x / most for x in (cell.estimate.low, cell.estimate.median, cell.estimate.high)
         )
         y = _HEIGHT / 2
+        wide = max(middle, _THIN)
         bar = (
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
             f'aria-label="{escape(format_seconds(cell.estimate.median))}">'
-            f'<rect x="0" y="1" width="{middle:.1f}" height="{_HEIGHT - 2}"/>'
+            f'<rect x="0" y="1" width="{wide:.1f}" height="{_HEIGHT - 2}"/>'
             f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y:g}" y2="{y:g}"/></svg>'
         )
         ends = " .. ".join(format_seconds(x) for x in (cell.estimate.low, cell.estimate.high))

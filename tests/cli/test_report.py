@@ -72,6 +72,14 @@ def test_ways_whose_names_have_commas_are_bars_of_one_chart() -> None:
     assert {"p", "fast", "torch SDPA, cuDNN"} <= set(page.words)
 
 
+def test_a_bar_of_a_millionth_is_still_to_be_seen() -> None:
+    short = record()
+    short["problems"][0]["rows"][0]["samples"] = [1e-9] * 15
+    page = Page(report.page([("first", short)]))
+    widths = [float(v or 0) for k, v in page.attributes if k == "width" and v and v[0].isdigit()]
+    assert widths == [0.5, 200.0]
+
+
 def test_the_page_fits_any_width_and_loads_nothing() -> None:
     """Without a browser: what would break one that is narrow or dark is looked for in the text."""
     text = report.page([(f.stem, records.read(f)) for f in sorted(RESULTS.glob("*.json"))])

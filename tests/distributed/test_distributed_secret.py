@@ -177,8 +177,16 @@ def test_half_a_message_ends_in_time() -> None:
             stores[0].check()
 
 
-def test_a_member_that_announces_too_much_is_named() -> None:
+def test_a_member_that_announces_too_much_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it hears of its refusal: a board that is slow to note it delays the answer."""
     with server(2, value=1000) as found:
+        note = found.board.fail
+
+        def slowly(rank: int, cause: str) -> None:
+            time.sleep(0.2)
+            note(rank, cause)
+
+        monkeypatch.setattr(found.board, "fail", slowly)
         stores = [store_of(found, rank) for rank in range(2)]
         with pytest.raises(RankError):
             stores[1].put("k", bytes(1001))
