@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ class Variant:
     Raises
     ------
     ValueError
-        For a name, family, tiles or dtypes that cannot be.
+        For a name, family, tiles, dtypes or forms that cannot be.
     """
 
     name: str
@@ -80,6 +81,14 @@ class Variant:
                 f"('float16',), got {self.dtypes!r:.60}"
             )
         self._check_tiles()
+        if not (
+            isinstance(self.forms, Mapping)
+            and all(isinstance(form, Form) for form in self.forms.values())
+        ):
+            raise ValueError(
+                "forms must be a mapping of names to cupyattn.kernels.forms.Form, got "
+                f"{self.forms!r:.60}"
+            )
         object.__setattr__(self, "forms", self._whole_forms())
 
     def _whole_forms(self) -> dict[str, Form]:
@@ -111,9 +120,10 @@ class Variant:
         """Name of the kernel in its portable source; those of other forms begin with it."""
         return f"attn_{self.name}"
 
-    def fastest_first(self) -> list[tuple[str, Form]]:
-        """Return the forms and their names in the order in which a call is offered to them."""
-        return list(self.forms.items())[::-1]
+    @functools.cached_property
+    def fastest_first(self) -> tuple[tuple[str, Form], ...]:
+        """The forms and their names in the order in which a call is offered to them."""
+        return tuple(self.forms.items())[::-1]
 
     def check_form(self, form: str | None) -> None:
         """Raise ValueError unless there is such a form, or none is named."""

@@ -130,7 +130,7 @@ def settle(
     Raises
     ------
     UnsupportedError
-        For codes on a rung without a kernel for them.
+        For codes on a rung without a kernel for them, or if no form takes such a head size.
     ValueError
         If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
         block mask.
@@ -351,7 +351,7 @@ def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str |
         If no form of the variant is for such codes.
     """
     kind, p_type = _kind(quant), quant.value_p_type
-    for name, form in variant.fastest_first():
+    for name, form in variant.fastest_first:
         takes = form.takes
         meant = form.block_scales and kind in takes.values and takes.arch in (None, arch)
         meant = meant and (kind[:4] != "int8" or p_type in takes.p_types)

@@ -75,37 +75,36 @@ class Asked(NamedTuple):
 
 def candidates(variant: Variant, asked: Asked) -> Iterator[tuple[str, Form]]:
     """Yield the forms that are for such operands and run there, the fastest first."""
-    for name, form in variant.fastest_first():
-        if is_meant(name, form, asked).supported:
+    kind = asked.values
+    for name, form in variant.fastest_first:
+        if kind in form.takes.values and (not form.on_hopper or _runs_on_hopper(form, asked)):
             yield name, form
-
-
-def is_meant(name: str, form: Form, asked: Asked) -> Support:
-    """Say whether a form is for such operands at all, and runs there."""
-    limits, called = form.takes, _called(name, form)
-    if asked.values not in limits.values:
-        wanted = " or ".join(VALUES[one] for one in limits.values)
-        return Support(False, f"{called} takes {wanted}, got {VALUES[asked.values]}")
-    if form.on_hopper and limits.arch != asked.arch:
-        return Support(False, f"{called} runs on {limits.arch} alone, got {asked.arch}")
-    if form.on_hopper and asked.operands is None:
-        return Support(False, f"{called} takes operands only if it is known where they lie")
-    return SUPPORTED
 
 
 def takes(name: str, form: Form, asked: Asked) -> Support:
     """Say whether a form, called by its name, takes a call."""
-    meant = is_meant(name, form, asked)
-    if not meant.supported:
-        return meant
-    copied = asked.operands if form.on_hopper else None
+    limits, copied = form.takes, asked.operands if form.on_hopper else None
+    if asked.values not in limits.values:
+        wanted = " or ".join(VALUES[one] for one in limits.values)
+        return Support(False, f"{_called(name, form)} takes {wanted}, got {VALUES[asked.values]}")
+    if form.on_hopper and not _runs_on_hopper(form, asked):
+        return Support(
+            False,
+            f"{_called(name, form)} needs arch={limits.arch!r} and operands whose place is known, "
+            f"got arch={asked.arch!r}",
+        )
     reason = _of_codes(form, asked)
     if not reason and copied is not None and 0 in (asked.call.len_kv, copied.k.shape[2]):
         return Support(False, "there are no keys for the copy engine")
-    reason = reason or _of_options(form, asked) or _of_rows(form, asked)
+    reason = reason or _of_options(form, asked) or _of_sizes(form, asked)
     if reason:
         return Support(False, f"{_called(name, form)} {reason}")
     return SUPPORTED if copied is None else reach(copied.rows)
+
+
+def _runs_on_hopper(form: Form, asked: Asked) -> bool:
+    """Whether a Hopper form runs where a call does, and it is known where the operands lie."""
+    return asked.arch == form.takes.arch and asked.operands is not None
 
 
 def _called(name: str, form: Form) -> str:
@@ -174,8 +173,11 @@ def _of_options(form: Form, asked: Asked) -> str:
     return ""
 
 
-def _of_rows(form: Form, asked: Asked) -> str:
-    """Return why a form for few query rows does not take a call; "" if it does, or is not one."""
+def _of_sizes(form: Form, asked: Asked) -> str:
+    """Return why a form does not take the sizes of a call, or its tiles; "" if it does."""
+    head_dim, most = asked.call.head_dim, form.tiles.largest_head_dim
+    if head_dim > most:
+        return f"takes head_dim up to {most}, got {head_dim}"
     if not form.takes.few_rows:
         return ""
     if asked.tiles is not None:

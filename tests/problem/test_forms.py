@@ -150,7 +150,7 @@ def test_every_reason_is_met() -> None:
         for (_, name), form in ROWS.items() for one in ASKED
     }  # fmt: skip
     for words in (
-        "takes V in 16 or 32 bits, got", "runs on sm_90a alone", "known where they lie",
+        "takes V in 16 or 32 bits, got", "needs arch='sm_90a'",
         "no keys for the copy engine", "takes no zero points", "has one scale for 16 keys",
         "takes P in u8", "takes one scale for a channel", "has one scale of V for 128 keys",
         "has one scale of V for 64 keys", "reads scales of V 16 bytes", "takes head_dim up to 128",
@@ -180,10 +180,8 @@ def test_of_the_forms_that_take_a_call_the_last_runs(rung: str) -> None:
             assert "must divide the blocks of the block mask" in str(error)
             continue
         assert kernel.form == names[-1] or (kernel.stacks and names[-1] == "split")
-        left_out = not kernel.row.on_hopper and any(
-            support.is_meant(name, form, one).supported
-            for name, form in variant.forms.items() if form.on_hopper
-        )  # fmt: skip
+        meant = any(form.on_hopper for _, form in support.candidates(variant, one))
+        left_out = meant and not kernel.row.on_hopper
         if kernel.form != "split":  # whose note says how the keys are split
             assert kernel.note.startswith("portable form: ") == left_out
         taken.add(kernel.form)
@@ -195,7 +193,7 @@ def settle_asked(variant: ca.Variant, one: support.Asked) -> Any:
 
 
 def test_a_form_of_ones_own_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else has to know of it: it runs where it says so, in its tiles."""
+    """The choice of a form has to know nothing else of it."""
     fa_tc, tiles = ladder.lookup("fa_tc"), Tiles(64, 64, 4, 2)
     row = Form("attn_fa_tc.cu", FormTiles({128: tiles}), Takes(options=("mask",), few_rows=True))
     mine = replace(fa_tc, forms={**fa_tc.forms, "mine": row})
@@ -203,6 +201,9 @@ def test_a_form_of_ones_own_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settle(mine, CALL).form == "mine" and settle(mine, CALL).tiles == tiles
     assert settle(mine, replace(CALL, mask=True)).form == "mine"
     assert settle(mine, replace(CALL, bias="float32")).form == "portable"
+    assert settle(mine, replace(CALL, head_dim=256)).form == "split"
+    with pytest.raises(UnsupportedError, match="the portable form takes head_dim up to 256, got"):
+        settle(mine, replace(CALL, head_dim=300))
     assert settle(fa_tc, CALL).form == "split"
 
 
