@@ -304,7 +304,7 @@ def test_a_call_that_all_ranks_know_is_another_call_only_in_its_numbers() -> Non
             alive = weakref.ref(x)
             o = distributed.parallel_attention(x, x, x, group, "ulysses", variant="fa_tc")
             del x
-            assert alive() is None and len(group.known) == 1
+            assert alive() is None and len(group.agreed) == 1
             found.append(o)
         return found
 
