@@ -71,7 +71,8 @@ def test_settings_survive_a_schema() -> None:
     assert schema.ATTENTION_VARLEN.settings(arguments) == settings
     plain = schema.ATTENTION.flat({}, calls.TensorSettings.of())
     assert schema.ATTENTION.settings(plain) == calls.TensorSettings.of() and plain[-1] == ""
-    text = schema.ATTENTION.flat({}, calls.TensorSettings.of(causal=True, quant=QuantConfig(pv="int8")))[-1]
+    int8 = calls.TensorSettings.of(causal=True, quant=QuantConfig(pv="int8"))
+    text = schema.ATTENTION.flat({}, int8)[-1]
     assert text.startswith("causal=True, quant={'granularity_v': 'block', 'smooth_v': True, 'pv'")
 
 
