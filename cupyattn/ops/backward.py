@@ -25,7 +25,6 @@ from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.form import architecture
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
 from cupyattn.problem.resolve import to_bhsd
@@ -431,7 +430,7 @@ def plan_of(problem: Problem) -> Plan:
     return plan_backward(
         replace(request.call, rope="", rope_offset_q=0), BackwardOperands(**described),
         deterministic=settings.deterministic, all_keys=settings.all_keys,
-        arch=architecture(request),
+        arch=request.architecture,
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def run(
                 for name, array in known.arrays.items()
                 if name in read
             )
-            if key is not None and direct and ready.is_complete:
+            if key is not None and direct and ready.can_be_kept:
                 CALLS.remember(key, ready)
         else:
             made = run_on_host(operation, problem)

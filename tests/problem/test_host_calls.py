@@ -25,7 +25,7 @@ from cupyattn.arrays import memory as arrays_memory
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.ops import backward
+from cupyattn.ops import backward, operation
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan, TensorMap
@@ -313,6 +313,39 @@ def test_out_may_not_meet_what_is_read(driver: Driver) -> None:
                     call(q, k, v, out=out)
             else:
                 assert call(q, k, v, out=out) is out
+
+
+@pytest.mark.parametrize("way", ["plain", "BSHD", "packed"])
+def test_a_v_that_is_converted_is_found_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """P.V takes float16: each call converts the V that it is given, where its elements lie."""
+    converted: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(cupy, "copyto", lambda *pair: converted.append(pair))
+    options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    call: Any = attention
+    shapes = SHAPES
+    if way != "plain":
+        shapes = tuple((*s[:1], s[2], s[1], s[3]) for s in SHAPES)  # type: ignore[assignment]
+    if way == "BSHD":
+        options["layout"] = way
+    if way == "packed":
+        shapes, call = tuple(s[1:] for s in shapes), attention_varlen  # type: ignore[assignment]
+        options |= {"max_len_q": 33, "max_len_k": 70}
+        options |= {f"cu_seqlens_{n}": array((2,), "int32") for n in "qk"}
+    inputs = [array(shape, "float32") for shape in shapes]
+    made = planned(inputs, **options)
+    driver.expect(made)
+    for turn in range(3):
+        inputs = [array(shape, "float32") for shape in shapes]
+        check(driver, made, {"o": call(*inputs, **options)})
+        target, source = converted[turn]
+        seen = inputs[2] if way == "plain" else inputs[2].swapaxes(-3, -2)
+        assert target.dtype == "float16" and target.flags.c_contiguous
+        assert (source.shape, source.dtype) == (target.shape, "float32")
+        assert target.shape == SHAPES[2] and source.data.ptr == inputs[2].data.ptr
+        assert source.strides[-3:] == seen.strides[-3:]
+        monkeypatch.setattr(operation, "make_ready", lambda *_: pytest.fail("planned again"))
 
 
 def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> None:

@@ -92,7 +92,8 @@ def forward(
             made = run_ready(ready, request)
             own = {n: data_address(a) for n, a in request.operands.items()}
             copied = any(own[n] != x.data_ptr() for n, x in tensors.items())
-            if key is not None and ready.is_complete and not copied:
+            launches = ready.can_be_kept and ready.only_launches
+            if key is not None and launches and not copied:
                 CALLS.remember(key, ready)
         else:
             made = run_on_host(ATTENTION, request)
