@@ -313,6 +313,27 @@ def test_a_call_that_all_ranks_know_is_another_call_only_in_its_numbers() -> Non
         np.testing.assert_array_equal(rows.join(parts), ca.attention(x, x, x, variant="fa_tc"))
 
 
+def test_what_a_group_remembers_ends_with_it() -> None:
+    """It knows calls by settings and forms: the numbers of offsets are neither."""
+    x = normal((1, 2, 16, 16), (1, 2, 16, 16))[0]
+    ends, rows = np.array([0, 20, 32]), x[0].swapaxes(0, 1)
+    groups = []
+
+    def on_rank(group: Any) -> None:
+        groups.append(group)
+        for count, options in enumerate(({}, {"causal": True}, {"ulysses": 2, "method": "mixed"})):
+            for _ in range(2):
+                distributed.parallel_attention(x, x, x, group, **options)
+                assert len(group.agreed) == count + 1
+        for _ in range(2):
+            distributed.parallel_attention_varlen(rows, rows, rows, ends, ends, group)
+            distributed.parallel_attention(x, x, x, group, window=[3, 0])  # type: ignore[arg-type]
+        assert len(group.agreed) == 3
+
+    distributed.run(on_rank, 2)
+    assert [len(group.agreed) for group in groups] == [0, 0]
+
+
 @pytest.mark.parametrize("other", [{"causal": True}, {"variant": "fa"}, {"return_lse": True}])
 def test_a_rank_that_differs_from_what_all_know_is_named(other: dict[str, Any]) -> None:
     def call(group: Any) -> None:
