@@ -372,6 +372,18 @@ def test_an_error_of_one_rank_reaches_all_and_they_go_on() -> None:
     assert errors_of(3, call) == [None] * 3
 
 
+def test_a_variant_that_is_no_name_is_told_to_all_ranks() -> None:
+    """What cannot be known again is refused where the others hear of it."""
+
+    def call(group: Any) -> None:
+        variant: Any = ["fa"] if group.rank == 1 else "fa"
+        distributed.parallel_attention(X, X, X, group, "ring", variant=variant)
+
+    first, second = errors_of(2, call)
+    assert isinstance(second, ValueError) and "variant must be one of" in str(second)
+    assert isinstance(first, distributed.RankError) and "raised ValueError" in str(first)
+
+
 def test_an_error_within_a_call_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupyattn.distributed import merging
 

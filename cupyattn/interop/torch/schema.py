@@ -91,7 +91,7 @@ class Schema:
         numbers = arguments[len(self.tensors) : -1]
         call, deterministic, block_mask = _parsed(arguments[-1])
         own: list[Any] = [*call]
-        for place, x in zip(_PLACES, numbers):  # noqa: B905
+        for place, x in zip(_PLACES, numbers, strict=False):
             own[place] = x
         if block_mask is not None:
             block_mask = _block_mask_of(block_mask)
