@@ -166,7 +166,7 @@ def test_default_tiles_spill_nothing(
 #: Forms of which all packed sequences are left to the slow tests.
 SELDOM = {
     ("unfused", "portable"), ("fa", "portable"), ("fa_warps", "portable"),
-    ("fa_int8", "pv8_whole"),
+    ("fa_int8", "portable"), ("fa_int8", "sm90"), ("fa_int8", "pv8"), ("fa_int8", "pv8_whole"),
 }  # fmt: skip
 
 
@@ -218,15 +218,12 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("form", "head_dim"),
     [
-        pytest.param(
-            form,
-            head_dim,
-            marks=[] if (form, head_dim) == ("sm90_pv8", 128) else [pytest.mark.slow],
-        )
+        (form, head_dim)
         for form in ("sm90", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
         for head_dim in (64, 80, 128, 256)
         if head_dim <= VARIANTS["fa_int8"].largest_head_dim(form)

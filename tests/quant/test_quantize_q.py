@@ -76,7 +76,7 @@ def test_rows_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("aggressive", "by tile") else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name == "by tile" else [pytest.mark.slow])
         for name in CONFIGS
     ],
 )
