@@ -20,7 +20,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.compiler.modules import KERNELS
-from cupyattn.kernels.ladder import FORM_SOURCES, VARIANTS
+from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import numerics
 from docs import write_api, write_house, write_tests
 
@@ -34,11 +34,11 @@ PYTHON = sorted(PACKAGE.rglob("*.py"))
 #: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels, the
 #: split form two).
 FUSED = [
-    source.format(name)
-    for name, variant in VARIANTS.items()
-    for form, source in FORM_SOURCES.items()
-    if form in variant.forms and variant.family != "unfused" and variant.source is None
-    and form != "split" and not form.startswith("sm90")
+    str(form.source)
+    for variant in VARIANTS.values()
+    for form in variant.forms.values()
+    if variant.family != "unfused" and variant.source is None
+    and not (form.takes.few_rows or form.on_hopper)
 ]  # fmt: skip
 #: Which package may import which: one imports what stands above it, never what stands below or
 #: beside it (on the same line). README.md and docs/DESIGN.md show the same list.
@@ -103,10 +103,10 @@ def rounding_tags(text: str) -> set[str]:
 
 #: Which form of which rung a kernel is.
 REGISTERED = {
-    KERNELS / FORM_SOURCES[form].format(variant.name): (variant, form)
+    KERNELS / form.source: (variant, name)
     for variant in VARIANTS.values()
     if variant.source is None
-    for form in variant.forms
+    for name, form in variant.forms.items()
 }
 
 

@@ -165,7 +165,8 @@ class Request:
         quant, (*passes, last) = self.settings.quant, work.plans
         codes = any(plan.variant == "quantize" for plan in passes)
         whole = quant is None or quant.qk_bits == 8
-        return codes and whole and last.form in ("portable", "sm90")
+        forms = self.variant.forms
+        return codes and whole and "16bit" in forms[last.form].takes.values and "fused" in forms
 
     @property
     def block_mask(self) -> BlockMask | None:
