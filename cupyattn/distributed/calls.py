@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.partition import Range
 from cupyattn.distributed.ring import Part
-from cupyattn.ops.attention import run_attention
+from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.backward import BackwardSettings, run_backward
+from cupyattn.ops.call_operands import known_call
+from cupyattn.ops.operation import run
 from cupyattn.problem.request import SEQUENCES
 from cupyattn.problem.settings import Settings
 
@@ -74,10 +76,10 @@ class Calls:
         by_window = sorted(blocks, key=lambda block: (block.window, block.q, block.kv))
         for window, some in groupby(by_window, key=lambda block: block.window):
             settings = of_window(self.settings, window)
-            for run in _rising_runs(list(some)):
-                rows, keys = (run[0].q[0], run[-1].q[1]), (run[0].kv[0], run[-1].kv[1])
-                if len(run) > 1:
-                    offsets, (of_q, of_k) = _packed(run)
+            for one in _rising_runs(list(some)):
+                rows, keys = (one[0].q[0], one[-1].q[1]), (one[0].kv[0], one[-1].kv[1])
+                if len(one) > 1:
+                    offsets, (of_q, of_k) = _packed(one)
                     limited = settings._replace(max_len_q=of_q, max_len_k=of_k)
                     yield rows, keys, limited, offsets
                 else:
@@ -110,6 +112,11 @@ def _packed(run: list[Block]) -> tuple[dict[str, Any], list[int]]:
     offsets = np.array(list(dict.fromkeys(ends))) - np.array(ends[0])
     named = {name: offsets[:, n].astype(np.int32) for n, name in enumerate(SEQUENCES)}
     return named, np.diff(offsets, axis=0).max(axis=0).tolist()
+
+
+def run_attention(settings: Settings, arrays: Mapping[str, Any]) -> Any:
+    """Run `cupyattn.attention` or, with offsets among the arrays, `cupyattn.attention_varlen`."""
+    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
 def _forward(

@@ -13,10 +13,9 @@ from typing import Any
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.call import ShardedCall
-from cupyattn.distributed.calls import of_window
+from cupyattn.distributed.calls import of_window, run_attention
 from cupyattn.distributed.partition import Range, places
 from cupyattn.distributed.ring import MessageForm, Part
-from cupyattn.ops.attention import run_attention
 from cupyattn.ops.quantize import quantize
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import generation
 
 
 class Recent:
@@ -47,7 +47,7 @@ class Recent:
         """
         if forms is None:
             return None, None
-        key = compiler.generation(), facts, forms
+        key = generation(), facts, forms
         try:
             return key, self._kept.get(key)
         except TypeError:  # an array among the settings, a list for a window

@@ -37,19 +37,23 @@ def as_array(tensor: Tensor) -> Any:
     return tensor.numpy()
 
 
-def forms_of(tensors: Mapping[str, Tensor]) -> tuple[Any, ...] | None:
-    """Return what a call depends on of its tensors beside their values; None for no tensors.
+def forms_of(
+    tensors: Mapping[str, Tensor],
+) -> tuple[tuple[tuple[Any, ...], ...] | None, dict[str, int]]:
+    """Return what a call depends on of its tensors beside their values, and where they lie.
 
     Not by `cupyattn.arrays.form.forms_of`: to make an array of each tensor first takes longer than
-    all that a known call does.
+    all that a known call does. The forms are None where one is no tensor.
     """
+    forms: list[tuple[Any, ...]] = []
+    addresses: dict[str, int] = {}
     try:
-        return tuple([
-            (name, x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device())
-            for name, x in tensors.items()
-        ])  # fmt: skip
+        for name, x in tensors.items():
+            addresses[name] = address = x.data_ptr()
+            forms.append((name, x.shape, x.stride(), x.dtype, address % 16, x.get_device()))
     except AttributeError:
-        return None
+        return None, addresses
+    return tuple(forms), addresses
 
 
 def as_tensor(array: Any) -> Tensor:

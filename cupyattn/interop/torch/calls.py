@@ -79,9 +79,11 @@ def forward(
         As `cupyattn.interop.torch.checks.check_tensors`.
     """
     q = tensors["q"]
-    key, ready = _find(settings, tensors, out) if q.is_cuda else (None, None)
-    if ready is not None:
-        return _again(ready, settings, tensors, out)
+    key = None
+    if q.is_cuda:
+        key, ready, addresses = _find(settings, tensors, out)
+        if ready is not None:
+            return _again(ready, addresses, settings, q, out)
     check_tensors("attention", tensors if out is None else {**tensors, "out": out})
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     with on_device_of(q):
@@ -103,34 +105,37 @@ def forward(
 def _find(
     settings: TensorSettings, tensors: Mapping[str, Tensor], out: Tensor | None,
     what: str = "torch, attention",
-) -> tuple[Any, Any]:  # fmt: skip
-    """Return what a call on a device depends on beside values, and one of late of which it is so.
+) -> tuple[Any, Any, dict[str, int]]:  # fmt: skip
+    """Return the key of a call on a device, what was remembered under it, and where tensors lie.
 
     The key is None where a call looks at values, or cannot be known by one.
     """
     call, deterministic, mask = settings
     packed = "cu_seqlens_q" in tensors
     if call.check_finite or (packed and None in (call.max_len_q, call.max_len_k)):
-        return None, None
+        return None, None, {}
     kept = None
     if mask is not None:
         if not isinstance(mask, BlockMask):
-            return None, None
+            return None, None, {}
         kept = mask.blocks, mask.mask.shape  # what is remembered keeps no array alive
     facts = what, call, deterministic, kept, ladder.VARIANTS.get(call.variant)
-    return CALLS.find(facts, forms_of(tensors if out is None else {**tensors, "out": out}))
+    forms, addresses = forms_of(tensors if out is None else {**tensors, "out": out})
+    return *CALLS.find(facts, forms), addresses
 
 
 def _again(
-    ready: Ready, settings: TensorSettings, tensors: Mapping[str, Tensor], out: Tensor | None
+    ready: Ready,
+    addresses: dict[str, int],
+    settings: TensorSettings,
+    q: Tensor,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch a call that has run on tensors of the same forms."""
-    q = tensors["q"]
     device = q.device
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _again(ready, settings, tensors, out)
-    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+            return _again(ready, addresses, settings, q, out)
     if settings.block_mask is not None:
         kept = settings.block_mask.kept_blocks(_array_on(device.index))
         addresses["kept_blocks"] = data_address(kept)
@@ -185,10 +190,11 @@ def backward_pass(
     call = settings.of_call.without_rung
     settings = TensorSettings(call, deterministic, settings.block_mask)
     received = {**tensors, "d_out": d_out, "o": out, "lse": lse}
-    again = d_out.is_cuda and "rope_cos" not in tensors  # turned rows take more than launches
-    key, ready = _find(settings, received, None, "torch, gradients") if again else (None, None)
-    if ready is not None:
-        return _gradients_again(ready, settings, received)
+    key = None
+    if d_out.is_cuda and "rope_cos" not in tensors:  # turned rows take more than launches
+        key, known, addresses = _find(settings, received, None, "torch, gradients")
+        if known is not None:
+            return _gradients_again(known, addresses, settings, received)
     with on_device_of(tensors["q"]):
         arrays = _arrays(settings, tensors)
         arrays |= {"d_out": as_array(d_out), "out": as_array(out), "lse": as_array(lse)}
@@ -203,14 +209,16 @@ def backward_pass(
 
 
 def _gradients_again(
-    ready: Ready, settings: TensorSettings, received: Mapping[str, Tensor]
+    ready: Ready,
+    addresses: dict[str, int],
+    settings: TensorSettings,
+    received: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch a backward pass that has run on tensors of the same forms."""
     device = received["q"].device
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _gradients_again(ready, settings, received)
-    addresses = {name: x.data_ptr() for name, x in received.items()}
+            return _gradients_again(ready, addresses, settings, received)
     if settings.block_mask is not None:
         like = _array_on(device.index)
         for name, mask in (

@@ -30,27 +30,31 @@ from cupyattn.runtime.ready import Ready
 from cupyattn.runtime.recent import CALLS
 
 
-def _again(ready: Ready, tensors: Mapping[str, Tensor]) -> Tensor:
+def _again(ready: Ready, addresses: dict[str, int], x: Tensor, weight: Tensor) -> Tensor:
     """Launch a layer that has run on tensors of the same forms; all memory is torch's own."""
-    x, weight = tensors["x"], tensors["b"]
     device = x.device
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _again(ready, tensors)
+            return _again(ready, addresses, x, weight)
     y = _fake(x, weight)
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     launch(ready, {**addresses, "c": y.data_ptr()}, device)
     return y
 
 
-def _find(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the key of a layer's call on a device, None where it is not kept, and what is kept."""
+def _find(
+    tensors: Mapping[str, Tensor], options: tuple[Any, ...]
+) -> tuple[Any, Any, dict[str, int]]:
+    """Return the key of a layer's call on a device, what is kept of it, and where tensors lie.
+
+    The key is None where the call is not kept.
+    """
     for x in tensors.values():
         if not x.is_cuda or not x.is_contiguous() or not x.numel():
-            return None, None
+            return None, None, {}
         if x.data_ptr() % x.element_size():  # copied by each call
-            return None, None
-    return CALLS.find(("torch, linear", *options), forms_of(tensors))
+            return None, None, {}
+    forms, addresses = forms_of(tensors)
+    return *CALLS.find(("torch, linear", *options), forms), addresses
 
 
 def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Ready:
@@ -89,10 +93,11 @@ def run(
     """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
     tensors = {"x": x, "b": weight, "b_scales": weight_scale}
     tensors |= {} if bias is None else {"bias": bias}
-    on_device = backend in (None, "cuda")
-    key, ready = _find(tensors, (activation, arch)) if on_device else (None, None)
-    if ready is not None:
-        return _again(ready, tensors)
+    key = None
+    if backend in (None, "cuda"):
+        key, ready, addresses = _find(tensors, (activation, arch))
+        if ready is not None:
+            return _again(ready, addresses, x, weight)
     with on_device_of(x):
         arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
         codes, scales = act_quant(arrays["x"], backend=backend)

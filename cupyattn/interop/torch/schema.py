@@ -95,7 +95,7 @@ class Schema:
             own[place] = x
         if block_mask is not None:
             block_mask = _block_mask_of(block_mask)
-        return TensorSettings(Settings(*own), deterministic, block_mask)
+        return TensorSettings(Settings._make(own), deterministic, block_mask)
 
 
 ATTENTION = Schema(TENSORS[:-2], 3)
