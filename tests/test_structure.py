@@ -572,6 +572,25 @@ def test_the_mathematics_names_what_there_is() -> None:
     assert len(named) > 20 and not {n for n in named if not re.search(rf"\b{n}\b", code)}
 
 
+def test_what_needs_a_framework_is_run_where_there_is_one() -> None:
+    """`make test` has none; `make test-interop` runs tests/interop and, elsewhere, what is marked."""
+    asks = re.compile(r"(importorskip|find_spec)\(.(torch|jax|diffusers|transformers)\b")
+    marked = set()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        folder = path.relative_to(ROOT / "tests").parts[0]
+        if folder in ("interop", "gpu"):
+            continue
+        text = path.read_text()
+        for test in ast.parse(text).body:
+            if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
+                continue
+            is_marked = any("frameworks" in ast.unparse(one) for one in test.decorator_list)
+            assert is_marked or not asks.search(ast.unparse(test)), f"{path.name}: {test.name}"
+            marked |= {folder} if is_marked else set()
+    run = (ROOT / "Makefile").read_text().split("-m frameworks ")[1].split("\n")[0].split()
+    assert run == [f"tests/{folder}" for folder in sorted(marked)]
+
+
 def test_every_file_of_tests_is_listed() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
     assert folders == set(write_tests.FOLDERS)

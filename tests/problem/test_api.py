@@ -434,6 +434,7 @@ def test_options_of_another_kind(options: dict[str, Any], wanted: str) -> None:
         attention(*normal(), **options)
 
 
+@pytest.mark.frameworks
 def test_a_type_that_numpy_cannot_take_over_is_one_sentence() -> None:
     torch = pytest.importorskip("torch")
     x = torch.ones(1, 1, 4, 16, dtype=torch.bfloat16)
