@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from experiments.tuning.lazy_maximum import contestants
-from experiments.tuning.lazy_maximum.lazy_checks import Case, check_case, rows_keep_to_themselves
 from experiments.tuning.lazy_maximum.contestants import CONTESTANTS
+from experiments.tuning.lazy_maximum.lazy_checks import Case, check_case, rows_keep_to_themselves
 from experiments.tuning.lazy_maximum.lazy_race import cells
 
 #: Candidates that keep all they have in registers.

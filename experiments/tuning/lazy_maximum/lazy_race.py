@@ -37,13 +37,13 @@ from cupyattn.problem.call import AttentionSpec
 from cupyattn.runtime import ready
 from experiments._harness import recording
 from experiments._harness.others import geometric_mean
-from experiments.tuning.lazy_maximum.lazy_checks import check, dtype_of, judged
 from experiments.tuning.lazy_maximum.contestants import (
     ARCH,
     CONTESTANTS,
     Contestant,
     resources,
 )
+from experiments.tuning.lazy_maximum.lazy_checks import check, dtype_of, judged
 
 NAME = "lazy_maximum"
 TOKENS, WIDTH = 16_384, 2048
