@@ -197,7 +197,7 @@ def attention(
     arrays = _arrays(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out
     )
-    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
+    return run_attention(settings, arrays)
 
 
 @_says_what_is_not_offered
@@ -331,7 +331,7 @@ def attention_varlen(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
-    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
+    return run_attention(settings, arrays)
 
 
 def _arrays(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
@@ -367,6 +367,11 @@ class _Attention:
 
 
 ATTENTION = _Attention()
+
+
+def run_attention(settings: Settings, arrays: Mapping[str, Any]) -> Any:
+    """Run a call of `attention` or `attention_varlen`; arrays are named as `parse` names them."""
+    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
 def _with_given_scales(request: Request) -> Request:

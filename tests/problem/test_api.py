@@ -273,6 +273,7 @@ def test_quantised_operands_come_alone() -> None:
     ("options", "error", "sentence"),
     [
         ({"variant": "flash"}, ValueError, "variant must be one of unfused, fa, .*, got 'flash'"),
+        ({"variant": ["fa"]}, ValueError, "variant must be one of unfused, fa, .*, got .'fa'"),
         ({"accuracy": "high"}, ValueError, "accuracy must be .*, got 'high'"),
         ({"layout": "SBHD"}, ValueError, "layout must be 'BHSD' or 'BSHD', got 'SBHD'"),
         ({"causal_align": "top"}, ValueError, "causal_align must be .*, got 'top'"),

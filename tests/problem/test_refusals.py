@@ -337,6 +337,7 @@ TABLE = (
     "tiles must be a mapping of the largest head_dim to cupyattn.Tiles, rising and ending with "
     "256, such as {256: Tiles(32, 32, 4)}, got "
 )
+FORMS = "forms must be a mapping of names to cupyattn.kernels.forms.Form, got "
 LETTERS = (
     "name must be letters, digits and underscores, as the kernel is called attn_<name>, got "
 )
@@ -358,6 +359,8 @@ LETTERS = (
         ({"name": "no name"}, f"{LETTERS}'no name'"),
         ({"name": ""}, f"{LETTERS}''"),
         ({"name": 3}, f"{LETTERS}3"),
+        ({"forms": TILES}, f"{FORMS}{TILES!r:.60}"),
+        ({"forms": ("portable",)}, f"{FORMS}('portable',)"),
     ],
 )
 def test_variants_that_cannot_be(given: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,21 @@ def as_array(tensor: Tensor) -> Any:
     if tensor.dtype == torch.bfloat16:  # which NumPy does not know
         return tensor.view(torch.int16).numpy().view(STORAGE["bfloat16"])
     return tensor.numpy()
+
+
+def forms_of(tensors: Mapping[str, Tensor]) -> tuple[Any, ...] | None:
+    """Return what a call depends on of its tensors beside their values; None for no tensors.
+
+    Not by `cupyattn.arrays.form.forms_of`: to make an array of each tensor first takes longer than
+    all that a known call does.
+    """
+    try:
+        return tuple([
+            (name, x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device())
+            for name, x in tensors.items()
+        ])  # fmt: skip
+    except AttributeError:
+        return None
 
 
 def as_tensor(array: Any) -> Tensor:
