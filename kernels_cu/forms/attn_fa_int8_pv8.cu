@@ -31,6 +31,7 @@
 #include "prims/codes/mean_dot.cuh"
 #include "prims/instructions/mma.cuh"
 #include "prims/instructions/mma_tiles.cuh"
+#include "prims/score/fragment_rows.cuh"
 #include "prims/score/online_softmax.cuh"
 #include "prims/codes/p_codes.cuh"
 #include "prims/params.cuh"
@@ -110,14 +111,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       values.V_zero + (V_scale - values.V_scale));
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
-  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K and V,
-  // both chunks of 8 rows come before those of the next 8. swizzled_from() goes on from there.
-  const uint32_t Q_lane =
-      shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
-  const uint32_t K_lane = shared_address(
-      swizzled<CODE_CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
-  const uint32_t V_lane = shared_address(
-      swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+  // Where this lane points the first ldmatrix of each operand; swizzled_from() goes on from there.
+  const uint32_t Q_lane = chunk_address<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16);
+  const uint32_t K_lane = key_address<CODE_CHUNKS>(smem.K[0]);
+  const uint32_t V_lane = key_address<V_CHUNKS>(smem.V[0]);
   const Scores scores(p, batch, head);
   const ZeroPoints zeros(
       shared_bytes + sizeof(SharedStorage), call, quant, Q_scale, K_scale, batch, head, head_kv);
@@ -264,11 +261,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         for (int h = 0; h < 2; ++h) {
           const float alpha = state[r][h].advance(tile[r][h].M);
           if (SUMS_WEIGHTS) exact_l(r, h) *= alpha;  // R6
-#pragma unroll
-          for (int c = 0; c < MMA_COLS; ++c) {
-            O_acc[r][c][2 * h] *= alpha;      // R6
-            O_acc[r][c][2 * h + 1] *= alpha;  // R6
-          }
+          scale_row(O_acc[r], h, alpha);             // R6
         }
     float beta[MMA_ROWS][2];  // brings the weights of this tile to the unit of the row
     uint32_t P_frag[MMA_ROWS][BLOCK_KV / 32][4];  // four key tiles of S are one k step of P

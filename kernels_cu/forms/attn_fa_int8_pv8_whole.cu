@@ -140,12 +140,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
   const float* K_scale = K_scale_of(call, quant, batch, head_kv);  // [ceil(len_kv / GROUP_KV)]
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
-  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K and V,
-  // both chunks of 8 rows come before those of the next 8. swizzled_from() goes on from there.
-  const uint32_t Q_lane =
-      shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
-  const uint32_t K_lane = shared_address(
-      swizzled<CODE_CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+  // Where this lane points the first ldmatrix of each operand; swizzled_from() goes on from there.
+  const uint32_t Q_lane = chunk_address<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16);
+  const uint32_t K_lane = key_address<CODE_CHUNKS>(smem.K[0]);
   const uint32_t V_lane = shared_address(
       swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const Scores scores(p, batch, head);
