@@ -465,8 +465,10 @@ def reads_a_form(node: ast.AST) -> bool:
         for one in ast.walk(part)
         if isinstance(one, ast.Attribute)
     }
-    return isinstance(node, ast.Tuple) and {"shape", "dtype"} < read and bool(
-        read & {"strides", "stride"}
+    return (
+        isinstance(node, ast.Tuple)
+        and {"shape", "dtype"} < read
+        and bool(read & {"strides", "stride"})
     )
 
 
@@ -518,8 +520,10 @@ def carries(x: Any, array: np.ndarray, depth: int = 0) -> bool:
         x = held
     if isinstance(x, dict):
         x = list(x.values())
-    return depth < 3 and isinstance(x, (list, tuple)) and any(
-        carries(one, array, depth + 1) for one in x
+    return (
+        depth < 3
+        and isinstance(x, (list, tuple))
+        and any(carries(one, array, depth + 1) for one in x)
     )
 
 
@@ -573,7 +577,7 @@ def test_the_mathematics_names_what_there_is() -> None:
 
 
 def test_what_needs_a_framework_is_run_where_there_is_one() -> None:
-    """`make test` has none; `make test-interop` runs tests/interop and, elsewhere, what is marked."""
+    """`make test` has none; `make test-interop` runs tests/interop, and elsewhere the marked."""
     asks = re.compile(r"(importorskip|find_spec)\(.(torch|jax|diffusers|transformers)\b")
     marked = set()
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -584,7 +588,7 @@ def test_what_needs_a_framework_is_run_where_there_is_one() -> None:
         for test in ast.parse(text).body:
             if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
                 continue
-            is_marked = any("frameworks" in ast.unparse(one) for one in test.decorator_list)
+            is_marked = any("mark.frameworks" in ast.unparse(one) for one in test.decorator_list)
             assert is_marked or not asks.search(ast.unparse(test)), f"{path.name}: {test.name}"
             marked |= {folder} if is_marked else set()
     run = (ROOT / "Makefile").read_text().split("-m frameworks ")[1].split("\n")[0].split()
