@@ -403,7 +403,7 @@ def lookup(name: str) -> Variant:
     """
     try:
         return VARIANTS[name]
-    except KeyError:
+    except (KeyError, TypeError):  # a list has no hash
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {name!r}") from None
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
-from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder, splits
 from cupyattn.kernels.forms import Form
@@ -258,7 +257,7 @@ def settle_arrays(
 def settle_request(request: Request) -> Kernel:
     """Settle the kernel of a request: that of its last plan."""
     z, codes = request.quantized, None
-    arch, tiles = architecture(request), request.settings.tiles
+    arch, tiles = request.architecture, request.settings.tiles
     if z is not None:
         codes = Codes.of(z)
     elif request.variant.family == "int8":
@@ -273,7 +272,7 @@ def settle_request(request: Request) -> Kernel:
 def request_places(request: Request) -> Operands:
     """Return the operands of the last plan of a request: the caller's, or those made of them."""
     call, z = request.call, request.quantized
-    q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
+    q, k, v = request.given_places.values()
     if z is not None:
         if z.has_nibbles:
             q, k = (_code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
@@ -327,17 +326,6 @@ def _output(request: Request) -> Operand:
         return Operand.of(request.receiver)
     itemsize = STORAGE[request.call.dtype].itemsize
     return laid_out(request.call.output_shape, itemsize, request.settings.layout)
-
-
-def architecture(request: Request) -> str | None:
-    """Return the architecture to plan for: the caller's, or that of the device of the arrays.
-
-    Tiles that a caller names are those of the portable form, unless ``"sm_90a"`` is named too.
-    """
-    settings = request.settings
-    if settings.arch is not None or settings.tiles is not None:
-        return settings.arch
-    return target.own_arch(request.backend, request.q)
 
 
 def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str | None) -> Tiles:

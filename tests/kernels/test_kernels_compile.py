@@ -166,6 +166,7 @@ def test_default_tiles_spill_nothing(
 SELDOM = {
     ("unfused", "portable"), ("fa", "portable"), ("fa_warps", "portable"),
     ("fa_int8", "portable"), ("fa_int8", "sm90"), ("fa_int8", "pv8"), ("fa_int8", "pv8_whole"),
+    ("fa_int8", "sm90_fp8"), ("fa_int8", "sm90_pv8_by_tile"),
 }  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def test_architectures_of_several_devices(monkeypatch) -> None:
         assert str(caught.value) == message
 
 
+@pytest.mark.frameworks
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_modules_of_torch_refuse_an_architecture_when_they_are_made() -> None:
     import torch
