@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
     )
     top.add_argument("--version", action="version", version=f"cupyattn {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"cupyattn.cli.{name}")
         module.configure(commands.add_parser(name, help=summary, description=module.__doc__))
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command; without any, show the help.
 
     Parameters
     ----------
@@ -72,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(arguments)
+    top = parser()
+    args = top.parse_args(arguments)
+    if args.command is None:
+        top.print_help()
+        return 0
     args.arguments = arguments
     command = importlib.import_module(f"cupyattn.cli.{args.command}")
     try:
