@@ -6,7 +6,6 @@ import argparse
 import zipfile
 import zlib
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from cupyattn import distributions
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.source import open_checkpoint
-from cupyattn.files import read_npz
+from cupyattn.files import data_file, read_npz
 from cupyattn.kernels.features import DTYPES
 
 #: Q, K, V of three layers of a text encoder; README.md beside it says which.
@@ -159,13 +158,7 @@ def random(args: argparse.Namespace, *, large: bool) -> Input:
 
 def sample_path() -> Path:
     """Return the file of real Q, K, V: in the package where installed, else in the checkout."""
-    checkout = Path(__file__).resolve().parents[2] / "experiments" / "data" / SAMPLE
-    if checkout.is_file():
-        return checkout
-    installed = resources.files("cupyattn") / "data" / SAMPLE
-    if isinstance(installed, Path) and installed.is_file():
-        return installed
-    raise OSError(f"{SAMPLE} is in neither {checkout.parent} nor {installed}: reinstall cupyattn")
+    return data_file(SAMPLE)
 
 
 def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[Any], str]:
