@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cupyattn.errors import (
     DeviceMemoryError,
@@ -43,9 +46,22 @@ USER_ERRORS = (
 )  # fmt: skip
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with arguments in one line, and where the help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        unknown = re.match("argument COMMAND: invalid choice: '([^']*)'", message)
+        if unknown:
+            near = difflib.get_close_matches(unknown[1], COMMANDS, 1)
+            guess = f", did you mean {near[0]}?" if near else ""
+            message = f"there is no command {unknown[1]!r}{guess}"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="cupyattn",
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
     )
