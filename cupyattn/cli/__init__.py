@@ -73,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def unknown_arguments(unknown: Sequence[str]) -> str:
+    """Say that arguments are not known, and what stands in their place."""
+    instead = {"--kernel": "give the rung's name, as in cupyattn profile fa"}
+    hints = [f": {text}" for flag, text in instead.items() if unknown[0].startswith(flag)]
+    return f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; without any, show the help.
 
@@ -89,7 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
-    args = top.parse_args(arguments)
+    args, unknown = top.parse_known_args(arguments)
+    if unknown:
+        top.prog = " ".join(filter(None, [top.prog, args.command]))
+        top.error(unknown_arguments(unknown))
     if args.command is None:
         top.print_help()
         return 0
@@ -114,5 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = str(error)
         if isinstance(error, KernelCompileError):  # the whole log follows the first error
             text = text.partition("\n")[0]
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"
         print(f"cupyattn: {' '.join(text.split())}", file=sys.stderr)
         return 2

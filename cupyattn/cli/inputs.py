@@ -196,7 +196,7 @@ def _check_type(letter: str, array: Any, converted: str | None, path: Path) -> N
     name = array.dtype.name
     if name in DTYPES or (converted and array.dtype.kind in "fiu"):
         return
-    ways = f"one of {', '.join(DTYPES)}"
+    ways = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
     if array.dtype.kind in "fiu":
         raise ValueError(
             f"{letter} of {path} is {name}, and rungs take {ways}: add --dtype float16, which "

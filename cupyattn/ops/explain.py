@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.ops.attention import ATTENTION, says_what_is_not_offered, resolved
+from cupyattn.ops.attention import ATTENTION, resolved, says_what_is_not_offered
 from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.request import Request

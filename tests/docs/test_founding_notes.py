@@ -224,13 +224,35 @@ def test_the_commands_for_checkpoints_run_with_their_flags(
 
 
 @pytest.mark.skipif(not device_missing(), reason="there is a device")
-@pytest.mark.parametrize("title", ["commands: profile", "commands: Nsight Compute"])
+@pytest.mark.parametrize(
+    "title",
+    ["commands: profile", "commands: Nsight Compute", "commands: cycles", "commands: sanitizer"],
+)
 def test_the_commands_for_profiling_say_what_they_need(
     title: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (words,) = commands(title)
-    assert cli.main(words[words.index("cupyattn") + 1 :]) == 2
+    words = words[words.index("cupyattn") + 1 :]
+    assert cli.main(words[: words.index("2>&1")] if "2>&1" in words else words) == 2
     assert "profile needs a CUDA device" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_gone_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = commands("commands: report")
+    with pytest.raises(SystemExit):
+        cli.main(words[words.index("cupyattn") + 1 :])
+    assert "--kernel=fa --warmup" not in (said := capsys.readouterr().err)
+    assert "--kernel=fa: give the rung's name" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("title", ["commands: build in place", "commands: build and install"])
+def test_the_command_to_build_in_place_names_its_successor(title: str) -> None:
+    (words,) = [words for words in commands(title) if "build_ext" in words]
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "there is no extension to build" in done.stderr and "pip install -e" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -248,8 +270,8 @@ def test_the_page_has_every_name_command_and_flag_of_the_plan() -> None:
     for name in ("precision_mode", "v_precision", *SCRIPTS, "KERNEL=", "NVCC_ARCH="):
         assert name.removeprefix("python ") in page, name
     every = "".join(body for language, body in BLOCKS.values() if language == "bash")
-    flags = {flag for flag in re.findall(r"(--[a-z][a-z-]+)", every) if flag != "--inplace"}
-    assert len(flags) > 8
+    flags = set(re.findall(r"(--[a-z][a-z-]+)", every))
+    assert len(flags) > 12
     for flag in flags:
         assert flag in page, flag
     for path in re.findall(r"`cupyattn\.(?!interop)([\w.]+)`", page):
