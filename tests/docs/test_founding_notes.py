@@ -134,6 +134,7 @@ def small_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusers.StableDiffusionPipeline, "from_pretrained", from_pretrained)
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("title", PYTHON)
 def test_a_block_runs_or_names_its_successor(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")

@@ -154,6 +154,7 @@ def test_revisions_are_compared_by_their_fastest_processes() -> None:
         host_revisions.measured(host_revisions.HERE / "none")
 
 
+@pytest.mark.frameworks
 def test_host_times_run_in_small(tmp_path: Path) -> None:
     file = tmp_path / "host_time.json"
     assert host_time.main(["--quick", "--json", str(file)]) == 0
