@@ -34,10 +34,18 @@ _PAGES = "gather the keys and values of a sequence, and pack sequences for atten
 #: Arguments that other libraries have, and what to do in their place.
 NOT_OFFERED = {
     "dropout": _DROPOUT, "dropout_p": _DROPOUT, "block_table": _PAGES, "page_table": _PAGES,
+    "precision_mode": (
+        "Int8Attention takes precision_policy and its calls take mode, each of 'aggressive', "
+        "'balanced' or 'precision'; attention takes accuracy"
+    ),
+    "v_precision": (
+        "V stays in 16 bits unless quant=QuantConfig(pv=...) says otherwise; Int8Attention takes "
+        "mode='precision' for 16 bits throughout"
+    ),
 }  # fmt: skip
 
 
-def _says_what_is_not_offered(function: Callable[P, R]) -> Callable[P, R]:
+def says_what_is_not_offered(function: Callable[P, R]) -> Callable[P, R]:
     """Let arguments that only other libraries have raise UnsupportedError with the way out."""
 
     @functools.wraps(function)
@@ -53,7 +61,7 @@ def _says_what_is_not_offered(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-@_says_what_is_not_offered
+@says_what_is_not_offered
 def attention(
     q: Any,
     k: Any = None,
@@ -200,7 +208,7 @@ def attention(
     return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
-@_says_what_is_not_offered
+@says_what_is_not_offered
 def attention_varlen(
     q: Any,
     k: Any = None,
@@ -402,7 +410,7 @@ def resolved(
     return ATTENTION.resolve(*parse(function, q, k, v, options))
 
 
-@_says_what_is_not_offered
+@says_what_is_not_offered
 def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
     """Prepare a call of `attention` once, to run it many times.
 

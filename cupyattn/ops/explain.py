@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.ops.attention import ATTENTION, _says_what_is_not_offered, resolved
+from cupyattn.ops.attention import ATTENTION, resolved, says_what_is_not_offered
 from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.request import Request
 
 
-@_says_what_is_not_offered
+@says_what_is_not_offered
 def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     """Say what `attention` would do with the same arguments, without doing it.
 
