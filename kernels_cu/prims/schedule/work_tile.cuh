@@ -1,5 +1,5 @@
-// work_tile.cuh -- what a block of a persistent kernel over codes works on: the thread that copies
-// finds it, and leaves it beside Q for those that compute.
+// work_tile.cuh -- what a block of a persistent kernel works on: the thread that copies finds it,
+// and leaves it beside Q for those that compute.
 #pragma once
 
 #include "prims/params.cuh"
@@ -17,14 +17,14 @@ struct WorkTile : Sequences<VARLEN> {
   __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
 
-// Tile `index` of a sequence or of all, whose values V take so many bytes each; UNEVEN as place_of
-// has it. Its steps are still to be counted.
-template <bool UNEVEN, int VALUE_BYTES>
+// Tile `index` of a sequence or of all, an element of K and one of V taking so many bytes together;
+// UNEVEN as place_of has it. Its steps are still to be counted.
+template <bool UNEVEN, int BYTES>
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
-  const int64_t head_bytes = keys * HEAD_DIM * (sizeof(int8_t) + VALUE_BYTES);
+  const int64_t head_bytes = keys * HEAD_DIM * BYTES;
   const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
   const int head = place.batch_head % p.heads;
   return {
