@@ -71,9 +71,9 @@ struct ScoreMask {
       end[h] = (CAUSAL ? min(p.len_kv, row + p.causal_shift + 1) : p.len_kv) - first;
     }
   }
-  // Whether all scores of the step at kv0 are admitted, those of all of the warp's 16 rows: q is the
+  // Whether every score of the step at kv0 is admitted, for all of the warp's 16 rows: q is the
   // first of this lane's two, `unmasked` the kv_unmasked_end of these rows or of earlier ones.
-  // NOTE: not of this lane's rows alone: lanes vote on weights, and branch together.
+  // NOTE: not for this lane's rows alone: the lanes of a warp vote on weights, and branch together.
   __device__ __forceinline__ static bool admits_all(
       const AttnParams& p, int q, int kv0, int unmasked) {
     return kv0 + BLOCK_KV <= unmasked &&

@@ -1,4 +1,4 @@
-// producer.cuh -- S1 and S2 of the Hopper forms of fa_int8: rings of stages, and the one thread that
+// producer.cuh -- S1 and S2 of the Hopper forms of fa_int8: rings of stages, and the thread that
 // fills them, tile after tile. A form says which parts of tiles there are, and what a stage loads.
 #pragma once
 

@@ -34,7 +34,8 @@ __device__ __forceinline__ void load_V(
         V[b], V_map, full, column + b * BOX_BYTES, 0, tile.head_kv, tile.entry());
 }
 
-// S5 output: sum [64, columns] = P V of one tile and the columns of ColumnsWgmma, in the background.
+// S5 output: sum [64, columns] = P V of one tile and as many columns as ColumnsWgmma has, in the
+// background.
 template <typename ColumnsWgmma, typename Sum, int COUNT>
 __device__ __forceinline__ void start_tile_sums(
     Sum (&sum)[COUNT], uint32_t (&P_frag)[BLOCK_KV / 32][4], Descriptor V_rows) {

@@ -1,5 +1,5 @@
-// warpgroups.cuh -- how the Hopper forms of fa_int8 divide a block: one warpgroup copies, two or
-// three compute 64 query rows each.
+// warpgroups.cuh -- how the Hopper forms of fa_int8 divide a block: one warpgroup copies, two
+// or three compute 64 query rows each.
 #pragma once
 
 #include "prims/config.cuh"
