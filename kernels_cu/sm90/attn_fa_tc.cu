@@ -195,7 +195,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       const int number_of_tile = PIECES ? piece.tile : index;
       if (!tiles.reach(call, number_of_tile)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, -1};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }

@@ -88,14 +88,8 @@ tile_of(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, i
   if constexpr (DENSE_BIAS && !CAUSAL) {  // blocks at work share a bias
     const int rest = index / p.batch, q_blocks = ceil_div(p.len_q, BLOCK_Q);
     const int head = rest / q_blocks;
-    return {sequences,
-            rest % q_blocks * BLOCK_Q,
-            head,
-            head / (p.heads / p.heads_kv),
-            index % p.batch,
-            0,
-            0,
-            -1};
+    return {sequences, rest % q_blocks * BLOCK_Q,    head, index % p.batch, 0, 0,
+            -1,        head / (p.heads / p.heads_kv)};
   }
   return work_tile<UNEVEN, 2 * sizeof(elem_t)>(p, sequences, sequence, index);
 }
@@ -236,7 +230,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       const int number_of_tile = PIECES ? piece.tile : index;
       if (!tiles.reach(call, number_of_tile)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, -1};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }

@@ -89,7 +89,7 @@ __device__ __forceinline__ void produce(
     const auto part = part_of(index);
     if (!tiles.reach(call, part.tile)) {
       mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-      smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
+      smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, -1};
       mbarrier_arrive(smem.Q_full[Q_at.stage]);
       return;
     }
