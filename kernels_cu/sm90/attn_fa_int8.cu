@@ -37,6 +37,7 @@
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/score/online_softmax.cuh"
+#include "prims/io/output.cuh"
 #include "prims/params.cuh"
 #include "prims/schedule/pieces.cuh"
 #include "prims/codes/quantize_q.cuh"
@@ -59,7 +60,7 @@ constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);  // per row of V
 constexpr float SUMMED = 1.0f + ELEM16_STEP;
 constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
-constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
+constexpr bool PIECES = !UNEVEN;  // tiles are alike: those of the last wave may be cut
 // M rises where a weight reaches 2 to the power of this: P and its sums hold what is smaller, and
 // exponents that M's rounding makes end there, too.
 constexpr int HEADROOM = int(LARGEST_EXPONENT);

@@ -35,6 +35,7 @@
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/exp2.cuh"
+#include "prims/io/output.cuh"
 #include "prims/codes/p_codes.cuh"
 #include "prims/params.cuh"
 #include "prims/schedule/pieces.cuh"
@@ -51,7 +52,7 @@
 #include "sm90/int8/warpgroups.cuh"
 
 constexpr bool IN_TURN = HEAD_DIM > 64;  // at the exponentials, as timed
-constexpr bool PIECES = !UNEVEN;         // or they are alike, and those of the last wave may be cut
+constexpr bool PIECES = !UNEVEN;         // tiles are alike: those of the last wave may be cut
 constexpr int WATCH_STEPS = 6;           // how often l is looked at
 
 // O leaves through shared memory where there is room for it.

@@ -35,6 +35,7 @@
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/score/online_softmax.cuh"
+#include "prims/io/output.cuh"
 #include "prims/codes/p_codes.cuh"
 #include "prims/params.cuh"
 #include "prims/codes/quantize_q.cuh"

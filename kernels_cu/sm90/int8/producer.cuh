@@ -55,11 +55,11 @@ __device__ __forceinline__ auto cut_if_alike(const PieceParams& pieces) {
     return CutTiles{pieces};
 }
 
-// A step of a tile, as its stage is loaded.
+// What a stage is loaded for: a step of a tile.
 struct KeyStep {
-  int index;  // of the tile's
-  int kv0;    // its first key,
-  bool kept;  // or behind the last one: rows that keep no key
+  int index;  // among those of the tile
+  int kv0;    // its first key
+  bool kept;  // false: it has no key, and kv0 lies behind the last one
   int len_kv;
 };
 
