@@ -23,9 +23,12 @@
 //              (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/codes/head_scales.cuh"
 #include "prims/codes/key_parts.cuh"
 #include "prims/codes/mean_dot.cuh"
 #include "prims/instructions/mma.cuh"
+#include "prims/instructions/mma_tiles.cuh"
+#include "prims/score/fragment_rows.cuh"
 #include "prims/score/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/score/score.cuh"
@@ -38,12 +41,8 @@ constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
 // Codes per global access: as many bytes as an access of O, where rows allow it.
 constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
-constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
-constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
-constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
-constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
-constexpr float LARGEST_SUM = 256.0f;       // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row of V
+constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
 constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 
@@ -57,10 +56,6 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + ZERO_TILES_BYTES;
 
 static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
-static_assert(
-    BLOCK_Q % (16 * NUM_WARPS) == 0,
-    "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
-static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
@@ -85,23 +80,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
                       + batch * p.V_stride.batch + head_kv * p.V_stride.head;
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
-  const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
-                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head +
-                         first_scale<GROUP_Q>(call.cu_seqlens_q, batch);
-  const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                         + batch * quant.K_scale_stride_batch +
-                         head_kv * quant.K_scale_stride_head +
-                         first_scale<GROUP_KV>(call.cu_seqlens_k, batch);
+  const float* Q_scale = Q_scale_of(call, quant, batch, head);     // [ceil(len_q / GROUP_Q)]
+  const float* K_scale = K_scale_of(call, quant, batch, head_kv);  // [ceil(len_kv / GROUP_KV)]
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
-  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
-  // chunks of 8 keys come before those of the next 8. swizzled_from() goes on from there.
-  const uint32_t Q_lane =
-      shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
-  const uint32_t K_lane = shared_address(
-      swizzled<CODE_CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
-  const uint32_t V_lane =
-      shared_address(swizzled<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16));
+  // Where this lane points the first ldmatrix of each operand; swizzled_from() goes on from there.
+  const uint32_t Q_lane = chunk_address<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16);
+  const uint32_t K_lane = key_address<CODE_CHUNKS>(smem.K[0]);
+  const uint32_t V_lane = chunk_address<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16);
   const Scores scores(p, batch, head);
   const ZeroPoints zeros(
       shared_bytes + sizeof(SharedStorage), call, quant, Q_scale, K_scale, batch, head, head_kv);
@@ -191,21 +177,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 
     // S4 softmax
     if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV)) {
-#pragma unroll
-      for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
-            const float scale = part_scale[part_of(n * 8)];
-            const float factor = row_factor(Q_factor[r][i / 2], scale);
-            if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * factor, row, key);  // R3
-            else
-              S_acc[r][n][i] += 0.0f * scale;  // exact
-            if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
-          }
+      scores.settle(S_acc, q0 + row0, kv0, [&](int r, int n, int i) {
+        const float scale = part_scale[part_of(n * 8)], x = S_acc[r][n][i];
+        if constexpr (NATURAL_SCORES) return x * row_factor(Q_factor[r][i / 2], scale);  // R3
+        return x + 0.0f * scale;                                                         // exact
+      });
       // NOTE: a scale that is NaN has reached the keys of its part, and spares those masked.
 #pragma unroll
       for (int i = 0; i < PARTS; ++i)
@@ -251,14 +227,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         }
         if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
-#pragma unroll
-            for (int c = 0; c < MMA_COLS; ++c) {
-              O_acc[r][c][2 * h] *= alpha;      // R6
-              O_acc[r][c][2 * h + 1] *= alpha;  // R6
-            }
-          }
+          for (int h = 0; h < 2; ++h)
+            scale_row(O_acc[r], h, state[r][h].advance(shfl_max<4>(m[h])));  // R6
         }
         M[0] = state[r][0].M_finite(), M[1] = state[r][1].M_finite();
         weigh(M, true);

@@ -16,6 +16,8 @@
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/instructions/mma.cuh"
+#include "prims/instructions/mma_tiles.cuh"
+#include "prims/score/fragment_rows.cuh"
 #include "prims/score/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/score/score.cuh"
@@ -23,11 +25,7 @@
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
 
-constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row
-constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
-constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
-constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row
 
 struct SharedStorage {
   alignas(128) elem_t Q[BLOCK_Q * HEAD_DIM_PAD];
@@ -37,10 +35,6 @@ struct SharedStorage {
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 static_assert(ELEM_IS_16_BIT, "fa_tc multiplies float16 or bfloat16");
-static_assert(
-    BLOCK_Q % (16 * NUM_WARPS) == 0,
-    "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
-static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
@@ -67,14 +61,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
-  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
-  // chunks of 8 keys come before those of the next 8. swizzled_from() goes on from there.
-  const uint32_t Q_lane =
-      shared_address(swizzled<CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
-  const uint32_t K_lane = shared_address(
-      swizzled<CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
-  const uint32_t V_lane =
-      shared_address(swizzled<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16));
+  // Where this lane points the first ldmatrix of each operand; swizzled_from() goes on from there.
+  const uint32_t Q_lane = chunk_address<CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16);
+  const uint32_t K_lane = key_address<CHUNKS>(smem.K[0]);
+  const uint32_t V_lane = chunk_address<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16);
   const Scores scores(p, batch, head);
 
   // S1 load Q: the group also holds the first K, V tile
@@ -128,41 +118,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 
     // S4 softmax
-    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV)) {
-#pragma unroll
-      for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
-            if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * p.scale, row, key);  // R3
-            if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
-          }
-    }
+    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV))
+      scores.settle(S_acc, q0 + row0, kv0, [&](int r, int n, int i) {
+        return NATURAL_SCORES ? S_acc[r][n][i] * p.scale : S_acc[r][n][i];  // R3
+      });
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
       float to_log2 = p.scale_log2, M[2] = {state[r][0].M, state[r][1].M};
       float m[2];  // the largest score that this lane holds of row g, then of row g + 8
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        m[h] = NEG_INF;
-#pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-          m[h] = fmaxf(m[h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-      }
+      for (int h = 0; h < 2; ++h) find_largest(m[h], S_acc[r], h);
       // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
       if (__any_sync(FULL_WARP, rises_or_large(state[r], m, to_log2))) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float alpha =
-              state[r][h].advance(row_maximum_of_any_size(shfl_max<4>(m[h]), to_log2));
-#pragma unroll
-          for (int c = 0; c < MMA_COLS; ++c) {
-            O_acc[r][c][2 * h] *= alpha;      // R6
-            O_acc[r][c][2 * h + 1] *= alpha;  // R6
-          }
+          const float M_new = row_maximum_of_any_size(shfl_max<4>(m[h]), to_log2);
+          scale_row(O_acc[r], h, state[r][h].advance(M_new));  // R6
         }
         subtract_large<4 * MMA_KEYS>(state[r], S_acc[r][0], to_log2, M);
       }
@@ -184,11 +155,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       uint32_t P_frag[MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          P_frag[r][i] = pack_rn<elem_t>(
-              S_acc[r][2 * k + i / 2][i % 2 * 2],
-              S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
+        pack_tiles<elem_t>(P_frag[r], S_acc[r][2 * k], S_acc[r][2 * k + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k

@@ -20,7 +20,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.compiler.modules import KERNELS
-from cupyattn.kernels.ladder import FORM_SOURCES, VARIANTS
+from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import numerics
 from docs import write_api, write_house, write_tests
 
@@ -34,11 +34,11 @@ PYTHON = sorted(PACKAGE.rglob("*.py"))
 #: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels, the
 #: split form two).
 FUSED = [
-    source.format(name)
-    for name, variant in VARIANTS.items()
-    for form, source in FORM_SOURCES.items()
-    if form in variant.forms and variant.family != "unfused" and variant.source is None
-    and form != "split" and not form.startswith("sm90")
+    str(form.source)
+    for variant in VARIANTS.values()
+    for form in variant.forms.values()
+    if variant.family != "unfused" and variant.source is None
+    and not (form.takes.few_rows or form.on_hopper)
 ]  # fmt: skip
 #: Which package may import which: one imports what stands above it, never what stands below or
 #: beside it (on the same line). README.md and docs/DESIGN.md show the same list.
@@ -103,10 +103,10 @@ def rounding_tags(text: str) -> set[str]:
 
 #: Which form of which rung a kernel is.
 REGISTERED = {
-    KERNELS / FORM_SOURCES[form].format(variant.name): (variant, form)
+    KERNELS / form.source: (variant, name)
     for variant in VARIANTS.values()
     if variant.source is None
-    for form in variant.forms
+    for name, form in variant.forms.items()
 }
 
 
@@ -213,8 +213,8 @@ def changed(left: str, right: str) -> tuple[int, int]:
     ("left", "right", "limit"),
     [
         ("attn_fa.cu", "attn_fa_warps.cu", 100),
-        ("attn_fa_warps.cu", "attn_fa_tc.cu", 140),  # its header says why
-        ("attn_fa_tc.cu", "attn_fa_int8.cu", 155),  # its header says why
+        ("attn_fa_warps.cu", "attn_fa_tc.cu", 106),  # its header says why
+        ("attn_fa_tc.cu", "attn_fa_int8.cu", 139),  # its header says why
         ("attn_fa_int8.cu", "forms/attn_fa_int8_pv8.cu", 195),  # its header says why
         # its header says why
         ("forms/attn_fa_int8_pv8.cu", "forms/attn_fa_int8_pv8_whole.cu", 165),
@@ -427,6 +427,73 @@ def test_a_call_is_resolved_in_one_place() -> None:
     assert [one.partition(":")[0] for one in found] == ["cupyattn.ops.attention"]
 
 
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield the classes of the package, each with the dotted name of its module."""
+    for path in PYTHON:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield dotted(path), node
+
+
+def test_an_option_of_a_call_is_written_once() -> None:
+    """What asks for more than attention does holds its settings, and says no option again."""
+    assert [module for module, node in classes() if node.name == "Settings"] == [
+        "cupyattn.problem.settings"
+    ]
+    own = "cupyattn.problem.settings.Settings"
+    of_attention = {"variant", "accuracy", "causal_align", "softcap", "return_lse", "check_finite"}
+    fields = {
+        f"{module}.{node.name}": {
+            ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)
+        }
+        for module, node in classes()
+    }
+    assert of_attention < fields[own]
+    assert {name for name, some in fields.items() if len(some & of_attention) > 2} == {own}
+    holders = {"ops.backward", "distributed.call", "interop.torch.calls"}
+    assert {f"cupyattn.{name}" for name in holders} == {
+        module for module, node in classes()
+        if any(ast.unparse(one).startswith("of_call: Settings") for one in node.body)
+    }  # fmt: skip
+
+
+def reads_a_form(node: ast.AST) -> bool:
+    """Whether a display has shape, strides and dtype of an array: a part of a key."""
+    read = {
+        one.attr
+        for part in getattr(node, "elts", ())
+        for one in ast.walk(part)
+        if isinstance(one, ast.Attribute)
+    }
+    return (
+        isinstance(node, ast.Tuple)
+        and {"shape", "dtype"} < read
+        and bool(read & {"strides", "stride"})
+    )
+
+
+def test_calls_are_known_in_one_way() -> None:
+    """By what `Recent.find` makes of forms: those of arrays, and those of torch's tensors."""
+    trees = {dotted(path): ast.parse(path.read_text()) for path in PYTHON}
+    readers = [name for name, tree in trees.items() if any(map(reads_a_form, ast.walk(tree)))]
+    assert readers == ["cupyattn.arrays.form", "cupyattn.interop.torch.bridge"]
+    made = {
+        name: ast.unparse(node)
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Recent"
+    }
+    assert made == {
+        "cupyattn.distributed.group": "Recent(MOST)", "cupyattn.runtime.recent": "Recent(1024)"
+    }  # fmt: skip
+    makes_room = [name for name, tree in trees.items() if ".pop(next(iter(" in ast.unparse(tree)]
+    assert makes_room == ["cupyattn.runtime.recent"]
+    generations = [name for name, tree in trees.items() if "generation()" in ast.unparse(tree)]
+    assert set(generations) == {
+        "cupyattn.compiler.modules", "cupyattn.runtime.ready", "cupyattn.runtime.recent"
+    }  # fmt: skip
+
+
 def flows() -> dict[str, tuple[Any, Callable[[], object]]]:
     """One call of every kind, and its first operand."""
     rng = np.random.default_rng(0)
@@ -453,8 +520,10 @@ def carries(x: Any, array: np.ndarray, depth: int = 0) -> bool:
         x = held
     if isinstance(x, dict):
         x = list(x.values())
-    return depth < 3 and isinstance(x, (list, tuple)) and any(
-        carries(one, array, depth + 1) for one in x
+    return (
+        depth < 3
+        and isinstance(x, (list, tuple))
+        and any(carries(one, array, depth + 1) for one in x)
     )
 
 
@@ -483,7 +552,7 @@ def test_an_operand_goes_through_few_packages_from_top_to_bottom(name: str) -> N
     finally:
         sys.setprofile(None)
     packages = {below for _, below in entered}
-    assert {"ops", "problem", "runtime"} <= packages and len(packages) <= 9, packages
+    assert {"ops", "problem", "arrays"} <= packages and len(packages) <= 9, packages
     climbs = {(above, below) for above, below in entered if RANK[below] > RANK[above]}
     assert not climbs, climbs
 
@@ -505,6 +574,25 @@ def test_the_mathematics_names_what_there_is() -> None:
     }
     code = "\n".join(path.read_text() for path in [*PYTHON, *CUDA])
     assert len(named) > 20 and not {n for n in named if not re.search(rf"\b{n}\b", code)}
+
+
+def test_what_needs_a_framework_is_run_where_there_is_one() -> None:
+    """`make test` has none; `make test-interop` runs tests/interop, and elsewhere the marked."""
+    asks = re.compile(r"(importorskip|find_spec)\(.(torch|jax|diffusers|transformers)\b")
+    marked = set()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        folder = path.relative_to(ROOT / "tests").parts[0]
+        if folder in ("interop", "gpu"):
+            continue
+        text = path.read_text()
+        for test in ast.parse(text).body:
+            if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
+                continue
+            is_marked = any("mark.frameworks" in ast.unparse(one) for one in test.decorator_list)
+            assert is_marked or not asks.search(ast.unparse(test)), f"{path.name}: {test.name}"
+            marked |= {folder} if is_marked else set()
+    run = (ROOT / "Makefile").read_text().split("-m frameworks ")[1].split("\n")[0].split()
+    assert run == [f"tests/{folder}" for folder in sorted(marked)]
 
 
 def test_every_file_of_tests_is_listed() -> None:

@@ -1,55 +1,54 @@
-"""The form of an array: everything about it except its values."""
+"""The forms of arrays: everything about them except their values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
 from typing import Any
 
-from cupyattn.arrays.interchange import device_of, is_cupy
+import numpy as np
+
 from cupyattn.arrays.memory import data_address
 
+#: Name, shape, strides in bytes, dtype, address modulo 16 and device (-1: the host) of an array.
+Form = tuple[str, tuple[int, ...], tuple[int, ...], Any, int, int]
 
-@dataclass(frozen=True)
-class ArrayForm:
-    """What a plan was made for: shape, strides in bytes, dtype, address modulo 16, device."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: Any
-    misalignment: int
-    device: int
+def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[Form, ...] | None, dict[str, int]]:
+    """Return what a call depends on of its arrays beside their values, and where they lie.
 
-    @classmethod
-    def of(cls, array: Any) -> ArrayForm:
-        """Describe a NumPy or CuPy array."""
-        address = data_address(array)
-        return cls(array.shape, array.strides, array.dtype, address % 16, device_of(array))
+    Parameters
+    ----------
+    arrays : mapping of str to array
 
-    def address_of(self, array: Any) -> int | None:
-        """Return the address of an array of this form, None for any other and for none."""
-        if (
-            array is None
-            or array.shape != self.shape
-            or array.strides != self.strides
-            or array.dtype != self.dtype
-            or is_cupy(array) != (self.device >= 0)
-        ):
-            return None
-        if self.device < 0:
-            address = data_address(array)
-        else:
+    Returns
+    -------
+    forms : tuple of Form
+        None unless all are arrays of NumPy or CuPy.
+    addresses : dict of str to int
+    """
+    cupy = sys.modules.get("cupy")
+    on_device = () if cupy is None else cupy.ndarray
+    forms: list[Form] = []
+    addresses: dict[str, int] = {}
+    for name, array in arrays.items():
+        if isinstance(array, on_device):
             data = array.data  # a new object at each access
-            if data.device_id != self.device:
-                return None
-            address = data.ptr
-        return address if address % 16 == self.misalignment else None
+            address, device = data.ptr, data.device_id
+        elif isinstance(array, np.ndarray):
+            address, device = array.ctypes.data, -1
+        else:
+            return None, addresses
+        addresses[name] = address
+        forms.append((name, array.shape, array.strides, array.dtype, address % 16, device))
+    return tuple(forms), addresses
 
-    def __str__(self) -> str:
-        return (
-            f"shape {self.shape}, strides {self.strides} bytes, dtype {self.dtype}, address "
-            f"16 n + {self.misalignment}"
-            + (f" on device {self.device}" if self.device >= 0 else "")
-        )
+
+def described(form: Form) -> str:
+    """Return a form in words, for messages."""
+    _, shape, strides, dtype, misalignment, device = form
+    said = f"shape {shape}, strides {strides} bytes, dtype {dtype}, address 16 n + {misalignment}"
+    return f"{said} on device {device}" if device >= 0 else said
 
 
 def same_place(left: Any, right: Any) -> bool:

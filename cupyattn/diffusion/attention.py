@@ -30,7 +30,7 @@ from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.scales import StepScales
 from cupyattn.diffusion.schedules import Step
-from cupyattn.diffusion.settings import Settings, wants_mask
+from cupyattn.diffusion.settings import Int8AttentionSettings, wants_mask
 from cupyattn.diffusion.steps import Steps
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder, limits
@@ -201,7 +201,7 @@ class Int8Attention:
                 defines = {**tiles.defines(), "CFG_HEAD_DIM": self.head_dim, "CFG_VEC": 1}
                 spec = ModuleSpec(f"attn_{variant}.cu", tuple(sorted(defines.items())))
                 check_tiles(spec, tiles, f"{variant} (portable)")
-        self._settings = Settings(
+        self._settings = Int8AttentionSettings(
             attention_type, window_size, block_size, block_mask, enable_pruning, pruning_ratio,
             pruning_threshold, pruning_rows,
         )  # fmt: skip
@@ -430,7 +430,7 @@ class Int8Attention:
         k: Array,
         v: Array,
         step: Step,
-        settings: Settings,
+        settings: Int8AttentionSettings,
         given: dict[str, Any],
     ) -> tuple[Array, Array, Array | None]:
         """Run two branches against the same keys and values; return both, and the kept keys."""
@@ -449,7 +449,7 @@ class Int8Attention:
         k: Array,
         v: Array,
         step: Step,
-        settings: Settings,
+        settings: Int8AttentionSettings,
         given: dict[str, Any],
         branches: int = 1,
     ) -> tuple[Array, Array | None]:
@@ -507,7 +507,9 @@ class Int8Attention:
                 f"the heads of k and v must divide num_heads={self.num_heads}, got {k.shape[1]}"
             )
 
-    def _pruned(self, q: Array, k: Array, v: Array, step: Step, settings: Settings) -> KeptKeys:
+    def _pruned(
+        self, q: Array, k: Array, v: Array, step: Step, settings: Int8AttentionSettings
+    ) -> KeptKeys:
         """Return the keys that are kept: which they are is found out beside attention."""
         backend = self._where["backend"]
         needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, backend)

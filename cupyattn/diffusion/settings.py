@@ -21,7 +21,7 @@ ATTENTION_TYPES = ("dense", "local", "block_sparse")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Int8AttentionSettings:
     """Arguments of `Int8Attention` that a call may override; it documents them.
 
     Raises
@@ -85,7 +85,7 @@ class Settings:
                 f"got {self.block_mask!r:.60}"
             )
 
-    def changed(self, overrides: dict[str, Any]) -> Settings:
+    def changed(self, overrides: dict[str, Any]) -> Int8AttentionSettings:
         """Return them with those of one call.
 
         Raises
@@ -125,7 +125,7 @@ class Settings:
         return found
 
     @functools.cached_property
-    def _of_modes(self) -> dict[str, Settings]:
+    def _of_modes(self) -> dict[str, Int8AttentionSettings]:
         """These settings with each mode: a model may name one in every call."""
         return {mode: replace(self, mode=mode) for mode in MODES}
 

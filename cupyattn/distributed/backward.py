@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block
-from cupyattn.distributed.call import Asked, ShardedCall, resolve_sharded
+from cupyattn.distributed.call import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads
@@ -22,6 +22,7 @@ from cupyattn.problem import checks
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
+from cupyattn.problem.settings import Settings
 
 
 def parallel_attention_backward(
@@ -101,13 +102,13 @@ def parallel_attention_backward(
     >>> rows.join(distributed.run(on_rank, 2))[0, 0, :, 0].round(1).tolist()
     [2.69921875, 1.7001953125, 1.2001953125, 0.89990234375, 0.60009765625, ...]
     """
-    options = {"scale": scale, "softcap": softcap, "arch": arch, "backend": backend}
-    places = {"causal": causal, "causal_align": causal_align, "window": window}
-    asked = Asked(
-        "parallel_attention_backward", method, ulysses, partition, {"variant": "fa_tc", **options},
-        places, layout=layout,
+    settings = Settings(
+        scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
+        layout=layout, arch=arch, backend=backend,
     )  # fmt: skip
-    return _run(asked, group, (d_out, q, k, v, out, lse), deterministic)
+    asked = ShardedSettings(settings.without_rung, method, ulysses, partition)
+    arrays = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    return _run("parallel_attention_backward", asked, group, arrays, deterministic)
 
 
 def parallel_attention_varlen_backward(
@@ -157,40 +158,45 @@ def parallel_attention_varlen_backward(
     ValueError, TypeError, UnsupportedError, RankError
         As `parallel_attention_backward`.
     """
-    options = {"scale": scale, "softcap": softcap, "arch": arch, "backend": backend}
-    places = {"causal": causal, "causal_align": causal_align, "window": window}
-    asked = Asked(
-        "parallel_attention_varlen_backward", method, ulysses, partition,
-        {"variant": "fa_tc", **options}, places, offsets=(cu_seqlens_q, cu_seqlens_k),
+    settings = Settings(
+        scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
+        arch=arch, backend=backend,
     )  # fmt: skip
-    return _run(asked, group, (d_out, q, k, v, out, lse), deterministic)
+    asked = ShardedSettings(settings.without_rung, method, ulysses, partition)
+    arrays = {
+        "d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    return _run("parallel_attention_varlen_backward", asked, group, arrays, deterministic)
 
 
-def _run(asked: Asked, group: Group, given: tuple[Any, ...], deterministic: bool) -> Gradients:
+def _run(
+    what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any],
+    deterministic: bool,
+) -> Gradients:  # fmt: skip
     """Agree with the other ranks and compute."""
-    d_out, q, k, v, out, lse = given
     taken: list[Any] = []
 
     def extra(request: Request) -> dict[str, Any]:
-        check_offered(q, None)
-        taken.extend(_take(asked, request, {"d_out": d_out, "out": out, "lse": lse}))
+        check_offered(arrays["q"], None)
+        taken.extend(_take(request, arrays))
         return {"deterministic": bool(deterministic)}
 
-    call = resolve_sharded(asked, group, q, k, v, extra)
+    call = resolve_sharded(what, settings, group, arrays, extra)
     request, (of_out, out, lse) = call.request, taken
     given = of_out, request.q, request.k, request.v, out, lse
-    with group.failing_together(asked.what), memory.on_device_of(request.q):
+    with group.failing_together(what), memory.on_device_of(request.q):
         operands = tuple(map(array_namespace(request.q).ascontiguousarray, given))
         found = _compute(call, operands, bool(deterministic))
         group.finish()
     return Gradients(*map(call.restore, found))
 
 
-def _take(asked: Asked, request: Request, named: dict[str, Any]) -> list[Any]:
+def _take(request: Request, arrays: Mapping[str, Any]) -> list[Any]:
     """Return d_out, out and lse in layout BHSD, checked against q."""
-    found = {name: interchange.take(name, array)[0] for name, array in named.items()}
+    found = {n: interchange.take(n, arrays[n])[0] for n in ("d_out", "out", "lse")}
     array_namespace(request.q, *found.values())
-    if asked.offsets is not None:
+    if "cu_seqlens_q" in arrays:
         found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
     layout = request.settings.layout
     found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}

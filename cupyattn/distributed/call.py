@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays import interchange
+from cupyattn.arrays.form import forms_of
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block, Span, blocks
 from cupyattn.distributed.calls import Calls
@@ -22,45 +23,35 @@ from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits as kernels_limits
-from cupyattn.ops.attention import resolved
+from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
-from cupyattn.problem.request import Request
+from cupyattn.problem.request import SEQUENCES, Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
+from cupyattn.problem.settings import Settings
 
 METHODS = ("auto", "ulysses", "ring", "mixed")
 #: Names that `Partition` makes of lengths.
 NAMED = ("contiguous", "zigzag")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a caller says beside his arrays.
+class ShardedSettings(NamedTuple):
+    """What a call on several ranks asks for, beside arrays.
 
     Parameters
     ----------
-    what : str
-        The function that he calls.
+    of_call : Settings
+        Those of the whole sequence.
     method : {"auto", "ulysses", "ring", "mixed"}
     ulysses : int or None
     partition : {"contiguous", "zigzag"}, Partition or (Partition, Partition)
-    options : dict
-        Keywords of `cupyattn.attention` that say nothing of places in a sequence.
-    places : dict
-        ``causal``, ``causal_align`` and ``window``.
-    offsets : (array, array) or None
-        ``cu_seqlens_q`` and ``cu_seqlens_k``.
-    layout : {"BHSD", "BSHD"}
     """
 
-    what: str
+    of_call: Settings
     method: str
     ulysses: int | None
     partition: Any
-    options: dict[str, Any]
-    places: dict[str, Any]
-    offsets: tuple[Any, Any] | None = None
-    layout: str = "BHSD"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,21 +113,80 @@ class ShardedCall:
 
     def restore(self, o: Any) -> Any:
         """Return a result as the caller's q is: kind of array, layout, packed or not."""
-        packed, layout = self.calls.packed, self.request.settings.layout
+        packed, layout = self.calls.offsets, self.request.settings.layout
         return self.request.as_given(o[0].swapaxes(0, 1) if packed else to_bhsd(o, layout))
 
 
+def agree(
+    what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
+) -> tuple[ShardedCall, tuple[Any, Any, Any]]:
+    """Agree with the other ranks on a forward pass: by a word, where all have agreed on it before.
+
+    What a rank asks for is known as any call is (`cupyattn.runtime.recent`). Where every rank knows
+    the call, and all mean the same one, nothing is checked or planned again.
+
+    Parameters
+    ----------
+    what : str
+        The function that is called, for messages.
+    settings : ShardedSettings
+    group : Group
+    arrays : mapping
+        This rank's, as `cupyattn.problem.settings.parse` names them.
+
+    Returns
+    -------
+    call : ShardedCall
+    q, k, v : array
+        In layout BHSD.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError, RankError
+        As `resolve_sharded`.
+    """
+    key, call = _find(what, settings, group, arrays)
+    said = group.gather(what, "" if call is None else call.digest)
+    if call is not None and len(set(said)) == 1:
+        q, k, v = (to_bhsd(arrays[name], settings.of_call.layout) for name in "qkv")
+        return call, (q, k, v)
+    call = resolve_sharded(what, settings, group, arrays)
+    request = call.request
+    if key is not None:  # what is kept holds no array of the caller's
+        own = replace(request, q=None, k=None, v=None, given={})
+        group.agreed.remember(key, replace(call, request=own))
+    return call, (request.q, request.k, request.v)
+
+
+def _find(
+    what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
+) -> tuple[Any, ShardedCall | None]:
+    """Return the key of a call, and the call if this rank has agreed on it before."""
+    known = known_call(settings.of_call, arrays)
+    if known is None:  # the numbers of offsets count
+        return None, None
+    forms, _ = forms_of(known.arrays)
+    kinds = tuple(map(type, known.arrays.values()))
+    return group.agreed.find((what, settings, kinds, *known.facts), forms)
+
+
+def _nothing_else(_: Request) -> dict[str, Any]:
+    return {}
+
+
 def resolve_sharded(
-    asked: Asked, group: Group, q: Any, k: Any, v: Any, extra: Callable[[Request], dict[str, Any]]
+    what: str,
+    settings: ShardedSettings,
+    group: Group,
+    arrays: Mapping[str, Any],
+    extra: Callable[[Request], dict[str, Any]] = _nothing_else,
 ) -> ShardedCall:
     """Check a call of this rank, agree with the others on it, and choose how it runs.
 
     Parameters
     ----------
-    asked : Asked
-    group : Group
-    q, k, v : array
-        This rank's.
+    what, settings, group, arrays
+        As for `agree`.
     extra : callable
         Checks what else the caller brings, given this rank's request; returns what must be the
         same on all ranks.
@@ -148,81 +198,91 @@ def resolve_sharded(
     RankError
         For what is wrong on another rank, or differs from rank to rank.
     """
+    asked = settings.of_call
     found: list[tuple[Request, dict[str, Any]]] = []
 
     def facts() -> dict[str, Any]:
-        request = _own_request(asked, group, q, k, v)
-        packed = _offsets(asked)
+        request = _own_request(settings, group, arrays)
+        packed = _offsets(arrays)
         found.append((request, packed))
         call = request.call
         same = {
             "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
             "head_dim": call.head_dim, "dtype": call.dtype, "variant": request.variant.name,
-            "method": asked.method, "ulysses": asked.ulysses, "partition": _named(asked.partition),
+            "method": settings.method, "ulysses": settings.ulysses,
+            "partition": _named(settings.partition),
             "layout": asked.layout, "scale": call.scale, "softcap": call.softcap,
             **{name: str(value) for name, value in asked.places.items()},
-            **{n: str(asked.options.get(n)) for n in ("quant", "tiles", "arch", "accuracy")},
-            **{n: _digest(packed[n].tolist()) for n in ("cu_seqlens_q", "cu_seqlens_k") if packed},
-            **extra(request),
+            **{n: str(getattr(asked, n)) for n in ("quant", "tiles", "arch", "accuracy")},
+            **{n: _digest(packed[n].tolist()) for n in SEQUENCES if packed},
+            "return_lse": asked.return_lse, **extra(request),
         }  # fmt: skip
         own = {"len_q": int(request.q.shape[2]), "len_kv": int(request.k.shape[2])}
         return {"same": same, "own": own}
 
-    agreed = group.agree(asked.what, facts)
+    agreed = group.agree(what, facts)
     said = [of_rank["own"] for of_rank in agreed]
     ((request, packed),) = found
-    rows_q, rows_kv = _partitions(asked.partition, said, packed)
+    rows_q, rows_kv = _partitions(settings.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
     call = checks.with_lengths(request.call, rows_q.length, rows_kv.length, **asked.places)
     int8 = request.variant.family == "int8"
     obstacle = _obstacle(request, packed, spans, rows_q == rows_kv) if int8 else ""
     mesh = choose_mesh(
-        asked.method, asked.ulysses, call, request.variant.name, group.hosts,
-        balanced=asked.partition != "contiguous", without_ring=bool(obstacle),
+        settings.method, settings.ulysses, call, request.variant.name, group.hosts,
+        balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
     )  # fmt: skip
     if mesh.ring > 1 and obstacle:
         raise UnsupportedError(
             f"a ring of fa_int8, round which codes go, takes no {obstacle}: use method='ulysses'"
         )
-    given = {n: x for n, x in asked.options.items() if n not in ("accuracy", "variant", "quant")}
-    options = {**given, "variant": request.variant.name, "quant": request.settings.quant}
+    own = asked._replace(
+        variant=request.variant.name, accuracy="full", quant=request.settings.quant, layout="BHSD",
+        return_lse=True, max_len_q=packed.get("max_len_q"), max_len_k=packed.get("max_len_k"),
+    )  # fmt: skip
+    offsets = {name: packed[name] for name in SEQUENCES if packed}
+    calls = Calls(own, offsets)
     return ShardedCall(
-        group, mesh, rows_q, rows_kv, spans, request, Calls(options, asked.places, packed),
-        _digest(agreed),
+        group, mesh, rows_q, rows_kv, spans, request, calls, _digest(agreed),
     )  # fmt: skip
 
 
-def _own_request(asked: Asked, group: Group, q: Any, k: Any, v: Any) -> Request:
+def _own_request(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Request:
     """Resolve this rank's arrays as if they were all."""
-    if asked.method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {asked.method!r}")
-    if (asked.ulysses is not None) != (asked.method == "mixed"):
+    method, ulysses, asked = settings.method, settings.ulysses, settings.of_call
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    if (ulysses is not None) != (method == "mixed"):
         raise ValueError(
             f"ulysses, how many ranks exchange heads, goes with method='mixed' and must be given "
-            f"there, got method={asked.method!r} ulysses={asked.ulysses!r}"
+            f"there, got method={method!r} ulysses={ulysses!r}"
         )
-    _named(asked.partition)
-    layout = asked.layout
-    if asked.offsets is not None:
-        layout = "BSHD"
-        taken = (interchange.take(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
-        (q, as_given), (k, _), (v, _) = taken
-        q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
-    request = resolved(q, k, v, **asked.options, **asked.places, layout=layout)
+    _named(settings.partition)
+    own, packed = {name: arrays[name] for name in "qkv"}, _is_packed(arrays)
+    if packed:
+        asked = asked._replace(layout="BSHD")
+        taken = {name: interchange.take(name, array) for name, array in own.items()}
+        own = {name: one_entry(name, array) for name, (array, _) in taken.items()}
+    request = ATTENTION.resolve(asked, own)
     kind = array_namespace(request.q).__name__
     if kind != group.namespace:
         raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")
-    if asked.offsets is not None:
-        request = replace(request, as_given=as_given)
+    if packed:
+        request = replace(request, as_given=taken["q"][1])
     return request
 
 
-def _offsets(asked: Asked) -> dict[str, Any]:
+def _is_packed(arrays: Mapping[str, Any]) -> bool:
+    return "cu_seqlens_q" in arrays
+
+
+def _offsets(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the offsets of packed sequences on the host, with the longest lengths."""
-    if asked.offsets is None:
+    if not _is_packed(arrays):
         return {}
     found: dict[str, Any] = {}
-    for name, given in zip("qk", asked.offsets, strict=True):
+    for name in "qk":
+        given = arrays[f"cu_seqlens_{name}"]
         taken = interchange.on_host(interchange.take(f"cu_seqlens_{name}", given)[0])
         if taken.ndim != 1 or taken.size < 1 or taken.dtype.kind != "i":
             raise ValueError(
@@ -245,7 +305,7 @@ def _partitions(
     if partition == "contiguous":
         found = [Partition.contiguous(x) for x in lengths]
     elif partition == "zigzag" and packed:
-        ends = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
+        ends = [packed[name] for name in SEQUENCES]
         found = [Partition.zigzag_varlen(x, len(said)) for x in ends]
     elif partition == "zigzag":
         found = [Partition.zigzag(sum(x), len(said)) for x in lengths]
@@ -269,7 +329,7 @@ def _spans(
     """Return the sequences with the limits of each."""
     ends = [(0, rows_q.length), (0, rows_kv.length)]
     if packed:
-        ends = [packed[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        ends = [packed[name].tolist() for name in SEQUENCES]
     found = []
     for q, kv in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
         limits = checks.check_limits(**places, len_q=q[1] - q[0], len_kv=kv[1] - kv[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -12,11 +12,12 @@ import numpy as np
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.partition import Range
 from cupyattn.distributed.ring import Part
-from cupyattn.ops.attention import attention, attention_varlen
-from cupyattn.ops.backward import attention_backward, attention_varlen_backward, backward_of_part
-
-#: Options of a forward call that its backward call does not have.
-_FORWARD_ONLY = ("variant", "quant", "tiles")
+from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.backward import BackwardSettings, run_backward
+from cupyattn.ops.call_operands import known_call
+from cupyattn.ops.operation import run
+from cupyattn.problem.request import SEQUENCES
+from cupyattn.problem.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -25,80 +26,69 @@ class Calls:
 
     Parameters
     ----------
-    options : dict
-        Keywords of `cupyattn.attention` that say nothing of places in a sequence.
-    places : dict
-        Those that do: ``causal``, ``causal_align``, ``window``.
-    packed : dict
-        Of packed sequences ``cu_seqlens_q``, ``cu_seqlens_k``, ``max_len_q`` and ``max_len_k``, of
-        all rows; arrays are then one entry (1, heads, total, head_dim).
+    settings : Settings
+        Of the whole sequence, with ``return_lse``; layout BHSD.
+    offsets : dict
+        Of packed sequences ``cu_seqlens_q`` and ``cu_seqlens_k``, of all rows; arrays are then one
+        entry (1, heads, total, head_dim).
     """
 
-    options: dict[str, Any]
-    places: dict[str, Any]
-    packed: dict[str, Any] = field(default_factory=dict)
+    settings: Settings
+    offsets: dict[str, Any] = field(default_factory=dict)
 
     def whole(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return O and lse of all rows and keys of some heads."""
-        options = {**self.options, **self.places, "return_lse": True}
-        return _forward(q, k, v, options, self.packed)
+        return _forward(self.settings, q, k, v, self.offsets)
 
     def parts(self, q: Any, k: Any, v: Any, blocks: Iterable[Block]) -> Iterator[Part]:
         """Yield rows, O and lse of blocks."""
-        for rows, keys, how in self._runs(blocks):
+        for rows, keys, settings, offsets in self._runs(blocks):
             some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
-            places, packed = how
-            options = {**self.options, **places, "return_lse": True}
-            yield rows, *_forward(*some, options, packed)
+            yield rows, *_forward(settings, *some, offsets)
 
     def whole_backward(self, given: tuple[Any, ...], deterministic: bool) -> Any:
         """Return the gradients of all rows and keys of some heads.
 
         `given` are d_out, q, k, v, out and lse.
         """
-        options = self._of_backward(self.places, deterministic)
-        if not self.packed:
-            return attention_backward(*given, **options)
-        return _of_packed(attention_varlen_backward, given, {**self.packed, **options})
+        settings = BackwardSettings(self.settings.without_rung, deterministic or None)
+        return _backward(settings, given, self.offsets)
 
     def parts_backward(
         self, given: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool
     ) -> Iterator[tuple[Block, Any]]:
         """Yield rows and keys of blocks, and the gradients that these owe to one another."""
-        for rows, keys, (places, packed) in self._runs(blocks):
+        for rows, keys, of_call, offsets in self._runs(blocks):
             where = [slice(*(keys if name in "kv" else rows)) for name in "gqkvol"]
             some = tuple(x[:, :, at] for x, at in zip(given, where, strict=True))
-            options = self._of_backward(places, deterministic)
-            found = (
-                _of_packed(backward_of_part, some, {**packed, **options})
-                if packed
-                else backward_of_part(*some, **options)
-            )
-            yield Block(rows, keys), found
-
-    def _of_backward(self, places: dict[str, Any], deterministic: bool) -> dict[str, Any]:
-        shared = {n: value for n, value in self.options.items() if n not in _FORWARD_ONLY}
-        return {**shared, **places, "deterministic": deterministic or None}
+            settings = BackwardSettings(of_call.without_rung, deterministic or None, all_keys=False)
+            yield Block(rows, keys), _backward(settings, some, offsets)
 
     def _runs(
         self, blocks: Iterable[Block]
-    ) -> Iterator[tuple[Range, Range, tuple[dict[str, Any], dict[str, Any]]]]:
-        """Yield rows, keys and options of calls: one for each block, or where sequences are packed
-        one for all blocks with a window."""
-        if not self.packed:
+    ) -> Iterator[tuple[Range, Range, Settings, dict[str, Any]]]:
+        """Yield rows, keys, settings and offsets of calls: one for each block, or where sequences
+        are packed one for all blocks with a window."""
+        if not self.offsets:
             for block in blocks:
-                yield block.q, block.kv, (_top_left(block.window), {})
+                yield block.q, block.kv, of_window(self.settings, block.window), {}
             return
         by_window = sorted(blocks, key=lambda block: (block.window, block.q, block.kv))
         for window, some in groupby(by_window, key=lambda block: block.window):
-            for run in _rising_runs(list(some)):
-                rows, keys = (run[0].q[0], run[-1].q[1]), (run[0].kv[0], run[-1].kv[1])
-                packed = _packed(run) if len(run) > 1 else {}
-                yield rows, keys, (_top_left(window), packed)
+            settings = of_window(self.settings, window)
+            for one in _rising_runs(list(some)):
+                rows, keys = (one[0].q[0], one[-1].q[1]), (one[0].kv[0], one[-1].kv[1])
+                if len(one) > 1:
+                    offsets, (of_q, of_k) = _packed(one)
+                    limited = settings._replace(max_len_q=of_q, max_len_k=of_k)
+                    yield rows, keys, limited, offsets
+                else:
+                    yield rows, keys, settings._replace(max_len_q=None, max_len_k=None), {}
 
 
-def _top_left(window: tuple[int, int]) -> dict[str, Any]:
-    return {"window": window, "causal_align": "top-left"}
+def of_window(settings: Settings, window: tuple[int, int]) -> Settings:
+    """Return settings of a block, of which a window says which keys a row attends to."""
+    return settings._replace(causal=False, causal_align="top-left", window=window)
 
 
 def _rising_runs(blocks: list[Block]) -> Iterator[list[Block]]:
@@ -113,37 +103,39 @@ def _rising_runs(blocks: list[Block]) -> Iterator[list[Block]]:
         yield run
 
 
-def _packed(run: list[Block]) -> dict[str, Any]:
-    """Return blocks as packed sequences; what lies between two is rows without keys, and keys
-    without rows."""
+def _packed(run: list[Block]) -> tuple[dict[str, Any], list[int]]:
+    """Return blocks as packed sequences, and the longest lengths; what lies between two is rows
+    without keys, and keys without rows."""
     ends = [(run[0].q[0], run[0].kv[0])]
     for block in run:
         ends += [(block.q[0], ends[-1][1]), (block.q[0], block.kv[0]), (block.q[1], block.kv[1])]
     offsets = np.array(list(dict.fromkeys(ends))) - np.array(ends[0])
-    longest = np.diff(offsets, axis=0).max(axis=0)
-    return {
-        "cu_seqlens_q": offsets[:, 0].astype(np.int32),
-        "cu_seqlens_k": offsets[:, 1].astype(np.int32),
-        "max_len_q": int(longest[0]), "max_len_k": int(longest[1]),
-    }  # fmt: skip
+    named = {name: offsets[:, n].astype(np.int32) for n, name in enumerate(SEQUENCES)}
+    return named, np.diff(offsets, axis=0).max(axis=0).tolist()
+
+
+def run_attention(settings: Settings, arrays: Mapping[str, Any]) -> Any:
+    """Run `cupyattn.attention` or, with offsets among the arrays, `cupyattn.attention_varlen`."""
+    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
 def _forward(
-    q: Any, k: Any, v: Any, options: dict[str, Any], packed: dict[str, Any]
+    settings: Settings, q: Any, k: Any, v: Any, offsets: dict[str, Any]
 ) -> tuple[Any, Any]:
-    if not packed:
-        o, lse = attention(q, k, v, **options)
+    if not offsets:
+        o, lse = run_attention(settings, {"q": q, "k": k, "v": v})
         return o, lse
-    o, lse = attention_varlen(_rows_first(q), _rows_first(k), _rows_first(v), **packed, **options)
+    rows = {name: _rows_first(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    o, lse = run_attention(settings, {**rows, **offsets})
     return _heads_first(o), lse[None]
 
 
-def _of_packed(
-    backward: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
-    d_out, q, k, v, out = (_rows_first(x) for x in given[:5])
-    found = backward(d_out, q, k, v, out, given[5][0], **options)
-    return tuple(_heads_first(x) for x in found)
+def _backward(settings: BackwardSettings, given: tuple[Any, ...], offsets: dict[str, Any]) -> Any:
+    arrays = dict(zip(("d_out", "q", "k", "v", "out", "lse"), given, strict=True))
+    if not offsets:
+        return run_backward(settings, arrays)
+    rows = {name: x[0] if name == "lse" else _rows_first(x) for name, x in arrays.items()}
+    return tuple(_heads_first(x) for x in run_backward(settings, {**rows, **offsets}))
 
 
 def _rows_first(x: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.call import ShardedCall
+from cupyattn.distributed.calls import of_window, run_attention
 from cupyattn.distributed.partition import Range, places
 from cupyattn.distributed.ring import MessageForm, Part
-from cupyattn.ops.attention import attention
 from cupyattn.ops.quantize import quantize
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -39,11 +39,12 @@ class TravellingCodes:
     """
 
     def __init__(self, call: ShardedCall, q: Any, k: Any, v: Any) -> None:
-        quant = call.calls.options["quant"] or QuantConfig()
+        settings = call.calls.settings
         self._call, self._q, self._k, self._v = call, q, k, v
-        options = call.calls.options
-        self._how: dict[str, Any] = {n: options.get(n) for n in ("tiles", "arch", "backend")}
-        self._quant = quant
+        self._how: dict[str, Any] = {
+            "quant": settings.quant or QuantConfig(), "tiles": settings.tiles,
+            "arch": settings.arch, "backend": settings.backend,
+        }  # fmt: skip
         self._of_rows: dict[Range, QuantizedQKV] = {}
         self._template = self._quantized((0, 0), (0, 0))
         self._names = [name for name in _AXES if getattr(self._template, name) is not None]
@@ -63,10 +64,7 @@ class TravellingCodes:
 
     def parts(self, owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         """Yield rows, O and lse of attention to the keys of one rank."""
-        options = {
-            name: value for name, value in self._call.calls.options.items()
-            if name not in ("quant", "variant")
-        }  # fmt: skip
+        coded = self._call.calls.settings._replace(variant="auto", quant=None)
         count, rows_here = len(self._names), self._call.rows
         for index, keys in enumerate(self._call.keys[owner]):
             fields = dict(
@@ -76,14 +74,12 @@ class TravellingCodes:
                 for block in blocks([rows], [keys], self._call.spans):
                     some = place[0] + block.q[0], place[0] + block.q[1]
                     z = with_keys(self._query_codes(some), fields)
-                    o, lse = attention(
-                        z, window=block.window, causal_align="top-left", return_lse=True, **options
-                    )
-                    yield some, o, lse
+                    settings = of_window(coded, block.window)
+                    yield some, *run_attention(settings, {"q": z, "k": None, "v": None})
 
     def _quantized(self, rows: Range, keys: Range) -> QuantizedQKV:
         k, v = (x[:, :, slice(*keys)] for x in (self._k, self._v))
-        return quantize(self._q[:, :, slice(*rows)], k, v, quant=self._quant, **self._how)
+        return quantize(self._q[:, :, slice(*rows)], k, v, **self._how)
 
     def _query_codes(self, rows: Range) -> QuantizedQKV:
         if rows not in self._of_rows:

@@ -19,11 +19,14 @@ import numpy as np
 
 from cupyattn.distributed.store import Store, check_rank
 from cupyattn.errors import RankError
+from cupyattn.runtime.recent import Recent
 
 #: A kind of group.
 Own = TypeVar("Own", bound="Group")
 #: Seconds that a rank waits for another before it gives all of them up.
 TIMEOUT = 120.0
+#: Calls on which all ranks have agreed that a group keeps.
+MOST = 256
 
 
 class Message(NamedTuple):
@@ -98,8 +101,8 @@ class Group(abc.ABC):
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.bytes_sent = 0
-        #: Calls on which all ranks have agreed, by their form: see `cupyattn.distributed.recall`.
-        self.known: dict[Any, Any] = {}
+        #: Calls on which all ranks have agreed: see `cupyattn.distributed.call.agree`.
+        self.agreed = Recent(MOST)
         self._calls = 0
         self.hosts: tuple[str, ...] = tuple(self.gather("hosts", socket.gethostname()))
 
@@ -270,6 +273,7 @@ class Group(abc.ABC):
     def close(self) -> None:
         """Leave the group in peace, once every rank has come here."""
         self.barrier()
+        self.agreed.clear()
         self.store.leave()
 
     def __enter__(self: Own) -> Own:
@@ -287,7 +291,7 @@ class Group(abc.ABC):
 
     def abandon(self, error: RankError) -> None:
         """Give up what this rank still exchanges, and what it knows: the group has failed."""
-        self.known.clear()
+        self.agreed.clear()
 
 
 class DeviceGroup(Group):

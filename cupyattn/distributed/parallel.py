@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.distributed.call import Asked, resolve_sharded
+from cupyattn.distributed.call import ShardedSettings, agree
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
-from cupyattn.distributed.recall import recall, remember
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 
 
@@ -105,13 +105,12 @@ def parallel_attention(
     >>> rows.join(distributed.run(on_rank, 2)).shape
     (1, 2, 8, 16)
     """
-    options = {
-        "variant": variant, "accuracy": accuracy, "scale": scale, "softcap": softcap,
-        "quant": quant, "tiles": tiles, "arch": arch, "backend": backend,
-    }  # fmt: skip
-    places = {"causal": causal, "causal_align": causal_align, "window": window}
-    asked = Asked("parallel_attention", method, ulysses, partition, options, places, layout=layout)
-    return _run(asked, group, (q, k, v), return_lse)
+    settings = Settings(
+        variant, accuracy, scale, causal, causal_align, window, softcap, layout=layout,
+        return_lse=return_lse, quant=quant, tiles=tiles, arch=arch, backend=backend,
+    )  # fmt: skip
+    asked = ShardedSettings(settings, method, ulysses, partition)
+    return _run("parallel_attention", asked, group, {"q": q, "k": k, "v": v})
 
 
 def parallel_attention_varlen(
@@ -168,33 +167,25 @@ def parallel_attention_varlen(
     ValueError, TypeError, UnsupportedError, RankError
         As `parallel_attention`.
     """
-    options = {
-        "variant": variant, "accuracy": accuracy, "scale": scale, "softcap": softcap,
-        "quant": quant, "tiles": tiles, "arch": arch, "backend": backend,
-    }  # fmt: skip
-    places = {"causal": causal, "causal_align": causal_align, "window": window}
-    asked = Asked(
-        "parallel_attention_varlen", method, ulysses, partition, options, places,
-        offsets=(cu_seqlens_q, cu_seqlens_k),
+    settings = Settings(
+        variant, accuracy, scale, causal, causal_align, window, softcap, return_lse=return_lse,
+        quant=quant, tiles=tiles, arch=arch, backend=backend,
     )  # fmt: skip
-    return _run(asked, group, (q, k, v), return_lse)
+    asked = ShardedSettings(settings, method, ulysses, partition)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    arrays = {"q": q, "k": k, "v": v, **offsets}
+    return _run("parallel_attention_varlen", asked, group, arrays)
 
 
-def _run(asked: Asked, group: Group, operands: tuple[Any, Any, Any], return_lse: bool) -> Any:
+def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Any:
     """Agree with the other ranks, compute, and return what the caller asked for."""
-    call = recall(asked, group, operands, return_lse)
-    if call is None:
-        call = resolve_sharded(asked, group, *operands, lambda _: {"return_lse": return_lse})
-        remember(asked, group, operands, return_lse, call)
-        operands = call.request.q, call.request.k, call.request.v
-    else:
-        layout = call.request.settings.layout
-        operands = tuple(to_bhsd(x, layout) for x in operands)
-    with group.failing_together(asked.what), memory.on_device_of(operands[0]):
+    call, operands = agree(what, settings, group, arrays)
+    return_lse = settings.of_call.return_lse
+    with group.failing_together(what), memory.on_device_of(operands[0]):
         q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
         o, lse = compute(call, q, k, v, return_lse)
         group.finish()
     result = call.restore(o)
     if not return_lse:
         return result
-    return result, call.request.as_given(lse[0] if call.calls.packed else lse)
+    return result, call.request.as_given(lse[0] if call.calls.offsets else lse)

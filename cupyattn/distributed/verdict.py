@@ -23,12 +23,10 @@ from cupyattn.gradients.bounds import backward_bound
 from cupyattn.gradients.exact import Gradients, backward_exact
 from cupyattn.ops.quantize import quantize
 from cupyattn.problem.checks import check_limits
+from cupyattn.problem.settings import PLACES
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing.verdict import mean_score
-
-#: Options of `cupyattn.attention` that say where a row may attend.
-PLACES = ("causal", "causal_align", "window")
 
 
 @dataclass(frozen=True)

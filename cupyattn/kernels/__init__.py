@@ -1,1 +1,1 @@
-"""The catalogue of kernels: ladder, tiles, features, numerics, splits, measured times."""
+"""The catalogue of kernels: ladder, forms, tiles, features, numerics, splits, measured times."""

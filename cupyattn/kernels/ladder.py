@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.kernels import splits
 from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.forms import Form, FormTiles, Takes, divides
+from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 
 #: What a rung computes with.
@@ -33,45 +35,22 @@ class Variant:
         What it computes with: `cupyattn.kernels.numerics.numerics` composes its rounding points
         from this.
     tiles : mapping of int to Tiles
-        Default tiles by largest head_dim, in rising order, ending with 256. They fit in the
-        99 KB of shared memory that every device from compute capability 8.0 on has.
+        Default tiles of the portable form by largest head_dim, in rising order, ending with 256.
+        They fit in the 99 KB of shared memory that every device from compute capability 8.0 on
+        has.
     dtypes : tuple of str
         Storage types that it takes.
-    hopper_tiles : mapping of int to Tiles
-        The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
-    hopper_other_tiles : mapping of str to mapping of int to (Tiles, float)
-        By Hopper form: tiles that some lengths fit better, and how many times as long a score takes
-        in them as in its default ones where either are full; no entry where one serves all.
-    split_tiles : mapping of int to tuple of Tiles
-        Those of the split form (``forms/split/``), which takes few query rows and many keys,
-        with more and more rows: of each entry the first that hold those of a call; empty where
-        there is none.
-    hopper_block_mask_tiles : mapping of int to tuple of Tiles
-        Those of the Hopper forms for calls with a block mask: of each entry the first that divide
-        its blocks; empty where they take none.
-    block_mask_tiles : mapping of int to Tiles
-        Those of the portable form for calls with a block mask, where those of `tiles` do not divide
-        its blocks of 64 or 128; empty where they do.
-    pv8_tiles : mapping of int to Tiles
-        The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
-    hopper_pv8_tiles : mapping of int to Tiles
-        The same for the Hopper form with P in u8 and V in INT8. Granularity "block" means the keys
-        of these, whichever tiles a call takes.
-    hopper_fp8_tiles : mapping of int to Tiles
-        The same for the Hopper form with P and V in e4m3, whose largest head_dim need not be 256.
-    hopper_by_tile_tiles : mapping of int to Tiles
-        The same for the Hopper form with P in u8 and V in INT8, a scale for every channel and tile
-        of keys. Granularity "block" of such V means the keys of these.
-    fused_tiles : mapping of int to Tiles
-        The same for the form that quantises by itself (``attn_<name>_fused.cu``); they divide the
-        blocks of every block mask.
+    forms : mapping of str to Form
+        Its forms by name, `cupyattn.kernels.forms.Form`; of two that take a call the later one
+        runs. The portable one is always the first, and its default tiles are `tiles`.
     source : Path, optional
-        A ``.cu`` outside the package, given by `cupyattn.register`.
+        A ``.cu`` outside the package, given by `cupyattn.register`: the portable form, and no
+        other.
 
     Raises
     ------
     ValueError
-        For a name, family, tiles or dtypes that cannot be.
+        For a name, family, tiles, dtypes or forms that cannot be.
     """
 
     name: str
@@ -79,19 +58,8 @@ class Variant:
     family: str
     tiles: Mapping[int, Tiles]
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
-    hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_other_tiles: Mapping[str, Mapping[int, tuple[Tiles, float]]] = field(
-        default_factory=dict
-    )
-    split_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
-    block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_block_mask_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
     source: Path | None = None
-    pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_fp8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_by_tile_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and re.fullmatch(r"[A-Za-z_]\w*", self.name, re.ASCII)):
@@ -113,6 +81,22 @@ class Variant:
                 f"('float16',), got {self.dtypes!r:.60}"
             )
         self._check_tiles()
+        if not (
+            isinstance(self.forms, Mapping)
+            and all(isinstance(form, Form) for form in self.forms.values())
+        ):
+            raise ValueError(
+                "forms must be a mapping of names to cupyattn.kernels.forms.Form, got "
+                f"{self.forms!r:.60}"
+            )
+        object.__setattr__(self, "forms", self._whole_forms())
+
+    def _whole_forms(self) -> dict[str, Form]:
+        """Return the forms, the portable one with the variant's own source and tiles."""
+        first = self.forms.get("portable", Form(f"attn_{self.name}.cu", FormTiles(self.tiles)))
+        source, tiles = self.source or first.source, replace(first.tiles, default=self.tiles)
+        portable = {"portable": replace(first, source=source, tiles=tiles)}
+        return portable if self.source else portable | {**self.forms, **portable}
 
     def _check_tiles(self) -> None:
         """Raise unless the default tiles are those of every head size."""
@@ -136,44 +120,10 @@ class Variant:
         """Name of the kernel in its portable source; those of other forms begin with it."""
         return f"attn_{self.name}"
 
-    @property
-    def forms(self) -> tuple[str, ...]:
-        """Which forms exist of ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``,
-        ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``, ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` and
-        ``"fused"``.
-
-        A source of one's own has one form.
-        """
-        if self.source:
-            return ("portable",)
-        return tuple(form for form, table in self._tables.items() if table)
-
-    @property
-    def _tables(self) -> dict[str, Mapping[int, Tiles]]:
-        return {
-            "portable": self.tiles, "sm90": self.hopper_tiles,
-            "split": {limit: rising[0] for limit, rising in self.split_tiles.items()},
-            "pv8": self.pv8_tiles, "pv8_whole": self.pv8_tiles,
-            "sm90_pv8": self.hopper_pv8_tiles, "sm90_pv8_by_tile": self.hopper_by_tile_tiles,
-            "sm90_fp8": self.hopper_fp8_tiles, "fused": self.fused_tiles,
-        }  # fmt: skip
-
-    def form_for(
-        self, len_q: int, len_kv: int, tiles: Tiles | None = None, *, changed: bool = False
-    ) -> str:
-        """Return the form that a call of these lengths takes where no copy engine is asked for.
-
-        Parameters
-        ----------
-        len_q, len_kv : int
-        tiles : Tiles, optional
-            The caller's, which mean the portable form.
-        changed : bool
-            Whether the call has a softcap, mask, bias, block mask or packed sequences, which the
-            split form leaves to the portable one.
-        """
-        fits = "split" in self.forms and tiles is None and not changed
-        return "split" if fits and splits.applies(len_q, len_kv) else "portable"
+    @functools.cached_property
+    def fastest_first(self) -> tuple[tuple[str, Form], ...]:
+        """The forms and their names in the order in which a call is offered to them."""
+        return tuple(self.forms.items())[::-1]
 
     def check_form(self, form: str | None) -> None:
         """Raise ValueError unless there is such a form, or none is named."""
@@ -202,46 +152,21 @@ class Variant:
         Raises
         ------
         ValueError
-            If the form takes no such head size.
+            If there is no such form, or it takes no such head size.
         """
-        return self._tables[form][self._limit(head_dim, form)]
+        self.check_form(form)
+        return self.forms[form].tiles.default[self._limit(head_dim, form)]
 
     def largest_head_dim(self, form: str) -> int:
         """Return the largest head size that a form takes; 0 where there is no such form."""
-        return max(self._tables[form], default=0)
+        return self.forms[form].tiles.largest_head_dim if form in self.forms else 0
 
     def _limit(self, head_dim: int, form: str) -> int:
-        """Return which entry of the table of tiles a head size belongs to."""
-        table = self._tables[form]
-        limit = next((limit for limit in table if head_dim <= limit), None)
-        if limit is None:
-            most = self.largest_head_dim(form)
-            raise ValueError(
-                f"the {form} form of {self.name} takes head_dim up to {most}, got {head_dim}"
-            )
-        return limit
-
-    def block_mask_tiles_for(
-        self, head_dim: int, block_mask: tuple[int, int], form: str
-    ) -> Tiles | None:
-        """Return the tiles of a form that divide the blocks of a block mask.
-
-        None where it has none of their own: in the Hopper form there is then none that divides
-        them, in the others those of any call do.
-        """
-        if form == "fused":
-            return None
-        table: Mapping[int, tuple[Tiles, ...]] = self.hopper_block_mask_tiles
-        if not form.startswith("sm90"):
-            table = {limit: (tiles,) for limit, tiles in self.block_mask_tiles.items()}
-        choice = next((tiles for limit, tiles in table.items() if head_dim <= limit), ())
-        if form == "sm90_fp8":  # whose registers hold so many keys and no more
-            most = self.default_tiles(head_dim, form).block_kv
-            choice = tuple(tiles for tiles in choice if tiles.block_kv <= most)
-        divide = (
-            x for x in choice if not block_mask[0] % x.block_q and not block_mask[1] % x.block_kv
-        )
-        return next(divide, None)
+        """Return which entry of the default tiles a head size belongs to."""
+        try:
+            return self.forms[form].tiles.limit(head_dim)
+        except LookupError as error:
+            raise ValueError(f"the {form} form of {self.name} {error}") from None
 
     def tiles_for(
         self,
@@ -261,7 +186,8 @@ class Variant:
         head_dim : int
         given : Tiles, optional
             The caller's.
-        form : {"portable", "sm90"}
+        form : str
+            One of `forms`.
         lengths : (int, int), optional
             Query rows and keys, which the tiles of the Hopper forms depend on.
         causal : bool
@@ -275,26 +201,18 @@ class Variant:
         Raises
         ------
         ValueError
-            If the form takes no such head size, or tiles do not divide the blocks.
+            If there is no such form, it takes no such head size, or tiles do not divide the
+            blocks.
         """
+        self.check_form(form)
+        own, limit = self.forms[form].tiles, self._limit(head_dim, form)
         tiles = given
         if tiles is None and block_mask != (0, 0):
-            tiles = self.block_mask_tiles_for(head_dim, block_mask, form)
-        fixed = tiles is not None
-        tiles = tiles or self.default_tiles(head_dim, form)
-        limit = self._limit(head_dim, form)
-        if form == "split" and not fixed:
-            tiles = splits.fitting(self.split_tiles[limit], rows)
-        if limit in self.hopper_other_tiles.get(form, {}) and not fixed:
-            other, cost = self.hopper_other_tiles[form][limit]
-            mine, others = (
-                1 if lengths is None else computed(lengths, causal, x) for x in (tiles, other)
-            )
-            tiles = other if cost * others <= mine else tiles
-            if form == "sm90" and lengths is not None:  # few keys, as those of a text, fill no step
-                keys = max(LEAST_KEYS, -(-lengths[1] // 16) * 16)
-                tiles = replace(tiles, block_kv=min(tiles.block_kv, keys))
-        if block_mask[0] % tiles.block_q or block_mask[1] % tiles.block_kv:
+            tiles = own.for_blocks(head_dim, block_mask)
+        if tiles is None and own.more_rows:
+            tiles = own.for_rows(limit, rows)
+        tiles = tiles or own.for_lengths(limit, lengths, causal)
+        if not divides(tiles, block_mask):
             raise ValueError(
                 f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide "
                 f"the blocks of the block mask, {block_mask[0]} x {block_mask[1]}: leave tiles "
@@ -306,165 +224,172 @@ class Variant:
 _ALL = ("float16", "bfloat16", "float32")
 _16_BIT = ("float16", "bfloat16")
 
-#: Default tiles by largest head_dim, among those that do not spill and fit in 99 KB. How far those
-#: of fa_tc and fa_int8 are from the fastest: experiments/results/NOTES.md, "Tiles". Those of the
-#: plain rungs were chosen to be read, not swept.
-_TILES = {
-    "unfused": {256: Tiles(32, 32, 4)},
-    "fa": {128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)},
-    "fa_warps": {128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)},
-    "fa_tc": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
-    "fa_int8": {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 48, 4, 2)},
-}
+#: Keys that share a scale in the Hopper forms, or a multiple of them.
+HOPPER_SCALE_KEYS = 16
+#: Keys that share a scale of a channel of V there, or a multiple of them: those of a step.
+HOPPER_VALUE_KEYS = 128
 
-#: The same for block masks, the only ones of these that divide blocks of 64 in either direction.
-_BLOCK_MASK_TILES = {
-    "fa_tc": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
-    "fa_int8": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
-}
+#: What every Hopper form leaves to the portable ones, and what those of fa_int8 do.
+_HOPPER = Takes(arch="sm_90a", options=("block_mask", "packed"))
+_HOPPER_INT8 = replace(_HOPPER, scale_keys=HOPPER_SCALE_KEYS)
+_HOPPER_PV8 = replace(_HOPPER_INT8, p_types=("u8",), zero_points=False)
 
-#: The same for block masks in the Hopper forms: two warpgroups share a list of keys, so blocks of
-#: 128 rows. Where there are two, both have as many keys on their way. Those of fa_int8 were not
-#: measured.
-_HOPPER_BLOCK_MASK_TILES = {
-    "fa_tc": {
-        128: (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4)), 256: (Tiles(128, 64, 12, 2),),
-    },
-    "fa_int8": {
-        128: (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4)), 256: (Tiles(128, 64, 12, 3),),
-    },
+#: Tiles for block masks in the portable forms, the only ones of theirs that divide blocks of 64 in
+#: either direction.
+_PORTABLE_BLOCKS = {128: (Tiles(64, 64, 4, 2),), 256: (Tiles(64, 32, 4, 2),)}
+#: The same in the Hopper forms, up to head_dim 128: two warpgroups share a list of keys, so blocks
+#: of 128 rows. Both have as many keys on their way. Those of fa_int8 were not measured.
+_HOPPER_BLOCKS = (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4))
+_HOPPER_INT8_BLOCKS = {128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 3),)}
+
+#: Tiles for P and V in 8 bits: keys in tiles of 32, 64 or 128. Why these:
+#: experiments/results/NOTES.md, "The portable fa_int8". Up to three registers of a loop may not fit
+#: (tests/support/runs.py).
+_PV8 = FormTiles(
+    {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)},
+    block_mask=_PORTABLE_BLOCKS,
+)
+
+#: The forms of each rung. Default tiles are among those that do not spill, and of portable forms
+#: those that fit in 99 KB. How far those of fa_tc and fa_int8 are from the fastest:
+#: experiments/results/NOTES.md, "Tiles". Those of the plain rungs were chosen to be read, not
+#: swept. Hopper forms have four warps that copy, and four for every 64 query rows.
+_UNFUSED = {"portable": Form("attn_unfused.cu", FormTiles({256: Tiles(32, 32, 4)}))}
+_FA = {
+    "portable": Form(
+        "attn_fa.cu", FormTiles({128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)})
+    ),
 }  # fmt: skip
-
-#: The same for the Hopper forms: four warps that copy, four for every 64 query rows. Fastest of
-#: those in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md there.
-_HOPPER_TILES = {
-    "fa_tc": {
-        64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
-        192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
-    },
-    "fa_int8": {
-        64: Tiles(192, 128, 16, 3), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 96, 12, 2),
-    },
+_FA_WARPS = {
+    "portable": Form(
+        "attn_fa_warps.cu", FormTiles({128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)})
+    ),
 }  # fmt: skip
-#: Other tiles of the Hopper forms, and how many times as long a score takes in them where either
-#: are full. Smaller ones of fa_tc take 1.29 (at length 4,096) and 1.08 to 1.12; with P and V in 8
-#: bits two warpgroups have registers for twice the keys.
-_HOPPER_OTHER_TILES = {
-    "fa_tc": {
-        "sm90": {64: (Tiles(128, 128, 12, 2), 1.29), 128: (Tiles(128, 128, 12, 2), 1.1)},
-    },
-    "fa_int8": {"sm90_pv8": {128: (Tiles(128, 256, 12, 2), 1 / 1.05)}},
-}  # fmt: skip
-#: The fewest keys that a step of the Hopper form may have.
-LEAST_KEYS = 64
-
-
-def computed(lengths: tuple[int, int], causal: bool, tiles: Tiles) -> int:
-    """Return how many scores whole tiles compute; the last row of a causal mask sees every key.
-
-    Examples
-    --------
-    >>> computed((512, 512), False, Tiles(192, 128, 16)) == 3 * 192 * 512
-    True
-    >>> computed((512, 512), True, Tiles(128, 128, 12)) == (1 + 2 + 3 + 4) * 128 * 128
-    True
-    """
-    len_q, len_kv = lengths
-    ends = [q0 + tiles.block_q for q0 in range(0, len_q, tiles.block_q)]
-    keys = [min(max(0, end + len_kv - len_q), len_kv) if causal else len_kv for end in ends]
-    return sum(-(-n // tiles.block_kv) for n in keys) * tiles.block_kv * tiles.block_q
-
-
-#: The same for the split forms, for up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their
-#: way, as many keys to a step as leave registers for Q and O. Raced on an H200: NOTES.md there,
-#: "More rows to a read of K and V".
-_SPLIT_TILES = {
-    "fa_tc": {
-        64: (
-            Tiles(16, 32, 4, 3), Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 4), Tiles(128, 64, 4, 4),
+_FA_TC = {
+    "portable": Form(
+        "attn_fa_tc.cu",
+        FormTiles(
+            {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
+            block_mask=_PORTABLE_BLOCKS,
         ),
-        128: (
-            Tiles(16, 16, 4, 3), Tiles(32, 16, 4, 3), Tiles(64, 16, 4, 4), Tiles(128, 16, 4, 8),
+    ),
+    # Fastest of those in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md
+    # there. Where either tiles are full, the smaller ones take 1.29 times as long at head_dim 64
+    # (length 4,096), and 1.08 to 1.12 at 128.
+    "sm90": Form(
+        "sm90/attn_fa_tc.cu",
+        FormTiles(
+            {
+                64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
+                192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
+            },
+            other={64: (Tiles(128, 128, 12, 2), 1.29), 128: (Tiles(128, 128, 12, 2), 1.1)},
+            block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
+            least_keys=64,
         ),
-        256: (Tiles(16, 16, 2, 3), Tiles(32, 16, 2, 4), Tiles(64, 16, 4, 4)),
-    },
+        replace(_HOPPER, stacks=True),
+        pieces=True,
+    ),
+    # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their way, as many keys to a step as
+    # leave registers for Q and O. Raced on an H200: NOTES.md there, "More rows to a read of K and
+    # V".
+    "split": Form(
+        "forms/split/attn_fa_tc.cu",
+        FormTiles(
+            {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 16, 4, 3), 256: Tiles(16, 16, 2, 3)},
+            more_rows={
+                64: (Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 4), Tiles(128, 64, 4, 4)),
+                128: (Tiles(32, 16, 4, 3), Tiles(64, 16, 4, 4), Tiles(128, 16, 4, 8)),
+                256: (Tiles(32, 16, 2, 4), Tiles(64, 16, 4, 4)),
+            },
+            block_mask=_PORTABLE_BLOCKS,  # of mirror and bounds, which take the form by name
+        ),
+        Takes(options=(), few_rows=True),
+    ),
+}  # fmt: skip
+_FA_INT8 = {
+    "portable": Form(
+        "attn_fa_int8.cu",
+        FormTiles(
+            {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 48, 4, 2)},
+            block_mask=_PORTABLE_BLOCKS,
+        ),
+    ),
+    "sm90": Form(
+        "sm90/attn_fa_int8.cu",
+        FormTiles(
+            {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 96, 12, 2)},
+            block_mask=_HOPPER_INT8_BLOCKS,
+        ),
+        _HOPPER_INT8,
+        pieces=True,
+    ),
+    "pv8": Form(
+        "forms/attn_fa_int8_pv8.cu", _PV8, Takes(values=("int8", "int8 by group", "fp8"))
+    ),
+    "pv8_whole": Form(
+        "forms/attn_fa_int8_pv8_whole.cu",
+        _PV8,
+        Takes(
+            values=("int8",), options=("mask", "block_mask", "packed"), p_types=("u8",),
+            zero_points=False,
+        ),
+    ),
+    # As timed: NOTES.md there, "fa_int8 against 8-bit attention". Two warpgroups have registers for
+    # twice the keys.
+    "sm90_pv8": Form(
+        "sm90/attn_fa_int8_pv8.cu",
+        FormTiles(
+            {
+                64: Tiles(192, 192, 16, 3), 80: Tiles(192, 128, 16, 3),
+                128: Tiles(192, 128, 16, 3), 256: Tiles(128, 128, 12, 2),
+            },
+            other={128: (Tiles(128, 256, 12, 2), 1 / 1.05)},
+            block_mask=_HOPPER_INT8_BLOCKS,
+        ),
+        replace(_HOPPER_PV8, values=("int8",)),
+        pieces=True,
+    ),
+    # The keys of a tile are those that share a scale of V. Two warpgroups up to 128 take longer
+    # (the kernel's header).
+    "sm90_pv8_by_tile": Form(
+        "sm90/attn_fa_int8_pv8_by_tile.cu",
+        FormTiles(
+            {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2)},
+            block_mask=_HOPPER_INT8_BLOCKS,
+        ),
+        replace(_HOPPER_PV8, values=("int8 by group",), value_keys=HOPPER_VALUE_KEYS),
+    ),
+    # As many keys as leave registers for two levels of sums.
+    "sm90_fp8": Form(
+        "sm90/attn_fa_int8_fp8.cu",
+        FormTiles(
+            {64: Tiles(128, 192, 12, 3), 96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)},
+            block_mask={96: _HOPPER_BLOCKS, 128: _HOPPER_BLOCKS[1:]},
+        ),
+        replace(_HOPPER_INT8, values=("fp8",), value_keys=GROUP_ALL),
+        block_scales=False,
+    ),
+    # Few registers, since it waits for each tile; these divide the blocks of every block mask.
+    "fused": Form(
+        "forms/attn_fa_int8_fused.cu", FormTiles({256: Tiles(64, 64, 4, 1)}),
+        Takes(values=("fused",)),
+    ),
 }  # fmt: skip
 
-#: The same for P and V in 8 bits: keys in tiles of 32, 64 or 128. Why these: NOTES.md there, "The
-#: portable fa_int8". Up to three registers of a loop may not fit (tests/support/runs.py).
-_PV8_TILES = {
-    "fa_int8": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
-}
-
-#: The same in its Hopper form, as timed: NOTES.md there, "fa_int8 against 8-bit attention".
-_HOPPER_PV8_TILES = {
-    "fa_int8": {
-        64: Tiles(192, 192, 16, 3),
-        80: Tiles(192, 128, 16, 3),
-        128: Tiles(192, 128, 16, 3),
-        256: Tiles(128, 128, 12, 2),
-    }
-}
-
-#: The same with P and V in e4m3: as many keys as leave registers for two levels of sums.
-_HOPPER_FP8_TILES = {
-    "fa_int8": {64: Tiles(128, 192, 12, 3), 96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)}
-}
-
-#: The same with P in u8 and V with a scale for every channel and tile: the keys of a tile are those
-#: that share a scale of V. Two warpgroups up to 128 take longer (the kernel's header).
-_HOPPER_BY_TILE_TILES = {
-    "fa_int8": {
-        64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2),
-    }
-}  # fmt: skip
-
-#: The same for the form that quantises by itself: few registers, since it waits for each tile.
-_FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}
-
-#: The kernel of every form of a rung, ``{}`` being its name: file below ``kernels_cu/``. The entry
-#: point has the name of the file.
-FORM_SOURCES = {
-    "portable": "attn_{}.cu",
-    "fused": "forms/attn_{}_fused.cu",
-    "pv8": "forms/attn_{}_pv8.cu",
-    "pv8_whole": "forms/attn_{}_pv8_whole.cu",
-    "split": "forms/split/attn_{}.cu",
-    "sm90": "sm90/attn_{}.cu",
-    "sm90_pv8": "sm90/attn_{}_pv8.cu",
-    "sm90_pv8_by_tile": "sm90/attn_{}_pv8_by_tile.cu",
-    "sm90_fp8": "sm90/attn_{}_fp8.cu",
-}
-
-#: The rungs: name, the one idea, what it computes in, what it takes.
+#: The rungs: name, the one idea, what it computes in, what it takes, its forms.
 _LADDER = (
-    ("unfused",  "S and P live in global memory",          "unfused",     _ALL),
-    ("fa",       "online softmax: S never leaves the SM",  "float32",     _ALL),
-    ("fa_warps", "each warp owns whole query rows",        "float32",     _ALL),
-    ("fa_tc",    "both products on tensor cores",          "tensor_core", _16_BIT),
-    ("fa_int8",  "Q.K^T on INT8 tensor cores",             "int8",        _ALL),
+    ("unfused",  "S and P live in global memory",          "unfused",     _ALL,    _UNFUSED),
+    ("fa",       "online softmax: S never leaves the SM",  "float32",     _ALL,    _FA),
+    ("fa_warps", "each warp owns whole query rows",        "float32",     _ALL,    _FA_WARPS),
+    ("fa_tc",    "both products on tensor cores",          "tensor_core", _16_BIT, _FA_TC),
+    ("fa_int8",  "Q.K^T on INT8 tensor cores",             "int8",        _ALL,    _FA_INT8),
 )  # fmt: skip
 
 #: The ladder: every rung by its name, each one idea above the one before, then those registered.
 VARIANTS: dict[str, Variant] = {
-    name: Variant(
-        name,
-        idea,
-        family,
-        _TILES[name],
-        dtypes,
-        _HOPPER_TILES.get(name, {}),
-        _HOPPER_OTHER_TILES.get(name, {}),
-        _SPLIT_TILES.get(name, {}),
-        _BLOCK_MASK_TILES.get(name, {}),
-        _HOPPER_BLOCK_MASK_TILES.get(name, {}),
-        pv8_tiles=_PV8_TILES.get(name, {}),
-        hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
-        hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
-        hopper_by_tile_tiles=_HOPPER_BY_TILE_TILES.get(name, {}),
-        fused_tiles=_FUSED_TILES.get(name, {}),
-    )
-    for name, idea, family, dtypes in _LADDER
+    name: Variant(name, idea, family, forms["portable"].tiles.default, dtypes, forms)
+    for name, idea, family, dtypes, forms in _LADDER
 }
 
 
@@ -478,7 +403,7 @@ def lookup(name: str) -> Variant:
     """
     try:
         return VARIANTS[name]
-    except KeyError:
+    except (KeyError, TypeError):  # a list has no hash
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {name!r}") from None
 
 

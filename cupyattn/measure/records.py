@@ -20,9 +20,9 @@ from cupyattn.measure.timing import Estimate
 
 #: What identifies a cell, in the order in which its name has it; all else is a result.
 IDENTITY = (
-    "input", "problem", "part", "kind", "name", "label", "variant", "rung", "way", "mode", "feature", "framework",
-    "batch", "heads", "heads_kv", "group", "length", "len_q", "len_kv", "head_dim", "m", "n", "k",
-    "axis", "ranks", "left_out", "filled",
+    "input", "problem", "part", "kind", "name", "label", "variant", "rung", "way", "mode",
+    "feature", "framework", "batch", "heads", "heads_kv", "group", "length", "len_q", "len_kv",
+    "head_dim", "m", "n", "k", "axis", "ranks", "left_out", "filled",
 )  # fmt: skip
 #: Of the environment, what a difference in may explain a difference in time.
 COMPARED = (

@@ -25,9 +25,8 @@ from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.form import architecture
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.problem.request import OF_SCORES, SEQUENCES, Request
+from cupyattn.problem.request import OF_SCORES, Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.settings import Settings, parse
@@ -125,14 +124,16 @@ def attention_backward(
     >>> dv[0, 0, :, 0].round(2).tolist()
     [2.080078125, 1.080078125, 0.580078125, 0.25]
     """
-    check_offered(q, qk_norm, deterministic)
     settings = Settings(
         variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
         softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
         layout=layout, return_lse=True, arch=arch, backend=backend,
     )  # fmt: skip
-    others = {"mask": mask, "bias": bias, "rope": rope, "block_mask": block_mask}
-    return _run(settings, (d_out, q, k, v, out, lse), others, deterministic)
+    others = {
+        "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
+    }  # fmt: skip
+    arrays = _given((d_out, q, k, v, out, lse), others)
+    return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
 def attention_varlen_backward(
@@ -201,7 +202,6 @@ def attention_varlen_backward(
     >>> dv.shape, dv[:, 0, 0].tolist()
     ((5, 1, 8), [1.0, 1.0, 1.0, 1.0, 1.0])
     """
-    check_offered(q, qk_norm, deterministic)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
     settings = Settings(
@@ -210,34 +210,11 @@ def attention_varlen_backward(
         return_lse=True, arch=arch, backend=backend, max_len_q=max_len_q, max_len_k=max_len_k,
     )  # fmt: skip
     others = {
-        "mask": mask, "bias": bias, "rope": rope, "block_mask": block_mask,
+        "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
-    return _run(settings, (d_out, q, k, v, out, lse), others, deterministic)
-
-
-def backward_of_part(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
-    deterministic: bool | None = None, **options: Any,
-) -> Gradients:  # fmt: skip
-    """Gradients of rows that may have other keys elsewhere: every lse is taken as it is.
-
-    Parameters
-    ----------
-    d_out, q, k, v, out, lse, deterministic, **options
-        As for `attention_backward`, or with `cu_seqlens_q` and `cu_seqlens_k` for
-        `attention_varlen_backward`; out and lse are those of all keys of a row.
-
-    Notes
-    -----
-    A row whose lse is coarse cannot be normalised again from some of its keys.
-    """
-    check_offered(q, None, deterministic)
-    settings, arrays = parse(
-        "backward_of_part", q, k, v, {"variant": "fa_tc", "return_lse": True, **options}
-    )
-    others = {name: array for name, array in arrays.items() if name not in "qkv"}
-    return _run(settings, (d_out, q, k, v, out, lse), others, deterministic, all_keys=False)
+    arrays = _given((d_out, q, k, v, out, lse), others)
+    return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
 def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
@@ -261,7 +238,17 @@ def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
 
 
 class BackwardSettings(NamedTuple):
-    """What a backward pass asks for, beside arrays."""
+    """What a backward pass asks for, beside arrays.
+
+    Parameters
+    ----------
+    of_call : Settings
+        Of the forward pass, as `Settings.without_rung` returns them.
+    deterministic : bool or None
+    all_keys : bool
+        False: rows may have other keys elsewhere, and every lse is taken as it is. A row whose lse
+        is coarse cannot be normalised again from some of its keys.
+    """
 
     of_call: Settings
     deterministic: bool | None = None
@@ -286,19 +273,29 @@ class BackwardRequest:
     taken: Mapping[str, Any]
 
 
-def _run(
-    settings: Settings,
-    arrays: tuple[Any, Any, Any, Any, Any, Any],
-    others: Mapping[str, Any],
-    deterministic: bool | None,
-    *,
-    all_keys: bool = True,
-) -> Gradients:
-    """Run the backward pass of (d_out, q, k, v, out, lse)."""
+def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays of a call by name, d_out, q, k, v, out and lse before those that are given."""
     given = dict(zip(("d_out", "q", "k", "v", "out", "lse"), arrays, strict=True))
     given |= {name: array for name, array in others.items() if array is not None}
-    asked = BackwardSettings(settings, deterministic, all_keys)
-    found: Gradients = run(BACKWARD, asked, given, _known(asked, given))
+    return given
+
+
+def run_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Gradients:
+    """Run the backward pass of a forward pass.
+
+    Parameters
+    ----------
+    settings : BackwardSettings
+    arrays : mapping
+        Arguments of `attention_backward` or `attention_varlen_backward`, those that are given.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
+    """
+    check_offered(arrays["q"], arrays.get("qk_norm"), settings.deterministic)
+    found: Gradients = run(BACKWARD, settings, arrays, _known(settings, arrays))
     return found
 
 
@@ -433,7 +430,7 @@ def plan_of(problem: Problem) -> Plan:
     return plan_backward(
         replace(request.call, rope="", rope_offset_q=0), BackwardOperands(**described),
         deterministic=settings.deterministic, all_keys=settings.all_keys,
-        arch=architecture(request),
+        arch=request.architecture,
     )  # fmt: skip
 
 
@@ -481,15 +478,13 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
-def ready_backward(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any
-) -> Ready | None:
-    """Make `attention_backward` ready to be launched on memory of the caller's.
+def ready_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Ready | None:
+    """Make a backward pass ready to be launched on memory of the caller's.
 
     Parameters
     ----------
-    d_out, q, k, v, out, lse, **options
-        As for `explain_backward`, CuPy arrays.
+    settings, arrays
+        As for `run_backward`; CuPy arrays.
 
     Returns
     -------
@@ -504,11 +499,11 @@ def ready_backward(
     ValueError, TypeError, UnsupportedError
         As `attention_backward`.
     """
-    if options.get("rope") is not None:
+    if "rope" in arrays:
         return None
-    problem = resolved_backward("ready_backward", d_out, q, k, v, out, lse, options)
-    given = {"q": q, "k": k, "v": v, "d_out": d_out, "o": out, "lse": lse}
-    given |= {n: options[n] for n in ("mask", "bias", *SEQUENCES) if options.get(n) is not None}
+    problem = BACKWARD.resolve(settings, arrays)
+    names = {"out": "o"}
+    given = {names.get(n, n): x for n, x in arrays.items() if n != "block_mask"}
     copied = any(not same_place(problem.operands[name], x) for name, x in given.items())
     return None if copied else make_ready(problem, BACKWARD.plan(problem))
 

@@ -33,7 +33,10 @@ def known_call(settings: Settings, arrays: Mapping[str, Any]) -> Known | None:
     if operands is None:
         return None
     q, block_mask = arrays["q"], arrays.get("block_mask")
-    facts: tuple[Any, ...] = (ladder.VARIANTS.get(settings.variant),)
+    try:
+        facts: tuple[Any, ...] = (ladder.VARIANTS.get(settings.variant),)
+    except TypeError:  # a list, which `ladder.lookup` refuses
+        return None
     if isinstance(q, QuantizedQKV):
         facts += (
             q.group_q, q.group_kv, q.group_v, q.config, q.out_dtype, q.max_len_q, q.max_len_k,

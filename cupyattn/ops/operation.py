@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.form import same_place
+from cupyattn.arrays.form import forms_of, same_place
 from cupyattn.plans.records import Work
 from cupyattn.runtime.ready import Ready, Receiver
-from cupyattn.runtime.recent import key_of, recall, remember
+from cupyattn.runtime.recent import CALLS
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
 
@@ -69,11 +69,8 @@ def run(
     """
     key: Any = None
     if known is not None:
-        key, addresses = key_of((operation.name, settings, *known.facts), known.arrays)
-        try:
-            again = None if key is None else recall(key)
-        except TypeError:  # an array among the settings, a list for a window
-            key = again = None
+        forms, addresses = forms_of(known.arrays)
+        key, again = CALLS.find((operation.name, settings, *known.facts), forms)
         if again is not None:
             return operation.restore(again.facts, arrays, again(known.arrays, addresses))
     problem = operation.resolve(settings, arrays)
@@ -88,8 +85,8 @@ def run(
                 for name, array in known.arrays.items()
                 if name in read
             )
-            if key is not None and direct and ready.is_complete:
-                remember(key, ready)
+            if key is not None and direct and ready.can_be_kept:
+                CALLS.remember(key, ready)
         else:
             made = run_on_host(operation, problem)
     results = {name: problem.as_given(result) for name, result in made.items()}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.form import ArrayForm
+from cupyattn.arrays.form import described, forms_of
 from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned
 from cupyattn.ops.call_operands import PAIRS, direct_operands
 from cupyattn.ops.operation import Operation, interpret, make_ready
@@ -50,9 +50,7 @@ class Prepared:
         self.variant, self.why = request.variant.name, request.why
         self._work = operation.plan(request)
         operands = request.operands
-        self._forms = {name: ArrayForm.of(array) for name, array in operands.items()}
-        if request.receiver is not None:
-            self._forms["out"] = ArrayForm.of(request.receiver)
+        self._forms, _ = forms_of({**operands, **request.received})
         self._added = {name: a for name, a in operands.items() if name in ADDED}
         #: Arguments that every call has again: a copy of what they hold is made for each call.
         self._given = {n: arrays[n] for n in ("block_mask", *PAIRS) if n in arrays}
@@ -188,14 +186,23 @@ class Prepared:
         ValueError
             For others, and for an `out` that shares memory with what is read.
         """
-        addresses = {}
-        for name, form in self._forms.items():
-            array = out if name == "out" else operands.get(name)
-            address = form.address_of(array)
-            if address is None:
-                found = "nothing" if array is None else str(ArrayForm.of(array))
-                raise ValueError(f"{name} was planned as {form}, got {found}: plan anew")
-            addresses["o" if name == "out" else name] = address
-        if out is not None and "out" not in self._forms:
+        given = operands if out is None else {**operands, "o": out}
+        forms, addresses = forms_of(given)
+        return addresses if forms == self._forms else self._compared(given)
+
+    def _compared(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """Return the addresses of those arrays that the plan has, each compared by itself."""
+        addresses: dict[str, int] = {}
+        for planned in self._forms or ():
+            name, array = planned[0], given.get(planned[0])
+            forms, at = forms_of({name: array})
+            if forms != (planned,):
+                said = "out" if name == "o" else name
+                found = "nothing" if forms is None else described(forms[0])
+                raise ValueError(
+                    f"{said} was planned as {described(planned)}, got {found}: plan anew"
+                )
+            addresses |= at
+        if "o" in given and "o" not in addresses:
             raise ValueError("out was not given when the call was planned: plan anew with one")
         return addresses

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 from typing import Any
 
 from cupyattn.arrays.operand import Operand
@@ -13,7 +12,8 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import tile_pieces
 from cupyattn.kernels.features import Features
-from cupyattn.kernels.ladder import FORM_SOURCES, Variant
+from cupyattn.kernels.forms import Form
+from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import Launch, TensorMap, Workspace
@@ -28,8 +28,6 @@ LOG2E = math.log2(math.e)
 #: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
 #: tiles as they become free, so a device with fewer SMs computes the same.
 HOPPER_BLOCKS = 132
-#: Forms that cut the tiles of the last wave (`cupyattn.kernels.tile_pieces`).
-PIECES_OF = ("sm90", "sm90_pv8")
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
 
@@ -38,13 +36,13 @@ def module_spec(
     variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
 ) -> ModuleSpec:
     """Return what to compile for a variant with these features and tiles."""
-    source = variant.source or FORM_SOURCES[form].format(variant.name)
-    return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
+    defines = {**tiles.defines(), **features.defines()}
+    return ModuleSpec(variant.forms[form].source, tuple(sorted(defines.items())))
 
 
 def entry_of(variant: Variant, form: str) -> str:
     """Return the name of a form's kernel in its source."""
-    return PurePosixPath(FORM_SOURCES[form].format(variant.name)).stem
+    return variant.entry_point if variant.source else variant.forms[form].entry_point
 
 
 def _named(variant: Variant, form: str, note: str = "") -> str:
@@ -125,7 +123,7 @@ def _persistent(
     count: int,
     boxes: Sequence[tuple[str, str, Operand, int]],
     tiles: Tiles,
-    form: str = "sm90",
+    form: Form,
 ) -> tuple[int, tuple[Any, ...], tuple[Workspace, ...], tile_pieces.Pieces]:
     """Return blocks, further parameters, workspace, and pieces of a form that takes `count` tiles.
 
@@ -135,13 +133,13 @@ def _persistent(
     check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
     uneven = (call.causal and not call.stack) or call.window
     uneven = uneven or call.packed is not None or call.block_mask != (0, 0)
-    cuts = form in PIECES_OF and not uneven
+    cuts = form.pieces and not uneven
     steps = -(-call.len_kv // tiles.block_kv)
     sharing = HOPPER_BLOCKS if cuts else 1  # one block cuts nothing
     cut = tile_pieces.share_out(count, steps, sharing, tiles.block_kv)
     structs: tuple[Any, ...] = tuple(tensor_map_of(*box) for box in boxes)
     structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
-    structs += ((PIECE_PARAMS, cut.params),) if form in PIECES_OF else ()
+    structs += ((PIECE_PARAMS, cut.params),) if form.pieces else ()
     counter = (Workspace("next_tile", (1,), "int32", zeros=True),)
     parts = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
     blocks = HOPPER_BLOCKS if cut.cut else min(count, HOPPER_BLOCKS)

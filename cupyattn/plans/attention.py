@@ -79,7 +79,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
         return Plan(variant.name, form, tiles, features, (), note=kernel.note)
     if not kernel.own_tiles or variant.source is not None:
         check_tiles(spec, tiles, _named(variant, form, kernel.note))
-    if form == "split":
+    if kernel.row.takes.few_rows:
         return _plan_split(kernel, features, spec, params)
     if variant.family == "unfused":
         return _plan_unfused(kernel, features, spec, params)
@@ -87,12 +87,12 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
-    if form == "sm90":
+    if kernel.row.on_hopper:
         boxes = (
             ("q", call.dtype, q, tiles.block_q), ("k", call.dtype, k, tiles.block_kv),
             ("v", call.dtype, v, tiles.block_kv), ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
-        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles)
+        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row)
         merge = _merge_pieces(spec, tiles, cut, (*structs, (QUANT_PARAMS, {})))
         structs += added
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
@@ -108,14 +108,15 @@ def _plan_split(
     reads, own = -(-rows // tiles.block_q), splits.MERGE_TILES
     grid = check_grid(variant.name, reads, cut.parts, call.batch * call.heads_kv)
     structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, cut.params(rows)))
-    launches = [Launch(spec, entry_of(variant, "split"), grid, tiles.num_threads, True, structs)]
+    entry = entry_of(variant, kernel.form)
+    launches = [Launch(spec, entry, grid, tiles.num_threads, True, structs)]
     if cut.parts > 1:
         merged = check_grid("merge_splits", cut.merge_blocks(math.prod(call.lse_shape)))
         merge = replace(module_spec(variant, features, own), source="merge/merge_splits.cu")
         launches.append(Launch(merge, "merge_splits", merged, own.num_threads, True, structs))
     workspace = tuple(Workspace(*one) for one in cut.buffers(call.lse_shape, call.head_dim))
     return Plan(
-        variant.name, "split", tiles, features, tuple(launches), workspace, kernel.note
+        variant.name, kernel.form, tiles, features, tuple(launches), workspace, kernel.note
     )
 
 

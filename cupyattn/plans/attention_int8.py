@@ -22,7 +22,7 @@ from cupyattn.plans.assemble import (
 from cupyattn.plans.codes import Scales, value_box, value_params
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, VALUE_PARAMS
-from cupyattn.problem import hopper
+from cupyattn.problem import support
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.operands import Codes, Operands
 
@@ -91,14 +91,14 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
-    if form.startswith("sm90"):
+    if kernel.row.on_hopper:
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
         of_v = value_box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
         boxes = (
             of_q, ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
             ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
-        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, form)
+        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row)
         merge = _merge_pieces(spec, tiles, cut, merged)
         structs += added
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
@@ -110,12 +110,12 @@ def _numbers(kernel: Kernel, codes: Codes, scales: Scales) -> Operand | None:
     call, numbers = kernel.call, scales.numbers
     # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys, and zero points
     # take the sums of codes.
-    inside = kernel.form.startswith("sm90") and kernel.own_tiles
+    inside = kernel.row.on_hopper and kernel.own_tiles
     inside = inside and codes.group_q <= QUANTIZED_ROWS and call.head_dim <= QUANTIZED_HEAD_DIM
     inside = inside and not call.return_lse and not codes.zero_points
     if numbers is None or not inside or numbers.itemsize != 2:
         return None
-    return numbers if hopper.reach({"q": numbers}).supported else None
+    return numbers if support.reach({"q": numbers}).supported else None
 
 
 def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, *rows: Operand) -> bool:

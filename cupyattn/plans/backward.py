@@ -21,7 +21,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
-from cupyattn.problem import hopper
+from cupyattn.problem import support
 from cupyattn.problem.call import AttentionSpec
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
@@ -113,7 +113,7 @@ def plan_backward(
     dq_of_keys = NO_DQ if deterministic else SUMS_DQ
     if arch == "sm_90a":
         named = {name: getattr(at, name) for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
-        note = hopper.backward_support(call, named).note
+        note = support.backward_support(call, named).note
         if not note and call.head_dim > SUMMED:
             form, dq_of_keys = "sm90_deterministic", NO_DQ
         elif not note and (deterministic or deterministic is None and order_is_faster(call)):

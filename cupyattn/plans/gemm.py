@@ -20,7 +20,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
 from cupyattn.plans.records import Launch, TensorMap, Workspace, described
 from cupyattn.plans.structs import GEMM_PARAMS
-from cupyattn.problem.hopper import SUPPORTED, Support
+from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE
 

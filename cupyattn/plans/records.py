@@ -25,8 +25,9 @@ from cupyattn.plans.structs import pack, pointers
 class Workspace:
     """Scratch memory of a plan, zero beforehand where it says so.
 
-    `cast_of` names an operand that is converted to it beforehand, `copy_of` an array that every
-    call gets a copy of there; "": none.
+    `cast_of` names an operand that is converted to it beforehand, and `cast_strides` says where
+    its elements lie, by how many of them; `copy_of` names an array that every call gets a copy of
+    there; "": none.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Workspace:
     dtype: str
     zeros: bool = False
     cast_of: str = ""
+    cast_strides: tuple[int, ...] = ()
     copy_of: str = ""
 
     @property

@@ -12,7 +12,6 @@ from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantiz
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.plans.unpack import plan_unpack
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import architecture
 from cupyattn.problem.request import Request
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -54,7 +53,7 @@ def _unpacking_stages(z: QuantizedQKV) -> Work:
 def _preparing_stages(request: Request) -> Work:
     """Plan a rung that takes operands prepared already: a pass for each of Q and K, then that."""
     call, hows = request.call, prepares_of(request.preparation)
-    operands = {"q": Operand.of(request.q), "k": Operand.of(request.k)}
+    operands = {name: request.given_places[name] for name in "qk"}
     passes = tuple(
         Stage(
             plan_preparation(x, call.dtype, hows[name], _packed(call, name)),
@@ -80,8 +79,8 @@ def _quantising_stages(request: Request) -> Work:
     quant, tiles, call = request.quant, request.scale_tiles, request.attended
     if quant.fused:
         return Work((Stage(attention.plan_attention(request.kernel, request.places)),))
-    check_value_tiles(quant, tiles, architecture(request))
-    given = {name: Operand.of(getattr(request, name)) for name in "qkv"}
+    check_value_tiles(quant, tiles, request.architecture)
+    given = request.given_places
     packed = {name: _packed(call, name) for name in given}
     found = parts(quant, tiles, given, packed, prepares_of(request.preparation))
     # No launch makes the mean of no keys, nor what lies between codes of packed sequences, which
@@ -101,7 +100,10 @@ def _quantising_stages(request: Request) -> Work:
         zeros = ZeroPoints(made["q_code_sum"], made["k_code_sum"])
     if "v" not in found and call.dtype == "float32":  # P.V takes float16
         renamed = {"v": "v_float16"}
-        between.append(Workspace("v_float16", given["v"].shape, "float16", cast_of="v"))
+        v = given["v"]
+        between.append(
+            Workspace("v_float16", v.shape, "float16", cast_of="v", cast_strides=v.strides)
+        )
     scales = Scales(
         made["q_scale"], made["k_scale"], quant.smooth_k, zeros, _numbers(quant, found["q"])
     )

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
-from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder, splits
+from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles, check_kind
-from cupyattn.problem import hopper, stacking
+from cupyattn.problem import stacking, support
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_dtype, check_options
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
@@ -66,6 +66,11 @@ class Kernel:
     own_tiles: bool = True
     stacks: bool = False
     note: str = ""
+
+    @property
+    def row(self) -> Form:
+        """The form as the variant has it."""
+        return self.variant.forms[self.form]
 
     @property
     def launched(self) -> AttentionSpec:
@@ -113,8 +118,7 @@ def settle(
         The caller's; by default the variant's own.
     arch : str, optional
         Architecture that it will run on: on ``"sm_90a"`` a Hopper form runs where there is one that
-        takes the call, and the note says why where there is none. Few query rows and many keys take
-        the split form on every architecture, unless there are `tiles`.
+        takes the call, and the note says why where there is none.
     form : str, optional
         A form by its name, whether or not calls of this kind take it by themselves.
 
@@ -125,7 +129,7 @@ def settle(
     Raises
     ------
     UnsupportedError
-        For codes of V on a rung without a kernel for them.
+        For codes on a rung without a kernel for them, or if no form takes such a head size.
     ValueError
         If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
         block mask.
@@ -133,58 +137,62 @@ def settle(
     variant.check_form(form)
     note, stacks = "", False
     if form is None:
-        form = _portable(variant, call, codes, tiles)
-        on_hopper = arch == "sm_90a" and "sm90" in variant.forms and form != "fused"
-        if operands is not None and on_hopper:
-            form, note, stacks = _on_hopper(variant, call, operands, codes, tiles, form)
+        asked = support.Asked(call, operands, codes, tiles, arch)
+        form, note, stacks = _choose(variant, asked)
     kernel = Kernel(
         variant, call, form, _tiles(variant, call, form, codes, tiles, stacks), codes,
         tiles is None, stacks, note,
     )  # fmt: skip
-    if form == "split" and math.prod(call.output_shape) > 0:
+    if kernel.row.takes.few_rows and math.prod(call.output_shape) > 0:
         rows = splits.shared_rows(call.heads, call.heads_kv, call.len_q)
         reads = -(-rows // kernel.tiles.block_q)
         return replace(kernel, note=kernel.cut.describe(rows, reads))
     return kernel
 
 
-def _portable(
-    variant: Variant, call: AttentionSpec, codes: Codes | None, tiles: Tiles | None
-) -> str:
-    """Return the form that a call takes where no copy engine is asked for."""
-    if codes is None:
-        changed = call.scores_changed or call.packed is not None
-        return variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
-    form = codes.portable_form(plain=not (call.softcap or call.bias))
-    if codes.values is not None and form not in variant.forms:
-        raise UnsupportedError(
-            f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
-        )
-    return form
+def _choose(variant: Variant, asked: support.Asked) -> tuple[str, str, bool]:
+    """Return the form of a call, why a Hopper form was left out, and whether heads are stacked.
+
+    Raises
+    ------
+    UnsupportedError
+        If no form takes the call.
+    """
+    note, found = "", support.Support(False)
+    for name, form in support.candidates(variant, asked):
+        found = support.takes(name, form, asked)
+        if found.supported:
+            stacked = _stacking(variant, asked) if form.takes.few_rows else ""
+            if stacked:
+                return stacked, stacking.describe(asked.call), True
+            return name, note, False
+        if form.on_hopper:
+            note = found.note
+    if found.reason:
+        raise UnsupportedError(f"{variant.name} takes no such call: {found.reason}")
+    raise _no_kernel(variant, asked.values)
 
 
-def _on_hopper(
-    variant: Variant,
-    call: AttentionSpec,
-    operands: Operands,
-    codes: Codes | None,
-    tiles: Tiles | None,
-    form: str,
-) -> tuple[str, str, bool]:
-    """Return form, note and whether heads are stacked, where the portable form would be `form`."""
-    if form == "split":
-        if not (stacking.pays(call) and stacking.possible(operands)):
-            return form, "", False
-        stacked = stacking.stacked_call(call), stacking.stacked_operands(call, operands)
-        taken = hopper.call_support(variant, *stacked).supported
-        return ("sm90", stacking.describe(call), True) if taken else (form, "", False)
-    support, own = hopper.SUPPORTED, "sm90"
-    if codes is not None:
-        support = hopper.codes_support(variant, call.head_dim, codes, tiles)
-        own = "sm90" if codes.values is None else codes.values.hopper_form
-    if support.supported:
-        support = hopper.call_support(variant, call, operands)
-    return own if support.supported else form, support.note, False
+def _stacking(variant: Variant, asked: support.Asked) -> str:
+    """Return the form that takes a call of few rows with its heads stacked; "" if none does."""
+    call, operands = asked.call, asked.operands
+    if operands is None or not (stacking.pays(call) and stacking.possible(operands)):
+        return ""
+    stacked = asked._replace(
+        call=stacking.stacked_call(call), operands=stacking.stacked_operands(call, operands)
+    )
+    for name, form in support.candidates(variant, stacked):
+        if form.takes.stacks and support.takes(name, form, stacked).supported:
+            return name
+    return ""
+
+
+def _no_kernel(variant: Variant, kind: str) -> UnsupportedError:
+    """Return the error for operands of a kind that no form of a variant is for."""
+    what, instead = "codes of V", "quant.pv='16bit'"
+    if kind == "fused":
+        what, instead = "codes that it makes itself", "quant.fused=False"
+    return UnsupportedError(f"{variant.name} has no kernel for {what}: use {instead}, or fa_int8")
 
 
 def _tiles(
@@ -249,7 +257,7 @@ def settle_arrays(
 def settle_request(request: Request) -> Kernel:
     """Settle the kernel of a request: that of its last plan."""
     z, codes = request.quantized, None
-    arch, tiles = architecture(request), request.settings.tiles
+    arch, tiles = request.architecture, request.settings.tiles
     if z is not None:
         codes = Codes.of(z)
     elif request.variant.family == "int8":
@@ -264,7 +272,7 @@ def settle_request(request: Request) -> Kernel:
 def request_places(request: Request) -> Operands:
     """Return the operands of the last plan of a request: the caller's, or those made of them."""
     call, z = request.call, request.quantized
-    q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
+    q, k, v = request.given_places.values()
     if z is not None:
         if z.has_nibbles:
             q, k = (_code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
@@ -320,28 +328,31 @@ def _output(request: Request) -> Operand:
     return laid_out(request.call.output_shape, itemsize, request.settings.layout)
 
 
-def architecture(request: Request) -> str | None:
-    """Return the architecture to plan for: the caller's, or that of the device of the arrays.
-
-    Tiles that a caller names are those of the portable form, unless ``"sm_90a"`` is named too.
-    """
-    settings = request.settings
-    if settings.arch is not None or settings.tiles is not None:
-        return settings.arch
-    return target.own_arch(request.backend, request.q)
-
-
 def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str | None) -> Tiles:
     """Return the tiles whose sizes granularity "block" takes: the variant's own, as it runs there.
 
     A step of the Hopper form then meets one scale of K.
+
+    Raises
+    ------
+    UnsupportedError
+        If no form of the variant is for such codes.
     """
-    form = quant.form
-    if arch == "sm_90a" and "sm90" in variant.forms:
-        if form == "portable":
-            form = "sm90"
-        elif quant.value_p_type == "u8" and quant.granularity_v == "channel":
-            form = "sm90_pv8"
-        elif quant.value_p_type == "u8" and not quant.zero_points:
-            form = "sm90_pv8_by_tile"
-    return variant.default_tiles(head_dim, form)
+    kind, p_type = _kind(quant), quant.value_p_type
+    for name, form in variant.fastest_first:
+        takes = form.takes
+        meant = form.block_scales and kind in takes.values and takes.arch in (None, arch)
+        meant = meant and (kind[:4] != "int8" or p_type in takes.p_types)
+        # With zero points another form runs. Only scales of V have to fit its steps.
+        if meant and (takes.zero_points or not quant.zero_points or kind != "int8 by group"):
+            return variant.default_tiles(head_dim, name)
+    raise _no_kernel(variant, kind)
+
+
+def _kind(quant: QuantConfig) -> str:
+    """Return the kind of operands that are made so, of `cupyattn.kernels.forms.VALUES`."""
+    if quant.form != "pv8":
+        return "fused" if quant.fused else "16bit"
+    if quant.value_p_type == "e4m3":
+        return "fp8"
+    return "int8" if quant.granularity_v == "channel" else "int8 by group"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.limits import GROUP_ALL, check_value_group
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.quant.operand_protocol import Quantized, value_form
+from cupyattn.quant.operand_protocol import Quantized
 
 
 class Operands(NamedTuple):
@@ -74,13 +74,6 @@ class ValueCodes:
                 f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
             )
 
-    @property
-    def hopper_form(self) -> str:
-        """The Hopper form for such codes, as far as there is one."""
-        if self.p_type == "e4m3":
-            return "sm90_fp8"
-        return "sm90_pv8" if self.group == GROUP_ALL else "sm90_pv8_by_tile"
-
 
 @dataclass(frozen=True)
 class Codes:
@@ -125,11 +118,14 @@ class Codes:
             return found
         return {**found, "group_v": self.values.group, "p_type": self.values.p_type}
 
-    def portable_form(self, *, plain: bool) -> str:
-        """Return the portable form for them; `plain`: scores have neither softcap nor bias."""
+    @property
+    def kind(self) -> str:
+        """The kind of operands that they make, of `cupyattn.kernels.forms.VALUES`."""
         if self.fused or self.values is None:
-            return "fused" if self.fused else "portable"
-        return value_form(self.values.group, self.values.p_type, self.zero_points, plain=plain)
+            return "fused" if self.fused else "16bit"
+        if self.values.p_type == "e4m3":
+            return "fp8"
+        return "int8" if self.values.group == GROUP_ALL else "int8 by group"
 
     def check_fused(self, tiles: Tiles) -> None:
         """Raise ValueError unless the kernel can make them itself in tiles of this size."""

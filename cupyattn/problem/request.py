@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import target
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import (
     Kernel,
-    architecture,
     request_places,
     scale_tiles,
     settle_request,
@@ -33,6 +34,7 @@ OF_SCORES = ("mask", "bias", "kept_blocks")
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 #: A value of `Request.prepared_when`.
 BEFORE = "in a pass before"
+_DEFAULT = QuantConfig()
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class Request:
         quant, (*passes, last) = self.settings.quant, work.plans
         codes = any(plan.variant == "quantize" for plan in passes)
         whole = quant is None or quant.qk_bits == 8
-        return codes and whole and last.form in ("portable", "sm90")
+        forms = self.variant.forms
+        return codes and whole and "16bit" in forms[last.form].takes.values and "fused" in forms
 
     @property
     def block_mask(self) -> BlockMask | None:
@@ -186,9 +189,11 @@ class Request:
         """Whether a pass of its own prepares rows of Q and K."""
         return self.preparation is not None and self.prepared_when == BEFORE
 
-    @property
+    @functools.cached_property
     def attended(self) -> AttentionSpec:
         """The call as the attention kernel sees it, after passes that prepare or quantise."""
+        if self.preparation is None:
+            return self.call
         if self.variant.family == "int8" or self.prepares_before:
             return replace(self.call, rope="", rope_offset_q=0, qk_norm=False)
         return self.call
@@ -196,13 +201,29 @@ class Request:
     @functools.cached_property
     def quant(self) -> QuantConfig:
         """How ``fa_int8`` quantises the caller's arrays."""
-        return self.settings.quant or QuantConfig()
+        return self.settings.quant or _DEFAULT
+
+    @functools.cached_property
+    def architecture(self) -> str | None:
+        """The architecture to plan for: the caller's, or that of the device of the arrays.
+
+        Tiles that a caller names are those of the portable form, unless ``"sm_90a"`` is named too.
+        """
+        settings = self.settings
+        if settings.arch is not None or settings.tiles is not None:
+            return settings.arch
+        return target.own_arch(self.backend, self.q)
 
     @functools.cached_property
     def scale_tiles(self) -> Tiles:
         """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
-        arch, head_dim = architecture(self), self.call.head_dim
+        arch, head_dim = self.architecture, self.call.head_dim
         return self.settings.tiles or scale_tiles(self.variant, head_dim, self.quant, arch)
+
+    @functools.cached_property
+    def given_places(self) -> dict[str, Operand]:
+        """Where q, k and v lie."""
+        return {name: Operand.of(getattr(self, name)) for name in "qkv"}
 
     @functools.cached_property
     def places(self) -> Operands:

@@ -233,7 +233,11 @@ def _take_preparation(
     q: Any, call: AttentionSpec, settings: Settings, arrays: Mapping[str, Any]
 ) -> Preparation | None:
     """Return the caller's tables and weights, checked against the arrays."""
-    given = {"rope": None, "qk_norm": None, **settings._asdict(), **arrays}
+    given: dict[str, Any] = {
+        "rope": arrays.get("rope"), "rope_interleaved": settings.rope_interleaved,
+        "rope_offset_q": settings.rope_offset_q, "qk_norm": arrays.get("qk_norm"),
+        "qk_norm_eps": settings.qk_norm_eps,
+    }  # fmt: skip
     for option, names in (("rope", ("cos", "sin")), ("qk_norm", ("q_weight", "k_weight"))):
         if isinstance(given[option], (tuple, list)):
             taken = zip(names, given[option], strict=False)

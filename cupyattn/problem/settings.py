@@ -15,6 +15,9 @@ ARRAYS = (
     "mask", "bias", "rope", "qk_norm", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "out",
 )  # fmt: skip
 
+#: Settings that say which keys a row attends to, by its place and theirs.
+PLACES = ("causal", "causal_align", "window")
+
 
 class Settings(NamedTuple):
     """The other arguments of `cupyattn.attention` and `attention_varlen`, which document them."""
@@ -38,6 +41,19 @@ class Settings(NamedTuple):
     check_finite: bool = False
     max_len_q: int | None = None
     max_len_k: int | None = None
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """Those of `PLACES`."""
+        return {name: getattr(self, name) for name in PLACES}
+
+    @property
+    def without_rung(self) -> Settings:
+        """The same scores for the gradients, which have a rung of their own and read lse."""
+        return self._replace(
+            variant="fa_tc", accuracy="full", quant=None, tiles=None, check_finite=False,
+            return_lse=True, qk_norm_eps=EPS,
+        )  # fmt: skip
 
 
 def parse(

@@ -8,7 +8,6 @@ import numpy as np
 
 from cupyattn.arrays.groups import scale_of_row
 from cupyattn.arrays.kinds import Array
-from cupyattn.kernels.limits import GROUP_ALL
 
 
 @runtime_checkable
@@ -53,24 +52,6 @@ class Quantized(Protocol):
     @property
     def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
     def unpacked(self) -> Any: ...  # the same with codes of a byte each
-
-
-def value_form(group: int, p_type: str, zero_points: bool, *, plain: bool) -> str:
-    """Return the portable form of ``fa_int8`` for codes of V.
-
-    Parameters
-    ----------
-    group : int
-        Keys that share the scale of a channel.
-    p_type : {"u8", "s8", "e4m3"}
-        Codes of P.
-    zero_points : bool
-        Of Q and K, or of V.
-    plain : bool
-        Whether scores have neither softcap nor bias.
-    """
-    whole = group == GROUP_ALL and p_type == "u8" and not zero_points and plain
-    return "pv8_whole" if whole else "pv8"
 
 
 def check_one_sequence(quantized: Quantized) -> None:

@@ -149,13 +149,14 @@ class Ready:
         return self.layout.nbytes
 
     @property
-    def is_complete(self) -> bool:
-        """Whether launches on other addresses are all that a later call takes.
+    def can_be_kept(self) -> bool:
+        """Whether later calls may use it: not where a CUDA graph is yet to make what they read."""
+        return self._kept is None or not self.is_captured()
 
-        They are not where operands are converted before, or where a CUDA graph is yet to make what
-        later calls read.
-        """
-        return not self._casts and (self._kept is None or not self.is_captured())
+    @property
+    def only_launches(self) -> bool:
+        """Whether `launch` is all that a call takes: not where operands are converted before."""
+        return not self._casts
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph is capturing CuPy's current stream."""
@@ -173,7 +174,7 @@ class Ready:
         Parameters
         ----------
         operands : mapping of str to cupy.ndarray
-            By buffer; looked at where one is converted.
+            By buffer; read where one is converted.
         addresses : dict of str to int
             Of the operands and of an ``out``. Those of the results are added.
         scratch : MemoryPointer, optional
@@ -207,8 +208,11 @@ class Ready:
         except MemoryError as error:
             raise self.memory.error(on_device=True) from error
         for one in self._casts if memory is not None else ():  # nothing: an array of nothing
-            place = memory + self.layout.offsets[one.name]
-            new(one.shape, one.dtype, place)[...] = operands[one.cast_of]
+            place, given = memory + self.layout.offsets[one.name], operands[one.cast_of]
+            # NOTE: the caller's array may have its axes in another order than the plan.
+            strides = tuple([n * given.itemsize for n in one.cast_strides])
+            source = new(one.shape, given.dtype, given.data, strides)
+            self._cupy.copyto(new(one.shape, one.dtype, place), source)
         start = 0 if memory is None else memory.ptr
         self.launch(addresses, start, self._cupy.cuda.get_current_stream().ptr)
         return made

@@ -1,61 +1,68 @@
-"""The calls that were made last, of every operation, ready to run again: found by their keys."""
+"""Calls that were made last, of every operation, found by what they depend on.
+
+Checking, planning and laying out parameters depend on settings and on the forms of the arrays
+alone: a call that is found needs none of it again.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cupyattn.compiler import modules as compiler
-
-if TYPE_CHECKING:
-    from cupyattn.runtime.ready import Ready
-
-#: Calls that are kept.
-MAX_RECENT = 1024
-_recent: dict[Any, Ready] = {}
+from cupyattn.compiler.modules import generation
 
 
-def key_of(facts: tuple[Any, ...], arrays: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
-    """Return what a call depends on beside values, and where its arrays lie.
-
-    Checking, planning and laying out parameters depend on settings and on the forms of the arrays
-    alone: a call with a key that is known needs none of it again.
+class Recent:
+    """What calls left to be found by the next ones of the same settings and forms.
 
     Parameters
     ----------
-    facts : tuple
-        Name and settings of the operation, and what else it depends on.
-    arrays : mapping of str to array
-        By the buffers of its plan.
-
-    Returns
-    -------
-    key : object
-        None unless all arrays are CuPy's.
-    addresses : dict of str to int
+    most : int
+        Calls that are kept; the oldest make room.
     """
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
-        return None, {}
-    key: list[Any] = [compiler.generation(), facts]
-    addresses = {}
-    for name, array in arrays.items():
-        if not isinstance(array, cupy.ndarray):
-            return None, {}
-        data = array.data  # a new object at each access
-        addresses[name] = address = data.ptr
-        key += (name, array.shape, array.strides, array.dtype, address % 16, data.device_id)
-    return tuple(key), addresses
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, facts: tuple[Any, ...], forms: Any) -> tuple[Any, Any]:
+        """Return the key of a call, and what was remembered under it.
+
+        Parameters
+        ----------
+        facts : tuple
+            Name and settings of the call, and what else it depends on.
+        forms : tuple or None
+            Of its arrays (`cupyattn.arrays.form.forms_of`), or of its tensors; None where these
+            have no form.
+
+        Returns
+        -------
+        key : object
+            None where nothing tells the call from others.
+        found : object
+            None where nothing was remembered.
+        """
+        if forms is None:
+            return None, None
+        key = generation(), facts, forms
+        try:
+            return key, self._kept.get(key)
+        except TypeError:  # an array among the settings, a list for a window
+            return None, None
+
+    def remember(self, key: Any, made: Any) -> None:
+        """Keep what a call made, for `find`."""
+        while len(self._kept) >= self.most:
+            self._kept.pop(next(iter(self._kept)), None)
+        self._kept[key] = made
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
 
 
-def recall(key: Any) -> Ready | None:
-    """Return the call that was remembered under a key; TypeError for settings that are none."""
-    return _recent.get(key)
-
-
-def remember(key: Any, ready: Ready) -> None:
-    """Keep a call for `recall`; the oldest make room."""
-    while len(_recent) >= MAX_RECENT:
-        _recent.pop(next(iter(_recent)), None)
-    _recent[key] = ready
+#: The calls of every operation, as `cupyattn.runtime.ready.Ready` objects.
+CALLS = Recent(1024)

@@ -33,6 +33,7 @@ import cupyattn as ca
 from cupyattn import distributions
 from cupyattn.cli import output
 from cupyattn.kernels import splits
+from cupyattn.kernels.forms import FormTiles
 from cupyattn.measure import device, rungs, timing
 from cupyattn.testing import verdict
 from experiments._harness import recording
@@ -61,7 +62,8 @@ CANDIDATES = {
 
 def candidates(head_dim: int, rows: int) -> list[ca.Tiles]:
     """Return tiles to compare: none with twice the rows that there are, or more."""
-    own = ca.VARIANTS["fa_tc"].split_tiles[head_dim]
+    split = ca.VARIANTS["fa_tc"].forms["split"].tiles
+    own = split.default[head_dim], *split.more_rows[head_dim]
     return [tiles for tiles in (*own, *CANDIDATES[head_dim]) if tiles.block_q < 2 * rows]
 
 
@@ -69,7 +71,9 @@ def candidates(head_dim: int, rows: int) -> list[ca.Tiles]:
 def split_tiles(tiles: ca.Tiles) -> Iterator[None]:
     """Let fa_tc have these tiles, and no others, for its split form."""
     variant = ca.VARIANTS["fa_tc"]
-    ca.VARIANTS["fa_tc"] = replace(variant, split_tiles={max(variant.split_tiles): (tiles,)})
+    form = variant.forms["split"]
+    only = replace(form, tiles=FormTiles({form.tiles.largest_head_dim: tiles}))
+    ca.VARIANTS["fa_tc"] = replace(variant, forms={**variant.forms, "split": only})
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import output
 from cupyattn.measure import timing
+from cupyattn.problem.settings import Settings
 from cupyattn.runtime import replay
 from experiments._harness import recording
 
@@ -58,7 +59,8 @@ def torch_ways(rung: str, *arrays: Any) -> dict[str, Callable[[], Any]]:
         ["torch", *(f"cupyattn.interop.torch{n}" for n in ("", ".bridge", ".calls", ".schema"))],
     )
     tensors = dict(zip("qkv", map(bridge.as_tensor, arrays), strict=True))
-    arguments = schema.ATTENTION_QKV.flat(tensors, calls.Settings(variant=rung))
+    settings = calls.TensorSettings(Settings(variant=rung))
+    arguments = schema.ATTENTION_QKV.flat(tensors, settings)
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     found = {
         "torch, attention()": lambda: interop.attention(**tensors, variant=rung),

@@ -72,7 +72,7 @@ class Form:
     @property
     def source(self) -> str:
         """Path of its source below kernels_cu."""
-        return ladder.FORM_SOURCES[self.name].format(self.variant.name)
+        return str(self.variant.forms[self.name].source)
 
     def rivals(self, problem: Problem) -> list[Cell]:
         """Return what it is held to on a problem, where it can be had."""

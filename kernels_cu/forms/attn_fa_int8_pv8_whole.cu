@@ -18,8 +18,10 @@
 //              channel's scale, times 1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/codes/head_scales.cuh"
 #include "prims/codes/mean_dot.cuh"
 #include "prims/instructions/mma.cuh"
+#include "prims/instructions/mma_tiles.cuh"
 #include "prims/codes/p_codes.cuh"
 #include "prims/params.cuh"
 #include "prims/score/score.cuh"
@@ -32,11 +34,7 @@ constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
 // Codes per global access: as many bytes as an access of O, where rows allow it.
 constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
-constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int V_CHUNKS = BLOCK_KV / 16;     // 16-byte chunks per channel of V
-constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
-constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
-constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
+constexpr int V_CHUNKS = BLOCK_KV / 16;  // 16-byte chunks per channel of V
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
 constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
@@ -107,9 +105,6 @@ struct WholeState {
 static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
 static_assert(
-    BLOCK_Q % (16 * NUM_WARPS) == 0,
-    "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
-static_assert(
     BLOCK_KV % 32 == 0 && VALUES_PAD % BLOCK_KV == 0,
     "BLOCK_KV must be 32, 64 or 128: whole mma of 32 keys, and a divisor of V's padding");
 static_assert(GROUP_V == 1 << 30, "this form takes one scale for a channel of V");
@@ -141,21 +136,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
                     first_scale<VALUES_PAD>(call.cu_seqlens_k, batch) * VALUES_PAD;
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
-  const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
-                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head +
-                         first_scale<GROUP_Q>(call.cu_seqlens_q, batch);
-  const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                         + batch * quant.K_scale_stride_batch +
-                         head_kv * quant.K_scale_stride_head +
-                         first_scale<GROUP_KV>(call.cu_seqlens_k, batch);
+  const float* Q_scale = Q_scale_of(call, quant, batch, head);     // [ceil(len_q / GROUP_Q)]
+  const float* K_scale = K_scale_of(call, quant, batch, head_kv);  // [ceil(len_kv / GROUP_KV)]
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
-  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K and V,
-  // both chunks of 8 rows come before those of the next 8. swizzled_from() goes on from there.
-  const uint32_t Q_lane =
-      shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
-  const uint32_t K_lane = shared_address(
-      swizzled<CODE_CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+  // Where this lane points the first ldmatrix of each operand; swizzled_from() goes on from there.
+  const uint32_t Q_lane = chunk_address<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16);
+  const uint32_t K_lane = key_address<CODE_CHUNKS>(smem.K[0]);
   const uint32_t V_lane = shared_address(
       swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const Scores scores(p, batch, head);

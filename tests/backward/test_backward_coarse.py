@@ -63,7 +63,7 @@ def test_the_portable_forms(value: float, kind: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("form", "head_dim"),
     [*((form, 64) for form in FORMS), *((form, 64) for form in HOPPER_FORMS),
-     pytest.param("sm90_deterministic", 192, marks=pytest.mark.slow), ("sm90_deterministic", 256)],
+     *(pytest.param("sm90_deterministic", x, marks=pytest.mark.slow) for x in (192, 256))],
 )  # fmt: skip
 def test_large_products_in_every_form(form: str, head_dim: int) -> None:
     inputs = large_products(head_dim)

@@ -170,6 +170,7 @@ def test_a_file_alone(tmp_path: Path) -> None:
     convert(path, tmp_path / "other", replace(SMALL, min_elements_for_int8=10**9))
 
 
+@pytest.mark.frameworks
 def test_what_torch_pickled(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     arrays = {n: a for n, a in model().items() if a.size}

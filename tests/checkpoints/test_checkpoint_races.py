@@ -36,7 +36,7 @@ except (FileExistsError, BlockingIOError) as error:
 """
 
 
-@pytest.mark.parametrize("attempt", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
 def test_of_several_conversions_one_wins(tmp_path: Path, attempt: int) -> None:
     path, out = source(tmp_path / "model"), tmp_path / "out"
     convert(path, tmp_path / "whole", SMALL, max_shard_bytes=20_000)

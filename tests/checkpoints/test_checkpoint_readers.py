@@ -20,6 +20,7 @@ from tests.checkpoints.checkpoint_files import model, write
 SMALL = ca.Int8Config(min_elements_for_int8=100)
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("limit", [100_000, 10**9])
 def test_compressed_tensors_dequantises_to_the_same_numbers(tmp_path: Path, limit: int) -> None:
     torch = pytest.importorskip("torch")
@@ -40,6 +41,7 @@ def test_compressed_tensors_dequantises_to_the_same_numbers(tmp_path: Path, limi
         np.testing.assert_array_equal(theirs[name].numpy(), mine.read(name))
 
 
+@pytest.mark.frameworks
 def test_compressed_tensors_takes_the_configuration(tmp_path: Path) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     torch = pytest.importorskip("torch")
@@ -61,6 +63,7 @@ def test_compressed_tensors_takes_the_configuration(tmp_path: Path) -> None:
     assert schemes == set(record["config_groups"]["group_0"]["targets"])
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("symmetric", [False, True], ids=["zero points", "symmetric"])
 @pytest.mark.parametrize("form", ["int8", "packed, 8 bits", "packed, 4 bits"])
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "group", "block"])
@@ -144,6 +147,7 @@ def models() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("name", models())
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_diffusers_loads_what_was_dequantised(tmp_path: Path, name: str, dtype: str) -> None:

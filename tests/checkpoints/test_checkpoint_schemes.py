@@ -271,6 +271,7 @@ def test_contradictions_are_refused(tmp_path: Path, options: Any, said: str) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
 
 
+@pytest.mark.frameworks
 def test_a_pickled_model_of_the_same_names_is_no_exception(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     expected = made(tmp_path / "x", "group")

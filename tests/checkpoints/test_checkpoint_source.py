@@ -177,6 +177,7 @@ class Code:
         return os.mkdir, (self.path,)
 
 
+@pytest.mark.frameworks
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("ending", [".bin", ".pt", ".ckpt"])
@@ -193,6 +194,7 @@ def test_code_in_a_pickle_is_never_run(tmp_path: Path, protocol: int, ending: st
     assert trace.exists(), "the trap works"
 
 
+@pytest.mark.frameworks
 def test_code_in_a_file_of_torch_is_never_run(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     trace = tmp_path / "executed"
@@ -202,6 +204,7 @@ def test_code_in_a_file_of_torch_is_never_run(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("zipped", [False, True])
 def test_tensors_that_torch_pickled(tmp_path: Path, zipped: bool) -> None:
     torch = pytest.importorskip("torch")
@@ -223,6 +226,7 @@ def test_tensors_that_torch_pickled(tmp_path: Path, zipped: bool) -> None:
     assert source.read("c").dtype == BF16
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("ending", [".safetensors", ".bin"])
 def test_a_name_that_two_files_hold(tmp_path: Path, ending: str) -> None:
     for path in (tmp_path / f"one{ending}", tmp_path / f"two{ending}"):
@@ -237,6 +241,7 @@ def test_a_name_that_two_files_hold(tmp_path: Path, ending: str) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("what", ["a list", "nested", "damaged", "empty"])
 def test_other_things_that_torch_pickled(tmp_path: Path, what: str) -> None:
     torch = pytest.importorskip("torch")

@@ -388,6 +388,7 @@ def test_a_call_is_checked() -> None:
     assert [bits(x) for x in (q, k, v)] == before
 
 
+@pytest.mark.frameworks
 def test_arrays_of_other_libraries_go_back_as_they_came() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = example()

@@ -38,7 +38,7 @@ def test_importance_that_comes_again_gets_the_new_addresses(host: Host) -> None:
             assert passed["importance"] == found.data.ptr
             states.append((passed["row_M"], passed["row_l"]))
         assert states[0] == states[1]  # what the first leaves the second finds
-    assert len(host.plans) == len(recent._recent) == 1
+    assert len(host.plans) == len(recent.CALLS) == 1
 
 
 def test_keys_that_are_read_once_take_one_launch(
@@ -54,7 +54,7 @@ def test_keys_that_are_read_once_take_one_launch(
         given = {"q": q, "k": k, "importance": found}
         expected = {name: x.data.ptr for name, x in given.items()}
         assert host.passed(turn) == ("key_importance", expected)
-    assert len(host.plans) == len(recent._recent) == 1
+    assert len(host.plans) == len(recent.CALLS) == 1
     assert len(host.driver.launches) == 3 and asked == ["sm_90a"]
 
 
@@ -71,9 +71,9 @@ def test_keys_that_are_summed_again_get_the_new_addresses(
         given = {"q": q, "k": k, "importance": found, "partial_sum": sums}
         expected = {name: x.data.ptr for name, x in given.items()}
         assert host.passed(turn) == ("key_importance", expected)
-    assert len(host.plans) == len(recent._recent) == 1
+    assert len(host.plans) == len(recent.CALLS) == 1
     assert pruning.weigh_keys(q, k, **how)[1] is None  # another call, of another module
-    assert len(host.plans) == len(recent._recent) == 2
+    assert len(host.plans) == len(recent.CALLS) == 2
     monkeypatch.setattr(pruning, "own_arch", lambda *_: None)
     how["scale"] = 0.5
     for _ in range(2):  # row states are no sums
@@ -98,7 +98,7 @@ def test_keys_that_are_moved_again_get_the_new_addresses(host: Host) -> None:
         given: dict[str, Any] = {"k": k, "v": v, "kept_k": few_k, "kept_v": few_v}
         for name, x in given.items():
             assert moved[name] == x.data.ptr, name
-    assert len(host.plans) == len(recent._recent) == 1
+    assert len(host.plans) == len(recent.CALLS) == 1
 
 
 def test_values_that_are_moved_alone_leave_the_keys(host: Host) -> None:
@@ -117,7 +117,7 @@ def test_values_that_are_moved_alone_leave_the_keys(host: Host) -> None:
         given = {"v": v, "kept_v": few_v, "places": places}
         assert entry == "gather_rows" and moved == {n: x.data.ptr for n, x in given.items()}
     pruning.compact(k, v, importance, 70)
-    assert len(host.plans) == len(recent._recent) == 2
+    assert len(host.plans) == len(recent.CALLS) == 2
 
 
 def test_few_keys_move_and_many_stay() -> None:
@@ -134,5 +134,5 @@ def test_what_differs_is_another_call(host: Host) -> None:
     importance = array((1, 2, 90), "float32")
     for count in (70, 71):
         pruning.compact(k, k, importance, count)
-    assert len(host.plans) == len(recent._recent) == 5
+    assert len(host.plans) == len(recent.CALLS) == 5
     assert len(host.driver.launches) == 10

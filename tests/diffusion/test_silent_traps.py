@@ -331,6 +331,7 @@ def test_a_layer_has_no_return_lse_and_says_where_it_is() -> None:
             assert str(caught.value) == message
 
 
+@pytest.mark.frameworks
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_torch_tensors_come_back_in_the_same_way() -> None:
     import torch

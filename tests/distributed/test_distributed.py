@@ -304,13 +304,34 @@ def test_a_call_that_all_ranks_know_is_another_call_only_in_its_numbers() -> Non
             alive = weakref.ref(x)
             o = distributed.parallel_attention(x, x, x, group, "ulysses", variant="fa_tc")
             del x
-            assert alive() is None and len(group.known) == 1
+            assert alive() is None and len(group.agreed) == 1
             found.append(o)
         return found
 
     for number, parts in enumerate(zip(*distributed.run(on_rank, 2), strict=True)):
         x = q + np.float16(number)
         np.testing.assert_array_equal(rows.join(parts), ca.attention(x, x, x, variant="fa_tc"))
+
+
+def test_what_a_group_remembers_ends_with_it() -> None:
+    """It knows calls by settings and forms: the numbers of offsets are neither."""
+    x = normal((1, 2, 16, 16), (1, 2, 16, 16))[0]
+    ends, rows = np.array([0, 20, 32]), x[0].swapaxes(0, 1)
+    groups = []
+
+    def on_rank(group: Any) -> None:
+        groups.append(group)
+        for count, options in enumerate(({}, {"causal": True}, {"ulysses": 2, "method": "mixed"})):
+            for _ in range(2):
+                distributed.parallel_attention(x, x, x, group, **options)
+                assert len(group.agreed) == count + 1
+        for _ in range(2):
+            distributed.parallel_attention_varlen(rows, rows, rows, ends, ends, group)
+            distributed.parallel_attention(x, x, x, group, window=[3, 0])  # type: ignore[arg-type]
+        assert len(group.agreed) == 3
+
+    distributed.run(on_rank, 2)
+    assert [len(group.agreed) for group in groups] == [0, 0]
 
 
 @pytest.mark.parametrize("other", [{"causal": True}, {"variant": "fa"}, {"return_lse": True}])
@@ -349,6 +370,18 @@ def test_an_error_of_one_rank_reaches_all_and_they_go_on() -> None:
                 assert x is X
 
     assert errors_of(3, call) == [None] * 3
+
+
+def test_a_variant_that_is_no_name_is_told_to_all_ranks() -> None:
+    """What cannot be known again is refused where the others hear of it."""
+
+    def call(group: Any) -> None:
+        variant: Any = ["fa"] if group.rank == 1 else "fa"
+        distributed.parallel_attention(X, X, X, group, "ring", variant=variant)
+
+    first, second = errors_of(2, call)
+    assert isinstance(second, ValueError) and "variant must be one of" in str(second)
+    assert isinstance(first, distributed.RankError) and "raised ValueError" in str(first)
 
 
 def test_an_error_within_a_call_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,7 @@ def test_rubbish_of_a_member_is_told_with_its_rank() -> None:
             group.gather("words", 0)
 
     with pytest.raises(RankError, match=r"rank 1 left b'\\xff' for 'words, call 2'"):
-        distributed.run(on_rank, 2, timeout=5)
+        distributed.run(on_rank, 2, timeout=2)
 
     def sends(group: HostGroup) -> None:
         if group.rank == 1:
@@ -289,7 +289,7 @@ def test_rubbish_of_a_member_is_told_with_its_rank() -> None:
             group.exchange([], [(1, np.empty(3))]).wait()
 
     with pytest.raises(RankError, match="rank 1 sent rubbish in 0 bytes, rank 0 wants"):
-        distributed.run(sends, 2, timeout=5)  # type: ignore[arg-type]
+        distributed.run(sends, 2, timeout=2)  # type: ignore[arg-type]
 
 
 # ---- where the secret comes from -----------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.diffusion.settings import Settings
+from cupyattn.diffusion.settings import Int8AttentionSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "DIFFUSION.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_every_argument_is_in_the_table_and_in_the_docstring() -> None:
     named = set(re.findall(r"`(\w+)`", table))
     arguments = set(inspect.signature(ca.Int8Attention).parameters)
     assert arguments <= named
-    assert {field.name for field in fields(Settings)} <= named
+    assert {field.name for field in fields(Int8AttentionSettings)} <= named
     described = inspect.getdoc(ca.Int8Attention) or ""
     parameters = described.split("Parameters\n")[1].split("Raises\n")[0]
     headings = re.findall(r"^(\w[\w, ]*?) : ", parameters, re.MULTILINE)

@@ -21,7 +21,14 @@ from experiments._harness import others, plots, recording
 from experiments._harness.cells import Cell, Problem, rung
 from experiments.accuracy import numerics_claims, precision_ablation
 from experiments.diffusion import timestep_ablation, token_pruning
-from experiments.speed import first_call, framework_costs, host_time, ladder, quantise
+from experiments.speed import (
+    first_call,
+    framework_costs,
+    host_revisions,
+    host_time,
+    ladder,
+    quantise,
+)
 from experiments.tuning import race, tile_order, tile_sweep
 
 FOLDER = recording.ROOT / "experiments"
@@ -136,6 +143,18 @@ def test_what_pruning_loses_runs_in_small(tmp_path: Path) -> None:
     assert 0 < mean[128] < mean[8] < mean[token_pruning.RANDOM]
 
 
+def test_revisions_are_compared_by_their_fastest_processes() -> None:
+    old, new = {"attention()": [2.0, 1.0]}, {"attention()": [1.01, 9.0]}
+    (row,) = host_revisions.compare(old, new)
+    assert row == {
+        "name": "attention()", "old": [2.0, 1.0], "new": [1.01, 9.0], "ratio": pytest.approx(1.01),
+    }  # fmt: skip
+    assert row["ratio"] <= host_revisions.MOST
+    with pytest.raises(ValueError, match="none holds no revision: it has no cupyattn/__init__.py"):
+        host_revisions.measured(host_revisions.HERE / "none")
+
+
+@pytest.mark.frameworks
 def test_host_times_run_in_small(tmp_path: Path) -> None:
     file = tmp_path / "host_time.json"
     assert host_time.main(["--quick", "--json", str(file)]) == 0

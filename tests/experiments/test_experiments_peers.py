@@ -202,6 +202,7 @@ def test_every_diffusion_shape_is_drawn_as_it_is_and_judged_in_part() -> None:
         assert call.batch * call.heads * rows.size * call.len_kv < 1.1 * rungs.SAMPLED_SCORES
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("problem", [Problem(3, 2, 40, 16, length_kv=24), Problem(3, 2, 40, 16)])
 def test_flash_attention_3_gets_packed_rows_and_both_ends(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +227,7 @@ def test_flash_attention_3_gets_packed_rows_and_both_ends(
     assert row["ok"] and row["peer"] and 0 < row["judgement"]["j2"] <= 1
 
 
+@pytest.mark.frameworks
 def test_a_shape_that_a_library_refuses_is_reported_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -71,7 +71,7 @@ def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(compiler, "KERNELS", folder)
         return
     source = folder / f"attn_{variant}.cu"
-    wrong = replace(ladder.VARIANTS[variant], source=source, hopper_tiles={})
+    wrong = replace(ladder.VARIANTS[variant], source=source)
     monkeypatch.setitem(ladder.VARIANTS, variant, wrong)
 
 

@@ -149,7 +149,7 @@ def test_work_goes_to_torchs_stream(rung: str) -> None:
     inputs = [torch.full_like(x, float("nan")) for x in sources]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    recent._recent.clear()
+    recent.CALLS.clear()
     with torch.cuda.stream(stream):
         for _ in range(2):  # planned anew, then found again
             for x in inputs:
@@ -198,7 +198,7 @@ def test_a_device_that_is_not_the_current_one() -> None:
 def test_a_graph_captures_a_call(rung: str) -> None:
     """The plain function and the operator; a replay reads what the tensors hold then."""
     inputs = on_device(*normal(*SHAPES))
-    settings = calls.Settings(**of_rung(rung, causal=True))
+    settings = calls.TensorSettings.of(**of_rung(rung, causal=True))
     ways: list[Callable[[], Any]] = [
         lambda: interop.attention(*inputs, **of_rung(rung, causal=True)),
         lambda: torch.ops.cupyattn.attention(
@@ -258,7 +258,7 @@ def test_gradients(dtype: str, variant: str) -> None:
 @pytest.mark.parametrize("added", ["", "block_mask", "packed"])
 def test_gradients_that_come_again_are_launched_on_the_new_tensors(added: str) -> None:
     """The first pass is planned, the second found again, the third on another stream."""
-    recent._recent.clear()
+    recent.CALLS.clear()
     for seed, stream in ((0, None), (1, None), (2, torch.cuda.Stream())):
         shape = (300, 2, 64) if added == "packed" else (1, 2, 300, 64)
         rng = np.random.default_rng(seed)
@@ -291,12 +291,12 @@ def test_gradients_that_come_again_are_launched_on_the_new_tensors(added: str) -
                 own[3], *own[:3], o_, lse, deterministic=True, **options
             )
         assert all(map(same_bits, found, expected))
-    assert sum("gradients" in str(key[1]) for key in recent._recent) == 1
+    assert sum("gradients" in str(key[1]) for key in recent.CALLS._kept) == 1
 
 
 def test_operators_are_what_they_say() -> None:
     q, k, v = on_device(*problem("float16"), grad=True)
-    settings = calls.Settings(return_lse=True, deterministic=True, causal=True)
+    settings = calls.TensorSettings.of(return_lse=True, deterministic=True, causal=True)
     given = {"q": q, "k": k, "v": v}
     for name, of in (("attention", schema.ATTENTION), ("attention_qkv", schema.ATTENTION_QKV)):
         torch.library.opcheck(getattr(torch.ops.cupyattn, name).default, of.flat(given, settings))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.ladder import HOPPER_VALUE_KEYS
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.hopper import HOPPER_VALUE_KEYS
 from cupyattn.quant import QuantizedQKV
 from tests.quant import pv8_cases
 from tests.support import runs

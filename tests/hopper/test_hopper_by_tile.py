@@ -13,8 +13,7 @@ import pytest
 from cupyattn import QuantizedQKV, Tiles, attention, explain
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels import numerics
-from cupyattn.kernels.ladder import lookup
-from cupyattn.problem.hopper import HOPPER_VALUE_KEYS
+from cupyattn.kernels.ladder import HOPPER_VALUE_KEYS, lookup
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.mirror import attention_mirror

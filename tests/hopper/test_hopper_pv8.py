@@ -53,7 +53,8 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
     q, k, v = normal((1, 1, 2, 16), (1, 1, 131072, 16), seed=4)
     z = quantize(q * 0, k, v + 2, quant=CHANNEL, backend="mirror")
     o, lse, steps = on_mirror(z, trace=True)
-    limit = 2.0**BY.sum_bits + 2.0**BY.code_bits * lookup("fa_int8").hopper_pv8_tiles[64].block_kv
+    tiles = lookup("fa_int8").default_tiles(64, "sm90_pv8")
+    limit = 2.0**BY.sum_bits + 2.0**BY.code_bits * tiles.block_kv
     assert 2.0**BY.sum_bits / 4 < max(step.l.max() for step in steps) <= limit
     assert steps[-1].m.max() > steps[0].m.max() and BY.guards(2048) and not BY.guards(2047)
     report = verdict.judge(o, q * 0, k, v + 2, lse=lse, quantized=z, **FORM)
@@ -63,13 +64,14 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
 def test_steps_are_wide_where_lengths_fill_them() -> None:
     """Scales of K are those of the same keys either way."""
     rung = lookup("fa_int8")
-    narrow, wide = rung.hopper_pv8_tiles[128], rung.hopper_other_tiles["sm90_pv8"][128][0]
+    own = rung.forms["sm90_pv8"].tiles
+    narrow, (wide, _) = own.default[128], own.other[128]
     few = rung.tiles_for(128, form="sm90_pv8", lengths=(4096, 77))
     some = rung.tiles_for(128, form="sm90_pv8", lengths=(512, 300))
     assert few == some == narrow
     for causal in (False, True):
         assert rung.tiles_for(128, form="sm90_pv8", lengths=(4096, 4096), causal=causal) == wide
-    assert rung.tiles_for(80, form="sm90_pv8", lengths=(4096, 4096)) == rung.hopper_pv8_tiles[80]
+    assert rung.tiles_for(80, form="sm90_pv8", lengths=(4096, 4096)) == own.default[80]
     q, k, v = normal((1, 1, 8, 128), (1, 1, 600, 128), seed=1)
     quant = QuantConfig("token", "block", pv="int8", granularity_v="channel")
     z = quantize(q, k, v, quant=quant, backend="mirror", arch="sm_90a")

@@ -54,7 +54,10 @@ HAZARDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", HAZARDS)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(x, marks=[pytest.mark.slow] if i % 2 else []) for i, x in enumerate(HAZARDS)],
+)
 def test_hazards_are_found(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rung, source, line, kind = HAZARDS[what]
     put_a_line_in_place(source, line, "", tmp_path, monkeypatch)

@@ -243,8 +243,8 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "options"),
     [
-        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (BY_TILE, {}),
-        pytest.param(FP8, {}, marks=pytest.mark.slow),
+        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}),
+        *(pytest.param(rung, {}, marks=pytest.mark.slow) for rung in (PV8, BY_TILE, FP8)),
         *(
             pytest.param("fa_tc@sm90", options, marks=pytest.mark.slow)
             for options in (

@@ -298,13 +298,13 @@ def test_torchs_switch_for_deterministic_algorithms_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs, asked = problem("float16"), []
-    backward = calls.backward.attention_backward
+    backward = calls.run_backward
 
-    def heard(*args: Any, deterministic: bool | None, **options: Any) -> Any:
-        asked.append(deterministic)
-        return backward(*args, deterministic=deterministic, **options)
+    def heard(settings: Any, arrays: Any) -> Any:
+        asked.append(settings.deterministic)
+        return backward(settings, arrays)
 
-    monkeypatch.setattr(calls.backward, "attention_backward", heard)
+    monkeypatch.setattr(calls, "run_backward", heard)
     for enabled in (False, True):
         torch.use_deterministic_algorithms(enabled)
         try:

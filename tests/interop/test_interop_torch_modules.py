@@ -293,7 +293,7 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[mis
 def test_the_operator_of_q_k_and_v_alone_is_what_it_says() -> None:
     """It has fewer arguments, and is what a call without others becomes."""
     own = [torch.randn(2, 5, 5, 8, dtype=torch.float16, requires_grad=True) for _ in "qkv"]
-    settings = calls.Settings(return_lse=True, backend="mirror")
+    settings = calls.TensorSettings.of(return_lse=True, backend="mirror")
     arguments = schema.ATTENTION_QKV.flat(dict(zip("qkv", own, strict=True)), settings)
     torch.library.opcheck(torch.ops.cupyattn.attention_qkv.default, arguments)
     x = torch.ones(1, 1, 4, 8, dtype=torch.float16)

@@ -32,7 +32,7 @@ def sample(name: str, *, grad: bool = True) -> tuple[Any, ...]:
     names = {n: torch.ones(5, 5, dtype=torch.bool if n == "mask" else torch.float32)
              for n in ("mask", "bias") if options.pop(n, False)}  # fmt: skip
     own = [torch.randn(2, 5, 5, 8, dtype=torch.float16, requires_grad=grad) for _ in "qkv"]
-    settings = calls.Settings(**{"return_lse": grad, **options, "backend": "mirror"})
+    settings = calls.TensorSettings.of(**{"return_lse": grad, **options, "backend": "mirror"})
     return schema.ATTENTION.flat({**dict(zip("qkv", own, strict=True)), **names}, settings)
 
 
@@ -48,7 +48,7 @@ def test_the_operator_of_packed_sequences_is_what_it_says() -> None:
     own = [torch.randn(9, 2, 16, dtype=torch.float16, requires_grad=True) for _ in "qkv"]
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     named = {**dict(zip("qkv", own, strict=True)), "cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    settings = calls.Settings(return_lse=True, max_len_q=5, max_len_k=5)
+    settings = calls.TensorSettings.of(return_lse=True, max_len_q=5, max_len_k=5)
     arguments = schema.ATTENTION_VARLEN.flat(named, settings)
     torch.library.opcheck(torch.ops.cupyattn.attention_varlen.default, arguments)
 
@@ -63,15 +63,16 @@ def test_the_operator_of_the_backward_pass_is_what_it_says() -> None:
 def test_settings_survive_a_schema() -> None:
     near = BlockMask.from_window(64, 64, (5, 0))
     quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.1, 2.0), pv="fp8")
-    settings = calls.Settings(
+    settings = calls.TensorSettings.of(
         window=(3, 4), quant=quant, tiles=Tiles(64, 32, 4), block_mask=near, max_len_q=5,
         softcap=np.float32(0.1), causal=np.bool_(True), backend="mirror",
     )  # fmt: skip
     arguments = schema.ATTENTION_VARLEN.flat({}, settings)
     assert schema.ATTENTION_VARLEN.settings(arguments) == settings
-    plain = schema.ATTENTION.flat({}, calls.Settings())
-    assert schema.ATTENTION.settings(plain) == calls.Settings() and plain[-1] == ""
-    text = schema.ATTENTION.flat({}, calls.Settings(causal=True, quant=QuantConfig(pv="int8")))[-1]
+    plain = schema.ATTENTION.flat({}, calls.TensorSettings.of())
+    assert schema.ATTENTION.settings(plain) == calls.TensorSettings.of() and plain[-1] == ""
+    int8 = calls.TensorSettings.of(causal=True, quant=QuantConfig(pv="int8"))
+    text = schema.ATTENTION.flat({}, int8)[-1]
     assert text.startswith("causal=True, quant={'granularity_v': 'block', 'smooth_v': True, 'pv'")
 
 

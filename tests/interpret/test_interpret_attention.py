@@ -59,9 +59,9 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
-@pytest.mark.parametrize("seeds", [(1, 2), pytest.param((0, 3), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [(2,), pytest.param((0, 1, 3), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("odd", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_lengths(rung: str, dtype: str, odd: bool, seeds: tuple[int, int]) -> None:
+def test_lengths(rung: str, dtype: str, odd: bool, seeds: tuple[int, ...]) -> None:
     """Every second one causal; the others with the slow, as are single rows and few keys, which
     `test_results_are_written_in_full_and_nothing_beside_them` has."""
     head_dim, _ = head_dims(rung)

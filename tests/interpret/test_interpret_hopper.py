@@ -130,7 +130,11 @@ def execute(prim: Prim, spec: ModuleSpec) -> None:
     prim.check({name: a for name, a in arguments.items() if isinstance(a, np.ndarray)})
 
 
-@pytest.mark.parametrize("theft", THEFTS, ids=lambda theft: theft.what)
+@pytest.mark.parametrize(
+    "theft",
+    [pytest.param(x, marks=[pytest.mark.slow] if i % 2 else []) for i, x in enumerate(THEFTS)],
+    ids=lambda theft: theft.what,
+)
 def test_a_missing_line_is_found(theft: Theft, tmp_path: Path) -> None:
     prim = BY_NAME[theft.prim]
     execute(prim, prim.spec)  # as it stands

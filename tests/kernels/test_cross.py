@@ -51,8 +51,17 @@ def test_drawn_cases_follow_their_seed() -> None:
     assert list(drawn(AXES, 3, 5)) == list(drawn(AXES, 3, 5)) != list(drawn(AXES, 4, 5))
 
 
-@pytest.mark.parametrize("backend", ["mirror", "interpret"])
-@pytest.mark.parametrize("number", range(len(CELLS)))
+@pytest.mark.parametrize(
+    ("number", "backend"),
+    [
+        pytest.param(
+            number, backend,
+            marks=[pytest.mark.slow] if backend == "interpret" and number % 2 else [],
+        )
+        for number in range(len(CELLS))
+        for backend in ("mirror", "interpret")
+    ],
+)  # fmt: skip
 def test_every_pair_is_within_its_bound(number: int, backend: str) -> None:
     case = Case.of(CELLS[number], number)
     q, k, v = case.laid()

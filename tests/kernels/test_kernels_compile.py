@@ -19,10 +19,9 @@ from cupyattn.compiler import architectures as compiler_architectures
 from cupyattn.compiler import modules as kc
 from cupyattn.compiler import nvrtc, target
 from cupyattn.kernels.features import Features
-from cupyattn.kernels.ladder import VARIANTS, Variant
+from cupyattn.kernels.ladder import HOPPER_SCALE_KEYS, VARIANTS, Variant
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.plans import assemble
-from cupyattn.problem.hopper import HOPPER_SCALE_KEYS
 from tests.support.runs import SPILLED, SPILLED_FINE, SPILLED_PACKED
 
 #: Head sizes at which spills are looked for, beside 128, which is the likeliest to have some.
@@ -166,7 +165,8 @@ def test_default_tiles_spill_nothing(
 #: Forms of which all packed sequences are left to the slow tests.
 SELDOM = {
     ("unfused", "portable"), ("fa", "portable"), ("fa_warps", "portable"),
-    ("fa_int8", "pv8_whole"),
+    ("fa_int8", "portable"), ("fa_int8", "sm90"), ("fa_int8", "pv8"), ("fa_int8", "pv8_whole"),
+    ("fa_int8", "sm90_fp8"), ("fa_int8", "sm90_pv8_by_tile"),
 }  # fmt: skip
 
 
@@ -180,21 +180,11 @@ SELDOM = {
         for cell in (
             *((name, "portable", head_dim) for name in VARIANTS for head_dim in (64, 128, 256)),
             *(
-                (name, "sm90", head_dim)
-                for name in ("fa_tc", "fa_int8")
-                for head_dim in VARIANTS[name].hopper_tiles
-            ),
-            *(
-                ("fa_int8", "sm90_pv8", head_dim)
-                for head_dim in VARIANTS["fa_int8"].hopper_pv8_tiles
-            ),
-            *(
-                ("fa_int8", "sm90_fp8", head_dim)
-                for head_dim in VARIANTS["fa_int8"].hopper_fp8_tiles
-            ),
-            *(
-                ("fa_int8", "sm90_pv8_by_tile", head_dim)
-                for head_dim in VARIANTS["fa_int8"].hopper_by_tile_tiles
+                (name, form, head_dim)
+                for name, variant in VARIANTS.items()
+                for form, row in variant.forms.items()
+                if row.on_hopper
+                for head_dim in row.tiles.default
             ),
             *(
                 ("fa_int8", form, head_dim)
@@ -218,15 +208,12 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("form", "head_dim"),
     [
-        pytest.param(
-            form,
-            head_dim,
-            marks=[] if (form, head_dim) == ("sm90_pv8", 128) else [pytest.mark.slow],
-        )
+        (form, head_dim)
         for form in ("sm90", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
         for head_dim in (64, 80, 128, 256)
         if head_dim <= VARIANTS["fa_int8"].largest_head_dim(form)
@@ -235,7 +222,7 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
 def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> None:
     """Those of 16 keys, as `QuantConfig` has them if it is not told, in the widest tiles too."""
     variant = VARIANTS["fa_int8"]
-    others = variant.hopper_other_tiles.get(form, {}).get(head_dim, ())[:1]
+    others = variant.forms[form].tiles.other.get(head_dim, ())[:1]
     for lse, tiles in itertools.product(
         (False, True), (variant.tiles_for(head_dim, form=form), *others)
     ):
@@ -251,7 +238,7 @@ def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> No
 def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
     """What lengths that leave wide steps empty have in their place."""
     variant, form = VARIANTS["fa_int8"], "sm90_pv8"
-    for head_dim in variant.hopper_other_tiles[form]:
+    for head_dim in variant.forms[form].tiles.other:
         features = features_of(variant, form, "float16", head_dim, causal, lse=True)
         tiles = variant.default_tiles(head_dim, form)
         assert tiles != variant.tiles_for(head_dim, form=form)
@@ -264,8 +251,9 @@ def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
 @pytest.mark.parametrize(
     ("form", "head_dim"),
     [
-        *(("sm90_fp8", head_dim) for head_dim in VARIANTS["fa_int8"].hopper_fp8_tiles),
-        *(("sm90_pv8_by_tile", head_dim) for head_dim in VARIANTS["fa_int8"].hopper_by_tile_tiles),
+        (form, head_dim)
+        for form in ("sm90_fp8", "sm90_pv8_by_tile")
+        for head_dim in VARIANTS["fa_int8"].forms[form].tiles.default
     ],
 )
 def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(

@@ -27,7 +27,9 @@ def forms(names: list[str], late: Set[str] = frozenset()) -> list[Any]:
     return [pytest.param(x, marks=[] if x in sooner else [pytest.mark.slow], id=x) for x in names]
 
 
-@pytest.mark.parametrize("form", forms(list(cases.ALL), {"fa", "pv8_whole", "sm90_fp8"}))
+@pytest.mark.parametrize(
+    "form", forms(list(cases.ALL), {"fa", "pv8_whole", "sm90_fp8", "sm90_pv8"})
+)
 @given(
     kind=st.sampled_from(cases.KINDS),
     size=st.sampled_from([6e-8, 1e-4, 1.0, 30.0, 1e3, 3e3, 1e4, 3e4, cases.LARGEST]),

@@ -54,10 +54,11 @@ AT_ONCE = [
     pytest.param(*cell, marks=[] if number in (0, 2, 4) else pytest.mark.slow)
     for number, cell in enumerate(WIDE_CELLS)
 ]
+SPLIT = VARIANTS["fa_tc"].forms["split"].tiles
 ALL_TILES = [
     (head_dim, tiles)
-    for head_dim, rising in VARIANTS["fa_tc"].split_tiles.items()
-    for tiles in rising
+    for head_dim, first in SPLIT.default.items()
+    for tiles in (first, *SPLIT.more_rows[head_dim])
 ]
 
 
@@ -111,7 +112,8 @@ def test_the_tiles_of_a_call_follow_from_its_rows() -> None:
     """Up to 16 rows they are what they were; no form but this one has an eye for rows."""
     variant = VARIANTS["fa_tc"]
     first = {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 16, 4, 3), 256: Tiles(16, 16, 2, 3)}
-    for head_dim, rising in variant.split_tiles.items():
+    for head_dim, more in SPLIT.more_rows.items():
+        rising = SPLIT.default[head_dim], *more
         assert rising[0] == first[head_dim] == variant.default_tiles(head_dim, "split")
         sizes = [tiles.block_q for tiles in rising]
         assert sizes == sorted(set(sizes))

@@ -273,6 +273,7 @@ def test_quantised_operands_come_alone() -> None:
     ("options", "error", "sentence"),
     [
         ({"variant": "flash"}, ValueError, "variant must be one of unfused, fa, .*, got 'flash'"),
+        ({"variant": ["fa"]}, ValueError, "variant must be one of unfused, fa, .*, got .'fa'"),
         ({"accuracy": "high"}, ValueError, "accuracy must be .*, got 'high'"),
         ({"layout": "SBHD"}, ValueError, "layout must be 'BHSD' or 'BSHD', got 'SBHD'"),
         ({"causal_align": "top"}, ValueError, "causal_align must be .*, got 'top'"),
@@ -433,6 +434,7 @@ def test_options_of_another_kind(options: dict[str, Any], wanted: str) -> None:
         attention(*normal(), **options)
 
 
+@pytest.mark.frameworks
 def test_a_type_that_numpy_cannot_take_over_is_one_sentence() -> None:
     torch = pytest.importorskip("torch")
     x = torch.ones(1, 1, 4, 16, dtype=torch.bfloat16)

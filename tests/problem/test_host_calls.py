@@ -25,14 +25,14 @@ from cupyattn.arrays import memory as arrays_memory
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.ops import backward
+from cupyattn.ops import backward, operation
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import Settings
 from cupyattn.runtime import replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
@@ -315,6 +315,39 @@ def test_out_may_not_meet_what_is_read(driver: Driver) -> None:
                 assert call(q, k, v, out=out) is out
 
 
+@pytest.mark.parametrize("way", ["plain", "BSHD", "packed"])
+def test_a_v_that_is_converted_is_found_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """P.V takes float16: each call converts the V that it is given, where its elements lie."""
+    converted: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(cupy, "copyto", lambda *pair: converted.append(pair))
+    options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    call: Any = attention
+    shapes = SHAPES
+    if way != "plain":
+        shapes = tuple((*s[:1], s[2], s[1], s[3]) for s in SHAPES)  # type: ignore[assignment]
+    if way == "BSHD":
+        options["layout"] = way
+    if way == "packed":
+        shapes, call = tuple(s[1:] for s in shapes), attention_varlen  # type: ignore[assignment]
+        options |= {"max_len_q": 33, "max_len_k": 70}
+        options |= {f"cu_seqlens_{n}": array((2,), "int32") for n in "qk"}
+    inputs = [array(shape, "float32") for shape in shapes]
+    made = planned(inputs, **options)
+    driver.expect(made)
+    for turn in range(3):
+        inputs = [array(shape, "float32") for shape in shapes]
+        check(driver, made, {"o": call(*inputs, **options)})
+        target, source = converted[turn]
+        seen = inputs[2] if way == "plain" else inputs[2].swapaxes(-3, -2)
+        assert target.dtype == "float16" and target.flags.c_contiguous
+        assert (source.shape, source.dtype) == (target.shape, "float32")
+        assert target.shape == SHAPES[2] and source.data.ptr == inputs[2].data.ptr
+        assert source.strides[-3:] == seen.strides[-3:]
+        monkeypatch.setattr(operation, "make_ready", lambda *_: pytest.fail("planned again"))
+
+
 def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> None:
     """What has to be zero lies in front, where one fill reaches it and nothing else."""
     inputs = [array(s) for s in SHAPES]
@@ -337,235 +370,17 @@ def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> 
     assert attention(*inputs, **options).shape == SHAPES[0]
 
 
-# ---- torch's tensors -----------------------------------------------------------------------------
-
-
-class OnDevice:
-    """What a call asks of a tensor on a device, over an array of memory that nobody touches."""
-
-    is_cuda = True
-    device = SimpleNamespace(index=0)
-
-    def __init__(self, own: Any) -> None:
-        self.array, self.shape, self.dtype = own, own.shape, own.dtype
-
-    def stride(self, axis: int | None = None) -> Any:
-        strides = tuple(s // self.array.itemsize for s in self.array.strides)
-        return strides if axis is None else strides[axis]
-
-    def data_ptr(self) -> int:
-        return int(self.array.data.ptr)
-
-    def get_device(self) -> int:
-        return 0
-
-    def element_size(self) -> int:
-        return int(self.array.itemsize)
-
-    def is_contiguous(self) -> bool:
-        return bool(self.array.flags.c_contiguous)
-
-    def numel(self) -> int:
-        return int(self.array.size)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
-    """`cupyattn.interop.torch.calls` on tensors like these."""
-    torch = pytest.importorskip("torch")
-    module = importlib.import_module("cupyattn.interop.torch.calls")
-
-    def empty(shape: Any, *, dtype: Any, device: Any) -> OnDevice:
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return OnDevice(array(shape, str(dtype).removeprefix("torch.")))
-
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=driver.stream)
-    )
-    monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
-    for name, stand_in in (
-        ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
-        ("_array_on", lambda _: array((0,))),
-        ("on_device_of", lambda _: contextlib.nullcontext()), ("check_tensors", lambda *_: None),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, stand_in)
-    return SimpleNamespace(
-        module=module,
-        find=lambda *a: module._find(*a)[0],
-        forward=module.forward,
-        gradients=module.backward_pass,
-        Settings=module.Settings,
-    )
-
-
-@pytest.mark.parametrize(("rung", "arch"), CASES)
-@pytest.mark.parametrize("added", ["", "return_lse", "mask", "block_mask", "out"])
-def test_a_call_on_tensors_is_launched_again_from_their_addresses(
-    driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch, rung: str, arch: str, added: str
-) -> None:
-    """After the first time nothing is checked or planned: only addresses and the stream count."""
-    options: dict[str, Any] = {"variant": rung, "arch": arch, "causal": True}
-    kept: dict[str, Any] = {}
-    if added == "return_lse":
-        options["return_lse"] = True
-    if added == "block_mask":
-        kept["kept_blocks"] = array((1, 1, 1, 3), "int32")
-        monkeypatch.setattr(BlockMask, "kept_blocks", lambda *_: kept["kept_blocks"])
-        options["block_mask"] = BlockMask.from_window(33, 70, (64, 0))
-    masks = {"mask": array((33, 70), "bool")} if added == "mask" else {}
-    inputs = [array(s) for s in SHAPES]
-    made = planned(inputs, array(SHAPES[0]), **options, **masks)
-    driver.expect(made)
-    for driver.stream in (7, 8):
-        given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
-        given |= {name: OnDevice(array((33, 70), "bool")) for name in masks}
-        out = OnDevice(array(SHAPES[0])) if added == "out" else None
-        o, lse = calls.forward(calls.Settings(**options), given, out)
-        assert (o is out) == (added == "out") and (lse is None) == (added != "return_lse")
-        read = given if rung != "fa_int8" else {n: given[n] for n in ("v", *masks)}
-        known = {name: x.array for name, x in read.items()} | kept
-        check(driver, made, known | {"o": o.array} | ({} if lse is None else {"lse": lse.array}))
-        monkeypatch.setattr(calls.module, "resolved", lambda *_, **__: pytest.fail("planned again"))
-    zeros = any(work.zeros for one in made for work in one.workspace)
-    assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
-    if added == "out":
-        with pytest.raises(ValueError, match="out must not share memory with q"):
-            calls.forward(calls.Settings(**options), given, given["q"])
-
-
-def test_scales_that_a_caller_gives_arrive_by_one_copy(
-    driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Codes point at what is kept of them, scores at the copy; while a graph is made none is."""
-    copies: list[tuple[int, int, int, int]] = []
-    filled: list[Any] = []
-    capturing = [True]
-    runtime = cupy.cuda.runtime
-    monkeypatch.setattr(
-        runtime, "memcpyAsync", lambda to, of, n, _, stream: copies.append((to, of, n, stream))
-    )
-    monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: capturing[0])
-    monkeypatch.setattr(cupy, "copyto", lambda target, _: filled.append(target))
-    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
-    quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
-    settings = calls.Settings(variant="fa_int8", arch="sm_90", quant=quant)
-    shapes = zip("qkv", SHAPES, strict=True)
-    given = {n: OnDevice(array(shape)) for n, shape in shapes}
-    made = planned([x.array for x in given.values()], variant="fa_int8", arch="sm_90", quant=quant)
-    driver.expect(made)
-    for turn in range(3):
-        o, _ = calls.forward(settings, given)
-        _, _, passed = driver.launches[0]
-        params = zip(passed, made[0].launches[0].params, strict=True)
-        structs = [np.frombuffer(x, parameter[0])[0] for x, parameter in params]
-        of_q, of_k = (int(x["static_scale"]) for x in structs[:2])
-        assert [of_q, of_k] == [x.data.ptr for x in filled[-2:]] and of_k - of_q == 256
-        *_, (to, *rest) = copies
-        assert len(copies) == turn + 1 and rest == [of_q, 512, driver.stream]
-        assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
-        check(driver, made, {"v": given["v"].array, "o": o.array})
-        assert len(filled) == 2 * min(turn + 1, 2), "planned anew after a capture alone"
-        capturing[0] = False
-
-
-@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
-@pytest.mark.parametrize("added", ["", "deterministic", "mask", "block_mask", "packed"])
-def test_gradients_of_tensors_are_launched_again_from_their_addresses(
-    driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch, arch: str, added: str
-) -> None:
-    """As above: what plans the second call fails the test."""
-    options: dict[str, Any] = {"arch": arch, "causal": True}
-    others: dict[str, tuple[tuple[int, ...], str]] = {}
-    of_q, of_k, of_lse = SHAPES[0], SHAPES[1], SHAPES[0][:-1]
-    kept = {name: array((1, 1, 1, 3), "int32") for name in ("kept_blocks", "kept_rows")}
-    if added == "deterministic":
-        options["deterministic"] = True
-    if added == "mask":
-        others["mask"] = ((33, 70), "bool")
-    if added == "block_mask":
-        near = options["block_mask"] = BlockMask.from_window(33, 70, (64, 0))
-        monkeypatch.setattr(
-            BlockMask, "kept_blocks",
-            lambda self, *_: kept["kept_blocks" if self is near else "kept_rows"],
-        )  # fmt: skip
-    if added == "packed":
-        of_q, of_k, of_lse = (33, 4, 64), (70, 2, 64), (4, 33)
-        options |= {"max_len_q": 20, "max_len_k": 50}
-        others |= {f"cu_seqlens_{n}": ((3,), "int32") for n in "qk"}
-    shapes = {"d_out": of_q, "q": of_q, "k": of_k, "v": of_k, "out": of_q}
-
-    def fresh() -> dict[str, Any]:
-        rows = {name: array(shape) for name, shape in shapes.items()}
-        rest = {name: array(*one) for name, one in others.items()}
-        return {**rows, "lse": array(of_lse, "float32"), **rest}
-
-    def made_ready(problem: Any, work: Any) -> Any:
-        made.extend(work.plans)
-        return make_ready(problem, work)
-
-    made: list[Any] = []
-    make_ready = backward.make_ready
-    monkeypatch.setattr(backward, "make_ready", made_ready)
-    assert backward.ready_backward(**fresh(), **options) is not None
-    driver.expect(made)
-    settings = calls.Settings(**options)
-    for driver.stream in (7, 8):
-        given = {name: OnDevice(x) for name, x in fresh().items()}
-        tensors = {n: x for n, x in given.items() if n not in ("d_out", "out", "lse")}
-        found = calls.gradients(settings, tensors, *(given[n] for n in ("d_out", "out", "lse")))
-        known = {name: x.array for name, x in given.items()} | (
-            kept if added == "block_mask" else {}
-        )
-        known["o"] = known.pop("out")
-        known |= {f"d{n}": x.array for n, x in zip("qkv", found, strict=True)}
-        check(driver, made[:1], known)
-        monkeypatch.setattr(backward, "_take", lambda *_, **__: pytest.fail("checked again"))
-    zeros = any(work.zeros for work in made[0].workspace)
-    assert zeros == (added != "deterministic" or arch == "sm_90a")
-    assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
-
-
 def test_gradients_of_rows_that_are_turned_are_more_than_launches(driver: Driver) -> None:
     rows = {name: array(SHAPES[0]) for name in ("d_out", "q", "k", "v", "out")}
     table = array((33, 32), "float32")
     lse = array(SHAPES[0][:-1], "float32")
-    assert backward.ready_backward(**rows, lse=lse, rope=(table, table)) is None
+    settings = backward.BackwardSettings(Settings().without_rung)
+    given = {**rows, "lse": lse}
+    assert backward.ready_backward(settings, {**given, "rope": (table, table)}) is None
     turned = {**rows, "d_out": array((1, 4, 64, 33)).swapaxes(2, 3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy, "ascontiguousarray", lambda x: array(x.shape))
-        assert backward.ready_backward(**turned, lse=lse) is None, "a copy"
-
-
-def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> None:
-    """Values make none; forms, settings and whether offsets have to be looked at do."""
-    given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
-    settings = calls.Settings(variant="fa", causal=True)
-    key = calls.find(settings, given, None)
-    other = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
-    assert calls.find(settings, other, None) == key
-    place = array((2**20,), "uint8").data.ptr
-    changed = [
-        (settings._replace(causal=False), given, None),
-        (settings, {**given, "q": OnDevice(array(SHAPES[0], "bfloat16"))}, None),
-        (settings, {**given, "q": OnDevice(array((1, 4, 34, 64)))}, None),
-        (settings, {**given, "q": OnDevice(array(SHAPES[0], address=place + 8))}, None),
-        (settings, {**given, "k": OnDevice(array((1, 70, 2, 64)).swapaxes(1, 2))}, None),
-        (settings, {**given, "mask": OnDevice(array((33, 70), "bool"))}, None),
-        (settings, given, given["q"]),
-        (settings._replace(block_mask=BlockMask.from_window(33, 70, (64, 0))), given, None),
-    ]
-    found = [calls.find(*one) for one in changed]
-    assert None not in found and len({key, *found}) == 1 + len(found)
-    ends = {f"cu_seqlens_{n}": OnDevice(array((3,), "int32")) for n in "qk"}
-    limited = settings._replace(max_len_q=33, max_len_k=70)
-    assert calls.find(limited, {**given, **ends}, None) is not None
-    for looked_at in (settings, limited._replace(max_len_k=None)):
-        assert calls.find(looked_at, {**given, **ends}, None) is None
-    assert calls.find(settings._replace(check_finite=True), given, None) is None
-    assert calls.find(settings._replace(window=[1, 2]), given, None) is None
-    assert calls.find(settings, {**given, "k": "a string"}, None) is None
+        assert backward.ready_backward(settings, {**turned, "lse": lse}) is None, "a copy"
 
 
 @pytest.mark.parametrize("name", ["q", "bias", "rope_sin", "v"])

@@ -10,11 +10,10 @@ import pytest
 
 from cupyattn import QuantConfig, attention, plan, quantize
 from cupyattn.errors import DeviceMemoryError, UnsupportedError
-from cupyattn.ops.call_operands import known_call
+from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.prepared import Prepared
-from cupyattn.problem.settings import parse
 from cupyattn.runtime import scratch
-from cupyattn.runtime.recent import key_of
+from cupyattn.runtime.recent import CALLS
 from tests.support.runs import in_turn, on_both
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -167,9 +166,11 @@ def test_what_cannot_be_called_cannot_be_planned() -> None:
         plan(q, k, v[:, :, :3])
 
 
-def test_only_arrays_on_a_device_are_remembered() -> None:
-    """On the host every call is checked anew: nothing there is as fast as a launch."""
-    settings, arrays = parse("attention", *normal(), {})
-    known = known_call(settings, arrays)
-    assert known is not None and key_of(known.facts, known.arrays) == (None, {})
+def test_only_arrays_on_a_device_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host every call is checked again: nothing there is as fast as a launch."""
+    before, checked, resolve = len(CALLS), [], ATTENTION.resolve
+    monkeypatch.setattr(ATTENTION, "resolve", lambda *a: checked.append(a) or resolve(*a))
+    for _ in range(2):
+        attention(*normal())
+    assert len(checked) == 2 and len(CALLS) == before
     assert isinstance(plan(*normal()), Prepared)

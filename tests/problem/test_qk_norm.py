@@ -228,7 +228,10 @@ def test_codes_and_scales_are_the_mirrors_to_the_bit(
 @pytest.mark.parametrize(
     ("source", "line", "instead", "quant"),
     [
-        ("prims/io/prepare.cuh", "p.cos + int64_t(p.position + row0)", "p.cos + int64_t(row0)", 2),
+        pytest.param(
+            "prims/io/prepare.cuh", "p.cos + int64_t(p.position + row0)", "p.cos + int64_t(row0)",
+            2, marks=pytest.mark.slow,
+        ),
         pytest.param(
             "prims/io/prepare.cuh", "p.weight + head * p.weight_stride_head", "p.weight", 2,
             marks=pytest.mark.slow,

@@ -114,6 +114,7 @@ def test_architectures_of_several_devices(monkeypatch) -> None:
         assert str(caught.value) == message
 
 
+@pytest.mark.frameworks
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_modules_of_torch_refuse_an_architecture_when_they_are_made() -> None:
     import torch
@@ -337,6 +338,7 @@ TABLE = (
     "tiles must be a mapping of the largest head_dim to cupyattn.Tiles, rising and ending with "
     "256, such as {256: Tiles(32, 32, 4)}, got "
 )
+FORMS = "forms must be a mapping of names to cupyattn.kernels.forms.Form, got "
 LETTERS = (
     "name must be letters, digits and underscores, as the kernel is called attn_<name>, got "
 )
@@ -358,6 +360,8 @@ LETTERS = (
         ({"name": "no name"}, f"{LETTERS}'no name'"),
         ({"name": ""}, f"{LETTERS}''"),
         ({"name": 3}, f"{LETTERS}3"),
+        ({"forms": TILES}, f"{FORMS}{TILES!r:.60}"),
+        ({"forms": ("portable",)}, f"{FORMS}('portable',)"),
     ],
 )
 def test_variants_that_cannot_be(given: dict[str, Any], message: str) -> None:

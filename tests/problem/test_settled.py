@@ -23,8 +23,8 @@ from cupyattn.kernels import ladder
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import kernel_form
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.hopper import SUPPORTED, Support
 from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.reference import mirror
 from cupyattn.testing import verdict
 from tests.problem.settled_calls import Call, calls
@@ -46,7 +46,7 @@ def own_rung(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_table_has_every_form_and_a_line_for_each_call() -> None:
     assert [call.name for call in CALLS] == list(TABLE)
     found = Counter(form for form, *_ in TABLE.values())
-    assert set(found) == set(ladder.FORM_SOURCES)
+    assert set(found) == {form for rung in ladder.VARIANTS.values() for form in rung.forms}
     assert len(TABLE) >= 200 and min(found.values()) >= 2
 
 
@@ -140,17 +140,17 @@ def test_a_judge_takes_the_record_of_a_prepared_call() -> None:
 
 
 def test_form_and_tiles_are_chosen_in_one_place() -> None:
-    """`settle` alone asks for a form, for tiles, and whether a Hopper form takes codes."""
+    """`settle` alone asks for tiles, and which forms take a call."""
     package = Path(ca.__file__).parent
     found = Counter(
         (node.func.attr, path.relative_to(package).as_posix())
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("form_for", "tiles_for", "portable_form", "codes_support")
+        and node.func.attr in ("tiles_for", "takes", "candidates")
     )  # fmt: skip
-    names = ("form_for", "tiles_for", "portable_form", "codes_support")
-    assert found == {(name, "problem/form.py"): 1 for name in names}
+    times = {"tiles_for": 1, "takes": 2, "candidates": 2}  # with heads stacked, too
+    assert found == {(name, "problem/form.py"): count for name, count in times.items()}
 
 
 def test_support_says_why_not() -> None:

@@ -248,6 +248,7 @@ def test_results_are_written_in_full_and_nothing_beside_them(rung: str) -> None:
         assert bits(view) == bits(o)
 
 
+@pytest.mark.frameworks
 def test_every_kind_of_array_that_holds_the_offsets() -> None:
     torch = pytest.importorskip("torch")
     (q, k, v), (ends_q, ends_k) = packed(LENGTHS, 4, 2, head_dim=8)

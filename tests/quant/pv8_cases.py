@@ -27,7 +27,7 @@ PORTABLE, HOPPER = "sm_90", "sm_90a"
 HEAD_DIM = 64
 BLOCK_KV = lookup("fa_int8").default_tiles(HEAD_DIM, "pv8").block_kv
 #: Keys of a tile, by what the form is compiled for.
-TILE = {PORTABLE: BLOCK_KV, HOPPER: lookup("fa_int8").hopper_pv8_tiles[HEAD_DIM].block_kv}
+TILE = {PORTABLE: BLOCK_KV, HOPPER: lookup("fa_int8").default_tiles(HEAD_DIM, "sm90_pv8").block_kv}
 #: Codes of P that are integers, whose sums are exact; the 8-bit float is not among them.
 P_TYPES = ("u8", "s8")
 #: The same where every tile of V has scales of its own, though they are all 1: the form differs.

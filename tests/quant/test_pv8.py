@@ -97,7 +97,7 @@ REGIMES_OF_V = [(64, "normal"), (36, "channel bias"), (7, "subnormal"), (64, "ze
     [
         pytest.param(
             *sizes, granularity, dtype,
-            marks=[pytest.mark.slow] if (i - j) % 3 or (i + n) % 2 else [],
+            marks=[pytest.mark.slow] if (i - j) % 3 or (i + n) % 4 else [],
         )
         for i, sizes in enumerate(REGIMES_OF_V)
         for n, granularity in enumerate(GRANULARITIES_V)
@@ -472,4 +472,4 @@ def test_defaults_follow_pv() -> None:
     assert codes == QuantConfig(pv="int8", granularity_v="block", smooth_v=True, p_type="u8")
     assert codes.group_v(TILES) == 32 and plain.group_v(TILES) == 0
     of_codes = ("pv8", "pv8_whole", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
-    assert lookup("fa_int8").forms == ("portable", "sm90", *of_codes, "fused")
+    assert tuple(lookup("fa_int8").forms) == ("portable", "sm90", *of_codes, "fused")

@@ -87,9 +87,10 @@ def in_turn(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
 
 def cells_in_turn(turn: int, cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
     """Return cells as parameters of a test in the interpreter: all but those of float16 are slow,
-    and of the scalar rungs two, as in `in_turn`."""
+    of the scalar rungs two, as in `in_turn`, and the form of tests/quant/test_pv8_whole.py."""
     rungs = dict.fromkeys(rung for rung, _ in cells)
     late = {one.values[0] for one in in_turn(turn, tuple(rungs)) if one.marks}
+    late.add("fa_int8@pv8_whole")
     return [
         pytest.param(
             rung, dtype, marks=[pytest.mark.slow] if rung in late or dtype != "float16" else []

@@ -8,7 +8,6 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from cupyattn.interop.diffusers import backends, interception
 from cupyattn.interop.diffusers.noise import Noise, Schedule
 from cupyattn.interop.diffusers.report import LayerReport
 from cupyattn.interop.torch import calls, transforms
-from cupyattn.quant.config import QuantConfig
 
 _log = logging.getLogger("cupyattn")
 
@@ -32,16 +30,6 @@ _ANY_STEPS = 2
 _NAMES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all layers of a replacement share."""
-
-    min_length: int
-    quant: QuantConfig | None
-    backend: str | None
-    arch: str | None
 
 
 class Step:
@@ -81,16 +69,22 @@ class Layer:
         Of diffusers, with a processor.
     policy : object
         As `cupyattn.Int8Attention` takes it.
-    settings : Settings
     step : Step
         Of the model; it changes from call to call.
+    min_length : int
+        Calls with fewer queries or keys stay native.
+    **options
+        Others of `cupyattn.Int8Attention`: quant, backend and arch.
     """
 
-    def __init__(self, name: str, module: Any, policy: Any, settings: Settings, step: Step) -> None:
+    def __init__(
+        self, name: str, module: Any, policy: Any, step: Step, min_length: int, **options: Any
+    ) -> None:
         self.name, self.module = name, module
         self.own_backend: Any = None
         self._mode: interception.AttentionCalls | None = None
-        self._policy, self._settings, self._step = policy, settings, step
+        self._policy, self._step = policy, step
+        self._min_length, self._options = min_length, options
         self._fixed = policy if isinstance(policy, str) and policy in MODES else None
         self._schedule: Schedule | None = None
         self._attention: dict[tuple[int, int, float | None], Int8Attention] = {}
@@ -105,7 +99,7 @@ class Layer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return the layer of a copied module, which counts for itself."""
         module, step = copy.deepcopy(self.module, memo), copy.deepcopy(self._step, memo)
-        return Layer(self.name, module, self._policy, self._settings, step)
+        return Layer(self.name, module, self._policy, step, self._min_length, **self._options)
 
     # ---- hooks: around every call of the module --------------------------------------------------
 
@@ -178,7 +172,6 @@ class Layer:
 
     def _obstacle(self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
         """Return why INT8 does not take a call, None where it does."""
-        shortest = self._settings.min_length
         if options["attn_mask"] is not None:
             return "attention mask"
         if options["is_causal"]:
@@ -202,8 +195,8 @@ class Layer:
         if not 1 <= q.shape[3] <= 256 or v.shape[3] != q.shape[3]:
             sizes = sorted({int(x.shape[3]) for x in (q, v)})
             return f"head size {' and '.join(map(str, sizes))}"
-        if min(q.shape[2], k.shape[2]) < shortest:
-            return f"fewer than {shortest} queries or keys"
+        if min(q.shape[2], k.shape[2]) < self._min_length:
+            return f"fewer than {self._min_length} queries or keys"
         if self._fixed is None and self._step.noise is None:
             return "the timestep lies on the device alone, the noise level is not known"
         return None
@@ -220,7 +213,7 @@ class Layer:
         o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
 
         def run(**form: Any) -> Tensor:
-            return calls.forward(calls.Settings(**form), given, o)[0]
+            return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
 
         found = attention.in_mode(
             mode, self._at, run,
@@ -249,8 +242,7 @@ class Layer:
             policy = "adaptive" if self._fixed else self._policy
             self._attention[form] = Int8Attention(
                 heads, head_dim, _ANY_STEPS if falling is None else falling.size, sigmas=falling,
-                precision_policy=policy, quant=self._settings.quant, scale=scale,
-                backend=self._settings.backend, arch=self._settings.arch,
+                precision_policy=policy, scale=scale, **self._options,
             )  # fmt: skip
         return self._attention[form]
 

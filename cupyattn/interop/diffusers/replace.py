@@ -18,7 +18,7 @@ from cupyattn.compiler.architectures import check_arch
 from cupyattn.diffusion.arguments import check_count
 from cupyattn.diffusion.policy import MODES, as_policy
 from cupyattn.interop.diffusers import backends, interception
-from cupyattn.interop.diffusers.layers import Layer, Settings, Step
+from cupyattn.interop.diffusers.layers import Layer, Step
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.handle import Handle, target_of
@@ -143,7 +143,10 @@ def replace_attention_with_int8(
     transformer_blocks.0.attn: 1 balanced
     """
     check_arch(arch)
-    settings = Settings(check_count("min_length", min_length), quant, backend, arch)
+    shared: dict[str, Any] = {
+        "min_length": check_count("min_length", min_length), "quant": quant, "backend": backend,
+        "arch": arch,
+    }  # fmt: skip
     selection, policies = Selection.of(include, exclude), _policies(policy)
     pipe_or_model = target_of(pipe_or_model)
     owner, models = _models(pipe_or_model, scheduler)
@@ -168,7 +171,7 @@ def replace_attention_with_int8(
         backends.backend()
     steps = {id(model): Step(noise) for model in models.values()}
     layers = [
-        Layer(name, module, _policy_of(name, policies), settings, steps[id(model)])
+        Layer(name, module, _policy_of(name, policies), steps[id(model)], **shared)
         for model, name, module in chosen
     ]
     hooks = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,25 @@ def as_array(tensor: Tensor) -> Any:
     if tensor.dtype == torch.bfloat16:  # which NumPy does not know
         return tensor.view(torch.int16).numpy().view(STORAGE["bfloat16"])
     return tensor.numpy()
+
+
+def forms_of(
+    tensors: Mapping[str, Tensor],
+) -> tuple[tuple[tuple[Any, ...], ...] | None, dict[str, int]]:
+    """Return what a call depends on of its tensors beside their values, and where they lie.
+
+    Not by `cupyattn.arrays.form.forms_of`: to make an array of each tensor first takes longer than
+    all that a known call does. The forms are None where one is no tensor.
+    """
+    forms: list[tuple[Any, ...]] = []
+    addresses: dict[str, int] = {}
+    try:
+        for name, x in tensors.items():
+            addresses[name] = address = x.data_ptr()
+            forms.append((name, x.shape, x.stride(), x.dtype, address % 16, x.get_device()))
+    except AttributeError:
+        return None, addresses
+    return tuple(forms), addresses
 
 
 def as_tensor(array: Any) -> Tensor:

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from cupyattn.interop.torch import eager, ops, transforms
-from cupyattn.interop.torch.calls import Settings, forward
+from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
 
 #: What ``torch.autocast`` gives its own type.
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None) -> Any:
+def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None = None) -> Any:
     """Run attention the way that it has to go.
 
     Parameters
     ----------
-    settings : Settings
+    settings : TensorSettings
     tensors : dict of str to Tensor
         Those of `cupyattn.interop.torch.calls.TENSORS` that there are.
     out : Tensor, optional
@@ -44,7 +44,7 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
     lse: Tensor | None
     if not (differentiable or watched):
         o, lse = forward(settings, tensors, out)
-        return (o, lse) if settings.return_lse else o
+        return (o, lse) if settings.of_call.return_lse else o
     check_tensors("attention", tensors)
     if differentiable:
         check_differentiable("attention", tensors)
@@ -54,8 +54,9 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
             "differentiation or tracing: leave it out, results come from torch's allocator"
         )
     # A transform may differentiate tensors that do not say so: vmap wraps those of an outer grad.
-    with_lse = differentiable or transforms.active() or settings.return_lse
-    settings, wanted = settings._replace(return_lse=with_lse), settings.return_lse
+    wanted = settings.of_call.return_lse
+    with_lse = differentiable or transforms.active() or wanted
+    settings = settings._replace(of_call=settings.of_call._replace(return_lse=with_lse))
     o, lse = (ops if watched else eager).attend(settings, tensors)
     return (o, lse) if wanted else o
 

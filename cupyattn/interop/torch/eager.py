@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.interop.torch import ops
-from cupyattn.interop.torch.calls import Settings, backward_pass, forward
+from cupyattn.interop.torch.calls import TensorSettings, backward_pass, forward
 
 
 class _Attention(torch.autograd.Function):
@@ -21,7 +21,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, settings: Settings, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any, settings: TensorSettings, names: tuple[str, ...], *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         o, lse = forward(settings, dict(zip(names, tensors, strict=True)))
         ctx.save_for_backward(o, lse, *tensors)
@@ -41,12 +41,12 @@ class _Attention(torch.autograd.Function):
         return (None, None, *found, *[None] * (len(given) - 3))
 
 
-def attend(settings: Settings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def attend(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run attention on tensors of which some require gradients.
 
     Parameters
     ----------
-    settings : Settings
+    settings : TensorSettings
         With ``return_lse``.
     tensors : mapping of str to Tensor
         Those of `cupyattn.interop.torch.calls.TENSORS` that there are; q, k and v come first.

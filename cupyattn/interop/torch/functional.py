@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.calls import Settings
+from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.dispatch import call
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 
 
@@ -104,11 +105,11 @@ def attention(
     ([1.0, 1.0, 1.0, 1.0], torch.Size([1, 1, 4, 8]))
     """
     settings = Settings(
-        scale, rope_offset_q, return_lse, None, None, window, softcap, variant, accuracy, causal,
-        causal_align, rope_interleaved, qk_norm_eps, layout, deterministic, check_finite, quant,
-        tiles, block_mask, arch, backend,
+        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
-    return call(settings, named(q, k, v, mask, bias, rope, qk_norm), out)
+    tensors = named(q, k, v, mask, bias, rope, qk_norm)
+    return call(TensorSettings(settings, deterministic, block_mask), tensors, out)
 
 
 def attention_varlen(
@@ -178,15 +179,15 @@ def attention_varlen(
     torch.Size([5, 1, 8])
     """
     settings = Settings(
-        scale, rope_offset_q, return_lse, max_len_q, max_len_k, window, softcap, variant, accuracy,
-        causal, causal_align, rope_interleaved, qk_norm_eps, "BHSD", deterministic, check_finite,
-        quant, tiles, block_mask, arch, backend,
+        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, qk_norm_eps, "BHSD", return_lse, quant, tiles, arch, backend, check_finite,
+        max_len_q, max_len_k,
     )  # fmt: skip
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k")
     tensors = named(q, k, v, mask, bias, rope, qk_norm)
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return call(settings, tensors, out)
+    return call(TensorSettings(settings, deterministic, block_mask), tensors, out)
 
 
 def int8_attention(

@@ -15,7 +15,7 @@ from torch import Tensor
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, as_own_tensor, as_tensor, on_device_of
-from cupyattn.interop.torch.calls import Settings, backward_pass
+from cupyattn.interop.torch.calls import TensorSettings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.ops import (
     backward_fake,
@@ -55,13 +55,13 @@ class Layer(Int8Attention):
         found, _ = self._attend(q, k, v, self.step(**step), self._settings, dict(scores))
         return found
 
-    def backward_settings(self, tensors: Mapping[str, Tensor], **own: Any) -> Settings:
+    def backward_settings(self, tensors: Mapping[str, Tensor], **own: Any) -> TensorSettings:
         """Return the settings of a backward pass: what of the scores is computed."""
         q = tensors["q"]
         with on_device_of(q):
             scores = self._settings.of_scores(as_array(q), as_array(tensors["k"]), 1)
         options: dict[str, Any] = {**own, **scores, **self._where}
-        return Settings(scale=self._scale, **options)
+        return TensorSettings.of(scale=self._scale, **options)
 
 
 _layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from cupyattn.arrays.memory import as_input
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.bridge import as_array, as_tensor, forms_of, on_device_of
 from cupyattn.interop.torch.calls import launch
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
@@ -28,32 +27,34 @@ from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.runtime.ready import Ready
-from cupyattn.runtime.recent import recall, remember
+from cupyattn.runtime.recent import CALLS
 
 
-def _again(ready: Ready, tensors: Mapping[str, Tensor]) -> Tensor:
+def _again(ready: Ready, addresses: dict[str, int], x: Tensor, weight: Tensor) -> Tensor:
     """Launch a layer that has run on tensors of the same forms; all memory is torch's own."""
-    x, weight = tensors["x"], tensors["b"]
     device = x.device
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _again(ready, tensors)
+            return _again(ready, addresses, x, weight)
     y = _fake(x, weight)
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     launch(ready, {**addresses, "c": y.data_ptr()}, device)
     return y
 
 
-def _key(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Any:
-    """Return what a layer on a device depends on beside values; None: it is not kept."""
-    key: list[Any] = ["torch, linear", compiler.generation(), options]
-    for name, x in tensors.items():
+def _find(
+    tensors: Mapping[str, Tensor], options: tuple[Any, ...]
+) -> tuple[Any, Any, dict[str, int]]:
+    """Return the key of a layer's call on a device, what is kept of it, and where tensors lie.
+
+    The key is None where the call is not kept.
+    """
+    for x in tensors.values():
         if not x.is_cuda or not x.is_contiguous() or not x.numel():
-            return None
+            return None, None, {}
         if x.data_ptr() % x.element_size():  # copied by each call
-            return None
-        key += (name, x.shape, x.dtype, x.data_ptr() & 15, x.get_device())
-    return tuple(key)
+            return None, None, {}
+    forms, addresses = forms_of(tensors)
+    return *CALLS.find(("torch, linear", *options), forms), addresses
 
 
 def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Ready:
@@ -92,10 +93,11 @@ def run(
     """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
     tensors = {"x": x, "b": weight, "b_scales": weight_scale}
     tensors |= {} if bias is None else {"bias": bias}
-    key = _key(tensors, (activation, arch)) if backend in (None, "cuda") else None
-    ready = None if key is None else recall(key)
-    if ready is not None:
-        return _again(ready, tensors)
+    key = None
+    if backend in (None, "cuda"):
+        key, ready, addresses = _find(tensors, (activation, arch))
+        if ready is not None:
+            return _again(ready, addresses, x, weight)
     with on_device_of(x):
         arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
         codes, scales = act_quant(arrays["x"], backend=backend)
@@ -107,7 +109,7 @@ def run(
             out=arrays["y"],
         )  # fmt: skip
         if key is not None:
-            remember(key, _ready(arrays, activation, arch))
+            CALLS.remember(key, _ready(arrays, activation, arch))
         return y
 
 

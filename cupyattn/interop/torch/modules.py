@@ -12,7 +12,7 @@ from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import int8_layer, transforms
 from cupyattn.interop.torch.bridge import as_array
-from cupyattn.interop.torch.calls import Settings
+from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, in_region
 from cupyattn.interop.torch.functional import named, pair
@@ -65,7 +65,7 @@ class Attention(torch.nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.settings = Settings(
+        self.settings = TensorSettings.of(
             variant=variant, accuracy=accuracy, scale=scale, causal=causal,
             causal_align=causal_align, window=window, softcap=softcap,
             rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
@@ -116,8 +116,15 @@ class Attention(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Name the settings that are not the default ones."""
-        pairs = zip(Settings._fields, self.settings, Settings(), strict=True)
-        return ", ".join(f"{name}={x!r:.60}" for name, x, own in pairs if x is not own and x != own)
+        given, plain = (
+            {**of_call._asdict(), "deterministic": deterministic, "block_mask": block_mask}
+            for of_call, deterministic, block_mask in (self.settings, TensorSettings())
+        )
+        return ", ".join(
+            f"{name}={x!r:.60}"
+            for name, x in given.items()
+            if x is not plain[name] and x != plain[name]
+        )
 
 
 class Int8Attention(torch.nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.calls import Settings, backward_pass, forward
+from cupyattn.interop.torch.calls import TensorSettings, backward_pass, forward
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
 from cupyattn.interop.torch.transforms import (
@@ -43,7 +43,7 @@ def _define(name: str, schema: Schema) -> Any:
         return o, no_lse(o) if lse is None else lse
 
     def attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-        tensors, settings = schema.given(arguments), schema.settings(arguments)
+        tensors, settings = schema.given(arguments), schema.settings(arguments).of_call
         check_tensors("attention", tensors)
         q = tensors["q"]
         o = q.new_empty(q.shape)
@@ -63,7 +63,7 @@ def _define(name: str, schema: Schema) -> Any:
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         settings, operands = schema.settings(inputs), len(schema.tensors)
         check_differentiable("attention", schema.given(inputs))
-        need_lse(ctx, output, return_lse=settings.return_lse)
+        need_lse(ctx, output, return_lse=settings.of_call.return_lse)
         ctx.save_for_backward(*output, *inputs[:operands])
         ctx.rest = inputs[operands:]
         ctx.block_mask = settings.block_mask  # kept alive until then
@@ -196,7 +196,7 @@ for _name, _schema in _SCHEMAS.items():
     _define(_name, _schema)
 
 
-def attend(settings: Settings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def attend(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Call the operator that takes these tensors; return o and lse."""
     name = _operator_of(tensors)
     o, lse = getattr(torch.ops.cupyattn, name)(*_SCHEMAS[name].flat(tensors, settings))
@@ -204,7 +204,7 @@ def attend(settings: Settings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, T
 
 
 def backward_of(
-    settings: Settings, tensors: Mapping[str, Tensor], d_out: Tensor, o: Tensor, lse: Tensor
+    settings: TensorSettings, tensors: Mapping[str, Tensor], d_out: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call the operator of the backward pass; return the gradients of q, k and v."""
     name = _operator_of(tensors)

@@ -12,24 +12,31 @@ import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.calls import TENSORS, Settings
+from cupyattn.interop.torch.calls import TENSORS, TensorSettings
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 
-#: Types of the first fields of `Settings`; the last two are for packed sequences.
-_NUMBERS = ("float? scale", "SymInt rope_offset_q", "bool return_lse", "SymInt? max_len_q",
-            "SymInt? max_len_k")  # fmt: skip
-_TEXT_FIELDS = Settings._fields[len(_NUMBERS) :]
-_BLOCK_MASK = _TEXT_FIELDS.index("block_mask")
-_PLAIN, _PLAIN_QUANT = Settings()[len(_NUMBERS) :], QuantConfig()
+#: Settings that are arguments of their own; the last two are for packed sequences.
+_NUMBERS = ("scale", "rope_offset_q", "return_lse", "max_len_q", "max_len_k")
+#: How a schema has the types of `Settings`.
+_TYPES = {float | None: "float?", int: "SymInt", int | None: "SymInt?", bool: "bool"}
+_PLACES = tuple(map(Settings._fields.index, _NUMBERS))
+#: The others, which are text: where they stand, their names and defaults.
+_TEXTS = tuple(
+    (place, name, plain)
+    for place, (name, plain) in enumerate(Settings()._asdict().items())
+    if name not in _NUMBERS
+)
+_PLAIN_QUANT = QuantConfig()
 _QUANT_FIELDS, _TILE_FIELDS = (
     tuple(field.name for field in fields(record)) for record in (QuantConfig, Tiles)
 )
@@ -46,7 +53,7 @@ class Schema:
     tensors : tuple of str
         Of `TENSORS`; all but q, k and v may be None.
     numbers : int
-        How many fields of `Settings` come one by one, before the text of the rest.
+        How many of the settings come one by one, before the text of the rest.
     """
 
     tensors: tuple[str, ...]
@@ -56,9 +63,11 @@ class Schema:
         operands = [
             f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in self.tensors
         ]
-        return ", ".join([*operands, *_NUMBERS[: self.numbers], "str settings"])
+        types = get_type_hints(Settings)
+        numbers = [f"{_TYPES[types[name]]} {name}" for name in _NUMBERS[: self.numbers]]
+        return ", ".join([*operands, *numbers, "str settings"])
 
-    def flat(self, tensors: Mapping[str, Tensor], settings: Settings) -> tuple[Any, ...]:
+    def flat(self, tensors: Mapping[str, Tensor], settings: TensorSettings) -> tuple[Any, ...]:
         """Return the arguments of a call.
 
         Raises
@@ -69,19 +78,24 @@ class Schema:
             For static scales that are arrays, and a block mask where torch compiles the call.
         """
         operands = [tensors.get(name) for name in self.tensors]
-        return (*operands, *settings[: self.numbers], _text_of(settings))
+        call = settings.of_call
+        numbers = [call[place] for place in _PLACES[: self.numbers]]
+        return (*operands, *numbers, _text_of(settings))
 
     def given(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
         """Return the tensors among the arguments, those that there are, by name."""
         return {n: x for n, x in zip(self.tensors, arguments, strict=False) if x is not None}
 
-    def settings(self, arguments: Sequence[Any]) -> Settings:
+    def settings(self, arguments: Sequence[Any]) -> TensorSettings:
         """Return the settings among the arguments."""
-        *numbers, text = arguments[len(self.tensors) :]
-        rest = list(_parsed(text))
-        if rest[_BLOCK_MASK] is not None:
-            rest[_BLOCK_MASK] = _block_mask_of(rest[_BLOCK_MASK])
-        return Settings(*numbers, *[None] * (len(_NUMBERS) - self.numbers), *rest)
+        numbers = arguments[len(self.tensors) : -1]
+        call, deterministic, block_mask = _parsed(arguments[-1])
+        own: list[Any] = [*call]
+        for place, x in zip(_PLACES, numbers, strict=False):
+            own[place] = x
+        if block_mask is not None:
+            block_mask = _block_mask_of(block_mask)
+        return TensorSettings(Settings._make(own), deterministic, block_mask)
 
 
 ATTENTION = Schema(TENSORS[:-2], 3)
@@ -90,21 +104,25 @@ ATTENTION_QKV = Schema(TENSORS[:3], 3)
 ATTENTION_VARLEN = Schema(TENSORS, 5)
 
 
-def _text_of(settings: Settings) -> str:
+def _text_of(settings: TensorSettings) -> str:
     said = []
-    x: Any
-    for name, x, plain in zip(_TEXT_FIELDS, settings[len(_NUMBERS) :], _PLAIN, strict=True):
-        if x is plain or (name not in ("quant", "tiles", "block_mask") and x == plain):
+    call = settings.of_call
+    for place, name, plain in _TEXTS:
+        x: Any = call[place]
+        if x is plain or (name not in ("quant", "tiles") and x == plain):
             continue
         if name == "quant":
             x = _quant_fields(x)
         if name == "tiles":
             x = tuple([getattr(x, field) for field in _TILE_FIELDS])
-        if name == "block_mask" and not isinstance(x, int):
-            x = number_of(x)
         if name == "window":
             x = tuple([_plain_number(n) for n in x])
         said.append(f"{name}={_plain_number(x)!r}")
+    if settings.deterministic:
+        said.append("deterministic=True")
+    if settings.block_mask is not None:
+        mask = settings.block_mask
+        said.append(f"block_mask={mask if isinstance(mask, int) else number_of(mask)}")
     return ", ".join(said)
 
 
@@ -124,8 +142,8 @@ def _quant_fields(quant: QuantConfig) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(text: str) -> tuple[Any, ...]:
-    """Return the fields that a text says, a block mask as its number."""
+def _parsed(text: str) -> TensorSettings:
+    """Return the settings that a text says, a block mask as its number."""
     call = ast.parse(f"Settings({text})", mode="eval").body
     if not isinstance(call, ast.Call):
         raise ValueError(f"settings must be keyword arguments, got {text!r}")
@@ -134,7 +152,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
         found["quant"] = QuantConfig(**found["quant"])
     if "tiles" in found:
         found["tiles"] = Tiles(*found["tiles"])
-    return Settings(**found)[len(_NUMBERS) :]
+    return TensorSettings.of(**found)
 
 
 def _block_mask_of(number: int) -> BlockMask:

@@ -167,14 +167,14 @@ def join_batch(
     names : sequence of str
         Of its tensors, which are its first arguments.
     settings : callable
-        Returns the `calls.Settings` among all arguments.
+        Returns the `calls.TensorSettings` among all arguments.
     """
 
     def join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
         axes = dict(zip(names, in_dims, strict=False))
         own = settings(arguments)
         tables = any(axes.get(name) is not None for name in _TABLES)
-        if tables or not joins_the_batch(own.quant, own.block_mask):
+        if tables or not joins_the_batch(own.of_call.quant, own.block_mask):
             return None
         q_axis, q = axes["q"], arguments[names.index("q")]
         batch = (q if q_axis is None else q.movedim(q_axis, -1)).shape[0]

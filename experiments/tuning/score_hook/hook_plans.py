@@ -181,7 +181,7 @@ def plan_of(
             (tiles.block_q, tiles.block_kv, tiles.block_kv, HOPPER_STORE_ROWS), strict=True,
         )
     )  # fmt: skip
-    grid, structs, workspace, cut = _persistent(call, count, boxes, tiles)
+    grid, structs, workspace, cut = _persistent(call, count, boxes, tiles, FA_TC.forms["sm90"])
     base = ((ATTN_PARAMS, params),)
     merge = _merge_pieces(spec, tiles, cut, (*base, (QUANT_PARAMS, {})))
     dense_bias = hook.bias is not None and not hook.bias_of_keys

@@ -8,6 +8,8 @@
 #pragma once
 
 #include "prims/base.cuh"
+#include "prims/instructions/mma.cuh"
+#include "prims/instructions/warp.cuh"
 
 template <int CHUNKS>
 __device__ __forceinline__ int swizzle(int row, int chunk) {  // -> index in 16-byte chunks
@@ -30,4 +32,18 @@ template <int CHUNKS>
 __device__ __forceinline__ uint32_t swizzled_from(uint32_t address, int rows, int chunks) {
   constexpr int G = greatest_common_divisor(CHUNKS, 8);
   return (address ^ (chunks % G * 16)) + (rows * CHUNKS + chunks / G * G) * 16;
+}
+
+// Its shared address. A kernel works out once, not each step, what a lane points the first
+// ldmatrix_x4 of an operand at; swizzled_from() goes on from there. For fragment A, or with
+// ldmatrix_x4_trans two fragments B, these are 16 rows of two chunks.
+template <int CHUNKS, typename T>
+__device__ __forceinline__ uint32_t chunk_address(T* tile, int row, int chunk) {
+  return shared_address(swizzled<CHUNKS>(tile, row, chunk));
+}
+// For two fragments B of an operand that lies by its columns, as K does: both chunks of 8 keys come
+// before those of the next 8.
+template <int CHUNKS, typename T>
+__device__ __forceinline__ uint32_t key_address(T* tile) {
+  return chunk_address<CHUNKS>(tile, lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2);
 }

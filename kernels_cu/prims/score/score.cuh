@@ -253,6 +253,24 @@ struct Scores {
     return admitted(p, row, key);
   }
 
+  // The scores of fragments as mma leaves them (mma.cuh), of row tiles from query row q0 on and of
+  // key tiles from key kv0 on. scaled(r, n, i) returns the scaled product that S[r][n][i] is of.
+  template <int R, int N, typename Scaled>
+  __device__ __forceinline__ void settle(
+      float (&S)[R][N][4], int q0, int kv0, Scaled scaled) const {
+    const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = q0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
+          S[r][n][i] = of(scaled(r, n, i), row, key);
+          if (!admit(row, key)) S[r][n][i] = NEG_INF;
+        }
+  }
+
   // Are the scores of query rows [q0, q0 + rows) and keys [kv0, kv0 + keys) their products as they
   // stand?
   __device__ __forceinline__ bool are_products(int q0, int rows, int kv0, int keys) const {

@@ -1,4 +1,6 @@
-"""What the host does for attention of diffusers' modules, with no device, as test_host_calls.py."""
+"""What the host does for attention of diffusers' modules, with no device, as test_host_calls.py
+and test_interop_torch_host.py.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,8 @@ import pytest
 
 from cupyattn import UnsupportedError
 from cupyattn.runtime import recent
-from tests.problem.test_host_calls import (  # noqa: F401
-    Driver,
-    OnDevice,
-    array,
-    calls,
-    check,
-    driver,
-    planned,
-)
+from tests.interop.test_interop_torch_host import OnDevice, calls  # noqa: F401
+from tests.problem.test_host_calls import Driver, array, check, driver, planned  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
@@ -61,8 +56,8 @@ class Policy:
 def layer(driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
     monkeypatch.setattr(layers, "Tensor", Tensor)
     monkeypatch.setattr(torch, "empty_like", Tensor)
-    settings = layers.Settings(0, None, None, "sm_90")
-    return layers.Layer("x", None, Policy(), settings, layers.Step())
+    shared = {"quant": None, "backend": None, "arch": "sm_90"}
+    return layers.Layer("x", None, Policy(), layers.Step(), 0, **shared)
 
 
 def attend(layer: Any, schedule: Any, ratio: float) -> tuple[dict[str, Any], Any]:
@@ -92,7 +87,7 @@ def test_a_form_that_was_seen_is_launched_from_addresses_and_counted(
             given, o = attend(layer, schedule, ratio)
             assert o.strides == given["q"].strides and not o.flags.c_contiguous
             check(driver, made[variant], {**{name: given[name] for name in read}, "o": o})
-        monkeypatch.setattr(calls.module, "resolved", lambda *_, **__: pytest.fail("planned again"))
+        monkeypatch.setattr(calls.module, "_arrays", lambda *_, **__: pytest.fail("planned again"))
     assert layer._policy.asked == [1.0, 0.25] * 3
     report = layer.report()
     assert report.modes == {"balanced": 3, "precision": 3} and not report.native
@@ -108,7 +103,7 @@ def test_fallbacks_of_every_schedule_are_counted(
     own = layers.calls.forward
 
     def refuses(settings: Any, *operands: Any) -> Any:
-        if settings.variant == "fa_int8":
+        if settings.of_call.variant == "fa_int8":
             raise UnsupportedError("no such device")
         return own(settings, *operands)
 
@@ -146,7 +141,7 @@ def test_what_a_model_hands_over_transposed_is_copied_first(
             return copied[-1]
 
     layer._step.noise = Schedule(RATIOS, None), 0.25
-    monkeypatch.setattr(recent, "remember", lambda *_: None)
+    monkeypatch.setattr(recent.CALLS, "remember", lambda *_: None)
     q, k = Tensor(), Transposed()
     given = layer._run(q, k, Tensor(), None)
     made = planned(example[:3], example[3], variant="fa_tc", arch="sm_90")

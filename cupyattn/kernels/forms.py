@@ -1,0 +1,196 @@
+"""One form of a rung as a row: its kernel, its tiles, and which calls it takes.
+
+What `Takes` says is compared with a call in `cupyattn.problem.support`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+
+from cupyattn.kernels import splits
+from cupyattn.kernels.tiles import Tiles
+
+#: Kinds of operands that a form may be for, and what they are.
+VALUES = {
+    "16bit": "V in 16 or 32 bits",
+    "int8": "V as INT8 codes with one scale for each channel",
+    "int8 by group": "V as INT8 codes with a scale for each channel and group of keys",
+    "fp8": "V as e4m3 codes",
+    "fused": "arrays of which it makes the codes itself",
+}
+#: Options of a call that a form may leave to another.
+OPTIONS = ("softcap", "mask", "bias", "block_mask", "packed")
+
+
+@dataclass(frozen=True)
+class Takes:
+    """Which calls a form takes.
+
+    Parameters
+    ----------
+    values : tuple of str
+        The kinds of operands that it is for, of `VALUES`.
+    arch : str, optional
+        The only architecture that it runs on, ``"sm_90a"``: the copy engine moves its operands.
+        None: every one.
+    options : tuple of str
+        Those of `OPTIONS` that it takes. A form for ``"sm_90a"`` takes no block mask of packed
+        sequences.
+    p_types : tuple of str
+        Codes of P that it takes where V is INT8 codes.
+    zero_points : bool
+        Whether it takes codes with zero points.
+    scale_keys : int
+        The keys that share a scale of K are a multiple of these.
+    value_keys : int
+        The keys that share a scale of a channel of V are a multiple of these, or of a step of the
+        caller's tiles, or all; `GROUP_ALL`: only all.
+    few_rows : bool
+        Whether it takes only few query rows with many keys (`cupyattn.kernels.splits.applies`), in
+        its own tiles.
+    stacks : bool
+        Whether it takes the calls of a form for few rows, too, with query heads stacked
+        (`cupyattn.problem.stacking`).
+    """
+
+    values: tuple[str, ...] = ("16bit",)
+    arch: str | None = None
+    options: tuple[str, ...] = OPTIONS
+    p_types: tuple[str, ...] = ("u8", "s8")
+    zero_points: bool = True
+    scale_keys: int = 1
+    value_keys: int = 1
+    few_rows: bool = False
+    stacks: bool = False
+
+
+@dataclass(frozen=True)
+class FormTiles:
+    """The tiles of a form, each mapping by largest head_dim, in rising order.
+
+    Parameters
+    ----------
+    default : mapping of int to Tiles
+        Those of a call that names none. The last key is the largest head_dim of the form.
+    other : mapping of int to (Tiles, float)
+        Tiles that fit some lengths better, and the time of a score in them relative to the default
+        tiles where either are full.
+    block_mask : mapping of int to tuple of Tiles
+        Those of calls with a block mask: the first that divide its blocks. Without an entry the
+        default tiles have to.
+    more_rows : mapping of int to tuple of Tiles
+        Those of calls with more rows than the default tiles hold, in rising order: the first that
+        hold them, or the last.
+    least_keys : int
+        Where `other` has an entry, a step is cut to the keys of a call, but not below these; 0: it
+        is not cut.
+    """
+
+    default: Mapping[int, Tiles]
+    other: Mapping[int, tuple[Tiles, float]] = field(default_factory=dict)
+    block_mask: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
+    more_rows: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
+    least_keys: int = 0
+
+    @property
+    def largest_head_dim(self) -> int:
+        """The largest head size that the form takes."""
+        return max(self.default)
+
+    def limit(self, head_dim: int) -> int:
+        """Return the entry of `default` that a head size belongs to.
+
+        Raises
+        ------
+        LookupError
+            If the form takes no such head size.
+        """
+        for limit in self.default:
+            if head_dim <= limit:
+                return limit
+        raise LookupError(f"takes head_dim up to {self.largest_head_dim}, got {head_dim}")
+
+    def with_blocks(self, head_dim: int) -> tuple[Tiles, ...]:
+        """Return the entry of `block_mask` that a head size belongs to; () if there is none."""
+        return next((x for limit, x in self.block_mask.items() if head_dim <= limit), ())
+
+    def for_blocks(self, head_dim: int, blocks: tuple[int, int]) -> Tiles | None:
+        """Return the tiles in `block_mask` that divide blocks of so many rows and keys, or None."""
+        return next((x for x in self.with_blocks(head_dim) if divides(x, blocks)), None)
+
+    def for_rows(self, limit: int, rows: int) -> Tiles:
+        """Return the tiles of an entry that hold so many rows, or most."""
+        return splits.fitting((self.default[limit], *self.more_rows.get(limit, ())), rows)
+
+    def for_lengths(self, limit: int, lengths: tuple[int, int] | None, causal: bool) -> Tiles:
+        """Return the tiles of an entry in which a call of these lengths takes less time."""
+        tiles = self.default[limit]
+        if limit not in self.other:
+            return tiles
+        other, cost = self.other[limit]
+        if lengths is None:
+            return other if cost <= 1 else tiles
+        if cost * computed(lengths, causal, other) <= computed(lengths, causal, tiles):
+            tiles = other
+        if self.least_keys:  # few keys, as those of a text, fill no step
+            keys = max(self.least_keys, -(-lengths[1] // 16) * 16)
+            tiles = replace(tiles, block_kv=min(tiles.block_kv, keys))
+        return tiles
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of a rung.
+
+    Parameters
+    ----------
+    source : str or Path
+        Its kernel: a file below ``kernels_cu/``, or the path of one elsewhere.
+    tiles : FormTiles
+    takes : Takes
+        Which calls it takes.
+    pieces : bool
+        Whether it cuts the tiles of the last wave (`cupyattn.kernels.tile_pieces`).
+    block_scales : bool
+        Whether granularity "block" means the rows and keys of its tiles, where it is the fastest
+        form for the operands.
+    """
+
+    source: str | Path
+    tiles: FormTiles
+    takes: Takes = Takes()
+    pieces: bool = False
+    block_scales: bool = True
+
+    @property
+    def entry_point(self) -> str:
+        """Name of the kernel in a source below ``kernels_cu/``: that of the file."""
+        return PurePath(self.source).stem
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether it is for compute capability 9.0 alone."""
+        return self.takes.arch is not None
+
+
+def divides(tiles: Tiles, blocks: tuple[int, int]) -> bool:
+    """Whether tiles divide the blocks of a block mask; (0, 0): there is none."""
+    return not blocks[0] % tiles.block_q and not blocks[1] % tiles.block_kv
+
+
+def computed(lengths: tuple[int, int], causal: bool, tiles: Tiles) -> int:
+    """Return how many scores whole tiles compute; the last row of a causal mask sees every key.
+
+    Examples
+    --------
+    >>> computed((512, 512), False, Tiles(192, 128, 16)) == 3 * 192 * 512
+    True
+    >>> computed((512, 512), True, Tiles(128, 128, 12)) == (1 + 2 + 3 + 4) * 128 * 128
+    True
+    """
+    len_q, len_kv = lengths
+    ends = [q0 + tiles.block_q for q0 in range(0, len_q, tiles.block_q)]
+    keys = [min(max(0, end + len_kv - len_q), len_kv) if causal else len_kv for end in ends]
+    return sum(-(-n // tiles.block_kv) for n in keys) * tiles.block_kv * tiles.block_q

@@ -1,0 +1,230 @@
+"""Which form takes a call, and why another does not.
+
+A form says what it takes in plain values (`cupyattn.kernels.forms.Takes`); here they are compared
+with a call. Operands of Hopper forms are moved by the copy engine, which has its own conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.kernels import splits
+from cupyattn.kernels.backward_tiles import SUMMED
+from cupyattn.kernels.forms import OPTIONS, VALUES, Form
+from cupyattn.kernels.ladder import Variant
+from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.operands import Codes, Operands, ValueCodes
+
+#: What messages call an option, if not by its name.
+_WORDS = {"packed": "packed sequences"}
+
+
+class Support(NamedTuple):
+    """Whether a form takes a call, and if not, why not."""
+
+    supported: bool
+    reason: str = ""
+
+    @property
+    def note(self) -> str:
+        """What a plan of the portable form says about it; "" where the form takes the call."""
+        return "" if self.supported else f"portable form: {self.reason}"
+
+
+SUPPORTED = Support(True)
+
+
+class Asked(NamedTuple):
+    """A call, as forms are asked for it.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    operands : Operands, optional
+        Where the operands lie, which no Hopper form goes without.
+    codes : Codes, optional
+        How they are quantised.
+    tiles : Tiles, optional
+        The caller's.
+    arch : str, optional
+        The architecture that the call runs on, if it is known.
+    """
+
+    call: AttentionSpec
+    operands: Operands | None = None
+    codes: Codes | None = None
+    tiles: Tiles | None = None
+    arch: str | None = None
+
+    @property
+    def values(self) -> str:
+        """The kind of its operands, of `cupyattn.kernels.forms.VALUES`."""
+        return "16bit" if self.codes is None else self.codes.kind
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Those of `cupyattn.kernels.forms.OPTIONS` that it has."""
+        call = self.call
+        given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.packed
+        return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
+
+
+def candidates(variant: Variant, asked: Asked) -> Iterator[tuple[str, Form]]:
+    """Yield the forms that are for such operands and run there, the fastest first."""
+    kind = asked.values
+    for name, form in variant.fastest_first:
+        if kind in form.takes.values and (not form.on_hopper or _runs_on_hopper(form, asked)):
+            yield name, form
+
+
+def takes(name: str, form: Form, asked: Asked) -> Support:
+    """Say whether a form, called by its name, takes a call."""
+    limits, copied = form.takes, asked.operands if form.on_hopper else None
+    if asked.values not in limits.values:
+        wanted = " or ".join(VALUES[one] for one in limits.values)
+        return Support(False, f"{_called(name, form)} takes {wanted}, got {VALUES[asked.values]}")
+    if form.on_hopper and not _runs_on_hopper(form, asked):
+        return Support(
+            False,
+            f"{_called(name, form)} needs arch={limits.arch!r} and operands whose place is known, "
+            f"got arch={asked.arch!r}",
+        )
+    reason = _of_codes(form, asked)
+    if not reason and copied is not None and 0 in (asked.call.len_kv, copied.k.shape[2]):
+        return Support(False, "there are no keys for the copy engine")
+    reason = reason or _of_options(form, asked) or _of_sizes(form, asked)
+    if reason:
+        return Support(False, f"{_called(name, form)} {reason}")
+    return SUPPORTED if copied is None else reach(copied.rows)
+
+
+def _runs_on_hopper(form: Form, asked: Asked) -> bool:
+    """Whether a Hopper form runs where a call does, and it is known where the operands lie."""
+    return asked.arch == form.takes.arch and asked.operands is not None
+
+
+def _called(name: str, form: Form) -> str:
+    """Return what messages call a form: to users the Hopper forms of a rung are one."""
+    return "the Hopper form" if form.on_hopper else f"the {name} form"
+
+
+def _of_codes(form: Form, asked: Asked) -> str:
+    """Return why a form does not take the codes of a call; "" if it does."""
+    codes, limits = asked.codes, form.takes
+    if codes is None:
+        return ""
+    if codes.zero_points and not limits.zero_points:
+        return "takes no zero points with P and V as INT8 codes"
+    if codes.group_kv % limits.scale_keys:
+        keys = limits.scale_keys
+        return f"has one scale for {keys} keys, or for a multiple, got {codes.group_kv}"
+    return "" if codes.values is None else _of_values(form, codes.values, asked)
+
+
+def _of_values(form: Form, values: ValueCodes, asked: Asked) -> str:
+    """Return why a form does not take codes of V; "" if it does."""
+    limits, head_dim, most = form.takes, asked.call.head_dim, form.tiles.largest_head_dim
+    step = limits.value_keys if asked.tiles is None else asked.tiles.block_kv
+    by_group = values.group != GROUP_ALL and limits.value_keys > 1
+    found = ""
+    if values.p_type != "e4m3" and values.p_type not in limits.p_types:
+        other = ", or in e4m3 with pv='fp8'" if form.on_hopper else ""
+        found = f"takes P in {' or '.join(limits.p_types)}{other}, got p_type {values.p_type!r}"
+    elif by_group and limits.value_keys == GROUP_ALL:
+        found = (
+            f"for P and V in {values.p_type} takes one scale for a channel of V "
+            f"(granularity_v='channel'), got one for every {values.group} keys"
+        )
+    elif by_group and values.group % step:
+        found = (
+            f"has one scale of V for {step} keys, for a multiple or for all, got one for "
+            f"{values.group}: quantise V for it, with arch='sm_90a'"
+        )
+    elif by_group and not values.scale.allows(4):
+        found = (
+            "reads scales of V 16 bytes at a time, got "
+            f"16 n + {values.scale.misalignment} and strides {values.scale.strides}"
+        )
+    elif head_dim > most:
+        found = f"for P and V in {values.p_type} takes head_dim up to {most}, got {head_dim}"
+    return found
+
+
+def _of_options(form: Form, asked: Asked) -> str:
+    """Return why a form does not take the options of a call; "" if it does."""
+    call = asked.call
+    left = [name for name in asked.options if name not in form.takes.options]
+    if left:
+        return f"takes no {' and no '.join(_WORDS.get(name, name) for name in left)}"
+    if not form.on_hopper or call.block_mask == (0, 0):
+        return ""  # NOTE: tiles that do not divide the blocks raise in `Variant.tiles_for`
+    if call.packed is not None:
+        return "takes no block mask of packed sequences"
+    if form.tiles.for_blocks(call.head_dim, call.block_mask) is None:
+        rows = form.tiles.with_blocks(call.head_dim)[0].block_q
+        return (
+            f"takes block masks of {rows} query rows, got blocks of "
+            f"{call.block_mask[0]} x {call.block_mask[1]}"
+        )
+    return ""
+
+
+def _of_sizes(form: Form, asked: Asked) -> str:
+    """Return why a form does not take the sizes of a call, or its tiles; "" if it does."""
+    head_dim, most = asked.call.head_dim, form.tiles.largest_head_dim
+    if head_dim > most:
+        return f"takes head_dim up to {most}, got {head_dim}"
+    if not form.takes.few_rows:
+        return ""
+    if asked.tiles is not None:
+        return "takes no tiles of the caller's"
+    len_q, len_kv = asked.call.len_q, asked.call.len_kv
+    if splits.applies(len_q, len_kv):
+        return ""
+    return (
+        f"takes 1 to {splits.MOST_QUERIES} queries and {splits.LEAST_KEYS} keys or more, got "
+        f"{len_q} and {len_kv}"
+    )
+
+
+def reach(operands: Mapping[str, Operand]) -> Support:
+    """Say whether the copy engine can move all operands."""
+    for name, x in operands.items():
+        strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
+        if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
+            return Support(
+                False,
+                "the copy engine needs addresses and positive strides that are "
+                f"multiples of 16 bytes, got {name} at 16 n + {x.misalignment} with strides of "
+                f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes",
+            )
+    return SUPPORTED
+
+
+def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:
+    """Say whether the Hopper form of the backward pass takes a call.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    operands : mapping of str to Operand
+        Those that the copy engine reads, and the gradients, which are written 16 bytes at a time.
+    """
+    if 0 in (call.len_kv, call.len_q):
+        return Support(False, "there is nothing for the copy engine")
+    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
+    if given:
+        return Support(False, f"the Hopper form takes no {' and no '.join(given)}")
+    rows, keys = call.block_mask
+    size = 128 if call.head_dim <= SUMMED else 64
+    if rows % size or keys % size:
+        return Support(
+            False,
+            "the Hopper form takes block masks whose blocks are multiples of "
+            f"{size} x {size}, got {rows} x {keys}",
+        )
+    return reach(operands)

@@ -1,0 +1,36 @@
+// fragment_rows.cuh -- rows of S, P and O as mma leaves them in a lane (mma.cuh). Of each tile of 8
+// columns a lane holds two neighbours in row g, elements 0 and 1, and two in row g + 8, elements 2
+// and 3. The functions take h = 0 for row g and h = 1 for row g + 8.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/instructions/mma.cuh"
+
+// m becomes the largest number that this lane holds of a row. NaN is ignored, as fmaxf ignores it.
+template <int N>
+__device__ __forceinline__ void find_largest(float& m, const float (&S)[N][4], int h) {
+  m = NEG_INF;
+#pragma unroll
+  for (int n = 0; n < N; ++n) m = fmaxf(m, fmaxf(S[n][2 * h], S[n][2 * h + 1]));
+}
+
+// Brings a row of O to another M.
+template <int N>
+__device__ __forceinline__ void scale_row(float (&O)[N][4], int h, float alpha) {
+#pragma unroll
+  for (int c = 0; c < N; ++c) {
+    O[c][2 * h] *= alpha;      // R6
+    O[c][2 * h + 1] *= alpha;  // R6
+  }
+}
+
+// Fragment A of the second product: two neighbouring tiles of P are one k step.
+template <typename T>
+__device__ __forceinline__ void pack_tiles(
+    uint32_t (&P_frag)[4], const float (&left)[4], const float (&right)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = (i / 2 ? right : left) + i % 2 * 2;  // [2]
+    P_frag[i] = pack_rn<T>(pair[0], pair[1]);                // R5
+  }
+}
