@@ -64,9 +64,9 @@ def int8(blocks: Mapping[str, Any], ladder: Mapping[str, Any]) -> str:
             pairs.append(f"{ratio:.2f} at head_dim {problem['head_dim']}")
     length = ladder["problems"][0]["problem"]["length"]
     return "\n".join([
-        f"Times as fast as the block itself, on an {_device(blocks)}; *rel. change* is of the "
-        "block's output,",
-        f"with both ({_link('diffusers_blocks')}):", "",
+        f"Times as fast as the block itself, on an {_device(blocks)}, without `torch.compile`; "
+        "*rel. change* is",
+        f"of the block's output, with both ({_link('diffusers_blocks')}):", "",
         *recording.markdown(header, rows), "",
         "Attention alone: `fa_int8`, quantising included, is this many times as fast as `fa_tc` at "
         f"length {length:,}:",
