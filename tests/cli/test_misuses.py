@@ -124,7 +124,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("analyze m.safetensors --output nowhere/x.json", "--output: there is no folder 'nowhere'"),
         ("convert m.safetensors", "the following arguments are required: --output"),
         ("convert m.safetensors --output a.json", "exists already: nothing is overwritten"),
-        ("convert m.safetensors --output out --analysis a.json", "no usable analysis: it has no 'kind'"),
+        ("convert m.safetensors --output out --analysis a.json", "analysis: it has no 'kind'"),
         ("convert m.safetensors --output out --export gguf", "invalid choice: 'gguf'"),
         ("convert m.safetensors --output out --max-shard-bytes 0", "max_shard_bytes"),
         ("dequantize m.safetensors --output out", "has no weights with scales"),
