@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupyattn.errors import UnsupportedError
 from cupyattn.version import __version__
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         DeviceMemoryError,
         KernelCompileError,
         KernelLaunchError,
+        UnsupportedError,
     )
     from cupyattn.kernels.ladder import VARIANTS, Variant, register
     from cupyattn.kernels.tiles import GemmTiles, Tiles
@@ -148,7 +148,8 @@ def lazy_face(
             value = importlib.import_module(f"{package}.{name}")
         elif name in RENAMED:
             # No AttributeError: ``from cupyattn import name`` would replace its message.
-            raise UnsupportedError(f"{name} is not in cupyattn: use {RENAMED[name]}")
+            errors = importlib.import_module("cupyattn.errors")
+            raise errors.UnsupportedError(f"{name} is not in cupyattn: use {RENAMED[name]}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         vars(sys.modules[package])[name] = value

@@ -596,8 +596,9 @@ class Int8Attention:
         own = ladder.lookup(variant).default_tiles(self.head_dim, form)
         block_q = block_q or own.block_q
         num_warps = own.num_warps
-        while variant != "fa_warps" and num_warps > 1 and block_q % (ROWS_OF_WARP * num_warps):
-            num_warps //= 2
+        if variant != "fa_warps" and block_q % ROWS_OF_WARP == 0:
+            while block_q % (ROWS_OF_WARP * num_warps):
+                num_warps //= 2
         return Tiles(block_q, block_k or own.block_kv, num_warps, own.num_stages)
 
     def _projected(self, o: Array, restore: Callable[[Any], Any]) -> Any:

@@ -204,7 +204,7 @@ class Work:
         return (*self.between, *inner)
 
 
-def described(plan: Any, title: str, *settings: Any, **more: str) -> str:
+def described(plan: Any, title: str, tiles: Any, features: Any, **more: str) -> str:
     """Return a title and, in a line each, settings, launches, workspace and note of a plan.
 
     Parameters
@@ -212,13 +212,17 @@ def described(plan: Any, title: str, *settings: Any, **more: str) -> str:
     plan : object
         With ``launches``, ``workspace`` and ``note``.
     title : str
-    *settings : dataclass
-        Tiles and features: of fields that have a default, those that differ from it.
+    tiles, features : dataclass
+        Of tiles all fields are shown, of features those that differ from their defaults.
     **more : str
         Further lines by name.
     """
-    rows = [(type(one).__name__.removeprefix("Gemm").lower(), _settings(one)) for one in settings]
-    rows += more.items()
+    on = [f.name for f in fields(features) if getattr(features, f.name) != f.default]
+    rows = [
+        ("tiles", _values(tiles, [f.name for f in fields(tiles)])),
+        ("features", _values(features, on)),
+        *more.items(),
+    ]
     rows += [
         ("launch", f"{one.entry}<<<{one.grid}, {one.block}>>> of {one.module.source}")
         for one in plan.launches
@@ -229,10 +233,5 @@ def described(plan: Any, title: str, *settings: Any, **more: str) -> str:
     return "\n  ".join([title, *(f"{name.ljust(width)} {text}" for name, text in rows)])
 
 
-def _settings(record: Any) -> str:
-    """Return the fields of a record that differ from their defaults, as ``name=value``."""
-    return ", ".join(
-        f"{one.name}={getattr(record, one.name)!r}"
-        for one in fields(record)
-        if getattr(record, one.name) != one.default
-    )
+def _values(record: Any, names: list[str]) -> str:
+    return ", ".join(f"{name}={getattr(record, name)!r}" for name in names)
