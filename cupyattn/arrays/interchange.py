@@ -150,6 +150,11 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         raise TypeError(
             f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {type(array).__name__}"
         )
+    if getattr(array, "requires_grad", False):
+        raise TypeError(
+            f"{name} requires a gradient, which functions on NumPy and CuPy arrays do not record: "
+            f"call the function of this name in cupyattn.interop.torch, or give {name}.detach()"
+        )
     device = int(array.__dlpack_device__()[0])
     if device == _DLPACK_CUDA:
         import cupy

@@ -53,6 +53,7 @@ from cupyattn.kernels.numerics import (
 from cupyattn.kernels.splits import Splits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.rope import Rope, check_turned_before
 from cupyattn.problem.score_options import ScoreOptions
@@ -71,6 +72,7 @@ FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
 LOG2F_ERROR = 1.5 * 2.0**-23
 
 
+@points_to_our_names
 def attention(
     q: Array | None,
     k: Array | None,

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     found = given(args.records) if args.records else run_ladder()
     with replacing(args.out) as file:
         file.write(pages.page(found).encode())
-    print(f"wrote {args.out}: {len(found)} records")
+    count = len(found)
+    print(f"wrote {args.out}: {count} record{'' if count == 1 else 's'}")
     return 0
 
 

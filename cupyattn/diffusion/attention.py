@@ -35,8 +35,9 @@ from cupyattn.diffusion.steps import Steps
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder, limits
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.attention import attention, says_what_is_not_offered
+from cupyattn.ops.attention import attention
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.config import QuantConfig
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
@@ -151,7 +152,7 @@ class Int8Attention:
     ((1, 2, 40, 16), 'aggressive', 'precision')
     """
 
-    @says_what_is_not_offered
+    @points_to_our_names
     def __init__(
         self,
         num_heads: int,
@@ -290,7 +291,7 @@ class Int8Attention:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    @says_what_is_not_offered
+    @points_to_our_names
     def __call__(
         self,
         q: Any,
@@ -364,7 +365,7 @@ class Int8Attention:
                 return result
             return result, restore(self._all_kept(q, k) if kept is None else kept)
 
-    @says_what_is_not_offered
+    @points_to_our_names
     def fused_cfg(
         self,
         q_cond: Any,

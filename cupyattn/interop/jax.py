@@ -26,6 +26,7 @@ from cupyattn.interop import xla_ffi
 from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.ops import attention as api
 from cupyattn.ops import backward, explain
+from cupyattn.problem.borrowed_names import NOT_OFFERED, instead_of
 from cupyattn.problem.settings import ARRAYS, Settings
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
@@ -147,8 +148,8 @@ def attention(
 def _check_names(options: Mapping[str, Any]) -> None:
     """Raise for arguments that `cupyattn.attention` does not have, or JAX not."""
     for name in options:
-        if name in api.NOT_OFFERED:
-            raise UnsupportedError(f"{name} is not supported: {api.NOT_OFFERED[name]}")
+        if name in NOT_OFFERED:
+            raise UnsupportedError(instead_of(name, "attention"))
         if name in _NOT_IN_JAX:
             raise TypeError(f"{name} is not for JAX arrays: {_NOT_IN_JAX[name]}")
         if name not in _KNOWN:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32")
 #: Which columns a rotary embedding turns together: d and d + head_dim / 2, or 2 d and 2 d + 1.
 ROPE_PAIRS = ("half_split", "interleaved")
 #: What P may be as an operand of P.V: a number of 16 or 32 bits (""), or codes of these types.
 P_TYPES = ("", "u8", "s8", "e4m3")
+
+
+def without_defaults(record: Any) -> str:
+    """Return a dataclass as it prints, without the fields that have their default.
+
+    Examples
+    --------
+    >>> without_defaults(Features("float16", 64, causal=True))
+    "Features(dtype='float16', head_dim=64, causal=True)"
+    """
+    given = ((one.name, getattr(record, one.name), one.default) for one in fields(record))
+    said = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+    return f"{type(record).__name__}({said})"
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,10 @@ class Features:
             raise ValueError(f"features.p_type must be one of {P_TYPES}, got {self.p_type!r}")
         if not 1 <= self.head_dim <= 256:
             raise ValueError(f"features.head_dim must be 1 to 256, got {self.head_dim}")
+
+    def __str__(self) -> str:
+        """Name the type, the head size and whatever differs from a plain kernel."""
+        return without_defaults(self)
 
     def defines(self) -> dict[str, int]:
         """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""

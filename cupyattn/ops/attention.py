@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.mirrored import run_mirror
@@ -18,6 +16,7 @@ from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
 from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
@@ -26,42 +25,8 @@ from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import static_scales
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-_DROPOUT = "leave it out, no weight is dropped here; torch's scaled_dot_product_attention has it"
-_PAGES = "gather the keys and values of a sequence, and pack sequences for attention_varlen"
-#: Arguments that other libraries have, and what to do in their place.
-NOT_OFFERED = {
-    "dropout": _DROPOUT, "dropout_p": _DROPOUT, "block_table": _PAGES, "page_table": _PAGES,
-    "precision_mode": (
-        "Int8Attention takes precision_policy and its calls take mode, each of 'aggressive', "
-        "'balanced' or 'precision'; attention takes accuracy"
-    ),
-    "v_precision": (
-        "V stays in 16 bits unless quant=QuantConfig(pv=...) says otherwise; Int8Attention takes "
-        "mode='precision' for 16 bits throughout"
-    ),
-}  # fmt: skip
-
-
-def says_what_is_not_offered(function: Callable[P, R]) -> Callable[P, R]:
-    """Let arguments that only other libraries have raise UnsupportedError with the way out."""
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:  # looked into here alone: calls that are right pay nothing for it
-            for name in NOT_OFFERED.keys() & kwargs.keys():
-                message = f"{name} is not supported: {NOT_OFFERED[name]}"
-                raise UnsupportedError(message) from None
-            raise
-
-    return called
-
-
-@says_what_is_not_offered
+@points_to_our_names
 def attention(
     q: Any,
     k: Any = None,
@@ -208,7 +173,7 @@ def attention(
     return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
-@says_what_is_not_offered
+@points_to_our_names
 def attention_varlen(
     q: Any,
     k: Any = None,
@@ -410,7 +375,7 @@ def resolved(
     return ATTENTION.resolve(*parse(function, q, k, v, options))
 
 
-@says_what_is_not_offered
+@points_to_our_names
 def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
     """Prepare a call of `attention` once, to run it many times.
 

@@ -25,6 +25,7 @@ from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
 from cupyattn.problem.resolve import to_bhsd
@@ -34,6 +35,7 @@ from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.runtime.ready import Ready
 
 
+@points_to_our_names
 def attention_backward(
     d_out: Any,
     q: Any,
@@ -136,6 +138,7 @@ def attention_backward(
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
+@points_to_our_names
 def attention_varlen_backward(
     d_out: Any,
     q: Any,

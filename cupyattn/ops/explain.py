@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.ops.attention import ATTENTION, resolved, says_what_is_not_offered
+from cupyattn.ops.attention import ATTENTION, resolved
 from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.request import Request
 
 
-@says_what_is_not_offered
+@points_to_our_names
 def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     """Say what `attention` would do with the same arguments, without doing it.
 
@@ -87,6 +88,7 @@ def plans(request: Request) -> list[Plan]:
     return ATTENTION.plan(request).plans
 
 
+@points_to_our_names
 def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[str, Any]:
     """Return which kernel `attention` runs with the same arguments, as its judges take it.
 
@@ -112,6 +114,7 @@ def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[st
     return {"form": plan.form, "tiles": plan.tiles}
 
 
+@points_to_our_names
 def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> str:
     """Say what `attention_backward` would do with the same arguments, without doing it.
 

@@ -22,6 +22,7 @@ from cupyattn.plans.prepare_rows import prepares_of
 from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantize
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import EPS, Preparation
@@ -32,6 +33,7 @@ from cupyattn.quant.static_scales import check_packed_quant, static_scales
 from cupyattn.reference.quantize import _quantize_sequences, quantize_mirror, value_operand
 
 
+@points_to_our_names
 def quantize(
     q: Array,
     k: Array,

@@ -14,7 +14,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
-from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.features import DTYPES, without_defaults
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
@@ -88,6 +88,10 @@ class GemmFeatures:
     bias: str = ""
     activation: str = ""
     outliers: str = ""
+
+    def __str__(self) -> str:
+        """Name the type, the accesses and whatever differs from a plain product."""
+        return without_defaults(self)
 
     def defines(self) -> dict[str, int]:
         """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""

@@ -98,7 +98,9 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         **_offsets(sequences),
     )  # fmt: skip
     if settings.quant is not None and variant.family != "int8":
-        raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
+        raise ValueError(
+            f"quant is for fa_int8, got variant {settings.variant!r}: add variant='fa_int8'"
+        )
     if packed and settings.quant is not None:
         check_packed_quant(settings.quant)
     if settings.check_finite:

@@ -20,6 +20,7 @@ from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.score_options import ScoreOptions
@@ -198,6 +199,7 @@ def _weighted_sum(P: Array, v: Array, admitted: Array) -> Array:
         return o + xp.where(attends @ xp.isnan(v).astype(np.float64) > 0, np.nan, 0.0)
 
 
+@points_to_our_names
 def attention_exact(
     q: Array,
     k: Array,

@@ -22,6 +22,7 @@ from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_dtype, check_scale
 from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.rope import Rope, check_turned_before
@@ -174,6 +175,7 @@ def _storage_name(q: Array, k: Array, v: Array) -> str:
     return check_dtype(q, k, v)
 
 
+@points_to_our_names
 def attention_mirror(
     q: Array | Quantized,
     k: Array | None = None,

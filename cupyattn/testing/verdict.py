@@ -24,6 +24,7 @@ from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.row_preparation import EPS, Preparation
@@ -59,12 +60,16 @@ class Report:
     lse_index : tuple of int or None
         Where: (batch, head, row).
     relative_l2 : float
-        ``norm(o - exact) / norm(exact)`` over the rows looked at. It decides nothing.
+        ``norm(o - exact) / norm(exact)`` over the rows looked at, exact attention being that of
+        the operands which the kernel multiplies. It decides nothing.
     tightness : float
         Median over rows of ``rms(bound) / rms(exact)``: below 1, zeros would fail.
     quantisation : float or None
         J3: largest difference between exact attention of the INT8 operands and of the caller's
         arrays, as a fraction of its bound; it must not exceed 1.
+    relative_l2_given : float or None
+        The same norm against exact attention of the caller's arrays: what quantising or preparing
+        them cost is in it. It decides nothing. None where they were not given.
     """
 
     variant: str
@@ -80,6 +85,7 @@ class Report:
     relative_l2: float
     tightness: float
     quantisation: float | None
+    relative_l2_given: float | None
 
     @property
     def passed(self) -> bool:
@@ -93,9 +99,14 @@ class Report:
             f"error / bound = {self.ratio:.3g} at {self.index}",
             f"  value {self.value:.9g}, expected {self.expected:.9g}, bound {self.bound:.3g} "
             f"(mostly {self.tag}), {self.rows} rows of every head judged",
-            f"  relative L2 error {self.relative_l2:.3g}, bound / rms of a row "
-            f"{self.tightness:.3g} (median)",
+            f"  relative L2 error {self.relative_l2:.3g} to exact attention of what the kernel "
+            f"multiplies (J2), bound / rms of a row {self.tightness:.3g} (median)",
         ]
+        if self.relative_l2_given is not None:
+            lines.append(
+                f"  relative L2 error {self.relative_l2_given:.3g} to exact attention of the "
+                "arrays as the caller gave them"
+            )
         if self.lse_ratio is not None:
             lines.append(f"  lse: error / bound = {self.lse_ratio:.3g} at {self.lse_index}")
         if self.quantisation is not None:
@@ -141,6 +152,7 @@ def sample_rows(
     return np.unique(np.concatenate([[0, len_q - 1], edges, drawn]))
 
 
+@points_to_our_names
 def judge(
     o: Array,
     q: Array | None,
@@ -265,8 +277,27 @@ class Given:
             return kernel_bounds.kernel_operands(self.quantized)
         return (q, k, v) if self.prepare is None else (*self.prepare.stored(q, k), v)
 
+    def exact(
+        self, exact: Callable[..., Any], scored: dict[str, Any]
+    ) -> tuple[Array, Array] | None:
+        """Return exact attention (o, lse) of the caller's arrays.
+
+        `scored` are its options. None where the arrays are not known, or are what the kernel
+        multiplies.
+        """
+        q, k, v = self.arrays
+        if q is None or (self.quantized is None and self.prepare is None):
+            return None
+        if self.prepare is not None:
+            q, k = self.prepare.exact(q, k)
+        o, lse = exact(q, k, v, return_lse=True, **scored)
+        return o, lse
+
     def quantisation(
-        self, operands: tuple[Array, Array], exact: Callable[..., Any], scored: dict[str, Any]
+        self,
+        operands: tuple[Array, Array],
+        given: tuple[Array, Array] | None,
+        scored: dict[str, Any],
     ) -> float | None:
         """J3: hold exact attention (o, lse) of the operands to that of the caller's arrays.
 
@@ -274,17 +305,16 @@ class Given:
         are not known.
         """
         (q, k, v), prepared = self.arrays, None
-        if self.quantized is None or q is None:
+        if self.quantized is None or given is None:
             return None
         if self.prepare is not None:
             stored = self.quantized.config.fused
             prepared = bounds_prepared.preparation(self.prepare, q, k, stored=stored)
             q, k = self.prepare.exact(q, k)
-        o, lse = exact(q, k, v, return_lse=True, **scored)
         bound = quantised.quantisation(q, k, v, self.quantized, prepared=prepared, **scored)
         return max(
-            _worst(ratio_to_bound(operands[0], o, bound.total))[0],
-            _worst(ratio_to_bound(operands[1], lse, bound.lse))[0],
+            _worst(ratio_to_bound(operands[0], given[0], bound.total))[0],
+            _worst(ratio_to_bound(operands[1], given[1], bound.lse))[0],
         )
 
 
@@ -341,9 +371,12 @@ def judge_kernel(
         lse_value = as_float64(lse[:, :, rows])
         lse_ratio, lse_at = _worst(ratio_to_bound(lse_value, expected_lse, bound.lse))
         lse_at = (*lse_at[:2], int(rows[lse_at[2]])) if lse_at else lse_at
-    finite = xp.isfinite(value) & xp.isfinite(expected)
-    error = xp.where(finite, value - xp.where(finite, expected, 0.0), 0.0)
-    size = xp.where(finite, expected, 0.0)
+    relative_l2, size = _relative_l2(value, expected)
+    of_caller, relative_l2_given = given.exact(exact, scored), None
+    if of_caller is not None:
+        relative_l2_given, _ = _relative_l2(value, of_caller[0])
+    elif quantized is None:
+        relative_l2_given = relative_l2
     return Report(
         variant=kernel.variant.name,
         rows=int(rows.size),
@@ -355,12 +388,14 @@ def judge_kernel(
         tag=bound.dominant(at) if at else "",
         lse_ratio=lse_ratio,
         lse_index=lse_at,
-        relative_l2=_norm(error) / (_norm(size) or 1.0),
+        relative_l2=relative_l2,
         tightness=_tightness(total, size),
-        quantisation=given.quantisation((expected, expected_lse), exact, scored),
+        quantisation=given.quantisation((expected, expected_lse), of_caller, scored),
+        relative_l2_given=relative_l2_given,
     )
 
 
+@points_to_our_names
 def assert_within_bound(
     o: Array, q: Array | None, k: Array | None, v: Array | None, **options: Any
 ) -> Report:
@@ -409,6 +444,16 @@ def _worst(ratio: Array) -> tuple[float, tuple[int, ...]]:
     index = np.unravel_index(int(ratio.argmax()), ratio.shape)
     at = tuple(int(i) for i in index)
     return float(ratio[at]), at
+
+
+def _relative_l2(value: Array, expected: Array) -> tuple[float, Array]:
+    """Return ``norm(value - expected) / norm(expected)`` of finite elements, and `expected` with 0
+    for the others."""
+    xp = array_namespace(value, expected)
+    finite = xp.isfinite(value) & xp.isfinite(expected)
+    size = xp.where(finite, expected, 0.0)
+    error = xp.where(finite, value - size, 0.0)
+    return _norm(error) / (_norm(size) or 1.0), size
 
 
 def _norm(x: Array) -> float:

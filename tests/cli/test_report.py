@@ -120,6 +120,8 @@ def test_files_and_folders_are_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "page.html"
     assert cli.main(["report", str(tmp_path), str(tmp_path / "a.json"), "--out", str(out)]) == 0
     assert Page(out.read_text()).words.count("a") == 4 and "3 records" in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path / "a.json"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.endswith(": 1 record\n")
 
 
 def test_without_records_the_ladder_is_run(tmp_path: Path) -> None:

@@ -129,8 +129,18 @@ def test_quantised_operands_are_judged_twice() -> None:
     report = assert_within_bound(o, q, k, v, lse=lse, variant="fa_int8", quantized=quantized)
     assert report.quantisation is not None and 0 < report.quantisation <= 1
     assert "J3" in str(report) and report.tightness < 0.05
+    exact = attention_exact(q, k, v)
+    of_caller = np.linalg.norm(o - exact) / np.linalg.norm(exact)
+    assert report.relative_l2_given == pytest.approx(of_caller, rel=1e-9)
+    assert report.relative_l2 < report.relative_l2_given
+    for line in (
+        f"relative L2 error {report.relative_l2:.3g} to exact attention of what the kernel",
+        f"relative L2 error {of_caller:.3g} to exact attention of the arrays as the caller gave",
+    ):
+        assert line in str(report)
     alone = judge(o, None, None, None, variant="fa_int8", quantized=quantized)
     assert alone.quantisation is None and alone.ratio == report.ratio
+    assert alone.relative_l2_given is None and "as the caller gave" not in str(alone)
     other = judge(o, 1.5 * q, k, v, variant="fa_int8", quantized=quantized)
     assert other.ratio == report.ratio and other.quantisation is not None
     assert other.quantisation > 1 and not other.passed

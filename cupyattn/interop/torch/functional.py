@@ -12,11 +12,13 @@ from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.dispatch import call
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 
 
+@points_to_our_names
 def attention(
     q: Tensor,
     k: Tensor,
@@ -112,6 +114,7 @@ def attention(
     return call(TensorSettings(settings, deterministic, block_mask), tensors, out)
 
 
+@points_to_our_names
 def attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -20,6 +20,7 @@ from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.config import QuantConfig
 
@@ -42,6 +43,7 @@ class Attention(torch.nn.Module):
     (torch.Size([1, 5, 2, 16]), Attention(causal=True, layout='BSHD', backend='mirror'))
     """
 
+    @points_to_our_names
     def __init__(
         self,
         *,
@@ -86,6 +88,7 @@ class Attention(torch.nn.Module):
         super().__setstate__(state)
         self._name_block_mask()
 
+    @points_to_our_names
     def forward(
         self,
         q: Tensor,
