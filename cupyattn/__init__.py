@@ -104,6 +104,28 @@ __all__ = [
 ]
 
 
+_BY_STEP = "Int8Attention, whose precision_policy chooses the arithmetic of every step"
+#: Names of the plan that this library began as, and what is here in their place.
+RENAMED = {
+    "KandinskyInt8Optimizer": (
+        "cupyattn.checkpoints.optimize_kandinsky(model, output), or the command cupyattn kandinsky"
+    ),
+    "TritonInt8Config": "cupyattn.Int8Config, with the same arguments",
+    "TritonInt8LinearLayer": (
+        "cupyattn.Int8Linear(codes, scales, bias), or cupyattn.interop.torch.Int8Linear for tensors"
+    ),
+    "adaptive_precision_attention": f"cupyattn.{_BY_STEP}",
+    "attention_fp16": "cupyattn.attention, which computes in the type of q, k and v",
+    "attention_int8": "cupyattn.attention(..., variant='fa_int8')",
+    "int8_attention": "cupyattn.attention(..., variant='fa_int8')",
+    "int8_attention_hq": (
+        "cupyattn.attention(..., variant='fa_int8'), which keeps P and V in 16 bits, or "
+        f"cupyattn.{_BY_STEP}"
+    ),
+    "quantize_weight": "cupyattn.weight_quant(weight), which returns codes and scales",
+}
+
+
 def lazy_face(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -125,6 +147,10 @@ def lazy_face(
             value = getattr(importlib.import_module(home_of[name]), name)
         elif name in modules:
             value = importlib.import_module(f"{package}.{name}")
+        elif name in RENAMED:
+            # No AttributeError: ``from cupyattn import name`` would replace its message.
+            errors = importlib.import_module("cupyattn.errors")
+            raise errors.UnsupportedError(f"{name} is not in cupyattn: use {RENAMED[name]}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         vars(sys.modules[package])[name] = value

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, opened only if regular, and who else may write to them."""
+"""Files: written whole or not at all, opened only if regular, who may write to them; samples."""
 
 from __future__ import annotations
 
@@ -173,3 +173,30 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
         raw.seek(0)
         with np.load(raw, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
+
+
+def data_file(name: str) -> Path:
+    """Return the path of a file of sample data.
+
+    Parameters
+    ----------
+    name : str
+        ``"qkv_text_encoder.npz"`` or ``"qkv_dit.npz"``; the README.md beside them describes both.
+
+    Returns
+    -------
+    Path
+        Inside the package if it was installed from a wheel, else in ``experiments/data`` of the
+        checkout.
+
+    Raises
+    ------
+    OSError
+        If it is in neither.
+    """
+    package = Path(__file__).resolve().parent
+    places = package / "data", package.parent / "experiments" / "data"
+    for folder in places:
+        if (folder / name).is_file():
+            return folder / name
+    raise OSError(f"{name} is in neither {places[0]} nor {places[1]}: reinstall cupyattn")

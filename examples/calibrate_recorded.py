@@ -1,10 +1,10 @@
 """Static INT8 scales by timestep from recorded activations, saved, loaded and used.
 
-Run it with ``python examples/calibrate_recorded.py [--data FILE] [--quick]`` in a checkout; with
-CuPy and a CUDA device it runs there.
+Run it with ``python examples/calibrate_recorded.py [--data FILE] [--quick]``; with CuPy and a CUDA
+device it runs there.
 
-The file has Q, K and V of two blocks of a trained diffusion transformer at three of its 50 steps
-(experiments/data/README.md); one of your own model has arrays of the same names.
+The file that comes with cupyattn has Q, K and V of two blocks of a trained diffusion transformer at
+three of its 50 steps; one of your own model has arrays of the same names.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
+from cupyattn.files import data_file
 from cupyattn.measure.device import device_missing
 
 STEPS = 50
-RECORDED = Path(__file__).parents[1] / "experiments" / "data" / "qkv_dit.npz"
 #: Block and step -> Q, K, V.
 Records = dict[tuple[int, int], list[Any]]
 
@@ -39,7 +39,7 @@ def load(xp: Any, path: Path, length: int) -> Records:
 def main() -> None:
     """Calibrate each block, save, load, and compare with scales of every call's own."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", metavar="FILE", type=Path, default=RECORDED)
+    parser.add_argument("--data", metavar="FILE", type=Path, default=data_file("qkv_dit.npz"))
     parser.add_argument("--quick", action="store_true", help="few tokens")
     args = parser.parse_args()
     if device_missing():

@@ -4,10 +4,15 @@ Run it with ``python examples/cupy_script.py``; it needs a CUDA device of comput
 later.
 """
 
-import cupy
-from cupyx.profiler import benchmark
+import sys
 
 import cupyattn as ca
+from cupyattn.measure.device import device_missing
+
+if missing := device_missing():
+    sys.exit(f"cupy_script.py needs a CUDA device: {missing}.")
+import cupy
+from cupyx.profiler import benchmark
 
 
 def main() -> None:

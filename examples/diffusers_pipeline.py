@@ -4,8 +4,18 @@ Run it with ``python examples/diffusers_pipeline.py``. The pipeline is Flux's ow
 random weights: nothing is downloaded. Put ``FluxPipeline.from_pretrained(...)`` in its place.
 """
 
-import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+import sys
+
+try:
+    import torch
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        FluxPipeline,
+        FluxTransformer2DModel,
+    )
+except ImportError as error:
+    install = "pip install torch diffusers"
+    sys.exit(f"diffusers_pipeline.py needs torch and diffusers: {install} ({error}).")
 
 from cupyattn.interop.diffusers import replace_attention_with_int8
 

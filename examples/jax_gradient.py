@@ -3,8 +3,13 @@
 Run it with ``python examples/jax_gradient.py``; JAX's device is what runs it, a CPU on the mirror.
 """
 
-import jax
-import jax.numpy as jnp
+import sys
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    sys.exit(f"jax_gradient.py needs JAX: pip install jax ({error}).")
 
 from cupyattn.interop.jax import attention
 

@@ -4,8 +4,13 @@ Run it with ``python examples/torch_module.py``; without a CUDA device tensors s
 attention runs on the mirror.
 """
 
-import torch
-from torch import Tensor, nn
+import sys
+
+try:
+    import torch
+    from torch import Tensor, nn
+except ImportError as error:
+    sys.exit(f"torch_module.py needs torch: pip install torch ({error}).")
 
 from cupyattn.interop import torch as interop
 

@@ -248,7 +248,8 @@ class Analysis:
             ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError,
             UnsupportedError,
         ) as error:  # fmt: skip
-            raise ValueError(f"{path} holds no usable analysis: {error}") from error
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path} holds no usable analysis: {why}") from error
 
 
 def analyze(

@@ -243,7 +243,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError("its model is no mapping")
     except ImportError as error:
         raise UnsupportedError(
-            f"{path} needs PyYAML: pip install pyyaml, or save it as JSON"
+            f"{path} needs PyYAML: pip install pyyaml (the extra cli has it), or save it as JSON"
         ) from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no configuration of Kandinsky 5: {error}") from error

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cupyattn.errors import (
     DeviceMemoryError,
@@ -43,22 +46,42 @@ USER_ERRORS = (
 )  # fmt: skip
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with arguments in one line, and where the help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        unknown = re.match("argument COMMAND: invalid choice: '([^']*)'", message)
+        if unknown:
+            near = difflib.get_close_matches(unknown[1], COMMANDS, 1)
+            guess = f", did you mean {near[0]}?" if near else ""
+            message = f"there is no command {unknown[1]!r}{guess}"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="cupyattn",
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
     )
     top.add_argument("--version", action="version", version=f"cupyattn {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"cupyattn.cli.{name}")
         module.configure(commands.add_parser(name, help=summary, description=module.__doc__))
     return top
 
 
+def unknown_arguments(unknown: Sequence[str]) -> str:
+    """Say that arguments are not known, and what stands in their place."""
+    instead = {"--kernel": "give the rung's name, as in cupyattn profile fa"}
+    hints = [f": {text}" for flag, text in instead.items() if unknown[0].startswith(flag)]
+    return f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command; without any, show the help.
 
     Parameters
     ----------
@@ -72,7 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(arguments)
+    top = parser()
+    args, unknown = top.parse_known_args(arguments)
+    if unknown:
+        top.prog = " ".join(filter(None, [top.prog, args.command]))
+        top.error(unknown_arguments(unknown))
+    if args.command is None:
+        top.print_help()
+        return 0
     args.arguments = arguments
     command = importlib.import_module(f"cupyattn.cli.{args.command}")
     try:
@@ -94,5 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = str(error)
         if isinstance(error, KernelCompileError):  # the whole log follows the first error
             text = text.partition("\n")[0]
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"
         print(f"cupyattn: {' '.join(text.split())}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ import dataclasses
 from cupyattn.checkpoints.analysis import analyze
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
+from cupyattn.files import check_folder
 from cupyattn.quant.blocks import FALLBACK_DTYPES, Int8Config
 
 
@@ -68,6 +69,8 @@ def limits(args: argparse.Namespace, config: Int8Config | None = None) -> Int8Co
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    if args.output:
+        check_folder("--output", args.output)
     if args.plot:
         from cupyattn.cli import plot
 

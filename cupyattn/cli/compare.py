@@ -1,15 +1,20 @@
 """Two records of one experiment side by side: the time of each cell in both, how many times as fast
 the second is with its 95 % interval, and what differs between their devices, libraries and
-revisions. The runs did not take turns, so drift between them is not in the interval."""
+revisions. The runs did not take turns, so drift between them is not in the interval. Of records
+without times, errors are compared: J2, J3 and the relative error."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import Any
 
 from cupyattn.cli import output
-from cupyattn.measure import records
+from cupyattn.measure import record_errors, records
 from cupyattn.measure.words import format_seconds
+
+Record = Mapping[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +33,32 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.margin < 1:
         raise ValueError(f"--margin must be at least 0 and below 1, got {args.margin}")
     first, second = (records.read(path) for path in (args.first, args.second))
-    found = records.compare(first, second, args.margin)
     differing = records.differences(first, second)
+    timed = bool(records.cells(first) or records.cells(second))
+    compared = _compare_times if timed else _compare_errors
+    result = compared(first, second, args.margin)
+    if differing:
+        print("\nWhat differs:")
+        output.print_table(["", "A", "B"], [[key, *both] for key, both in differing.items()])
+        if "device" in differing:
+            what = "speeds" if timed else "errors"
+            print(f"\nThe devices differ: the {what} compare them, not the code alone.")
+    else:
+        print("\nDevice, libraries and revision are the same.")
+    if args.json:
+        output.write_json(
+            args.json,
+            {
+                "first": str(args.first), "second": str(args.second), "margin": args.margin,
+                **result, "differences": differing,
+            },
+        )  # fmt: skip
+    return 0
+
+
+def _compare_times(first: Record, second: Record, margin: float) -> dict[str, Any]:
+    """Print times side by side; return what the record of the comparison says of them."""
+    found = records.compare(first, second, margin)
     output.print_table(
         ["cell", "A", "B", "speed of B", "95 %", "B is"],
         [
@@ -42,26 +71,52 @@ def run(args: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     mean, counts = records.summary(found)
+    print(f"\n{_counted(counts)}; geometric mean of the speeds {mean:.3f}")
+    _print_alone(records.cells(first).keys(), records.cells(second).keys())
+    return {"geometric_mean": mean, "cells": [one.to_dict() for one in found]}
+
+
+def _compare_errors(first: Record, second: Record, margin: float) -> dict[str, Any]:
+    """Print errors side by side; return what the record of the comparison says of them."""
+    records.check_same_experiment(first, second)
+    found = record_errors.compare(first, second, margin)
+    if not found:
+        has = [next(iter(record_errors.judged(one)), "none") for one in (first, second)]
+        raise ValueError(
+            "the records have no timed cell in common and no judged one, whose first are "
+            f"{has[0]!r:.60} and {has[1]!r:.60}: write both with --json of one command, on one "
+            "input"
+        )
+    print("The records hold no times: errors are compared.\n")
+    header = ["cell", "J2 of A", "of B", "J3 of A", "of B", "rel. error of A", "of B", "B is"]
+    forms = {"j2": "{:.3f}", "j3": "{:.3f}", "relative_error": "{:.2e}"}
+    output.print_table(
+        header,
+        [
+            [
+                one.name,
+                *(
+                    form.format(side[key]) if key in side else ""
+                    for key, form in forms.items()
+                    for side in (one.first, one.second)
+                ),
+                one.verdict,
+            ]
+            for one in found
+        ],
+    )
+    counts = {name: sum(one.verdict == name for one in found) for name in record_errors.VERDICTS}
+    print(f"\n{_counted(counts)}")
+    _print_alone(record_errors.judged(first).keys(), record_errors.judged(second).keys())
+    return {"cells": [one.to_dict() for one in found]}
+
+
+def _counted(counts: Mapping[str, int]) -> str:
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    print(f"\n{len(found)} cells: {said}; geometric mean of the speeds {mean:.3f}")
-    for name, one, other in (("A", first, second), ("B", second, first)):
-        alone = len(records.cells(one).keys() - records.cells(other).keys())
-        if alone:
-            print(f"{alone} cells are in {name} alone")
-    if differing:
-        print("\nWhat differs:")
-        output.print_table(["", "A", "B"], [[key, *both] for key, both in differing.items()])
-        if "device" in differing:
-            print("\nThe devices differ: the speeds compare them, not the code.")
-    else:
-        print("\nDevice, libraries and revision are the same.")
-    if args.json:
-        output.write_json(
-            args.json,
-            {
-                "first": str(args.first), "second": str(args.second), "margin": args.margin,
-                "geometric_mean": mean, "cells": [one.to_dict() for one in found],
-                "differences": differing,
-            },
-        )  # fmt: skip
-    return 0
+    return f"{sum(counts.values())} cells: {said}"
+
+
+def _print_alone(first: Set[str], second: Set[str]) -> None:
+    for name, count in (("A", len(first - second)), ("B", len(second - first))):
+        if count:
+            print(f"{count} cells are in {name} alone")

@@ -6,7 +6,6 @@ import argparse
 import zipfile
 import zlib
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from cupyattn import distributions
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.source import open_checkpoint
-from cupyattn.files import read_npz
+from cupyattn.files import data_file, read_npz
 from cupyattn.kernels.features import DTYPES
 
 #: Q, K, V of three layers of a text encoder; README.md beside it says which.
@@ -121,6 +120,8 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
     path = Path(args.qkv) if args.qkv else sample_path()
     layer = args.layer or (None if args.qkv else SAMPLE_LAYER)
     found, prefix = _find(read_arrays(path), layer, path)
+    for letter, array in zip("qkv", found, strict=True):
+        _check_type(letter, array, args.dtype, path)
     if args.dtype:
         # NOTE: float16 to bfloat16 goes by way of float32, which holds both.
         found = [a.astype(np.float32).astype(STORAGE[args.dtype]) for a in found]
@@ -157,13 +158,7 @@ def random(args: argparse.Namespace, *, large: bool) -> Input:
 
 def sample_path() -> Path:
     """Return the file of real Q, K, V: in the package where installed, else in the checkout."""
-    checkout = Path(__file__).resolve().parents[2] / "experiments" / "data" / SAMPLE
-    if checkout.is_file():
-        return checkout
-    installed = resources.files("cupyattn") / "data" / SAMPLE
-    if isinstance(installed, Path) and installed.is_file():
-        return installed
-    raise OSError(f"{SAMPLE} is in neither {checkout.parent} nor {installed}: reinstall cupyattn")
+    return data_file(SAMPLE)
 
 
 def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[Any], str]:
@@ -176,10 +171,14 @@ def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[A
     if not prefixes:
         raise ValueError(
             f"{path} holds no arrays q, k and v (or PREFIX_q, PREFIX_k, PREFIX_v), only "
-            + (", ".join(sorted(arrays)[:8]) or "nothing")
+            + (", ".join(sorted(arrays)[:8]) or "nothing of these names")
+            + ": save them as numpy.savez('qkv.npz', q=q, k=k, v=v), each of shape (batch, heads, "
+            "len, head_dim)"
         )
     if layer is None and len(prefixes) > 1:
         raise ValueError(f"{path} holds several: choose --layer among {', '.join(shown)}")
+    if layer is not None and not any(shown):
+        raise ValueError(f"--layer {layer}: q, k and v of {path} have no prefix: leave --layer out")
     if layer is not None and layer not in shown:
         raise ValueError(f"--layer must be one of {', '.join(shown)} in {path}, got {layer!r}")
     index = 0 if layer is None else shown.index(layer)
@@ -190,6 +189,20 @@ def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[A
             f"q, k and v of {path} must be (batch, heads, len, head_dim), got {shapes}"
         )
     return [a[None] if a.ndim == 3 else a for a in found], shown[index]
+
+
+def _check_type(letter: str, array: Any, converted: str | None, path: Path) -> None:
+    """Raise ValueError unless an array has a type that rungs take, or can be converted to one."""
+    name = array.dtype.name
+    if name in DTYPES or (converted and array.dtype.kind in "fiu"):
+        return
+    ways = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+    if array.dtype.kind in "fiu":
+        raise ValueError(
+            f"{letter} of {path} is {name}, and rungs take {ways}: add --dtype float16, which "
+            "converts q, k and v"
+        )
+    raise ValueError(f"{letter} of {path} must be {ways}, got {name}: save real numbers")
 
 
 def read_arrays(path: Path) -> dict[str, Any]:

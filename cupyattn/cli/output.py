@@ -6,11 +6,15 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cupyattn.files import replacing
 from cupyattn.measure.words import align
+
+#: Least time between two lines of progress where there is no terminal.
+LINE_SECONDS = 5.0
 
 
 def _rich(stream: Any) -> Any:
@@ -50,13 +54,16 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on standard error where that is a terminal with rich.
+    """Say on standard error how far a command is: a bar on a terminal with rich, lines elsewhere.
+
+    A line comes with the first step that ends `LINE_SECONDS` or more after the last, so that short
+    runs print none.
 
     Parameters
     ----------
     what : str
     total : int or None
-        Steps; None where nobody knows how many.
+        Steps, if the number is known.
 
     Yields
     ------
@@ -65,13 +72,32 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
     """
     console = _rich(sys.stderr)
     if console is None:
-        yield lambda done: None
+        yield _Lines(what, total)
         return
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, advance=1, description=f"{what}: {done}")
+
+
+class _Lines:
+    """Progress as lines, for pipes and log files."""
+
+    def __init__(self, what: str, total: int | None) -> None:
+        self._what, self._of = what, "" if total is None else f" of {total}"
+        self._done, self._start = 0, time.monotonic()
+        self._said = self._start
+
+    def __call__(self, done: str) -> None:
+        self._done, now = self._done + 1, time.monotonic()
+        if now - self._said < LINE_SECONDS:
+            return
+        self._said = now
+        print(
+            f"{self._what}: step {self._done}{self._of}, {done}, {now - self._start:.0f} s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def write_json(path: str | os.PathLike[str], record: Any) -> None:

@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     alone = predict(whole, Mesh(1, 1), variant=_rated(variant))
     memory = {**alone.memory, "scratch of the kernels": _scratch(request)}
     if args.devices == 1:
+        print()
         _print_memory("memory", memory)
         record["memory"] = memory
     else:
@@ -117,7 +118,8 @@ def _on_several(
             for costs in every]  # fmt: skip
     output.print_table(header, rows)
     memory = {**taken.memory, "scratch of the kernels": _local_scratch(whole, taken.mesh, options)}
-    _print_memory("\nmemory of each device", memory, machine)
+    print()
+    _print_memory("memory of each device", memory, machine)
     return {
         "devices": args.devices, "partition": partition, "machine": machine.name,
         "ulysses": taken.mesh.ulysses, "ring": taken.mesh.ring, "memory": memory,
@@ -148,9 +150,9 @@ def _cells(costs: Costs, alone: Costs, devices: int) -> list[str]:
 def _print_memory(title: str, memory: dict[str, int], machine: Machine | None = None) -> None:
     total = sum(memory.values())
     of = "" if machine is None else f" of {format_bytes(machine.memory)}"
-    print(f"{title}: {total:,} bytes, {format_bytes(total)}{of}")
-    for name, count in memory.items():
-        print(f"  {name}: {count:,} bytes")
+    rows = [[name, f"{count:,}", format_bytes(count)] for name, count in memory.items()]
+    rows.append(["total", f"{total:,}", f"{format_bytes(total)}{of}"])
+    output.print_table([title, "bytes", ""], rows)
 
 
 def _call(args: argparse.Namespace) -> AttentionSpec:

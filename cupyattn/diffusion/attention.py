@@ -37,9 +37,13 @@ from cupyattn.kernels import ladder, limits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import attention
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.config import QuantConfig
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
+
+#: Query rows of a warp come in multiples of this, the rows of an mma.
+ROWS_OF_WARP = 16
 
 _log = logging.getLogger("cupyattn")
 Result = TypeVar("Result")
@@ -65,7 +69,8 @@ class Int8Attention:
         call's own, unless this is a calibration or `quant` has static ones. Factors have no effect
         on dynamic scales.
     block_q, block_k : int, optional
-        Query rows and keys of the kernels' tiles; what was measured best when omitted.
+        Query rows and keys of the kernels' tiles; what was measured best when omitted. Tiles of
+        fewer rows have fewer warps.
     softmax_eps : float
         0, which is what code written for other libraries wants of it: rows without keys are zeros
         without it. What it would be added to differs from kernel to kernel.
@@ -147,6 +152,7 @@ class Int8Attention:
     ((1, 2, 40, 16), 'aggressive', 'precision')
     """
 
+    @points_to_our_names
     def __init__(
         self,
         num_heads: int,
@@ -285,6 +291,7 @@ class Int8Attention:
 
     # ---- calls -----------------------------------------------------------------------------------
 
+    @points_to_our_names
     def __call__(
         self,
         q: Any,
@@ -358,6 +365,7 @@ class Int8Attention:
                 return result
             return result, restore(self._all_kept(q, k) if kept is None else kept)
 
+    @points_to_our_names
     def fused_cfg(
         self,
         q_cond: Any,
@@ -587,7 +595,12 @@ class Int8Attention:
         if block_q is None and block_k is None:
             return None
         own = ladder.lookup(variant).default_tiles(self.head_dim, form)
-        return Tiles(block_q or own.block_q, block_k or own.block_kv, own.num_warps, own.num_stages)
+        block_q = block_q or own.block_q
+        num_warps = own.num_warps
+        if variant != "fa_warps" and block_q % ROWS_OF_WARP == 0:
+            while block_q % (ROWS_OF_WARP * num_warps):
+                num_warps //= 2
+        return Tiles(block_q, block_k or own.block_kv, num_warps, own.num_stages)
 
     def _projected(self, o: Array, restore: Callable[[Any], Any]) -> Any:
         if self._out_proj is None:

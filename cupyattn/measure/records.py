@@ -259,11 +259,7 @@ def compare(
     Where both records keep samples, the interval is the bootstrap of the ratio of their medians;
     else it is the widest that the two intervals allow.
     """
-    names = [record.get("experiment") for record in (first, second)]
-    if names[0] != names[1]:
-        raise ValueError(
-            f"the records are of two experiments, {names[0]!r:.60} and {names[1]!r:.60}"
-        )
+    check_same_experiment(first, second)
     mine, other = cells(first), cells(second)
     common = [name for name in mine if name in other]
     if not common:
@@ -279,6 +275,15 @@ def compare(
             Compared(name, a.estimate.median, b.estimate.median, speed, verdict(speed, margin))
         )
     return found
+
+
+def check_same_experiment(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raise ValueError unless two records are of one experiment."""
+    names = [record.get("experiment") for record in (first, second)]
+    if names[0] != names[1]:
+        raise ValueError(
+            f"the records are of two experiments, {names[0]!r:.60} and {names[1]!r:.60}"
+        )
 
 
 def _speed(a: Cell, b: Cell) -> Estimate:

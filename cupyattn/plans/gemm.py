@@ -146,7 +146,9 @@ class GemmPlan(OneLaunch):
         taken = f"{self.alone} tiles of a block each"
         if self.shared:
             taken += f", {self.shared} that {self.tiles.cluster} blocks share"
-        return described(self, f"int8_gemm ({self.form}), {self.tiles}, {taken}, {self.features}")
+        return described(
+            self, f"int8_gemm ({self.form})", self.tiles, self.features, blocks=taken
+        )
 
 
 def tiles_alone(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> int:

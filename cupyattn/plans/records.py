@@ -10,7 +10,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,7 +129,7 @@ class Plan:
         return {}
 
     def __str__(self) -> str:
-        return described(self, f"{self.variant} ({self.form}), {self.tiles}, {self.features}")
+        return described(self, f"{self.variant} ({self.form})", self.tiles, self.features)
 
 
 class Runnable(Protocol):
@@ -204,8 +204,34 @@ class Work:
         return (*self.between, *inner)
 
 
-def described(plan: Any, title: str) -> str:
-    """Return a title and, in a line each, launches, workspace and note of a plan."""
-    said = [f"{x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in plan.launches]
-    said.append(f"workspace {sum(w.nbytes for w in plan.workspace):,} bytes")
-    return "\n  ".join([title, *said, *([plan.note] if plan.note else [])])
+def described(plan: Any, title: str, tiles: Any, features: Any, **more: str) -> str:
+    """Return a title and, in a line each, settings, launches, workspace and note of a plan.
+
+    Parameters
+    ----------
+    plan : object
+        With ``launches``, ``workspace`` and ``note``.
+    title : str
+    tiles, features : dataclass
+        Of tiles all fields are shown, of features those that differ from their defaults.
+    **more : str
+        Further lines by name.
+    """
+    on = [f.name for f in fields(features) if getattr(features, f.name) != f.default]
+    rows = [
+        ("tiles", _values(tiles, [f.name for f in fields(tiles)])),
+        ("features", _values(features, on)),
+        *more.items(),
+    ]
+    rows += [
+        ("launch", f"{one.entry}<<<{one.grid}, {one.block}>>> of {one.module.source}")
+        for one in plan.launches
+    ]
+    rows.append(("workspace", f"{sum(work.nbytes for work in plan.workspace):,} bytes"))
+    rows += [("note", plan.note)] if plan.note else []
+    width = max(len(name) for name, _ in rows)
+    return "\n  ".join([title, *(f"{name.ljust(width)} {text}" for name, text in rows)])
+
+
+def _values(record: Any, names: list[str]) -> str:
+    return ", ".join(f"{name}={getattr(record, name)!r}" for name in names)

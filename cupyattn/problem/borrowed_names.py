@@ -1,4 +1,4 @@
-"""Arguments that other attention libraries have, and which of ours to give in their place."""
+"""Arguments that other attention libraries and the founding notes have, and which to give here."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ NOT_OFFERED = {
     "cache_seqlens": "cut k and v to the keys that are filled, k[:, :, :length], or pack sequences "
     "of several lengths for attention_varlen with cu_seqlens_k",
     "tensor_layout": "give layout='BHSD' for 'HND', layout='BSHD' for 'NHD'",
+    "precision_mode": "Int8Attention takes precision_policy and its calls take mode, each of "
+    "'aggressive', 'balanced' or 'precision'; attention takes accuracy",
+    "v_precision": "V stays in 16 bits unless quant=QuantConfig(pv=...) says otherwise; "
+    "Int8Attention takes mode='precision' for 16 bits throughout",
 }  # fmt: skip
 #: The argument of ours that takes its place, where there is one.
 _OURS = {

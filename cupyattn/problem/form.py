@@ -137,8 +137,8 @@ def settle(
     variant.check_form(form)
     note, stacks = "", False
     if form is None:
-        asked = support.Asked(call, operands, codes, tiles, arch)
-        form, note, stacks = _choose(variant, asked)
+        offer = support.Offer(call, operands, codes, tiles, arch)
+        form, note, stacks = _choose(variant, offer)
     kernel = Kernel(
         variant, call, form, _tiles(variant, call, form, codes, tiles, stacks), codes,
         tiles is None, stacks, note,
@@ -150,7 +150,7 @@ def settle(
     return kernel
 
 
-def _choose(variant: Variant, asked: support.Asked) -> tuple[str, str, bool]:
+def _choose(variant: Variant, offer: support.Offer) -> tuple[str, str, bool]:
     """Return the form of a call, why a Hopper form was left out, and whether heads are stacked.
 
     Raises
@@ -159,26 +159,26 @@ def _choose(variant: Variant, asked: support.Asked) -> tuple[str, str, bool]:
         If no form takes the call.
     """
     note, found = "", support.Support(False)
-    for name, form in support.candidates(variant, asked):
-        found = support.takes(name, form, asked)
+    for name, form in support.candidates(variant, offer):
+        found = support.takes(name, form, offer)
         if found.supported:
-            stacked = _stacking(variant, asked) if form.takes.few_rows else ""
+            stacked = _stacking(variant, offer) if form.takes.few_rows else ""
             if stacked:
-                return stacked, stacking.describe(asked.call), True
+                return stacked, stacking.describe(offer.call), True
             return name, note, False
         if form.on_hopper:
             note = found.note
     if found.reason:
         raise UnsupportedError(f"{variant.name} takes no such call: {found.reason}")
-    raise _no_kernel(variant, asked.values)
+    raise _no_kernel(variant, offer.values)
 
 
-def _stacking(variant: Variant, asked: support.Asked) -> str:
+def _stacking(variant: Variant, offer: support.Offer) -> str:
     """Return the form that takes a call of few rows with its heads stacked; "" if none does."""
-    call, operands = asked.call, asked.operands
+    call, operands = offer.call, offer.operands
     if operands is None or not (stacking.pays(call) and stacking.possible(operands)):
         return ""
-    stacked = asked._replace(
+    stacked = offer._replace(
         call=stacking.stacked_call(call), operands=stacking.stacked_operands(call, operands)
     )
     for name, form in support.candidates(variant, stacked):

@@ -38,8 +38,8 @@ class Support(NamedTuple):
 SUPPORTED = Support(True)
 
 
-class Asked(NamedTuple):
-    """A call, as forms are asked for it.
+class Offer(NamedTuple):
+    """A call, as it is offered to forms.
 
     Parameters
     ----------
@@ -73,38 +73,38 @@ class Asked(NamedTuple):
         return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
 
 
-def candidates(variant: Variant, asked: Asked) -> Iterator[tuple[str, Form]]:
+def candidates(variant: Variant, offer: Offer) -> Iterator[tuple[str, Form]]:
     """Yield the forms that are for such operands and run there, the fastest first."""
-    kind = asked.values
+    kind = offer.values
     for name, form in variant.fastest_first:
-        if kind in form.takes.values and (not form.on_hopper or _runs_on_hopper(form, asked)):
+        if kind in form.takes.values and (not form.on_hopper or _runs_on_hopper(form, offer)):
             yield name, form
 
 
-def takes(name: str, form: Form, asked: Asked) -> Support:
+def takes(name: str, form: Form, offer: Offer) -> Support:
     """Say whether a form, called by its name, takes a call."""
-    limits, copied = form.takes, asked.operands if form.on_hopper else None
-    if asked.values not in limits.values:
+    limits, copied = form.takes, offer.operands if form.on_hopper else None
+    if offer.values not in limits.values:
         wanted = " or ".join(VALUES[one] for one in limits.values)
-        return Support(False, f"{_called(name, form)} takes {wanted}, got {VALUES[asked.values]}")
-    if form.on_hopper and not _runs_on_hopper(form, asked):
+        return Support(False, f"{_called(name, form)} takes {wanted}, got {VALUES[offer.values]}")
+    if form.on_hopper and not _runs_on_hopper(form, offer):
         return Support(
             False,
             f"{_called(name, form)} needs arch={limits.arch!r} and operands whose place is known, "
-            f"got arch={asked.arch!r}",
+            f"got arch={offer.arch!r}",
         )
-    reason = _of_codes(form, asked)
-    if not reason and copied is not None and 0 in (asked.call.len_kv, copied.k.shape[2]):
+    reason = _of_codes(form, offer)
+    if not reason and copied is not None and 0 in (offer.call.len_kv, copied.k.shape[2]):
         return Support(False, "there are no keys for the copy engine")
-    reason = reason or _of_options(form, asked) or _of_sizes(form, asked)
+    reason = reason or _of_options(form, offer) or _of_sizes(form, offer)
     if reason:
         return Support(False, f"{_called(name, form)} {reason}")
     return SUPPORTED if copied is None else reach(copied.rows)
 
 
-def _runs_on_hopper(form: Form, asked: Asked) -> bool:
+def _runs_on_hopper(form: Form, offer: Offer) -> bool:
     """Whether a Hopper form runs where a call does, and it is known where the operands lie."""
-    return asked.arch == form.takes.arch and asked.operands is not None
+    return offer.arch == form.takes.arch and offer.operands is not None
 
 
 def _called(name: str, form: Form) -> str:
@@ -112,9 +112,9 @@ def _called(name: str, form: Form) -> str:
     return "the Hopper form" if form.on_hopper else f"the {name} form"
 
 
-def _of_codes(form: Form, asked: Asked) -> str:
+def _of_codes(form: Form, offer: Offer) -> str:
     """Return why a form does not take the codes of a call; "" if it does."""
-    codes, limits = asked.codes, form.takes
+    codes, limits = offer.codes, form.takes
     if codes is None:
         return ""
     if codes.zero_points and not limits.zero_points:
@@ -122,13 +122,13 @@ def _of_codes(form: Form, asked: Asked) -> str:
     if codes.group_kv % limits.scale_keys:
         keys = limits.scale_keys
         return f"has one scale for {keys} keys, or for a multiple, got {codes.group_kv}"
-    return "" if codes.values is None else _of_values(form, codes.values, asked)
+    return "" if codes.values is None else _of_values(form, codes.values, offer)
 
 
-def _of_values(form: Form, values: ValueCodes, asked: Asked) -> str:
+def _of_values(form: Form, values: ValueCodes, offer: Offer) -> str:
     """Return why a form does not take codes of V; "" if it does."""
-    limits, head_dim, most = form.takes, asked.call.head_dim, form.tiles.largest_head_dim
-    step = limits.value_keys if asked.tiles is None else asked.tiles.block_kv
+    limits, head_dim, most = form.takes, offer.call.head_dim, form.tiles.largest_head_dim
+    step = limits.value_keys if offer.tiles is None else offer.tiles.block_kv
     by_group = values.group != GROUP_ALL and limits.value_keys > 1
     found = ""
     if values.p_type != "e4m3" and values.p_type not in limits.p_types:
@@ -154,10 +154,10 @@ def _of_values(form: Form, values: ValueCodes, asked: Asked) -> str:
     return found
 
 
-def _of_options(form: Form, asked: Asked) -> str:
+def _of_options(form: Form, offer: Offer) -> str:
     """Return why a form does not take the options of a call; "" if it does."""
-    call = asked.call
-    left = [name for name in asked.options if name not in form.takes.options]
+    call = offer.call
+    left = [name for name in offer.options if name not in form.takes.options]
     if left:
         return f"takes no {' and no '.join(_WORDS.get(name, name) for name in left)}"
     if not form.on_hopper or call.block_mask == (0, 0):
@@ -173,16 +173,16 @@ def _of_options(form: Form, asked: Asked) -> str:
     return ""
 
 
-def _of_sizes(form: Form, asked: Asked) -> str:
+def _of_sizes(form: Form, offer: Offer) -> str:
     """Return why a form does not take the sizes of a call, or its tiles; "" if it does."""
-    head_dim, most = asked.call.head_dim, form.tiles.largest_head_dim
+    head_dim, most = offer.call.head_dim, form.tiles.largest_head_dim
     if head_dim > most:
         return f"takes head_dim up to {most}, got {head_dim}"
     if not form.takes.few_rows:
         return ""
-    if asked.tiles is not None:
+    if offer.tiles is not None:
         return "takes no tiles of the caller's"
-    len_q, len_kv = asked.call.len_q, asked.call.len_kv
+    len_q, len_kv = offer.call.len_q, offer.call.len_kv
     if splits.applies(len_q, len_kv):
         return ""
     return (

@@ -35,7 +35,6 @@
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/codes/mean_dot.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/score/online_softmax.cuh"
 #include "prims/io/output.cuh"
@@ -47,13 +46,13 @@
 #include "prims/io/varlen.cuh"
 #include "prims/schedule/work_tile.cuh"
 #include "prims/codes/zero_points_sm90.cuh"
+#include "sm90/int8/producer.cuh"
+#include "sm90/int8/products.cuh"
+#include "sm90/int8/rows.cuh"
+#include "sm90/int8/warpgroups.cuh"
 
-constexpr int WARPGROUP = 128;                           // threads
-constexpr int CONSUMERS = BLOCK_Q / 64;                  // warpgroups that compute
 constexpr int V_BOX_COLS = 64;                           // columns of V per box
 constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);  // per row of V
-constexpr int O_COLS =
-    HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 // A box behind V, all of it SUMMED, makes the next 8 columns of P V the sum of P. There is none
 // where V's last box is half used, or where the columns of a wgmma or the shared memory end.
 // NOTE: 1 would not do as well. Tensor cores cut products off where the digits of the sum end,
@@ -61,11 +60,7 @@ constexpr int O_COLS =
 constexpr float SUMMED = 1.0f + ELEM16_STEP;
 constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-// Tiles differ in work: blocks take them as they come.
-constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
-constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
+constexpr bool PIECES = !UNEVEN;  // tiles are alike: those of the last wave may be cut
 // M rises where a weight reaches 2 to the power of this: P and its sums hold what is smaller, and
 // exponents that M's rounding makes end there, too.
 constexpr int HEADROOM = int(LARGEST_EXPONENT);
@@ -96,34 +91,27 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + SHARED_ZEROS_BYTE
 constexpr int K_BYTES = sizeof(SharedStorage::K[0]);  // that arrive for a step
 constexpr int V_BYTES = V_BOXES * sizeof(SharedStorage::V[0][0]);
 
-static_assert(
-    BLOCK_Q == 128 || BLOCK_Q == 192,
-    "BLOCK_Q must be 128 or 192: two or three warpgroups of 64 rows fill the registers");
-static_assert(
-    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
-    "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
-static_assert(
-    CONSUMERS == 2 || HEAD_DIM <= 128,
-    "BLOCK_Q must be 128 past HEAD_DIM 128: two warpgroups have registers for O");
-static_assert(
-    BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
-    "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
+// S2 load K, V: K of a step, V of the one before.
+struct LoadStage {
+  static constexpr int V_STEPS = 1;  // stages of a tile that hold V alone
+  SharedStorage& smem;
+  const TensorMap &K_map, &V_map;
+  int V_kv0;  // first key of that V
 
-// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
-// what SharedZeros begins with.
-__device__ __forceinline__ void start_scores(
-    int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
-  wgmma_use(dot);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
-    const int box = k / 4, byte = k % 4 * 32;
-    WgmmaS8<BLOCK_KV>::ss(
-        dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), ZERO_POINTS || k > 0);
+  __device__ __forceinline__ void begin(const AttnParams&, const WorkTile&) { V_kv0 = 0; }
+  __device__ __forceinline__ void operator()(
+      const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
+    Mbarrier& full = smem.full[at.stage];
+    mbarrier_arrive_expect_tx(
+        full, (step.index < tile.steps ? K_BYTES : 0) + (step.index > 0 ? V_BYTES : 0));
+    if (step.index < tile.steps) load_K(smem.K[at.stage], K_map, full, tile, step.kv0);
+    for (int b = 0; b < V_BOXES && step.index > 0; ++b)
+      cp_async_bulk_tensor_4d(
+          smem.V[at.stage][b], V_map, full, b * V_BOX_COLS, tile.first_key() + V_kv0, tile.head_kv,
+          tile.entry());
+    V_kv0 = step.kv0;
   }
-  wgmma_commit_group();
-}
+};
 
 // S5 output: O [64, PV_COLS] += P V, in the background.
 __device__ __forceinline__ void start_output(
@@ -205,9 +193,7 @@ __device__ __forceinline__ void softmax(
     uint32_t (&P_frag)[BLOCK_KV / 16][4], int q, int kv0, int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  // NOTE: of any of the warp's 16 rows, not of this lane's alone: its lanes vote on the weights.
-  const bool masked =
-      kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q - lane_id() / 4, 16));
+  const bool masked = !ScoreMask::admits_all(p, q, kv0, unmasked);
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !FIRST && !masked && weigh<false>(M, dot, factor, P_frag, sum);
@@ -246,14 +232,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Q_STAGES; ++s) {
-      mbarrier_init(smem.Q_full[s], 1);
-      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4 + PRODUCERS - 1);  // a lane of every other warp
-    }
-    for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.full[s], PRODUCERS);
-      mbarrier_init(smem.empty[s], CONSUMERS * 4);
-    }
+    init_ring(smem.Q_full, 1, smem.Q_empty, CONSUMER_WARPS + PRODUCERS - 1);  // all other warps
+    init_ring(smem.full, PRODUCERS, smem.empty, CONSUMER_WARPS);
     fence_mbarrier_init();
   }
   if constexpr (SUM_BOXES) {
@@ -268,78 +248,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     if constexpr (ZERO_POINTS)
       if (warp_id() == 1) zeros.load_keys<1>(smem, smem.full, smem.empty, call, quant);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
-    TileRange tiles(call);
-    RingPosition<Q_STAGES> Q_at;
-    RingPosition<NUM_STAGES> at;  // of K and V
-    int index = blockIdx.x;
-    while (true) {
-      const Piece piece(pieces, index, blockIdx.x, gridDim.x);
-      const int number_of_tile = PIECES ? piece.tile : index;
-      if (!tiles.reach(call, number_of_tile)) {
-        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
-        mbarrier_arrive(smem.Q_full[Q_at.stage]);
-        return;
-      }
-      const Sequences<VARLEN> sequences(call, tiles.sequence);
-      const auto& p = of_sequences<int8_t, elem16_t>(call, sequences);
-      WorkTile tile = work_tile<UNEVEN, sizeof(elem16_t)>(
-          p, sequences, tiles.sequence, number_of_tile - tiles.first);
-      const KeptKeys keys(
-          p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
-      int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
-      tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
-      if constexpr (PIECES) {
-        number = piece.first * BLOCK_KV;
-        tile.steps = piece.steps, tile.first = piece.first, tile.slot = piece.slot;
-      }
-      // S1 load Q
-      {
-        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
-        smem.tile[Q_at.stage] = tile;
-        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
-        for (int b = 0; b < Q_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * Q_BOX_COLS,
-              tile.first_row() + tile.q0, tile.head, tile.entry());
-        Q_at.advance();
-      }
-      // S2 load K, V: K of a step, V of the one before
-      const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                             + tile.batch * quant.K_scale_stride_batch +
-                             tile.head_kv * quant.K_scale_stride_head +
-                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
-      int kv0 = 0;
-      for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        const int V_kv0 = kv0;
-        // NOTE: rows that keep no block get their one step from behind the last key: zeros.
-        kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
-        float scale[SCALES];
-        load_scales(scale, K_scale, kv0, p.len_kv);
-        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
-        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        copy_scales(smem.K_scale[at.stage], scale);
-        mbarrier_arrive_expect_tx(
-            smem.full[at.stage], (step < tile.steps ? K_BYTES : 0) + (step > 0 ? V_BYTES : 0));
-        for (int b = 0; b < CODE_BOXES && step < tile.steps; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_BYTES,
-              tile.first_key() + kv0, tile.head_kv, tile.entry());
-        for (int b = 0; b < V_BOXES && step > 0; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.full[at.stage], b * V_BOX_COLS,
-              tile.first_key() + V_kv0, tile.head_kv, tile.entry());
-      }
-      index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
-    }
+    produce<elem16_t>(
+        smem, smem.empty, call, quant, Q_map, schedule, cut_if_alike(pieces),
+        LoadStage{smem, K_map, V_map});
+    return;
   }
 
   // ---- the consumers: S3 to S6
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
   const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
-  const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
+  const int row = warp_row + lane_id() / 4;        // this lane's rows of the tile: row, row + 8
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
@@ -371,16 +290,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       quantize_q(
           Q_factor, smem.Q_codes, smem.Q[Q_at.stage], smem.Q_empty[Q_at.stage], warp_row,
           p.len_q - tile.q0, CONSUMERS + warpgroup);
-    const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
-                           + tile.batch * quant.Q_scale_stride_batch +
-                           tile.head * quant.Q_scale_stride_head +
-                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if constexpr (!QUANTIZE_Q)
-        Q_factor[h] = Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];
-      Q_factor[h] *= p.scale_log2;  // R3
-    }
+    const float* Q_scale = scales_of_rows(call, quant, tile);  // [ceil(len_q / GROUP_Q)]
+    make_row_factors(Q_factor, p, Q_scale, tile.q0 + row);
     zeros.load_rows(call, quant, Q_scale, tile, row, p.len_q);
 
     // The last steps of a causal tile are for rows of the other warpgroups.
@@ -451,30 +362,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       RowState whole = state[h];             // with the l that O is divided by
       if constexpr (SUM_BOXES) whole.l = O_acc[O_COLS / 2 + 2 * h] / SUMMED;
       if (PIECES && tile.slot >= 0) {  // as it is: merge_pieces.cu divides and stores
-        const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
-        float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
-#pragma unroll
-        for (int n = 0; n < O_COLS / 8; ++n)
-          store_pair(O_piece, n * 8 + t * 2, O_acc[4 * n + 2 * h], O_acc[4 * n + 2 * h + 1]);
-        if (t == 0)
-          reinterpret_cast<PieceRow*>(pieces.rows)[place] = {
-              state[h].M, LSE ? state[h].l : whole.l, whole.l};
+        store_piece_row<O_COLS>(
+            pieces, tile.slot, row, h, O_acc, {state[h].M, LSE ? state[h].l : whole.l, whole.l});
         continue;
       }
       inverse_l[h] = whole.inverse_l();
       if constexpr (LSE) {
-        // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
-        if (quant.K_mean) {
-          const float* K_mean = quant.K_mean  // [HEAD_DIM]
-                                + (int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM;
-          const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
-                                + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
-                                min(q, p.len_q - 1) * p.Q_stride.len;
-          const float dot = mean_dot<4>(Q_row, K_mean, zeros.of_row(h));
-          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * dot;  // R3
-        }
-        if (t == 0 && q < p.len_q)
-          lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
+        give_mean_back(state[h], p, quant, tile, q, Q_factor[h], zeros.of_row(h));
+        store_lse(p, tile, q, state[h]);
       }
     }
     if (PIECES && tile.slot >= 0) {
@@ -484,13 +379,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     float O_value[O_COLS / 2];  // [O_COLS / 8][4]
 #pragma unroll
     for (int i = 0; i < O_COLS / 2; ++i) O_value[i] = O_acc[i] * inverse_l[i / 2 % 2];  // R7
-    const int q = tile.q0 + warp_row;
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
-    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // [OWN_BOXES]
-    store_output<O_STAGED>(
-        O, p.O_stride.len, p.len_q - q, O_value, O_rows, O_map, tile.first_row() + q, tile.head,
-        tile.entry());
+    store_tile<O_STAGED>(smem, p, O_map, tile, warp_row, O_value);
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end

@@ -21,7 +21,6 @@
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"
-#include "prims/codes/mean_dot.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/score/online_softmax.cuh"
 #include "prims/io/output.cuh"
@@ -33,20 +32,14 @@
 #include "prims/io/varlen.cuh"
 #include "prims/schedule/work_tile.cuh"
 #include "prims/codes/zero_points_sm90.cuh"
+#include "sm90/int8/producer.cuh"
+#include "sm90/int8/products.cuh"
+#include "sm90/int8/rows.cuh"
+#include "sm90/int8/value_codes.cuh"
+#include "sm90/int8/warpgroups.cuh"
 
-constexpr int WARPGROUP = 128;                          // threads
-constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
-constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);  // per channel of V
-constexpr int O_COLS =
-    HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int BEHIND_ALL = 1 << 30;  // key that no V has: the copy engine brings zeros
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-// Tiles differ in work: blocks take them as they come.
-constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 
-constexpr int INPUT_BYTES =
-    BOX_BYTES * (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
@@ -69,47 +62,31 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + SHARED_ZEROS_BYTE
 
 static_assert(P_TYPE == PType::E4M3, "this form takes P in e4m3");
 static_assert(
-    BLOCK_Q == 128 || BLOCK_Q == 192,
-    "BLOCK_Q must be 128 or 192: two or three warpgroups of 64 rows fill the registers");
-static_assert(
-    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
-    "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
-static_assert(
     HEAD_DIM <= 128 && (CONSUMERS == 2 || HEAD_DIM <= 64),
     "HEAD_DIM must be 128 at most, and BLOCK_Q 128 past 64: registers hold two levels of sums");
-static_assert(
-    BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
-    "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
 
-// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
-// what SharedZeros begins with.
-__device__ __forceinline__ void start_scores(
-    int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
-  wgmma_use(dot);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
-    const int box = k / 4, byte = k % 4 * 32;
-    WgmmaS8<BLOCK_KV>::ss(
-        dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), ZERO_POINTS || k > 0);
-  }
-  wgmma_commit_group();
-}
+// S2 load K, V: K and V of a step, a ring each.
+struct LoadStage {
+  static constexpr int V_STEPS = 0;  // stages of a tile that hold V alone
+  SharedStorage& smem;
+  const TensorMap &K_map, &V_map;
+  int V_first;  // column of the sequence
 
-// S5 output: sum [64, O_COLS] = P V of one tile, in the background.
-__device__ __forceinline__ void start_output(
-    float (&sum)[O_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4], Descriptor V_rows) {
-  wgmma_use(sum);
-  wgmma_use(P_frag);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < BLOCK_KV / 32; ++k) {  // 32 bytes of a channel, then the next box
-    const int box = k / 4, byte = k % 4 * 32;
-    WgmmaE4m3<O_COLS>::rs(sum, P_frag[k], V_rows + (box * O_COLS * BOX_BYTES + byte), k > 0);  // R6
+  __device__ __forceinline__ void begin(const AttnParams& call, const WorkTile& tile) {
+    V_first = first_column(call, tile);
   }
-  wgmma_commit_group();
-}
+  __device__ __forceinline__ void operator()(
+      const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
+    mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
+    load_K(smem.K[at.stage], K_map, smem.K_full[at.stage], tile, step.kv0);
+    // NOTE: rows that keep no key get V from behind all of it: zeros. What nobody wrote may be NaN,
+    // and 0 times NaN is NaN.
+    const int column = step.kept ? V_first + step.kv0 : BEHIND_ALL;
+    mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
+    mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
+    load_V(smem.V[at.stage], V_map, smem.V_full[at.stage], tile, column);
+  }
+};
 
 // S4 softmax, its first half: the M of this tile, that of code 1, rounded up. Returns whether
 // scores are masked; `factor` is that of those that are not. `q` is the first of this lane's two
@@ -119,7 +96,7 @@ __device__ __forceinline__ bool choose_M(
     const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0, int unmasked) {
   make_factors(factor, Q_factor, K_scale);
   tile_M[0] = tile_M[1] = NEG_INF;
-  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  const bool masked = !ScoreMask::admits_all(p, q, kv0, unmasked);
   const ScoreMask mask(p, q, kv0);
   if (masked) {
 #pragma unroll
@@ -204,16 +181,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Q_STAGES; ++s) {
-      mbarrier_init(smem.Q_full[s], 1);
-      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4 + PRODUCERS - 1);  // a lane of every other warp
-    }
-    for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.K_full[s], PRODUCERS);
-      mbarrier_init(smem.V_full[s], 1);
-      mbarrier_init(smem.K_empty[s], CONSUMERS * 4);
-      mbarrier_init(smem.V_empty[s], CONSUMERS * 4);
-    }
+    init_ring(smem.Q_full, 1, smem.Q_empty, CONSUMER_WARPS + PRODUCERS - 1);  // all other warps
+    init_ring(smem.K_full, PRODUCERS, smem.K_empty, CONSUMER_WARPS);
+    init_ring(smem.V_full, 1, smem.V_empty, CONSUMER_WARPS);
     fence_mbarrier_init();
   }
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
@@ -222,75 +192,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     if constexpr (ZERO_POINTS)
       if (warp_id() == 1) zeros.load_keys<0>(smem, smem.K_full, smem.K_empty, call, quant);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
-    TileRange tiles(call);
-    RingPosition<Q_STAGES> Q_at;
-    RingPosition<NUM_STAGES> at;  // of K and V
-    int index = blockIdx.x;
-    while (true) {
-      if (!tiles.reach(call, index)) {
-        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
-        mbarrier_arrive(smem.Q_full[Q_at.stage]);
-        return;
-      }
-      const Sequences<VARLEN> sequences(call, tiles.sequence);
-      const auto& p = of_sequences<int8_t, int8_t>(call, sequences);
-      WorkTile tile =
-          work_tile<UNEVEN, sizeof(int8_t)>(p, sequences, tiles.sequence, index - tiles.first);
-      const KeptKeys keys(
-          p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
-      int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
-      tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
-      // S1 load Q
-      {
-        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
-        smem.tile[Q_at.stage] = tile;
-        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
-        for (int b = 0; b < Q_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * Q_BOX_COLS,
-              tile.first_row() + tile.q0, tile.head, tile.entry());
-        Q_at.advance();
-      }
-      // S2 load K, V
-      const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
-      const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                             + tile.batch * quant.K_scale_stride_batch +
-                             tile.head_kv * quant.K_scale_stride_head +
-                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
-      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        // NOTE: rows that keep no key get their one step from behind the last one, of V from behind
-        // all of them: zeros. What nobody wrote may be NaN, and 0 times NaN is NaN.
-        const bool kept = number < keys.end;
-        const int kv0 = BLOCK_MASK && !kept ? p.len_kv : keys.key(number);
-        const int V_column = kept ? V_first + kv0 : BEHIND_ALL;
-        float scale[SCALES];
-        load_scales(scale, K_scale, kv0, p.len_kv);
-        mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
-        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        copy_scales(smem.K_scale[at.stage], scale);
-        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
-        for (int b = 0; b < CODE_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES,
-              tile.first_key() + kv0, tile.head_kv, tile.entry());
-        mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
-        mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
-        for (int b = 0; b < V_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], V_column + b * BOX_BYTES, 0,
-              tile.head_kv, tile.entry());
-      }
-      index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
-    }
+    produce<int8_t>(
+        smem, smem.K_empty, call, quant, Q_map, schedule, WholeTiles{},
+        LoadStage{smem, K_map, V_map});
+    return;
   }
 
   // ---- the consumers: S3 to S6
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
   const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
-  const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
+  const int row = warp_row + lane_id() / 4;        // this lane's rows of the tile: row, row + 8
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
@@ -321,18 +233,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       quantize_q(
           Q_factor, smem.Q_codes, smem.Q[Q_at.stage], smem.Q_empty[Q_at.stage], warp_row,
           p.len_q - tile.q0, CONSUMERS + warpgroup);
-    const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
-                           + tile.batch * quant.Q_scale_stride_batch +
-                           tile.head * quant.Q_scale_stride_head +
-                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
+    const float* Q_scale = scales_of_rows(call, quant, tile);  // [ceil(len_q / GROUP_Q)]
     ChannelScales<O_COLS>& V_scales = smem.V_scales[warpgroup - 1][Q_at.stage];
     V_scales.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if constexpr (!QUANTIZE_Q)
-        Q_factor[h] = Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];
-      Q_factor[h] *= p.scale_log2;  // R3
-    }
+    make_row_factors(Q_factor, p, Q_scale, tile.q0 + row);
     zeros.load_rows(call, quant, Q_scale, tile, row, p.len_q);
 
     // The first scores, by themselves.
@@ -365,7 +269,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
       turn.take();
       start_scores(dot, Q_rows, K_rows);
-      start_output(sum, P_frag, V_rows);
+      start_tile_sums<WgmmaE4m3<O_COLS>>(sum, P_frag, V_rows);
       turn.pass();
       copy_scales(K_scale, smem.K_scale[K_at.stage]);
       wgmma_wait_group<1>();  // the scores are there: their maximum is found while P V is summed
@@ -391,7 +295,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     // The last output, by itself.
     mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
     turn.take();
-    start_output(sum, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
+    start_tile_sums<WgmmaE4m3<O_COLS>>(sum, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(sum);
@@ -404,18 +308,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       const int q = tile.q0 + row + h * 8;
       state[h].l = shfl_sum<4>(state[h].l);  // R6
       if constexpr (LSE) {
-        // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
-        if (quant.K_mean) {
-          const float* K_mean = quant.K_mean  // [HEAD_DIM]
-                                + (int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM;
-          const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
-                                + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
-                                min(q, p.len_q - 1) * p.Q_stride.len;
-          const float dot = mean_dot<4>(Q_row, K_mean, zeros.of_row(h));
-          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * dot;  // R3
-        }
-        if (t == 0 && q < p.len_q)
-          lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
+        give_mean_back(state[h], p, quant, tile, q, Q_factor[h], zeros.of_row(h));
+        store_lse(p, tile, q, state[h]);
       }
     }
     cp_async_wait_group<0>();
@@ -424,13 +318,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
     float O_value[O_COLS / 2];                                        // [O_COLS / 8][4]
     V_scales.apply<false>(O_value, O_acc, {state[0].l, state[1].l});  // R7
-    const int q = tile.q0 + warp_row;
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
-    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // [OWN_BOXES]
-    store_output<O_STAGED>(
-        O, p.O_stride.len, p.len_q - q, O_value, O_rows, O_map, tile.first_row() + q, tile.head,
-        tile.entry());
+    store_tile<O_STAGED>(smem, p, O_map, tile, warp_row, O_value);
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end

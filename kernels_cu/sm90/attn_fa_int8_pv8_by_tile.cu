@@ -33,7 +33,6 @@
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"
-#include "prims/codes/mean_dot.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/score/online_softmax.cuh"
 #include "prims/io/output.cuh"
@@ -44,21 +43,15 @@
 #include "prims/score/step_scores.cuh"
 #include "prims/io/varlen.cuh"
 #include "prims/schedule/work_tile.cuh"
+#include "sm90/int8/producer.cuh"
+#include "sm90/int8/products.cuh"
+#include "sm90/int8/rows.cuh"
+#include "sm90/int8/value_codes.cuh"
+#include "sm90/int8/warpgroups.cuh"
 
-constexpr int WARPGROUP = 128;                          // threads
-constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
-constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);  // per channel of V
-constexpr int O_COLS =
-    HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
-constexpr int SUM_COLS = 32;                       // of those, whose sums are in registers at once
-constexpr bool IN_TURN = HEAD_DIM > 64;            // at the exponentials
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-// Tiles differ in work: blocks take them as they come.
-constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
+constexpr int SUM_COLS = 32;             // of those, whose sums are in registers at once
+constexpr bool IN_TURN = HEAD_DIM > 64;  // at the exponentials
 
-constexpr int INPUT_BYTES =
-    BOX_BYTES * (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 208 * 1024;
@@ -90,36 +83,36 @@ constexpr int STEP_BYTES =
     sizeof(SharedStorage::K[0]) + sizeof(SharedStorage::V[0]) + V_SCALE_BYTES;
 
 static_assert(P_TYPE == PType::U8, "this form takes P in u8");
-static_assert(
-    BLOCK_Q == 128 || BLOCK_Q == 192,
-    "BLOCK_Q must be 128 or 192: two or three warpgroups of 64 rows fill the registers");
-static_assert(
-    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
-    "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
-static_assert(
-    CONSUMERS == 2 || HEAD_DIM <= 128,
-    "BLOCK_Q must be 128 past HEAD_DIM 128: two warpgroups have registers for O");
-static_assert(
-    BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
-    "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
 static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has one V scale");
 static_assert(
     HEAD_DIM % 4 == 0, "HEAD_DIM must be a multiple of 4: scales come 16 bytes at a time");
 
-// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
-__device__ __forceinline__ void start_scores(
-    int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
-  wgmma_use(dot);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
-    const int box = k / 4, byte = k % 4 * 32;
-    WgmmaS8<BLOCK_KV>::ss(
-        dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+// S2 load K, V: both of a step, and the scales of V.
+struct LoadStage {
+  static constexpr int V_STEPS = 0;  // stages of a tile that hold V alone
+  SharedStorage& smem;
+  const TensorMap &K_map, &V_map;
+  const ValueParams& values;
+  int V_first;           // column of the sequence
+  const float* V_scale;  // [ceil(len_kv / GROUP_V), HEAD_DIM]
+
+  __device__ __forceinline__ void begin(const AttnParams& call, const WorkTile& tile) {
+    V_first = first_column(call, tile);
+    V_scale = values.V_scale + tile.batch * values.V_scale_stride_batch +
+              tile.head_kv * values.V_scale_stride_head +
+              first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
   }
-  wgmma_commit_group();
-}
+  __device__ __forceinline__ void operator()(
+      const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
+    Mbarrier& full = smem.full[at.stage];
+    mbarrier_arrive_expect_tx(full, STEP_BYTES);
+    load_K(smem.K[at.stage], K_map, full, tile, step.kv0);
+    load_V(smem.V[at.stage], V_map, full, tile, V_first + step.kv0);
+    // NOTE: a step that may be without keys gets any scales, as it does of K.
+    const int group = uint32_t(min(step.kv0, max(step.len_kv - 1, 0))) / GROUP_V;
+    cp_async_bulk(smem.V_scale[at.stage], V_scale + int64_t(group) * HEAD_DIM, V_SCALE_BYTES, full);
+  }
+};
 
 // S4 softmax, its first half: the M of this tile, that of code 1, rounded up. It is NaN where a
 // scale is, and reaches l and O by way of beta: the code of NaN is 0. Keys that share a scale and
@@ -146,7 +139,7 @@ __device__ __forceinline__ bool choose_M(
     const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0, int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  const bool masked = !ScoreMask::admits_all(p, q, kv0, unmasked);
   if (masked)
     find_M<true>(p, tile_M, dot, factor, q, kv0);
   else
@@ -208,20 +201,6 @@ __device__ __forceinline__ void weigh(
   }
 }
 
-// S5 output: sum [64, SUM_COLS] = P V of one tile and some columns, exact, in the background.
-__device__ __forceinline__ void start_output(
-    int32_t (&sum)[SUM_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4], Descriptor V_rows) {
-  wgmma_use(sum);
-  wgmma_use(P_frag);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < BLOCK_KV / 32; ++k) {  // 32 bytes of a channel, then the next box
-    const int box = k / 4, byte = k % 4 * 32;
-    WgmmaU8<SUM_COLS>::rs(sum, P_frag[k], V_rows + (box * O_COLS * BOX_BYTES + byte), k > 0);
-  }
-  wgmma_commit_group();
-}
-
 // O += sum, columns `col0` on, with the scales of these channels in this tile, in the unit of M.
 __device__ __forceinline__ void add_tile(
     float (&O_acc)[O_COLS / 2], const int32_t (&sum)[SUM_COLS / 2], const float (&beta)[2],
@@ -251,95 +230,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Q_STAGES; ++s) {
-      mbarrier_init(smem.Q_full[s], 1);
-      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
-    }
-    for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.full[s], 1);
-      mbarrier_init(smem.empty[s], CONSUMERS * 4);
-    }
+    init_ring(smem.Q_full, 1, smem.Q_empty, CONSUMER_WARPS);
+    init_ring(smem.full, 1, smem.empty, CONSUMER_WARPS);
     fence_mbarrier_init();
   }
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
-    TileRange tiles(call);
-    RingPosition<Q_STAGES> Q_at;
-    RingPosition<NUM_STAGES> at;  // of K and V
-    int index = blockIdx.x;
-    while (true) {
-      if (!tiles.reach(call, index)) {
-        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
-        mbarrier_arrive(smem.Q_full[Q_at.stage]);
-        return;
-      }
-      const Sequences<VARLEN> sequences(call, tiles.sequence);
-      const auto& p = of_sequences<int8_t, int8_t>(call, sequences);
-      WorkTile tile =
-          work_tile<UNEVEN, sizeof(int8_t)>(p, sequences, tiles.sequence, index - tiles.first);
-      const KeptKeys keys(
-          p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
-      int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
-      tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
-      // S1 load Q
-      {
-        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
-        smem.tile[Q_at.stage] = tile;
-        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
-        for (int b = 0; b < Q_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * Q_BOX_COLS,
-              tile.first_row() + tile.q0, tile.head, tile.entry());
-        Q_at.advance();
-      }
-      // S2 load K, V
-      const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
-      const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                             + tile.batch * quant.K_scale_stride_batch +
-                             tile.head_kv * quant.K_scale_stride_head +
-                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
-      const float* V_scale = values.V_scale  // [ceil(len_kv / GROUP_V), HEAD_DIM]
-                             + tile.batch * values.V_scale_stride_batch +
-                             tile.head_kv * values.V_scale_stride_head +
-                             first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
-      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
-        // of codes of V begins at whole 16 bytes, or is an illegal instruction.
-        const int kv0 =
-            BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
-        float scale[SCALES];
-        load_scales(scale, K_scale, kv0, p.len_kv);
-        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
-        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        copy_scales(smem.K_scale[at.stage], scale);
-        mbarrier_arrive_expect_tx(smem.full[at.stage], STEP_BYTES);
-        for (int b = 0; b < CODE_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_BYTES,
-              tile.first_key() + kv0, tile.head_kv, tile.entry());
-        for (int b = 0; b < V_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.full[at.stage], V_first + kv0 + b * BOX_BYTES, 0,
-              tile.head_kv, tile.entry());
-        // NOTE: a step that may be without keys gets any scales, as it does of K.
-        const int group = uint32_t(min(kv0, max(p.len_kv - 1, 0))) / GROUP_V;
-        cp_async_bulk(
-            smem.V_scale[at.stage], V_scale + int64_t(group) * HEAD_DIM, V_SCALE_BYTES,
-            smem.full[at.stage]);
-      }
-      index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
-    }
+    produce<int8_t>(
+        smem, smem.empty, call, quant, Q_map, schedule, WholeTiles{},
+        LoadStage{smem, K_map, V_map, values});
+    return;
   }
 
   // ---- the consumers: S3 to S6
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;               // first row of this warpgroup in the tile
   const int warp_row = row0 + warp_id() % 4 * 16;      // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;      // fragment coordinates, see mma.cuh
-  const int row = warp_row + g;                        // this lane's rows of the tile: row, row + 8
+  const int row = warp_row + lane_id() / 4;            // this lane's rows of the tile: row, row + 8
   const Turn<CONSUMERS> turn = {warpgroup - 1};        // at the exponentials
   if (IN_TURN && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
@@ -374,18 +283,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
       quantize_q(
           Q_factor, smem.Q_codes, smem.Q[Q_at.stage], smem.Q_empty[Q_at.stage], warp_row,
           p.len_q - tile.q0, CONSUMERS + warpgroup);
-    const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
-                           + tile.batch * quant.Q_scale_stride_batch +
-                           tile.head * quant.Q_scale_stride_head +
-                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
+    const float* Q_scale = scales_of_rows(call, quant, tile);  // [ceil(len_q / GROUP_Q)]
     ChannelScales<O_COLS>& V_means = smem.V_means[warpgroup - 1][Q_at.stage];
     V_means.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if constexpr (!QUANTIZE_Q)
-        Q_factor[h] = Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];
-      Q_factor[h] *= p.scale_log2;  // R3
-    }
+    make_row_factors(Q_factor, p, Q_scale, tile.q0 + row);
 
     for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K, V and their scales have arrived
@@ -411,13 +312,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
             p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
       if (IN_TURN) turn.pass();
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
-      start_output(sum[0], P_frag, V_rows);
+      start_tile_sums<WgmmaU8<SUM_COLS>>(sum[0], P_frag, V_rows);
 #pragma unroll
       for (int c = 0; c < HEAD_DIM; c += SUM_COLS) {
         int32_t (&own)[SUM_COLS / 2] = sum[c / SUM_COLS % 2];
         if (c + SUM_COLS < HEAD_DIM) {
           const int next = c + SUM_COLS;
-          start_output(sum[next / SUM_COLS % 2], P_frag, V_rows + next * BOX_BYTES);
+          start_tile_sums<WgmmaU8<SUM_COLS>>(
+              sum[next / SUM_COLS % 2], P_frag, V_rows + next * BOX_BYTES);
           wgmma_wait_group<1>();  // the sums of these columns are there
         } else {
           wgmma_wait_group<0>();
@@ -439,20 +341,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
       state[h].l = shfl_sum<4>(state[h].l);  // R6
       if constexpr (LSE) {
         exact_l[h] = shfl_sum<4>(exact_l[h]);  // R6
-        // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
-        if (quant.K_mean) {
-          const float* K_mean = quant.K_mean  // [HEAD_DIM]
-                                + (int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM;
-          const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
-                                + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
-                                min(q, p.len_q - 1) * p.Q_stride.len;
-          const float dot = mean_dot<4>(Q_row, K_mean);
-          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * dot;  // R3
-        }
+        give_mean_back(state[h], p, quant, tile, q, Q_factor[h]);
         RowState of_weights = state[h];
         of_weights.l = finite_or(exact_l[h], state[h].l);
-        if (t == 0 && q < p.len_q)
-          lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = of_weights.lse();
+        store_lse(p, tile, q, of_weights);
       }
     }
     cp_async_wait_group<0>();
@@ -461,13 +353,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
     float O_value[O_COLS / 2];                                       // [O_COLS / 8][4]
     V_means.apply<false>(O_value, O_acc, {state[0].l, state[1].l});  // R7
-    const int q = tile.q0 + warp_row;
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
-    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // [OWN_BOXES]
-    store_output<O_STAGED>(
-        O, p.O_stride.len, p.len_q - q, O_value, O_rows, O_map, tile.first_row() + q, tile.head,
-        tile.entry());
+    store_tile<O_STAGED>(smem, p, O_map, tile, warp_row, O_value);
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end

@@ -30,8 +30,8 @@
 #include "prims/params.cuh"
 #include "prims/schedule/pieces.cuh"
 #include "prims/score/score.cuh"
-#include "prims/schedule/tile_order.cuh"
 #include "prims/io/varlen.cuh"
+#include "prims/schedule/work_tile.cuh"
 
 constexpr int WARPGROUP = 128;                       // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;              // warpgroups that compute
@@ -52,14 +52,6 @@ constexpr int Q_STAGES =
     (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES <= 225 * 1024 ? 2 : 1;
 // O leaves through the place of its Q, but where the next Q has no other place to go to.
 constexpr bool O_TAKES_Q = Q_STAGES == 2;
-
-// Which query rows of which head, and how many steps over keys: one at least, if only to find that
-// all of them are masked. VARLEN: of which sequence; to the copy engine all are one batch entry.
-struct alignas(16) WorkTile : Sequences<VARLEN> {
-  int q0;  // -1: there is no more
-  int head, batch, steps;
-  int first, slot;  // as a Piece has them
-};
 
 struct SharedStorage {
   alignas(1024) elem_t Q[Q_STAGES][BOXES][BLOCK_Q * BOX_COLS];
@@ -89,22 +81,6 @@ static_assert(
 static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
     "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
-
-// Tile `index` of a sequence or of all; its steps are still to be counted.
-__device__ __forceinline__ WorkTile
-work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
-  const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
-  const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
-  const int64_t head_bytes = keys * HEAD_DIM * 2 * sizeof(elem_t);
-  const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
-  return {sequences, place.q0, place.batch_head % p.heads, place.batch_head / p.heads, 0, 0, -1};
-}
-
-// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
-__device__ __forceinline__ WorkTile uniform(WorkTile tile) {
-  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head), uniform(tile.batch),
-          uniform(tile.steps),   uniform(tile.first), uniform(tile.slot)};
-}
 
 // S3 scores: S [64, BLOCK_KV] = Q K^T, in the background.
 __device__ __forceinline__ void start_scores(
@@ -141,7 +117,7 @@ __device__ __forceinline__ bool softmax(
     const AttnParams& p, RowState (&state)[2], float (&S_acc)[BLOCK_KV / 2],
     uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], int q, int kv0, int unmasked,
     bool rises) {
-  if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
+  if (!ScoreMask::admits_all(p, q, kv0, unmasked)) {
     const ScoreMask mask(p, q, kv0);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i)
@@ -225,7 +201,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       }
       const Sequences<VARLEN> sequences(call, tiles.sequence);
       const auto& p = of_sequences(call, sequences);
-      WorkTile tile = work_tile(p, sequences, number_of_tile - tiles.first);
+      WorkTile tile = work_tile<UNEVEN, 2 * sizeof(elem_t)>(
+          p, sequences, tiles.sequence, number_of_tile - tiles.first);
       const KeptKeys keys(
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
@@ -234,7 +211,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         number = piece.first * BLOCK_KV;
         tile.steps = piece.steps, tile.first = piece.first, tile.slot = piece.slot;
       }
-      const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       const auto load_Q = [&] {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
@@ -243,7 +219,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
               smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_COLS,
-              tile.first_row() + tile.q0, tile.head, tile.batch);
+              tile.first_row() + tile.q0, tile.head, tile.entry());
         Q_at.advance();
       };
       // NOTE: where there is room for one Q, it waits for the last one, and K goes ahead.
@@ -261,12 +237,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         for (int b = 0; b < BOXES && step < tile.steps; ++b)
           cp_async_bulk_tensor_4d(
               smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_COLS, tile.first_key() + kv0,
-              head_kv, tile.batch);
+              tile.head_kv, tile.entry());
         if (Q_STAGES == 1 && step == 0) load_Q();
         for (int b = 0; b < BOXES && step > 0; ++b)
           cp_async_bulk_tensor_4d(
               smem.V[at.stage][b], V_map, smem.full[at.stage], b * BOX_COLS,
-              tile.first_key() + V_kv0, head_kv, tile.batch);
+              tile.first_key() + V_kv0, tile.head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -358,13 +334,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     for (int h = 0; h < 2; ++h) {
       state[h].l = shfl_sum<4>(state[h].l);  // R6
       if (PIECES && tile.slot >= 0) {        // as it is: merge_pieces.cu divides and stores
-        const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
-        float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
-#pragma unroll
-        for (int n = 0; n < O_COLS / 8; ++n)
-          store_pair(O_piece, n * 8 + t * 2, O_acc[4 * n + 2 * h], O_acc[4 * n + 2 * h + 1]);
-        if (t == 0)
-          reinterpret_cast<PieceRow*>(pieces.rows)[place] = {state[h].M, state[h].l, state[h].l};
+        store_piece_row<O_COLS>(
+            pieces, tile.slot, row, h, O_acc, {state[h].M, state[h].l, state[h].l});
         continue;
       }
       inverse_l[h] = state[h].inverse_l();
@@ -393,7 +364,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       stage_output<BOX>(O_rows, O_frag);
       send_output<BOX>(
           O, p.O_stride.len, O_rows, p.len_q - q, O_map, tile.first_row() + q, tile.head,
-          tile.batch);
+          tile.entry());
       leaving = true;
     } else {
       store_fragment(O, p.O_stride.len, p.len_q - q, O_frag);

@@ -147,7 +147,8 @@ def test_a_damaged_configuration(tmp_path: Path, text: str) -> None:
 def test_yaml_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     path = pipeline(tmp_path)
-    with pytest.raises(UnsupportedError, match="pip install pyyaml, or save it as JSON"):
+    message = r"pip install pyyaml \(the extra cli has it\), or save it as JSON"
+    with pytest.raises(UnsupportedError, match=message):
         open_kandinsky(path, path / "config.yaml")
 
 

@@ -338,6 +338,16 @@ def test_block_sizes_reach_the_tiles() -> None:
         assert_same(attend(q, k, v, STEP_OF[mode]), ca.attention(q, k, v, **given))
 
 
+def test_tiles_of_few_rows_have_few_warps() -> None:
+    q, k, v = example()
+    o = layer(block_q=32)(q, k, v, STEP_OF["precision"])
+    own = lookup("fa_tc").default_tiles(HEAD_DIM, "portable")
+    tiles = Tiles(32, own.block_kv, 2, own.num_stages)
+    assert_same(o, ca.attention(q, k, v, variant="fa_tc", tiles=tiles))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        layer(block_q=24)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,10 @@ def test_plan_of_one_device(capsys: Any, tmp_path: Path) -> None:
     out, record = planned(capsys, tmp_path, "--variant", "unfused", "--len", "4096")
     assert "attn_unfused_scores<<<" in out
     assert record["memory"]["scratch of the kernels"] == 4 * 16 * 4096**2
-    assert f"memory: {sum(record['memory'].values()):,} bytes" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["memory", "bytes"] in rows
+    assert ["total", f"{sum(record['memory'].values()):,}", "1.1", "GiB"] in rows
+    assert re.search(r"^  tiles +block_q=", out, re.MULTILINE) and "Features(" not in out
 
 
 def test_plan_of_a_million_rows_on_four_devices(capsys: Any, tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_plan_of_a_million_rows_on_four_devices(capsys: Any, tmp_path: Path) -> 
     memory = record["memory"]
     assert memory["q, k and v"] == 2 * 128 * (32 + 16) * 262144
     assert sum(memory.values()) < 12 * 2**30
-    assert "memory of each device: " in out and "taken" in out
+    assert re.search("^memory of each device +bytes$", out, re.MULTILINE) and "taken" in out
     ring = planned(capsys, tmp_path, "--devices", "4", "--ulysses", "1", "--variant", "fa_int8")[1]
     assert ring["ring"] == 4 and "codes" in ring["memory"]
 

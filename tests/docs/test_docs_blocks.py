@@ -168,6 +168,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not fragment or fragment in anchors(target), link
 
 
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = re.findall(r"^\| \[\w+\]\((\w+\.md)\) \|", index.read_text("utf-8"), re.MULTILINE)
+    assert sorted([*listed, index.name]) == [page.name for page in PAGES]
+
+
 def test_troubleshooting_has_a_run_or_a_command_for_every_symptom() -> None:
     text = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
     symptoms = re.split(r"^### ", text, flags=re.MULTILINE)[1:]

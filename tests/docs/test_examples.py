@@ -1,4 +1,4 @@
-"""Every script of examples/ runs by itself, as its docstring says; those of a library, where it is.
+"""Every script of examples/ runs from an installed cupyattn, or says in a sentence what it lacks.
 
 `make test-interop` runs those of torch, JAX and diffusers, tests/gpu that of CuPy.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cupyattn.measure.device import device_missing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -30,13 +34,41 @@ SCRIPTS = {
 }  # fmt: skip
 #: Needs a device: tests/gpu/test_examples.py.
 ON_DEVICE = {"cupy_script"}
+#: What a script says where a library is missing, by that library.
+WITHOUT = {
+    ("cupy_script", "cupy"): "cupy_script.py needs a CUDA device: CuPy is not installed",
+    ("torch_module", "torch"): "torch_module.py needs torch: pip install torch",
+    ("jax_gradient", "jax"): "jax_gradient.py needs JAX: pip install jax",
+    ("diffusers_pipeline", "torch"): "needs torch and diffusers: pip install torch diffusers",
+    ("diffusers_pipeline", "diffusers"): "needs torch and diffusers: pip install torch diffusers",
+}
 
 
-def run(name: str, *arguments: str) -> str:
+def installed(folder: Path) -> Path:
+    """Lay out the package as a wheel does, with kernels and data inside it."""
+    skipped = shutil.ignore_patterns("__pycache__")
+    for source, place in (
+        ("cupyattn", "cupyattn"),
+        ("kernels_cu", "cupyattn/kernels_cu"),
+        ("experiments/data", "cupyattn/data"),
+    ):
+        shutil.copytree(ROOT / source, folder / place, ignore=skipped)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed(tmp_path_factory.mktemp("site"))
+
+
+def run(name: str, *arguments: str, site: Path = ROOT) -> str:
     """Run a script of examples/ in a process of its own; return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(site), "OPENBLAS_NUM_THREADS": "1"}
+    script = EXAMPLES / f"{name}.py"
+    if site != ROOT:  # nothing of the checkout beside it
+        script = Path(shutil.copy(script, site))
     done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py", *arguments], cwd=EXAMPLES, env=environment,
+        [sys.executable, script, *arguments], cwd=script.parent, env=environment,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -44,14 +76,36 @@ def run(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_runs(name: str) -> None:
+def test_an_example_runs_from_a_wheel(name: str, wheel: Path) -> None:
     library, arguments, printed = SCRIPTS[name]
     pytest.importorskip(library)
-    assert re.search(printed, run(name, *arguments))
+    assert re.search(printed, run(name, *arguments, site=wheel))
 
 
-def test_every_example_is_run_somewhere_and_says_how() -> None:
+@pytest.mark.parametrize(("name", "library"), WITHOUT)
+def test_an_example_without_its_library_ends_with_a_sentence(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = str(ended.value.code)  # which Python prints on standard error, with status 1
+    assert WITHOUT[name, library] in said
+    assert said.endswith(".") and "\n" not in said
+
+
+@pytest.mark.skipif(not device_missing(), reason="there is a device")
+@pytest.mark.parametrize("name", sorted(ON_DEVICE))
+def test_an_example_without_its_device_ends_with_a_sentence(name: str) -> None:
+    with pytest.raises(SystemExit, match=rf"^{name}\.py needs a CUDA device: .*\.$"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_every_example_is_run_with_and_without_and_says_how() -> None:
     found = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
     assert set(found) == SCRIPTS.keys() | ON_DEVICE
+    needing = {name for name, (library, *_) in SCRIPTS.items() if library != "numpy"}
+    assert {name for name, _ in WITHOUT} == needing | ON_DEVICE
     for name, text in found.items():
         assert f"python examples/{name}.py" in text.split('"""')[1]
+        assert "__file__" not in text and "import experiments" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -139,7 +140,11 @@ def test_it_works_in_an_empty_environment(
     run(core, "-m", "pip", "install", "--quiet", "--no-deps", archive, cwd=tmp_path)
     try:
         seen = run(core, ROOT / "tests" / "docs" / "wheel_trial.py", *SOURCES, cwd=tmp_path)
+        for name in ("numpy_script.py", "calibrate_recorded.py"):
+            script = shutil.copy(ROOT / "examples" / name, tmp_path)
+            seen += run(core, script, *["--quick"] * (name != "numpy_script.py"), cwd=tmp_path)
     finally:
         run(core, "-m", "pip", "uninstall", "--quiet", "--yes", "cupyattn", cwd=tmp_path)
     print(seen)
     assert "ok: mirror within bound" in seen
+    assert "gradients of shapes" in seen and seen.count("relative error with scales") == 6

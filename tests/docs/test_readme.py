@@ -12,6 +12,7 @@ import cupyattn as ca
 from cupyattn import cli
 from cupyattn.kernels import ladder as registry
 from cupyattn.reference.gemm import activate
+from docs import write_readme
 from experiments._harness import recording
 from experiments.speed import ladder
 
@@ -85,6 +86,29 @@ def test_the_table_is_what_the_record_says() -> None:
     assert inside == f"\n{table}\n", (
         "run python -m experiments.speed.ladder --stored --update-readme"
     )
+
+
+@pytest.mark.parametrize("marks", write_readme.figures(), ids=lambda marks: marks[0].split()[1])
+def test_figures_of_the_first_screen_are_what_the_records_say(marks: tuple[str, str]) -> None:
+    inside = README.split(marks[0])[1].split(marks[1])[0]
+    assert inside == f"\n{write_readme.figures()[marks]}\n", "run python -m docs.write_readme"
+
+
+def test_a_slower_record_makes_another_sentence() -> None:
+    peers = recording.stored("peers")
+    for cell in peers["against_rival"]["cells"]:
+        cell["ratio"] = [0.5, 0.5, 0.5]
+    assert "0.50 to 0.50 times as fast" in write_readme.speed(peers)
+
+
+def test_the_first_screen_explains_our_words_before_they_are_used() -> None:
+    first = README.split("## Two commands")[0]
+    for word in ("rung", "form", "mirror", "J1", "J2", "J3"):
+        row = f"\n| {word} | "
+        assert row in first
+        before = first.split(row)[0].split("\n| word | means |")[0]
+        assert word == "form" or not re.search(rf"\b{word}s?\b", before), word
+    assert "for you if" in first and "not for you if" in first and "on no package index" in first
 
 
 def test_every_command_is_named() -> None:

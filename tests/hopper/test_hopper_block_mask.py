@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cupyattn import BlockMask, QuantConfig, Tiles, attention, quantize
+from cupyattn.compiler.modules import KERNELS
 from cupyattn.interpret import KernelFault
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
@@ -216,6 +217,7 @@ _COUNTED = (
     "            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES);\n"
 )
 _WITHOUT_KEYS = "number >= keys.end ? ", "number >= keys.end ? 0 * ", AssertionError
+_WITHOUT_KEYS_OF_CODES = "!kept ? ", "!kept ? 0 * ", AssertionError
 #: What may be wrong: (text of the kernel, what stands there instead, how it is seen).
 WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
@@ -229,12 +231,12 @@ WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
         "kv0 = BLOCK_MASK ? smem.kv0[at.stage] : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
         AssertionError),
-    "a tile without keys gets the first ones": _WITHOUT_KEYS,
+    "a tile without keys gets the first ones": _WITHOUT_KEYS_OF_CODES,
 }  # fmt: skip
 WRONG_VALUES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
         "      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];\n", "", AssertionError),
-    "a tile without keys gets the first ones": _WITHOUT_KEYS,
+    "a tile without keys gets the first ones": _WITHOUT_KEYS_OF_CODES,
 }  # fmt: skip
 ALL_WRONG = [
     pytest.param(rung, *one, marks=[pytest.mark.slow] if rung == PV8 else [])
@@ -253,7 +255,8 @@ def test_what_goes_wrong_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old, new, how = wrong
-    source = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
+    places = f"sm90/attn_{rung.replace('@sm90', '')}.cu", "sm90/int8/producer.cuh"
+    source = next(place for place in places if old in (KERNELS / place).read_text())
     put_a_line_in_place(source, old, new, tmp_path, monkeypatch)
     options = OF_STEPS if rung == "fa_int8@sm90" else {}
     with pytest.raises(how):

@@ -12,6 +12,7 @@ from cupyattn import QuantizedQKV, Tiles, attention, attention_varlen, explain, 
 from cupyattn.interpret import KernelFault
 from cupyattn.quant.quantizers import padded_columns
 from tests.faults.fault_patches import put_a_line_in_place
+from tests.hopper import hopper_pv8_cases as cases
 from tests.support import runs
 from tests.support.runs import bits, form_taken, normal, packed, sequences
 
@@ -38,12 +39,32 @@ def test_within_the_bound(rung: str, head_dim: int, dtype: str, options: dict[st
         one.check()
 
 
-def test_a_window_that_begins_among_the_rows_of_a_warp() -> None:
+def run_among_rows(rung: str) -> runs.Run:
+    """Attend through a window whose first key differs among the rows of a warp."""
+    return runs.run(rung, normal((1, 1, 40, 72), (1, 1, 200, 72)), window=(90, 0), **HOPPER)
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        "fa_tc@sm90", CODES, cases.FP8,
+        *(pytest.param(rung, marks=pytest.mark.slow) for rung in (CODES_OF_V, cases.BY_TILE)),
+    ],
+)  # fmt: skip
+def test_a_window_that_begins_among_the_rows_of_a_warp(rung: str) -> None:
     """Of some rows a step is masked and of others not: the lanes of the warp go one way."""
-    inputs = normal((1, 1, 40, 72), (1, 1, 200, 72))
-    one = runs.run(CODES, inputs, window=(90, 0), **HOPPER)
-    assert one.form == "sm90"
+    one = run_among_rows(rung)
+    assert one.form == rung.partition("@")[2]
     one.check()
+
+
+def test_lanes_that_ask_for_their_own_rows_vote_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, own = "q - lane_id() / 4, 16)", "q, 9)"
+    put_a_line_in_place("prims/score/score.cuh", rows, own, tmp_path, monkeypatch)
+    with pytest.raises(KernelFault):
+        run_among_rows(CODES)
 
 
 @pytest.mark.slow

@@ -382,7 +382,7 @@ WRONG_CODES: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "rows of the next sequence decide when M rises":
         WRONG["rows of the next sequence decide when M rises"],
     "scales of the keys of the first sequence": (
-        " +\n                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch)", "",
+        " +\n                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch)", "",
         check_that_neighbours_have_no_influence, AssertionError),
 }  # fmt: skip
 #: And what is seen later.
@@ -395,7 +395,7 @@ WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
         "(VARLEN && rows < STORE_ROWS)", "(VARLEN && rows < 0)",
         check_that_neighbours_have_no_influence, KernelFault),
     "scales of the queries of the first sequence": (
-        " +\n                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch)", "",
+        " +\n         first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch)", "",
         check_that_neighbours_have_no_influence, AssertionError),
     "the mean of the keys of the first sequence": (
         "(int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM", "tile.head_kv * HEAD_DIM",
@@ -407,7 +407,7 @@ WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
 #: And of codes of V.
 WRONG_VALUES: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "values of the first sequence": (
-        "V_first + kv0 + b", "kv0 + b",
+        "V_first + step.kv0", "step.kv0",
         check_that_neighbours_have_no_influence, AssertionError),
 }  # fmt: skip
 WRONG_VALUES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
@@ -428,10 +428,10 @@ WRONG_VALUES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
 #: And of codes of V whose scales change along the keys.
 WRONG_BY_TILE: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "scales of the values of the first sequence": (
-        " +\n                             first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch)"
+        " +\n              first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch)"
         " * HEAD_DIM", "", check_that_neighbours_have_no_influence, AssertionError),
     "a scale of values where there is no key": (
-        "min(kv0, max(p.len_kv - 1, 0))", "min(kv0, p.len_kv - 1)",
+        "min(step.kv0, max(step.len_kv - 1, 0))", "min(step.kv0, step.len_kv - 1)",
         check_that_a_sequence_may_have_no_keys, KernelFault),
 }  # fmt: skip
 ALL_WRONG = [
@@ -466,7 +466,10 @@ def test_what_goes_wrong_is_seen(
 ) -> None:
     clean(rung)  # by the kernel as it is
     own = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
-    shared = "prims/score/step_scores.cuh", "prims/io/output.cuh", "prims/codes/channel_scales.cuh"
+    shared = (
+        "sm90/int8/producer.cuh", "sm90/int8/rows.cuh", "prims/score/step_scores.cuh",
+        "prims/io/output.cuh", "prims/codes/channel_scales.cuh",
+    )  # fmt: skip
     places = (own, *shared)
     source = next(place for place in places if old in (KERNELS / place).read_text())
     put_a_line_in_place(source, old, new, tmp_path, monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,7 @@ def test_what_is_asked_for_is_the_call_s(accuracy: str) -> None:
 def test_a_rung_of_ones_own_is_never_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     source = tmp_path / "attn_mine.cu"
     source.write_text("")
-    mine = type(VARIANTS["fa_tc"])(**{**VARIANTS["fa_tc"].__dict__, "name": "m", "source": source})
+    mine = replace(VARIANTS["fa_tc"], name="m", source=source)
     monkeypatch.setitem(VARIANTS, "m", mine)
     assert choose.choose("full", "float16", 64, 64, False).variant == "fa_tc"
 

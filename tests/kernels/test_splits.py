@@ -290,7 +290,7 @@ def test_a_block_with_all_keys_of_a_head_has_the_result(
 def test_few_rows_and_many_keys_take_it(arch: str | None) -> None:
     q, k, v = inputs_of(1, 8, 2, 4, 4096, 128, "float16")
     text = explain(q, k, v, arch=arch)
-    assert "fa_tc (split), Tiles(block_q=16" in text
+    assert "fa_tc (split)\n  tiles     block_q=16" in text
     assert "attn_fa_tc<<<" in text and "merge_splits<<<8, 512>>>" in text
     assert f"workspace {16 * 32 * (128 + 2) * 4:,} bytes" in text
     note = "16 query rows share each key head, whose K and V are read once, in 64 slices of 64 keys"

@@ -23,6 +23,7 @@ from tests.prims.prim import Arguments, Prim, butterfly, defines, normal, rng
 from tests.prims.prims_cluster_cases import CLUSTER_PRIMS
 from tests.prims.prims_exp2_cases import EXP2_PRIMS
 from tests.prims.prims_finite_cases import FINITE_PRIMS
+from tests.prims.prims_fragment_cases import FRAGMENT_PRIMS
 from tests.prims.prims_gemm_cases import GEMM_PRIMS
 from tests.prims.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims.prims_hopper_cases import hopper_prims
@@ -341,7 +342,7 @@ PRIMS = [
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
     *SCORE_PRIMS, *SHIFT_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(),
-    *P_PRIMS, *ZERO_PRIMS,
+    *P_PRIMS, *ZERO_PRIMS, *FRAGMENT_PRIMS,
     *CLUSTER_PRIMS, *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
     *QUANTIZE_PRIMS, *TILE_END_PRIMS,
     *tile_prims(),

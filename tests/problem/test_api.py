@@ -205,7 +205,7 @@ def test_explain_says_form_tiles_launches_and_workspace() -> None:
     text = explain(*normal(), variant="unfused", tiles=Tiles(32, 16, 2), causal=True)
     for piece in (
         "runs in NumPy, with the blocks and the rounding of these launches",
-        "unfused (portable), Tiles(block_q=32, block_kv=16, num_warps=2",
+        "\nunfused (portable)\n  tiles     block_q=32, block_kv=16, num_warps=2, num_stages=1\n",
         "causal=True",
         "attn_unfused_scores<<<8, 64>>> of attn_unfused.cu",
         f"workspace {4 * 2 * 4 * 9 * 13:,} bytes",

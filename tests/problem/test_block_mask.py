@@ -408,7 +408,7 @@ def test_explain_says_what_is_kept_and_why_not_the_hopper_form() -> None:
     inputs = make("normal", 1, 2, 128, 192, 128, "float16")
     text = explain(*inputs, block_mask=BlockMask(blocks("one"), 64, 64), arch="sm_90a")
     assert "scores: block mask of 64 x 64 blocks, 16.7% of them kept" in text
-    assert "Tiles(block_q=64, block_kv=64" in text and "block_mask=(64, 64)" in text
+    assert "tiles     block_q=64, block_kv=64" in text and "block_mask=(64, 64)" in text
     assert "takes block masks of 128 query rows, got blocks of 64 x 64" in text
 
 

@@ -73,17 +73,17 @@ def codes() -> Iterator[Codes | None]:
         yield Codes(16, keys, zero_points, one)
 
 
-def asked() -> list[support.Asked]:
+def offers() -> list[support.Offer]:
     """All of them together, for each architecture, with tiles and without."""
     tiles, archs = (None, Tiles(128, 64, 12, 2)), ("sm_80", "sm_90a")
     return [
-        support.Asked(call, operands, one, given, arch)
+        support.Offer(call, operands, one, given, arch)
         for call, one, given, arch in itertools.product(calls(), codes(), tiles, archs)
         for operands in (operands_of(call), operands_of(call, 2), None)
     ]
 
 
-ASKED = asked()
+OFFERS = offers()
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_rows_name_kinds_and_options_that_there_are() -> None:
 def test_a_refusal_has_one_sentence_of_reason(rung: str, name: str) -> None:
     """And a call that is taken has none."""
     form, said = ROWS[rung, name], set()
-    for one in ASKED:
+    for one in OFFERS:
         found = support.takes(name, form, one)
         assert found.supported == (found.reason == "")
         said.add(found.reason)
@@ -147,7 +147,7 @@ def test_every_reason_is_met() -> None:
     """Each message of `cupyattn.problem.support` is one that some call above gets."""
     said = {
         support.takes(name, form, one).reason
-        for (_, name), form in ROWS.items() for one in ASKED
+        for (_, name), form in ROWS.items() for one in OFFERS
     }  # fmt: skip
     for words in (
         "takes V in 16 or 32 bits, got", "needs arch='sm_90a'",
@@ -165,17 +165,17 @@ def test_every_reason_is_met() -> None:
 def test_of_the_forms_that_take_a_call_the_last_runs(rung: str) -> None:
     """Unless a form for few rows would run, and another takes them with heads stacked."""
     variant, taken = ladder.lookup(rung), set()
-    for one in ASKED:
+    for one in OFFERS:
         names = [
             name for name, form in variant.forms.items()
             if support.takes(name, form, one).supported
         ]  # fmt: skip
         if not names:
             with pytest.raises(UnsupportedError, match=f"^{rung} has no kernel for codes"):
-                settle_asked(variant, one)
+                settle_offer(variant, one)
             continue
         try:
-            kernel = settle_asked(variant, one)
+            kernel = settle_offer(variant, one)
         except ValueError as error:
             assert "must divide the blocks of the block mask" in str(error)
             continue
@@ -188,7 +188,7 @@ def test_of_the_forms_that_take_a_call_the_last_runs(rung: str) -> None:
     assert taken == set(variant.forms)
 
 
-def settle_asked(variant: ca.Variant, one: support.Asked) -> Any:
+def settle_offer(variant: ca.Variant, one: support.Offer) -> Any:
     return settle(variant, one.call, one.operands, codes=one.codes, tiles=one.tiles, arch=one.arch)
 
 

@@ -10,6 +10,7 @@ import ast
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def test_form_tiles_and_note(call: Call) -> None:
     assert [plan.form, plan.tiles, plan.note] == [form, ca.Tiles(*tiles), note]
     assert kernel_form(*arrays, **options) == {"form": form, "tiles": plan.tiles}
     said = ca.explain(*arrays, **options)
-    assert f"{call.variant} ({form}), {plan.tiles}" in said
+    sizes = ", ".join(f"{name}={size}" for name, size in asdict(plan.tiles).items())
+    assert f"{call.variant} ({form})\n  tiles     {sizes}\n" in said
     assert said.endswith(note)
 
 

@@ -144,10 +144,8 @@ def test_the_blocks_of_a_split_tile_follow_each_other() -> None:
     plan = planned(64, 4096, 4096, arch="sm_90a")
     assert plan.tiles.splits == 2 and plan.launches[0].grid == 2 * 64 and not plan.workspace
     said = str(plan)
-    assert (
-        "int8_gemm (sm90), GemmTiles(block_m=64" in said
-        and "splits=2, tail_splits=1), 0 tiles of a" in said
-    )
+    assert "int8_gemm (sm90)\n  tiles     block_m=64" in said
+    assert "splits=2, tail_splits=1\n" in said and "\n  blocks    0 tiles of a" in said
     assert "gemm_int8<<<128, 256>>> of linear/sm90/gemm_int8.cu\n  workspace 0 bytes" in said
     assert planned(64, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32
     assert planned(900, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32 * 15

@@ -415,7 +415,7 @@ def test_one_call_is_quantise_and_attend(pv, backend) -> None:
     assert bits(plan(q, k, v, variant="fa_int8", quant=quant, backend=backend)(q, k, v)) == bits(o)
     assert bits(plan(z, backend=backend)(z)) == bits(o)
     assert "zero_points=True" in explain(q, k, v, variant="fa_int8", quant=quant)
-    assert "zero_points=False" in explain(q, k, v, variant="fa_int8")
+    assert "zero_points" not in explain(q, k, v, variant="fa_int8")
 
 
 def test_views_of_scales_and_zero_points() -> None:

@@ -5,6 +5,8 @@
 #pragma once
 
 #include "prims/config.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/io/tile_io.cuh"
 #include "prims/params.cuh"
 
 constexpr int NO_TILE = 0x7fffffff;
@@ -39,3 +41,18 @@ struct PieceRow {
   float M, l;    // as RowState has them
   float l_of_O;  // the l that O is divided by
 };
+
+// Leaves row + 8 h of a piece, one of a lane's two: an O that is not divided, in fragments of wgmma
+// that have COLS columns of it.
+template <int COLS, int COUNT>
+__device__ __forceinline__ void store_piece_row(
+    const PieceParams& pieces, int slot, int row, int h, const float (&O)[COUNT],
+    const PieceRow& came_to) {
+  const int t = lane_id() % 4;
+  const int64_t place = int64_t(slot) * BLOCK_Q + row + h * 8;
+  float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
+#pragma unroll
+  for (int n = 0; n < COLS / 8; ++n)
+    store_pair(O_piece, n * 8 + t * 2, O[4 * n + 2 * h], O[4 * n + 2 * h + 1]);
+  if (t == 0) reinterpret_cast<PieceRow*>(pieces.rows)[place] = came_to;
+}

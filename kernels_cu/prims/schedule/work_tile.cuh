@@ -1,5 +1,5 @@
-// work_tile.cuh -- what a block of a persistent kernel over codes works on: the thread that copies
-// finds it, and leaves it beside Q for those that compute.
+// work_tile.cuh -- what a block of a persistent kernel works on: the thread that copies finds it,
+// and leaves it beside Q for those that compute.
 #pragma once
 
 #include "prims/params.cuh"
@@ -11,35 +11,29 @@
 // all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
 struct WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
-  int head, head_kv, batch, steps;
+  int head, batch, steps;
   int first, slot;  // as a Piece has them
-  int nothing;      // it is read 16 bytes at a time
+  int head_kv;      // last: fa_tc's consumers have no use for it
+  int padding;      // it is read 16 bytes at a time
   __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
 
-// Tile `index` of a sequence or of all, whose values V take so many bytes each; UNEVEN as place_of
-// has it. Its steps are still to be counted.
-template <bool UNEVEN, int VALUE_BYTES>
+// Tile `index` of a sequence or of all, an element of K and one of V taking so many bytes together;
+// UNEVEN as place_of has it. Its steps are still to be counted.
+template <bool UNEVEN, int BYTES>
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
-  const int64_t head_bytes = keys * HEAD_DIM * (sizeof(int8_t) + VALUE_BYTES);
+  const int64_t head_bytes = keys * HEAD_DIM * BYTES;
   const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
   const int head = place.batch_head % p.heads;
-  return {
-      sequences,
-      place.q0,
-      head,
-      head / (p.heads / p.heads_kv),
-      VARLEN ? sequence : place.batch_head / p.heads,
-      0,
-      0,
-      -1};
+  return {sequences, place.q0, head, VARLEN ? sequence : place.batch_head / p.heads,
+          0,         0,        -1,   head / (p.heads / p.heads_kv)};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
-  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head),  uniform(tile.head_kv),
-          uniform(tile.batch),   uniform(tile.steps), uniform(tile.first), uniform(tile.slot)};
+  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head), uniform(tile.batch),
+          uniform(tile.steps),   uniform(tile.first), uniform(tile.slot), uniform(tile.head_kv)};
 }

@@ -17,6 +17,9 @@ struct RowState {
   // whose scores are all far below zero.
   __device__ __forceinline__ RowState() : M(NEG_INF), l(0.0f) {}
 
+  // Has a key been admitted?
+  __device__ __forceinline__ bool has_keys() const { return M > NEG_INF; }
+
   // M as a number that may be subtracted: a row with no admitted key yet has M = -inf, and
   // -inf - (-inf) would be NaN where 2^-inf = 0 is meant.
   __device__ __forceinline__ float M_finite() const { return M == NEG_INF ? 0.0f : M; }

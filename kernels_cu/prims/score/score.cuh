@@ -71,6 +71,14 @@ struct ScoreMask {
       end[h] = (CAUSAL ? min(p.len_kv, row + p.causal_shift + 1) : p.len_kv) - first;
     }
   }
+  // Whether every score of the step at kv0 is admitted, for all of the warp's 16 rows: q is the
+  // first of this lane's two, `unmasked` the kv_unmasked_end of these rows or of earlier ones.
+  // NOTE: not for this lane's rows alone: the lanes of a warp vote on weights, and branch together.
+  __device__ __forceinline__ static bool admits_all(
+      const AttnParams& p, int q, int kv0, int unmasked) {
+    return kv0 + BLOCK_KV <= unmasked &&
+           !(WINDOW && kv0 < kv_unmasked_begin(p, q - lane_id() / 4, 16));
+  }
   __device__ __forceinline__ bool admits(int i) const { return admits_any(i, i); }
   // Whether it admits one of those from `first` to `last`, two scores of one row.
   __device__ __forceinline__ bool admits_any(int first, int last) const {

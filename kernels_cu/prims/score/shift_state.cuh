@@ -21,6 +21,9 @@ struct ShiftState {
   __device__ __forceinline__ ShiftState()
       : M(-0x1p127f), highest(-0x1p127f), l(0.0f), exact_l(0.0f) {}
 
+  // Has a key been admitted that weighs anything?
+  __device__ __forceinline__ bool has_keys() const { return l > 0.0f; }
+
   // From now on M stays so high that all of l, as it is, is below a quarter of its range: what
   // comes until the next time is less than the rest.
   __device__ __forceinline__ void keep_in_range() {

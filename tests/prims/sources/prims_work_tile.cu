@@ -8,7 +8,7 @@ extern "C" __global__ void tiles(
   const int count = ceil_div(p.len_q, BLOCK_Q) * p.heads * p.batch;
   for (int i = 0; i < count; ++i) {
     if (lane_id() == 0) {
-      shared = work_tile<false, 1>(p, Sequences<VARLEN>(p, 0), 0, i);
+      shared = work_tile<false, 2>(p, Sequences<VARLEN>(p, 0), 0, i);
       shared.steps += 10 + i, shared.first += 20 + i, shared.slot += 1 + i;
     }
     __syncwarp();  // the tile is there

@@ -1,0 +1,124 @@
+"""Errors of two records side by side, for records that hold no times.
+
+A judged part is anything in a record with ``judgement``: `cupyattn.measure.records` says how parts
+are named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cupyattn.measure.records import own_names
+
+#: What names a judged part beside `cupyattn.measure.records.IDENTITY`.
+_ALSO = ("distribution", "dtype", "shape", "form")
+#: What a judgement holds, the largest error relative to its bound first.
+MEASURES = ("j2", "j3", "relative_error")
+VERDICTS = ("more exact", "less exact", "same")
+
+
+@dataclass(frozen=True)
+class ComparedErrors:
+    """The errors of one part in two records.
+
+    Parameters
+    ----------
+    name : str
+    first, second : dict
+        Of `MEASURES` those that both records have.
+    verdict : {"more exact", "less exact", "same"}
+        Of the second: its relative error lies past the margin, or within it.
+    """
+
+    name: str
+    first: dict[str, float]
+    second: dict[str, float]
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready record."""
+        return asdict(self)
+
+
+def judged(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the errors of a record by the name of the part; of equal names the second has `` #2``.
+
+    Examples
+    --------
+    >>> row = {"variant": "fa", "judgement": {"j2": 0.5, "j3": None, "relative_error": 1e-3}}
+    >>> judged({"rungs": [row]})
+    {'fa': {'j2': 0.5, 'relative_error': 0.001}}
+    """
+    found: dict[str, dict[str, float]] = {}
+    numbers: dict[str, int] = {}
+    for names, errors in _judged(record, ()):
+        name = ", ".join(names)
+        numbers[name] = numbers.get(name, 0) + 1
+        found[name if numbers[name] == 1 else f"{name} #{numbers[name]}"] = errors
+    return found
+
+
+def _judged(
+    node: Any, above: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
+    if isinstance(node, list):
+        for item in node:
+            yield from _judged(item, above)
+    if not isinstance(node, dict):
+        return
+    also = (node.get(key) for key in _ALSO)
+    names = (*above, *own_names(node), *(text for text in also if isinstance(text, str) and text))
+    judgement = node.get("judgement")
+    if isinstance(judgement, dict):
+        errors = {key: judgement[key] for key in MEASURES if _is_error(judgement.get(key))}
+        if errors:
+            yield names, errors
+    for key, item in node.items():
+        if key not in ("environment", "clocks", "judgement") and isinstance(item, (dict, list)):
+            yield from _judged(item, names)
+
+
+def _is_error(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    )
+
+
+def compare(
+    first: Mapping[str, Any], second: Mapping[str, Any], margin: float = 0.02
+) -> list[ComparedErrors]:
+    """Return the judged parts that two records have in common, side by side.
+
+    Parameters
+    ----------
+    first, second : mapping
+        Records of one experiment.
+    margin : float
+        Relative errors within ``1 / (1 + margin)`` and ``1 + margin`` of each other are the same.
+    """
+    mine, other = judged(first), judged(second)
+    found = []
+    for name in mine:
+        if name not in other:
+            continue
+        keys = [key for key in MEASURES if key in mine[name] and key in other[name]]
+        if keys:
+            a, b = ({key: some[name][key] for key in keys} for some in (mine, other))
+            found.append(ComparedErrors(name, a, b, _verdict(a[keys[-1]], b[keys[-1]], margin)))
+    return found
+
+
+def _verdict(first: float, second: float, margin: float) -> str:
+    """Return which of `VERDICTS` two errors say, of the second.
+
+    Examples
+    --------
+    >>> _verdict(1.0, 0.5, 0.02), _verdict(1.0, 1.01, 0.02), _verdict(0.0, 0.0, 0.02)
+    ('more exact', 'same', 'same')
+    """
+    if second * (1 + margin) < first:
+        return "more exact"
+    return "less exact" if second > first * (1 + margin) else "same"

@@ -1,0 +1,282 @@
+"""Code of the plan that this library began as runs, or names its successor in one line.
+
+`founding_blocks.md` has the blocks as they stand. Typed here, only their imports change, and
+``...``, which stands there for the arguments of the first block, is filled in; without a device
+tensors stay on the CPU and are smaller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn import cli
+from cupyattn.measure.device import device_missing
+from tests.checkpoints.checkpoint_files import write
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "FOUNDING_NOTES.md"
+BLOCKS = {
+    title: (language, body)
+    for title, language, body in re.findall(
+        r"^## ([^\n]*)\n\n```(\w+)\n(.*?)^```$",
+        Path(__file__).with_name("founding_blocks.md").read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+}
+#: Modules of the plan, and where what they were to hold is.
+IMPORTS = {
+    "kernels.attention_int8 import Int8Attention": "cupyattn.interop.torch import Int8Attention",
+    "attention_int8_pytorch import Int8Attention": "cupyattn.interop.torch import Int8Attention",
+    "kernels.attention_int8 import replace": "cupyattn.interop.diffusers import replace",
+    "attention_int8_pytorch import replace": "cupyattn.interop.diffusers import replace",
+    "kandinsky_int8_optimizer import": "cupyattn import",
+    "triton_int8_converter import": "cupyattn import",
+}
+#: Imports of blocks that the plan gives none for.
+OWN = {
+    "torch: factors of timesteps": (
+        "from cupyattn import compute_adaptive_scales, compute_sigma_schedule"
+    ),
+    "torch: 16 bits for critical steps": "from cupyattn import attention_fp16, attention_int8",
+    "precision by step": "from cupyattn import int8_attention, int8_attention_hq",
+    "configuration": "from cupyattn import TritonInt8Config",
+}
+#: Sizes and places that become smaller and nearer where there is no device.
+ON_A_CPU = {
+    ".cuda()": "", "device='cuda'": "device='cpu'", '.to("cuda")': '.to("cpu")',
+    "16, 32, 4096, 128": "1, 2, 130, 64", "16, 32, 128": "1, 2, 64", "num_heads=32": "num_heads=2",
+    "head_dim=128": "head_dim=64", "Attention(32, 128": "Attention(2, 64",
+    "[512, 1024, 2048, 4096, 8192]": "[130]", "= 512, 128, 32": "= 16, 8, 2",
+    "ProfilerActivity.CUDA": "ProfilerActivity.CPU", "cuda_time_total": "cpu_time_total",
+}  # fmt: skip
+#: What blocks end with that do not run: one line.
+ENDS = {
+    "softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
+    "torch: softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
+    "torch: trade-offs": r"TypeError: .*missing 1 required positional argument: 'head_dim'",
+    "torch: 16 bits for critical steps": r"UnsupportedError: .* use cupyattn\.attention",
+    "precision by step": r"UnsupportedError: int8_attention is not .*variant='fa_int8'",
+    "Kandinsky in a pipeline": r"UnsupportedError: .*use cupyattn\.checkpoints\.optimize_kandinsky",
+    "linear layers": r"UnsupportedError: TritonInt8LinearLayer .*use cupyattn\.Int8Linear",
+    "configuration": r"UnsupportedError: TritonInt8Config .*use cupyattn\.Int8Config",
+    # What is not ours: torch's own functions, misspelt once, and libraries that judge images.
+    "benchmark": r"(AssertionError|RuntimeError|AttributeError): .*(CUDA|cuda_synchronize)",
+    "quality": r"ModuleNotFoundError: No module named '(torchvision|lpips)'",
+}
+#: Lists and formulas that are marked as Python.
+NO_CODE = {"profiling by hand", "list of layers", "quantisation in words"}
+PYTHON = [t for t, (language, _) in BLOCKS.items() if language == "python" and t not in NO_CODE]
+
+
+def typed(title: str) -> str:
+    """A block with its imports changed and its dots filled in."""
+    text = f"{OWN.get(title, '')}\n{BLOCKS[title][1]}"
+    for old, new in IMPORTS.items():
+        text = text.replace(f"from {old}", f"from {new}")
+    filled = "Int8Attention(num_heads=32, head_dim=128,"
+    text = re.sub(r"Int8Attention\(\s*\.\.\.,", filled, text)
+    text = text.replace("randn(...,", "randn(16, 32, 4096, 128, dtype=torch.float16,")
+    if device_missing():
+        for old, new in ON_A_CPU.items():
+            text = text.replace(old, new)
+    return text
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what is printed, and warnings of options without effect, which tests/diffusion holds."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def before(title: str) -> dict[str, Any]:
+    """The names that blocks before have left: those of the first."""
+    names: dict[str, Any] = {"np": np}
+    if title not in ("call", "torch: call"):
+        with quiet():
+            exec(typed("call"), names)
+        names |= dict.fromkeys(("Q_cond", "Q_uncond"), names["Q"]) | {"timestep": 500}
+    return names
+
+
+def small_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pipeline that the plan downloads be a small one with random weights."""
+    diffusers = pytest.importorskip("diffusers")
+    case = importlib.import_module("tests.interop.diffusers_cases").CASES["sd15"]
+
+    class Small(diffusers.StableDiffusionPipeline):  # type: ignore[name-defined,misc]
+        def __call__(self, prompt: str, num_inference_steps: int = 2) -> Any:
+            given = case.call() | {"num_inference_steps": 2, "output_type": "latent"}
+            return super().__call__(**given)
+
+    def from_pretrained(name: str) -> Any:
+        pipe = case.make()
+        pipe.set_progress_bar_config(disable=True)
+        pipe.__class__ = Small
+        return pipe
+
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "from_pretrained", from_pretrained)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("title", PYTHON)
+def test_a_block_runs_or_names_its_successor(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    if title.endswith("pipeline") and "Kandinsky" not in title:
+        small_pipeline(monkeypatch)
+    names, code = before(title), compile(typed(title), title, "exec")
+    ended = "ran"
+    with quiet():
+        try:
+            exec(code, names)
+        except Exception as error:  # noqa: BLE001  whatever it is, it has to be the one above
+            ended = f"{type(error).__name__}: {error}"
+    assert "\n" not in ended.strip()
+    assert re.match(ENDS.get(title, "ran$"), ended), ended
+
+
+def test_what_is_no_code_names_nothing_of_ours() -> None:
+    for title in NO_CODE:
+        assert not re.search(r"Int8Attention|Triton\w+\(", BLOCKS[title][1])
+    assert ENDS.keys() <= set(PYTHON)
+
+
+@pytest.mark.parametrize("name", sorted(ca.RENAMED))
+def test_names_of_the_plan_name_their_successor(name: str) -> None:
+    for package in (ca, ca.checkpoints, ca.diffusion):
+        with pytest.raises(ca.UnsupportedError, match=f"^{name} is not in cupyattn: use cupyattn"):
+            getattr(package, name)
+    with pytest.raises(ca.UnsupportedError, match=f"^{name} is not"):
+        exec(f"from cupyattn import {name}", {})
+    assert name not in dir(ca) and name in PAGE.read_text(encoding="utf-8")
+    for path in re.findall(r"cupyattn\.(?!interop)([\w.]*\w)", ca.RENAMED[name]):
+        found: Any = ca
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert callable(found)
+
+
+@pytest.mark.parametrize("name", ["precision_mode", "v_precision"])
+def test_keywords_of_the_plan_name_their_successor(name: str) -> None:
+    q = np.ones((1, 1, 4, 8), np.float16)
+    layer = ca.Int8Attention(1, 8)
+    for call in (
+        lambda **k: ca.attention(q, q, q, **k), lambda **k: ca.explain(q, q, q, **k),
+        lambda **k: ca.plan(q, q, q, **k), lambda **k: ca.Int8Attention(1, 8, **k),
+        lambda **k: layer(q, q, q, 3, **k), lambda **k: layer.fused_cfg(q, q, q, q, 3, **k),
+    ):  # fmt: skip
+        with pytest.raises(ca.UnsupportedError, match=f"^{name} is not supported: .*mode"):
+            call(**{name: "fp16"})
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+SCRIPTS = {
+    "python analyze_weights_enhanced.py": "cupyattn analyze",
+    "python triton_int8_converter.py": "cupyattn convert",
+    "python optimize_kandinsky.py": "cupyattn kandinsky",
+    "./bin/profile_": "cupyattn profile ",
+}
+
+
+def commands(title: str, **places: str) -> list[list[str]]:
+    """The words of the commands of a block, ours in place of the plan's scripts."""
+    text = BLOCKS[title][1].replace("\\\n", " ")
+    for old, new in SCRIPTS.items():
+        text = text.replace(old, new)
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [[places.get(word, word) for word in words] for words in lines if words]
+
+
+def test_the_commands_for_checkpoints_run_with_their_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    weights = {"a.fc1.weight": rng.standard_normal((128, 256)).astype(np.float32)}
+    model = write(tmp_path / "x.safetensors", weights)
+    places = {"/path/to/model": str(model), "/path/to/output": str(tmp_path / "int8")}
+    for _, *words in commands("commands: analyse and convert", **places):
+        assert cli.main(words) == 0
+    assert list((tmp_path / "int8").glob("*.safetensors"))
+    flags = commands("commands: flags")
+    assert len(flags) == 4
+    for words in flags:
+        assert cli.main(["analyze", str(model), *words]) == 0
+    (kandinsky,) = commands("commands: Kandinsky")
+    assert cli.main(kandinsky[1:]) == 2  # there is no such model, and no device
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.skipif(not device_missing(), reason="there is a device")
+@pytest.mark.parametrize(
+    "title",
+    ["commands: profile", "commands: Nsight Compute", "commands: cycles", "commands: sanitizer"],
+)
+def test_the_commands_for_profiling_say_what_they_need(
+    title: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (words,) = commands(title)
+    words = words[words.index("cupyattn") + 1 :]
+    assert cli.main(words[: words.index("2>&1")] if "2>&1" in words else words) == 2
+    assert "profile needs a CUDA device" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_gone_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = commands("commands: report")
+    with pytest.raises(SystemExit):
+        cli.main(words[words.index("cupyattn") + 1 :])
+    assert "--kernel=fa --warmup" not in (said := capsys.readouterr().err)
+    assert "--kernel=fa: give the rung's name" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("title", ["commands: build in place", "commands: build and install"])
+def test_the_command_to_build_in_place_names_its_successor(title: str) -> None:
+    (words,) = [words for words in commands(title) if "build_ext" in words]
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "there is no extension to build" in done.stderr and "pip install -e" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_command_to_build_says_that_there_is_nothing_to_build() -> None:
+    words = BLOCKS["commands: build"][1].replace("<kernel_name>", "fa_int8").replace("XX", "80")
+    *_, build = words.strip().split(" && ")
+    command = [*shlex.split(build), f"PYTHON={sys.executable}", "NO_VENV=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "KERNEL=fa_int8 builds nothing" in done.stderr and "cupyattn profile" in done.stderr
+
+
+def test_the_page_has_every_name_command_and_flag_of_the_plan() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name in ("precision_mode", "v_precision", *SCRIPTS, "KERNEL=", "NVCC_ARCH="):
+        assert name.removeprefix("python ") in page, name
+    every = "".join(body for language, body in BLOCKS.values() if language == "bash")
+    flags = set(re.findall(r"(--[a-z][a-z-]+)", every))
+    assert len(flags) > 12
+    for flag in flags:
+        assert flag in page, flag
+    for path in re.findall(r"`cupyattn\.(?!interop)([\w.]+)`", page):
+        found: Any = ca
+        for part in path.split("."):
+            found = getattr(found, part)
+
