@@ -75,7 +75,7 @@ def test_the_same_is_told_of_every_kind(case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda x: ca.act_quant(x), lambda x: ca.weight_quant(x), lambda x: ca.quantize(*[x] * 3)]
+    "call", [ca.act_quant, ca.weight_quant, lambda x: ca.quantize(x, x, x)]
 )
 def test_bfloat16_of_torch_on_a_cpu_is_one_line(call: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"on a CPU must .* got torch.bfloat16: .*bfloat16$") as one:

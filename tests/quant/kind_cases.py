@@ -21,7 +21,7 @@ X = _RNG.standard_normal((3, 200)).astype(np.float32)
 BIAS = W[:, 0].copy()
 A, A_SCALES = ca.act_quant(X)
 B, B_SCALES = ca.weight_quant(W)
-O, LSE = ca.attention(Q, K, V, return_lse=True)
+OUT, LSE = ca.attention(Q, K, V, return_lse=True)
 ANGLES = _RNG.standard_normal((20, 8))
 COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
 MASK = np.tri(20, dtype=bool)
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
 #: Functions whose results are no arrays: they must say the same of arrays of every kind.
 TOLD: dict[str, tuple[Arrays, Callable[[Arrays], str]]] = {
     "judge": (
-        QKV | {"o": O, "lse": LSE},
+        QKV | {"o": OUT, "lse": LSE},
         lambda g: str(judge(g["o"], g["q"], g["k"], g["v"], lse=g["lse"], variant="auto")),
     ),
     "judge, masked": (

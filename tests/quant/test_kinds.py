@@ -12,7 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.ops.explain import kernel_form
 from cupyattn.testing import judge
-from tests.quant.kind_cases import A_SCALES, CASES, LSE, QKV, TOLD, A, B, K, O, Q, V, W, X, check
+from tests.quant.kind_cases import A_SCALES, CASES, LSE, OUT, QKV, TOLD, A, B, K, Q, V, W, X, check
 from tests.support.foreign import Foreign, ForeignWithNamespace
 
 
@@ -179,5 +179,5 @@ def test_judge_of_codes_takes_their_rung() -> None:
     assert report.variant == "fa_int8" and report.passed and report.quantisation is not None
     float32 = {name: x.astype(np.float32) for name, x in QKV.items()}
     assert judge(ca.attention(**float32), **float32, variant="auto").variant == "fa_warps"
-    assert judge(O, **QKV, lse=LSE, variant="auto").variant == "fa_tc"
+    assert judge(OUT, **QKV, lse=LSE, variant="auto").variant == "fa_tc"
     assert judge(*[X[None, None, :, :16].astype(np.float16)] * 4, variant="auto").rows == 3
