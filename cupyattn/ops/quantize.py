@@ -252,13 +252,14 @@ class Coding:
 
 
 class CodeFacts(NamedTuple):
-    """What `QuantizedQKV` is told beside arrays."""
+    """What `QuantizedQKV` is told beside arrays, and the head_dim that its rows of codes hold."""
 
     group_q: int
     group_kv: int
     group_v: int
     config: QuantConfig
     out_dtype: str
+    head_dim: int
     sequences: Sequences | None = None
     as_given: Callable[[Any], Any] = as_it_is
 
@@ -341,7 +342,7 @@ _NOTHING = dict.fromkeys(("rope", "qk_norm", "cu_seqlens_q", "cu_seqlens_k"))
 def _facts(coding: Coding, q: Array) -> CodeFacts:
     quant, tiles = coding.quant, coding.tiles
     groups = quant.group_q(tiles), quant.group_kv(tiles), quant.group_v(tiles)
-    return CodeFacts(*groups, quant, q.dtype.name, coding.sequences)
+    return CodeFacts(*groups, quant, q.dtype.name, int(q.shape[-1]), coding.sequences)
 
 
 def _tiles_of(
@@ -507,14 +508,13 @@ def _gathered(
     facts: CodeFacts, arrays: Mapping[str, Any], results: dict[str, Any]
 ) -> QuantizedQKV:
     """Return the results of kernels, and V where it stays as it is, as operands of attention."""
-    head_dim = arrays["q"].shape[-1]
+    of_facts = facts._asdict()
+    sequences, head_dim = of_facts.pop("sequences"), of_facts.pop("head_dim")
     kept = results | {name: results[name][..., :head_dim] for name in ("q_codes", "k_codes")}
     if "v_codes" not in results:
         v, _ = take("v", arrays["v"])
         v = v if facts.sequences is None else one_entry("v", v).swapaxes(1, 2)
         kept["v"] = value_operand(v)
-    of_facts = facts._asdict()
-    sequences = of_facts.pop("sequences")
     return QuantizedQKV(
         **of_facts, **{"v": None, **kept}, **({} if sequences is None else vars(sequences))
     )

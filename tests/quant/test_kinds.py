@@ -36,6 +36,15 @@ def test_the_same_is_told_of_every_kind(case: str) -> None:
     assert call({name: Foreign(array) for name, array in arrays.items()}) == call(arrays)
 
 
+def test_the_kernels_make_codes_of_every_kind() -> None:
+    few = [x[:, :1, :4].copy() for x in QKV.values()]
+    quant = ca.QuantConfig("token", "token", smooth_k=False)
+    expected = ca.quantize(*few, quant=quant)
+    found = ca.quantize(*map(Foreign, few), quant=quant, backend="interpret")
+    np.testing.assert_array_equal(found.q_codes, expected.q_codes)
+    np.testing.assert_array_equal(found.k_codes, expected.k_codes)
+
+
 def test_a_product_is_received_by_an_array_of_another_library() -> None:
     b, b_scales = ca.weight_quant(W)
     out = ForeignWithNamespace(np.zeros((3, 5), np.float32))
