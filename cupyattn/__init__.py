@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from cupyattn.ops.explain import explain, explain_backward
     from cupyattn.ops.gemm import int8_gemm
     from cupyattn.ops.linear import Int8Linear
-    from cupyattn.ops.quantize import quantize
+    from cupyattn.ops.quantize import quantize, quantize_kv
     from cupyattn.ops.weights import weight_dequant, weight_quant
     from cupyattn.problem.block_mask import BlockMask
     from cupyattn.quant.blocks import Int8Config
@@ -94,6 +94,7 @@ __all__ = [
     "plan",
     "quant",
     "quantize",
+    "quantize_kv",
     "reference",
     "register",
     "testing",
@@ -179,7 +180,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.explain": ("explain", "explain_backward"),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear",),
-        "ops.quantize": ("quantize",),
+        "ops.quantize": ("quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "problem.block_mask": ("BlockMask",),
         "quant.blocks": ("Int8Config",),

@@ -6,6 +6,7 @@ goes back the same way. An array that kernels cannot read where it lies is copie
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,11 @@ def check_one_device(**named: Any) -> None:
     if len(set(places.values())) > 1:
         where = ", ".join(f"{name} on {number}" for name, number in places.items())
         raise ValueError(f"all arrays of a call must lie on one device, got {where}")
+
+
+def as_it_is(result: Any) -> Any:
+    """Return a result whose kind is that of the operands already."""
+    return result
 
 
 def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -78,6 +84,18 @@ def take_receiver(name: str, array: Any) -> Any:
     array_namespace(array)
     check_aligned(name, array)
     return array
+
+
+def taken(**named: Any) -> tuple[Any, ...]:
+    """Return arrays as `take` does, in the order given; None stays None."""
+    return tuple(None if a is None else take(name, a)[0] for name, a in named.items())
+
+
+def taken_pair(names: tuple[str, str], given: Any) -> Any:
+    """Return an argument that is a pair of arrays as `take` does; anything else as it is."""
+    if not isinstance(given, (tuple, list)):
+        return given
+    return tuple(take(name, array)[0] for name, array in zip(names, given, strict=False))
 
 
 def operand(name: str, array: Any) -> Any:
@@ -145,7 +163,7 @@ def _aligned_copy(array: Any) -> Any:
 def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a NumPy or CuPy array of the same memory, and the way back, as `take` does."""
     if isinstance(array, np.ndarray) or is_cupy(array):
-        return array, lambda result: result
+        return array, as_it_is
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {type(array).__name__}"
@@ -173,11 +191,24 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _importer(array: Any) -> Callable[[Any], Any]:
-    """Return the ``from_dlpack`` of the library that an array belongs to."""
+    """Return the way to the library that an array belongs to: its ``from_dlpack``."""
     if hasattr(array, "__array_namespace__"):
-        return array.__array_namespace__().from_dlpack  # type: ignore[no-any-return]
-    library = sys.modules[type(array).__module__.partition(".")[0]]
-    return getattr(library, "from_dlpack", lambda result: result)
+        library = array.__array_namespace__()
+    else:
+        library = sys.modules[type(array).__module__.partition(".")[0]]
+    if not hasattr(library, "from_dlpack"):
+        return as_it_is
+    return functools.partial(_handed_over, library.from_dlpack)
+
+
+def _handed_over(from_dlpack: Callable[[Any], Any], result: Any) -> Any:
+    """Return a result as an array of the library that has this ``from_dlpack``."""
+    if isinstance(result, np.ndarray) and result.dtype.name == "bfloat16":
+        raise TypeError(
+            "a bfloat16 result on a CPU has no way back by DLPack, which NumPy's bfloat16 lacks: "
+            "ask for float16 or float32, or give NumPy arrays"
+        )
+    return from_dlpack(result)
 
 
 def on_host(array: Any) -> np.ndarray:

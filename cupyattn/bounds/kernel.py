@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.interchange import as_it_is, operands
 from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.bounds import values
 from cupyattn.bounds.parts import Bound, assemble, empty, exact, of_block
@@ -258,7 +258,7 @@ def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     kernel gives it back to lse alone.
     """
     check_one_sequence(quantized)
-    q, k, v = replace(quantized, k_mean=None).dequantize("float64")
+    q, k, v = replace(quantized, k_mean=None, as_given=as_it_is).dequantize("float64")
     return q, k, v
 
 

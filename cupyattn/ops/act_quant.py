@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import contiguous_last_axis, operand
+from cupyattn.arrays.interchange import contiguous_last_axis, take
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.arrays.operand import Operand
@@ -31,7 +31,7 @@ def act_quant(
     Parameters
     ----------
     x : array, (..., channels), float16, bfloat16 or float32
-        NumPy or CuPy.
+        NumPy, CuPy, or anything with DLPack.
     block_size : int
         The last block of a row may be smaller.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -41,7 +41,7 @@ def act_quant(
     Returns
     -------
     codes : array, (..., channels), int8
-        -127 to 127.
+        -127 to 127. Both of the kind of x.
     scales : array, (..., blocks), float32
         NaN for a block that holds a NaN or an infinity, whose codes are 0.
 
@@ -131,7 +131,7 @@ class _ActQuant:
 
     def resolve(self, settings: ActQuantSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check the activations; blocks of other sizes than the kernel's go to the mirror."""
-        x, size = operand("x", arrays["x"]), settings.block_size
+        (x, as_given), size = take("x", arrays["x"]), settings.block_size
         backend = choose(settings.backend, x)
         if backend == "interpret" and size != BLOCK_SIZE:
             raise UnsupportedError(
@@ -141,7 +141,7 @@ class _ActQuant:
         if backend == "mirror" or size != BLOCK_SIZE:
             return Problem(
                 what=self.name, backend="mirror", operands={"x": x}, results={},
-                settled=(settings, arrays),
+                as_given=as_given, settled=(settings, arrays),
             )  # fmt: skip
         check_values("x", x, least_axes=1)
         with on_device_of(x):
@@ -157,8 +157,9 @@ class _ActQuant:
             width = padded(settings.outliers)
             results["kept"] = Result((*x.shape[:-1], width), STORAGE[settings.dtype])
         return Problem(
-            what=self.name, backend=backend, operands=operands, results=results, settled=settings
-        )
+            what=self.name, backend=backend, operands=operands, results=results,
+            as_given=as_given, settled=settings,
+        )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cupyattn.arrays.interchange import is_cupy
+from cupyattn.arrays.interchange import as_it_is, is_cupy
 from cupyattn.kernels import ladder
 from cupyattn.ops.operation import Known
 from cupyattn.problem.block_mask import BlockMask
@@ -49,8 +49,11 @@ def known_call(settings: Settings, arrays: Mapping[str, Any]) -> Known | None:
 
 
 def direct_operands(arrays: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a call's arrays by the buffers of its plan, None where some are no arrays yet."""
+    """Return a call's arrays by the buffers of its plan, None where some are no arrays yet,
+    or results go to another library."""
     q = arrays["q"]
+    if isinstance(q, QuantizedQKV) and q.as_given is not as_it_is:
+        return None  # results go to another library
     if isinstance(q, QuantizedQKV) and arrays["k"] is arrays["v"] is None:
         operands = {name: a for name in QUANTIZED if (a := getattr(q, name)) is not None}
         like = q.q_codes

@@ -95,13 +95,13 @@ def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[st
     Parameters
     ----------
     q, k, v, **options
-        As for `attention`.
+        As for `attention`, ``variant="auto"`` included.
 
     Returns
     -------
     dict
         ``form`` and ``tiles``, as `cupyattn.testing.judge` and `cupyattn.bounds.attention` take
-        them.
+        them beside the variant; with ``variant="auto"`` `judge` finds both by itself.
 
     Examples
     --------

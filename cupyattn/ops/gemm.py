@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
+from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, take, take_receiver
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import check_receiver, on_device_of
 from cupyattn.arrays.operand import Operand
@@ -54,8 +54,8 @@ def int8_gemm(
     Parameters
     ----------
     a : array, (..., k), int8
-        Codes of activations, as `act_quant` makes them. NumPy or CuPy. Leading axes that do not
-        follow each other evenly in memory are copied.
+        Codes of activations, as `act_quant` makes them. NumPy, CuPy, or anything with DLPack.
+        Leading axes that do not follow each other evenly in memory are copied.
     a_scales : array, (..., ceil(k / 128)), float32
     b : array, (n, k), int8
         Codes of a weight, as `weight_quant` makes them.
@@ -81,7 +81,7 @@ def int8_gemm(
     Returns
     -------
     array, (..., n), out_dtype
-        `out` where it is given, else a new one of the kind that came in. A NaN scale makes the
+        `out` where it is given, else a new one of the kind of a. A NaN scale makes the
         elements NaN that it belongs to.
 
     Raises
@@ -145,8 +145,10 @@ class _Gemm:
     def resolve(self, settings: GemmSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check the operands, and settle form and tiles."""
         check_arch(settings.arch)
-        given = {name: operand(name, array) for name, array in arrays.items() if name != "c"}
-        out, a, b = arrays.get("c"), given["a"], given["b"]
+        a, as_given = take("a", arrays["a"])
+        others = {name: array for name, array in arrays.items() if name not in ("a", "c")}
+        given = {"a": a} | {name: take(name, array)[0] for name, array in others.items()}
+        b, out = given["b"], take_receiver("out", arrays["c"]) if "c" in arrays else None
         array_namespace(*given.values(), *([] if out is None else [out]))
         check_one_device(**given, out=out)
         backend, tiles = choose(settings.backend, a), settings.tiles
@@ -170,7 +172,7 @@ class _Gemm:
             what=self.name, backend=backend, arch=arch, operands=given,
             results={"c": result} if out is None else {},
             received={} if out is None else {"c": out.reshape(rows, b.shape[0])},
-            settled=settings._replace(tiles=tiles),
+            as_given=as_given, settled=settings._replace(tiles=tiles),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.interchange import take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
 from cupyattn.bounds.products import gemm_error
 from cupyattn.bounds.values import rounding_to_codes
@@ -33,7 +33,8 @@ class Int8Linear:
     Parameters
     ----------
     codes : array, (out, in), int8
-        Of W, as `weight_quant` makes them. NumPy or CuPy.
+        Of W, as `weight_quant` makes them. NumPy, CuPy, or anything with DLPack; the layer keeps
+        NumPy or CuPy arrays of the same memory.
     scales : array, (ceil(out / 128), ceil(in / 128)), float32
     bias : array, (out,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu"}, optional
@@ -87,8 +88,7 @@ class Int8Linear:
                 f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise "
                 "the weight again"
             )
-        codes, scales = operand("codes", codes), operand("scales", scales)
-        bias = None if bias is None else operand("bias", bias)
+        codes, scales, bias = taken(codes=codes, scales=scales, bias=bias)
         check_codes(codes, scales, BLOCK_SIZE)
         if codes.ndim != 2:
             raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
@@ -105,7 +105,7 @@ class Int8Linear:
             raise ValueError("outlier_columns and outlier_weight go together")
         if weight is None:
             return
-        weight = operand("outlier_weight", weight)
+        weight, _ = take("outlier_weight", weight)
         xp = array_namespace(self.codes, weight)
         expected = (self.codes.shape[0], columns.size)
         if tuple(weight.shape) != expected or weight.dtype.name not in ("float16", "bfloat16"):
@@ -132,7 +132,7 @@ class Int8Linear:
         Parameters
         ----------
         weight : array, (out, in), float16, bfloat16 or float32
-            NumPy or CuPy. Not modified.
+            NumPy, CuPy, or anything with DLPack. Not modified.
         bias, activation, outlier_columns
             As for `Int8Linear`.
         outlier_dtype : {"float16", "bfloat16"}, optional
@@ -147,7 +147,7 @@ class Int8Linear:
         TypeError, ValueError
             As for `weight_quant` and `Int8Linear`.
         """
-        weight = operand("weight", weight)
+        weight, _ = take("weight", weight)
         if weight.ndim != 2:
             raise ValueError(f"weight must have two axes, got shape {tuple(weight.shape)}")
         if outlier_dtype is None:
@@ -179,7 +179,8 @@ class Int8Linear:
         Parameters
         ----------
         x : array, (..., in), float16, bfloat16 or float32
-            NumPy or CuPy, as the weight. With outliers in 16 bits, of their type or float32.
+            NumPy, CuPy, or anything with DLPack, where the weight lies. With outliers in 16 bits,
+            of their type or float32.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
             The type of x when omitted.
         arch, backend
@@ -188,18 +189,16 @@ class Int8Linear:
         Returns
         -------
         array, (..., out), out_dtype
+            Of the kind of x.
 
         Raises
         ------
         TypeError, ValueError
             For an x that does not fit.
         """
-        if not getattr(x, "ndim", 0) or x.shape[-1] != self.codes.shape[1]:
-            raise ValueError(
-                f"x must have shape (..., {self.codes.shape[1]}), got "
-                f"{tuple(getattr(x, 'shape', ()))}"
-            )
-        x = operand("x", x)
+        x, as_given = take("x", x)
+        if not x.ndim or x.shape[-1] != self.codes.shape[1]:
+            raise ValueError(f"x must have shape (..., {self.codes.shape[1]}), got {x.shape}")
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
         outliers = None
         if self.outlier_weight is None:
@@ -215,10 +214,11 @@ class Int8Linear:
                 x, self.outlier_columns, self._places, dtype, backend=backend
             )
             outliers = kept, self.outlier_weight
-        return int8_gemm(
+        y = int8_gemm(
             codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
             activation=self.activation, outliers=outliers, arch=arch, backend=backend,
         )  # fmt: skip
+        return as_given(y)
 
     def error(self, x: Array, weight: Array, out_dtype: str | None = None) -> Float64:
         """Return how far each element of a call may be from the layer in exact arithmetic.
@@ -226,7 +226,7 @@ class Int8Linear:
         Parameters
         ----------
         x : array, (..., in)
-            NumPy, finite, as are the layer's own arrays.
+            On the host, finite, as are the layer's own arrays.
         weight : array, (out, in)
             What the layer was made of.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
@@ -234,7 +234,7 @@ class Int8Linear:
 
         Returns
         -------
-        array, (..., out), float64
+        numpy.ndarray, (..., out), float64
             Of ``|layer(x) - activation(x W^T + bias)|``.
 
         Notes
@@ -243,8 +243,8 @@ class Int8Linear:
         off by ``|x| Δw + Δx (|w| + Δw)``, summed over k, of which an activation passes on its
         slope; the product adds `gemm_error`. docs/MATH_REFERENCE.md, "Block-wise products".
         """
+        x, weight = taken(x=x, weight=weight)
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
-        x, weight = operand("x", x), operand("weight", weight)
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
         if self.outlier_weight is None:
@@ -278,7 +278,7 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
     Parameters
     ----------
     x : array, (..., in)
-        Samples, NumPy or CuPy. On a device this waits for the answer.
+        Samples, NumPy, CuPy, or anything with DLPack. On a device this waits for the answer.
     threshold : float
 
     Returns
@@ -291,7 +291,7 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
     >>> outlier_columns(np.float32([[1, -7, 0], [6, 2, 0]]))
     [0, 1]
     """
-    x = operand("x", x)
+    x, _ = take("x", x)
     xp = array_namespace(x)
     largest = xp.abs(x.reshape(-1, x.shape[-1]).astype(np.float32)).max(axis=0)
     found: list[int] = xp.flatnonzero(~(largest < threshold)).tolist()

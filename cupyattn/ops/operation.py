@@ -80,12 +80,16 @@ def run(
             made = run_ready(ready, problem)
             # NOTE: views of what was copied lie elsewhere than the caller's arrays do.
             read = {**problem.operands, **problem.received}
-            direct = known is not None and all(
-                same_place(read[name], array)
-                for name, array in known.arrays.items()
-                if name in read
-            )
-            if key is not None and direct and ready.can_be_kept:
+            if (
+                known is not None
+                and key is not None
+                and ready.can_be_kept
+                and all(
+                    same_place(read[name], array)
+                    for name, array in known.arrays.items()
+                    if name in read
+                )
+            ):
                 CALLS.remember(key, ready)
         else:
             made = run_on_host(operation, problem)

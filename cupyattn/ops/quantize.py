@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import contiguous_last_axis, operand
+from cupyattn.arrays.interchange import (
+    as_it_is,
+    contiguous_last_axis,
+    operand,
+    take,
+    taken,
+    taken_pair,
+)
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
+from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
@@ -25,7 +33,7 @@ from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.problem.row_preparation import EPS, Preparation
+from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -58,7 +66,8 @@ def quantize(
     Parameters
     ----------
     q : array, (batch, heads, len_q, head_dim)
-        float16, bfloat16 or float32; any strides. Not modified. Packed (total_q, heads, head_dim).
+        float16, bfloat16 or float32; any strides; NumPy, CuPy, or anything with DLPack. Not
+        modified. Packed (total_q, heads, head_dim).
     k, v : array, (batch, heads_kv, len_kv, head_dim)
         Of the same type; packed (total_k, heads_kv, head_dim). With ``pv="16bit"`` V is kept
         as it is, float32 as float16: past 65504 it becomes infinite.
@@ -85,8 +94,9 @@ def quantize(
     Returns
     -------
     QuantizedQKV
-        Arrays of the kind that came in; codes of 4 bits two to a byte. The codes and scales of all
-        backends agree bit for bit where the means do.
+        Codes of 4 bits two to a byte. Its arrays are NumPy's or CuPy's, on the device of q; what
+        `cupyattn.attention` makes of it is of the kind of q. The codes and scales of all backends
+        agree bit for bit where the means do.
 
     Raises
     ------
@@ -129,6 +139,81 @@ def quantize(
     return found
 
 
+@points_to_our_names
+def quantize_kv(
+    k: Array,
+    v: Array,
+    *,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
+) -> QuantizedQKV:
+    """Quantise keys and values once, for queries that come later.
+
+    Parameters
+    ----------
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+        float16, bfloat16 or float32; any strides; NumPy, CuPy, or anything with DLPack. Not
+        modified.
+    quant, tiles, arch, backend
+        As for `quantize`.
+    rope, rope_interleaved, qk_norm, qk_norm_eps
+        As for `quantize`: what happens to the rows of K first. Give `QuantizedQKV.with_q` the same
+        for the queries.
+
+    Returns
+    -------
+    QuantizedQKV
+        The codes of `quantize` of these keys and values, with no query row:
+        ``quantize_kv(k, v).with_q(q)`` has the bits of ``quantize(q, k, v)``.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError, DeviceMemoryError
+        As `quantize`.
+    UnsupportedError
+        For static scales, which need the queries: call `quantize`.
+
+    Notes
+    -----
+    Quantising is half of the launches of ``fa_int8`` where keys outnumber queries, as in
+    cross-attention to a text, or in decoding. The mean that is subtracted from the keys is theirs
+    alone, so the codes do not depend on the queries.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 2, 40, 16)).astype(np.float16)
+    >>> kv = quantize_kv(k, v)
+    >>> whole = quantize(q, k, v)
+    >>> bool((kv.with_q(q).q_codes == whole.q_codes).all() and (kv.k_codes == whole.k_codes).all())
+    True
+    """
+    if quant is not None and quant.static:
+        raise UnsupportedError(
+            "quantize_kv takes scales='dynamic', static scales have the shape of the queries too: "
+            "call quantize(q, k, v), and with_q for others"
+        )
+    taken_k, as_given = take("k", k)
+    if taken_k.ndim != 4:
+        raise ValueError(
+            f"k must have four axes (batch, heads_kv, len_kv, head_dim), got shape {taken_k.shape}"
+        )
+    batch, heads_kv, _, head_dim = taken_k.shape
+    with on_device_of(taken_k):
+        no_rows = array_namespace(taken_k).empty((batch, heads_kv, 0, head_dim), taken_k.dtype)
+    found = quantize(
+        no_rows, taken_k, v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
+        rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps,
+    )  # fmt: skip
+    return replace(found, as_given=as_given)
+
+
 class QuantizeSettings(NamedTuple):
     """What `quantize` asks for, beside arrays: its arguments."""
 
@@ -167,14 +252,16 @@ class Coding:
 
 
 class CodeFacts(NamedTuple):
-    """What `QuantizedQKV` is told beside arrays."""
+    """What `QuantizedQKV` is told beside arrays, and the head_dim that its rows of codes hold."""
 
     group_q: int
     group_kv: int
     group_v: int
     config: QuantConfig
     out_dtype: str
+    head_dim: int
     sequences: Sequences | None = None
+    as_given: Callable[[Any], Any] = as_it_is
 
 
 class _Quantize:
@@ -184,12 +271,14 @@ class _Quantize:
 
     def resolve(self, settings: QuantizeSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check the operands, and settle tiles and how they become codes."""
-        q, k, v = (operand(name, arrays[name]) for name in "qkv")
+        q, as_given = take("q", arrays["q"])
+        k, v = taken(k=arrays["k"], v=arrays["v"])
         array_namespace(q, k, v)
         backend = choose(settings.backend, q)
         checks.check_dtype(q, k, v)
         quant = settings.quant or QuantConfig()
         asked = {**_NOTHING, **settings._asdict(), **arrays}
+        asked |= {option: taken_pair(names, asked[option]) for option, names in PAIRS.items()}
         sequences = None
         if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
             check_packed_quant(quant)
@@ -206,13 +295,15 @@ class _Quantize:
             longest = [sequences.max_len_q, sequences.max_len_k]
         preparation = Preparation.of(asked, (heads, heads_kv, longest[0], longest[1], head_dim))
         tiles = _tiles_of(q, quant, settings.tiles, settings.arch, backend)
+        coding = Coding(quant, tiles, {}, sequences, preparation)
         if backend == "mirror":
-            coding = Coding(quant, tiles, {}, sequences, preparation)
-            return Problem(
+            problem = Problem(
                 what=self.name, backend=backend, operands={"q": q, "k": k, "v": v}, results={},
                 facts=_facts(coding, q), settled=coding,
             )  # fmt: skip
-        return coding_problem(q, k, v, Coding(quant, tiles, {}, sequences, preparation), backend)
+        else:
+            problem = coding_problem(q, k, v, coding, backend)
+        return replace(problem, facts=problem.facts._replace(as_given=as_given))
 
     def plan(self, problem: Problem) -> Work:
         """Return the launches."""
@@ -238,6 +329,8 @@ class _Quantize:
         found = results.get("whole")
         if found is None:
             found = _gathered(facts, arrays, results)
+        elif facts.as_given is not as_it_is:
+            found = replace(found, as_given=facts.as_given)
         return found.in_nibbles() if facts.config.qk_bits == 4 else found
 
 
@@ -249,7 +342,7 @@ _NOTHING = dict.fromkeys(("rope", "qk_norm", "cu_seqlens_q", "cu_seqlens_k"))
 def _facts(coding: Coding, q: Array) -> CodeFacts:
     quant, tiles = coding.quant, coding.tiles
     groups = quant.group_q(tiles), quant.group_kv(tiles), quant.group_v(tiles)
-    return CodeFacts(*groups, quant, q.dtype.name, coding.sequences)
+    return CodeFacts(*groups, quant, q.dtype.name, int(q.shape[-1]), coding.sequences)
 
 
 def _tiles_of(
@@ -415,14 +508,13 @@ def _gathered(
     facts: CodeFacts, arrays: Mapping[str, Any], results: dict[str, Any]
 ) -> QuantizedQKV:
     """Return the results of kernels, and V where it stays as it is, as operands of attention."""
-    head_dim = arrays["q"].shape[-1]
+    of_facts = facts._asdict()
+    sequences, head_dim = of_facts.pop("sequences"), of_facts.pop("head_dim")
     kept = results | {name: results[name][..., :head_dim] for name in ("q_codes", "k_codes")}
     if "v_codes" not in results:
-        v = operand("v", arrays["v"])
+        v, _ = take("v", arrays["v"])
         v = v if facts.sequences is None else one_entry("v", v).swapaxes(1, 2)
         kept["v"] = value_operand(v)
-    of_facts = facts._asdict()
-    sequences = of_facts.pop("sequences")
     return QuantizedQKV(
         **of_facts, **{"v": None, **kept}, **({} if sequences is None else vars(sequences))
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
+from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, take
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.arrays.operand import Operand
@@ -43,7 +43,8 @@ def weight_quant(
     Parameters
     ----------
     w : array, (out, in) or (out, in, ...), float16, bfloat16 or float32
-        NumPy or CuPy. A convolution's weight is taken as (out, in * height * width).
+        NumPy, CuPy, or anything with DLPack. A convolution's weight is taken as
+        (out, in * height * width).
     block_size : int
         Blocks at the ends of rows and columns may be smaller.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -53,7 +54,7 @@ def weight_quant(
     Returns
     -------
     codes : array, as w, int8
-        -127 to 127.
+        -127 to 127. Both of the kind of w.
     scales : array, (out blocks, in blocks), float32
         NaN for a block that holds a NaN or an infinity, whose codes are 0.
 
@@ -96,7 +97,7 @@ def weight_dequant(
     Parameters
     ----------
     codes : array, (out, in) or (out, in, ...), int8
-        NumPy or CuPy.
+        NumPy, CuPy, or anything with DLPack.
     scales : array, (out blocks, in blocks), float32
     block_size : int
     out_dtype : {"float32", "bfloat16", "float16"}
@@ -106,7 +107,8 @@ def weight_dequant(
 
     Returns
     -------
-    array, as codes
+    array, as codes, out_dtype
+        Of the kind of codes.
 
     Raises
     ------
@@ -140,13 +142,14 @@ class _WeightQuant:
 
     def resolve(self, settings: WeightSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check the weight; blocks that the kernel does not take go to the mirror."""
-        w, size = operand("w", arrays["w"]), settings.block_size
+        (w, as_given), size = take("w", arrays["w"]), settings.block_size
         backend = choose(settings.backend, w)
         check_values("w", w, least_axes=2)
         if not _takes_kernel(backend, size):
             return Problem(
-                what=self.name, backend="mirror", operands={"w": w}, results={}, settled=settings
-            )
+                what=self.name, backend="mirror", operands={"w": w}, results={},
+                as_given=as_given, settled=settings,
+            )  # fmt: skip
         with on_device_of(w):
             matrix = contiguous_last_axis(as_matrix(w))
         results = {
@@ -155,7 +158,7 @@ class _WeightQuant:
         }
         return Problem(
             what=self.name, backend=backend, operands={"w": matrix}, results=results,
-            settled=settings,
+            as_given=as_given, settled=settings,
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
@@ -183,7 +186,7 @@ class _WeightDequant:
 
     def resolve(self, settings: WeightSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check codes and scales; blocks that the kernel does not take go to the mirror."""
-        codes, scales = operand("codes", arrays["codes"]), operand("scales", arrays["scales"])
+        (codes, as_given), (scales, _) = (take(name, arrays[name]) for name in ("codes", "scales"))
         array_namespace(codes, scales)
         check_one_device(codes=codes, scales=scales)
         backend = choose(settings.backend, codes)
@@ -191,8 +194,9 @@ class _WeightDequant:
         given, size = {"codes": codes, "scales": scales}, settings.block_size
         if not _takes_kernel(backend, size):
             return Problem(
-                what=self.name, backend="mirror", operands=given, results={}, settled=settings
-            )
+                what=self.name, backend="mirror", operands=given, results={}, as_given=as_given,
+                settled=settings,
+            )  # fmt: skip
         check_codes(codes, scales, size)
         with on_device_of(codes):
             given = {
@@ -201,8 +205,9 @@ class _WeightDequant:
             }
         results = {"w": Result(tuple(codes.shape), STORAGE[settings.out_dtype])}
         return Problem(
-            what=self.name, backend=backend, operands=given, results=results, settled=settings
-        )
+            what=self.name, backend=backend, operands=given, results=results, as_given=as_given,
+            settled=settings,
+        )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""

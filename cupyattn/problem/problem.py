@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cupyattn.arrays.interchange import as_it_is
+
 
 class Result(NamedTuple):
     """An array that a call makes, contiguous, and what is in it before: None for anything."""
@@ -13,11 +15,6 @@ class Result(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     fill: Any = None
-
-
-def as_it_is(result: Any) -> Any:
-    """Return a result whose kind is that of the operands already."""
-    return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,9 @@ from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.problem import as_it_is
 from cupyattn.problem.request import Request
 from cupyattn.problem.rope import check_turned_before
-from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.row_preparation import PAIRS, Preparation
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
@@ -157,7 +156,7 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
         target.choose(settings.backend, operands[0]), *operands, mask, bias,
         _kept_blocks(arrays, operands[0]), None, quantized,
         _receiver(settings, arrays, call, (*operands, mask, bias)),
-        as_it_is, **_offsets(sequences),
+        quantized.as_given, **_offsets(sequences),
     )  # fmt: skip
 
 
@@ -240,10 +239,9 @@ def _take_preparation(
         "rope_offset_q": settings.rope_offset_q, "qk_norm": arrays.get("qk_norm"),
         "qk_norm_eps": settings.qk_norm_eps,
     }  # fmt: skip
-    for option, names in (("rope", ("cos", "sin")), ("qk_norm", ("q_weight", "k_weight"))):
-        if isinstance(given[option], (tuple, list)):
-            taken = zip(names, given[option], strict=False)
-            given[option] = tuple(interchange.take(name, a)[0] for name, a in taken)
+    for option, names in PAIRS.items():
+        given[option] = interchange.taken_pair(names, given[option])
+        if isinstance(given[option], tuple):
             array_namespace(q, *given[option])
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
     return Preparation.of(given, sizes)

@@ -23,6 +23,8 @@ from cupyattn.problem.rope import Rope, aligned_table
 EPS_MIN = 2.0**-126
 #: Arguments of calls that say what happens to rows, and the arrays that kernels read for it.
 OPTIONS = ("rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps")
+#: What their arrays are called in messages, of those that are a pair of arrays.
+PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 BUFFERS = ("rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight")
 #: What is added to a mean square unless the caller says otherwise.
 EPS = 1e-6

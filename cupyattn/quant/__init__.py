@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cupyattn.ops.act_quant import act_quant
     from cupyattn.ops.gemm import int8_gemm
     from cupyattn.ops.linear import Int8Linear, outlier_columns
-    from cupyattn.ops.quantize import quantize
+    from cupyattn.ops.quantize import quantize, quantize_kv
     from cupyattn.ops.weights import weight_dequant, weight_quant
     from cupyattn.quant.blocks import Int8Config
     from cupyattn.quant.config import QuantConfig
@@ -35,6 +35,7 @@ __all__ = [
     "int8_gemm",
     "outlier_columns",
     "quantize",
+    "quantize_kv",
     "weight_dequant",
     "weight_error",
     "weight_quant",
@@ -48,7 +49,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.act_quant": ("act_quant",),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear", "outlier_columns"),
-        "ops.quantize": ("quantize",),
+        "ops.quantize": ("quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "quant.blocks": ("Int8Config",),
         "quant.config": ("QuantConfig",),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
-from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.interchange import as_it_is, operand
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.kernels import limits
 from cupyattn.kernels.features import DTYPES
@@ -26,6 +26,7 @@ from cupyattn.quant.quantizers import (
     stored_values,
     values_by_key,
 )  # fmt: skip
+from cupyattn.quant.queries import with_queries
 
 #: Zero points, and sums of codes, which follow from the codes and are in no file.
 _ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
@@ -86,6 +87,8 @@ class QuantizedQKV:
         else has one; where in it a sequence has its scales and its codes of V, `sequences` knows.
     max_len_q, max_len_k : int
         No sequence is longer; 0 where none are packed.
+    as_given : callable
+        Turns a result into the kind of array that the queries were.
 
     Raises
     ------
@@ -117,6 +120,7 @@ class QuantizedQKV:
     cu_seqlens_k: Array | None = None
     max_len_q: int = 0
     max_len_k: int = 0
+    as_given: Callable[[Any], Any] = field(default=as_it_is, repr=False)
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -251,6 +255,41 @@ class QuantizedQKV:
         """Whether codes of Q and K lie two to a byte."""
         return str(self.q_codes.dtype) == "uint8"
 
+    def with_q(self, q: Array, **options: Any) -> QuantizedQKV:
+        """Return the same codes of K and V with other queries, quantised as `config` says.
+
+        Parameters
+        ----------
+        q : array, (batch, heads, len_q, head_dim), out_dtype
+            NumPy, CuPy, or anything with DLPack, where the codes lie; not modified. Any number of
+            rows, and any multiple of `heads_kv` heads.
+        **options
+            ``backend``, ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and
+            ``qk_norm_eps`` as for `cupyattn.quantize`: what K had, at the position of these rows.
+
+        Returns
+        -------
+        QuantizedQKV
+            Its arrays of K and V are those of this record. Attention gives back the kind of q.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For queries that do not fit the keys, or are of another type.
+        UnsupportedError
+            For packed sequences.
+
+        Examples
+        --------
+        >>> import cupyattn as ca
+        >>> x = np.ones((1, 2, 4, 16), np.float16)
+        >>> z = ca.quantize_kv(x, x).with_q(2 * x[:, :, :1])
+        >>> z.len_q, z.len_kv, ca.attention(z)[0, 0, 0, :2].tolist()
+        (1, 4, [1.0, 1.0])
+        """
+        found: QuantizedQKV = with_queries(self, q, options)
+        return found
+
     def in_nibbles(self) -> QuantizedQKV:
         """Return the record with codes of 4 bits two to a byte."""
         if self.has_nibbles:
@@ -321,6 +360,7 @@ class QuantizedQKV:
         q : array, (batch, heads, len_q, head_dim)
         k, v : array, (batch, heads_kv, len_kv, head_dim)
             With their means. Packed operands have three axes, (total, heads or heads_kv, head_dim).
+            Of the kind that the queries were.
 
         Raises
         ------
@@ -336,6 +376,9 @@ class QuantizedQKV:
         """
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+        if self.as_given is not as_it_is:
+            q, k, v = map(self.as_given, replace(self, as_given=as_it_is).dequantize(dtype))
+            return q, k, v
         if self.has_nibbles:
             return self.unpacked().dequantize(dtype)
         if self.cu_seqlens_q is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays.interchange import operand, operands
+from cupyattn.arrays.interchange import operand, take, taken, taken_pair
 from cupyattn.arrays.kinds import Array, array_namespace, as_float64, check_values
 from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
@@ -27,8 +27,10 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.form import Kernel, settle_arrays
-from cupyattn.problem.row_preparation import EPS, Preparation
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
 from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.settings import Settings
 from cupyattn.reference.exact import attention_exact
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.
@@ -187,11 +189,13 @@ def judge(
     Parameters
     ----------
     o : (batch, heads, len_q, head_dim) array
-        The output, all of it.
+        The output, all of it. All arrays: NumPy, CuPy, or anything with DLPack.
     q, k, v : array
         The caller's arrays. With `quantized` they may be None; J3 is then left out.
     variant : str
-        The rung that made `o`.
+        The rung that made `o`. "auto": rung, form and tiles that `cupyattn.attention` takes by
+        itself for these arguments where they lie, of accuracy class "full"; ``fa_int8`` with
+        `quantized`.
     lse : (batch, heads, len_q) array, optional
         Log-sum-exp, natural logarithm, to be judged too.
     quantized : QuantizedQKV, optional
@@ -229,10 +233,24 @@ def judge(
     >>> report.passed, report.rows
     (True, 8)
     """
-    o, q, k, v, lse = operands(o=o, q=q, k=k, v=v, lse=lse)
+    o, q, k, v, lse, mask, bias = taken(o=o, q=q, k=k, v=v, lse=lse, mask=mask, bias=bias)
+    rope, qk_norm = taken_pair(PAIRS["rope"], rope), taken_pair(PAIRS["qk_norm"], qk_norm)
+    rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
     options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    if variant == "auto":
+        settings = Settings(
+            scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
+            rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q, qk_norm_eps=qk_norm_eps,
+            return_lse=lse is not None, tiles=tiles,
+        )  # fmt: skip
+        others = {
+            "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope, "qk_norm": qk_norm,
+        }  # fmt: skip
+        variant, *own = _chosen(settings, (q, k, v), quantized, others)
+        if form is None:
+            form, tiles = own
     kernel = settle_arrays(
         variant, (q, k, v), scale, options, quantized=quantized, tiles=tiles, form=form
     )
@@ -248,6 +266,17 @@ def judge(
     return judge_kernel(
         kernel, given, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact
     )
+
+
+def _chosen(
+    settings: Settings, arrays: tuple[Any, Any, Any], quantized: Any, others: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return rung, form and tiles that attention takes by itself."""
+    if quantized is not None:  # whose rows were prepared before
+        arrays, others = (quantized, None, None), {**others, "rope": None, "qk_norm": None}
+    given = dict(zip("qkv", arrays, strict=True))
+    request = resolve(settings, given | {n: x for n, x in others.items() if x is not None})
+    return request.variant.name, request.kernel.form, request.kernel.tiles
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.problem.borrowed_names import NOT_OFFERED
+from tests.quant.kind_cases import CASES, TOLD, check
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
@@ -52,3 +53,40 @@ def test_a_tensor_that_requires_a_gradient_is_sent_to_torch(name: str) -> None:
         ca.attention(**given)
     given[name] = given[name].detach()
     assert isinstance(ca.attention(**given), torch.Tensor)
+
+
+KINDS: dict[str, tuple[Callable[[np.ndarray], Any], Callable[[Any], np.ndarray]]] = {
+    "torch": (torch.from_numpy, lambda x: x.numpy()),
+    "jax": (jax.numpy.asarray, np.asarray),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_given_comes_back(case: str, kind: str) -> None:
+    check(case, *KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", TOLD)
+def test_the_same_is_told_of_every_kind(case: str, kind: str) -> None:
+    arrays, call = TOLD[case]
+    assert call({name: KINDS[kind][0](array) for name, array in arrays.items()}) == call(arrays)
+
+
+@pytest.mark.parametrize(
+    "call", [ca.act_quant, ca.weight_quant, lambda x: ca.quantize(x, x, x)]
+)
+def test_bfloat16_of_torch_on_a_cpu_is_one_line(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"on a CPU must .* got torch.bfloat16: .*bfloat16$") as one:
+        call(torch.ones(1, 1, 4, 16, dtype=torch.bfloat16))
+    assert "\n" not in str(one.value)
+
+
+@pytest.mark.parametrize("name", ["x", "w", "q"])
+def test_codes_of_what_requires_a_gradient_are_refused(name: str) -> None:
+    x = torch.ones(1, 1, 4, 16).requires_grad_()
+    calls = {"x": lambda: ca.act_quant(x), "w": lambda: ca.weight_quant(x)}
+    calls["q"] = lambda: ca.quantize(x, x, x)
+    with pytest.raises(TypeError, match=rf"^{name} requires a gradient"):
+        calls[name]()

@@ -194,6 +194,7 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
     "plan": (SCORED, _planned),
     "explain": (SCORED, lambda g: ca.explain(**_options(g))),
     "quantize": (QKV, lambda g: ca.quantize(**g)),
+    "quantize_kv": ({"k": K, "v": V}, lambda g: ca.quantize_kv(**g)),
     "QuantizedQKV": (
         {
             "q_codes": CODES.q_codes,

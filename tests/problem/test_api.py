@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +22,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import module_spec
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference import exact as reference
+from tests.support.foreign import Foreign, ForeignWithNamespace
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 CELLS = [(name, dtype) for name, variant in VARIANTS.items() for dtype in variant.dtypes]
@@ -342,28 +342,6 @@ def test_check_finite_names_the_array(name: str, dtype: str) -> None:
 
 
 # ---- arrays of other libraries -------------------------------------------------------------------
-
-
-class Foreign:
-    """An array of a library that cupyattn has never heard of: DLPack and nothing else."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-
-class ForeignWithNamespace(Foreign):
-    """One whose library can be asked for, as the array API standard says."""
-
-    def __array_namespace__(self, api_version: str | None = None) -> Any:
-        return SimpleNamespace(
-            from_dlpack=lambda x: ForeignWithNamespace(np.from_dlpack(x)), __name__="foreign"
-        )
 
 
 def test_arrays_of_another_library_come_back_as_they_went_in() -> None:

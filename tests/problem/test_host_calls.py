@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention, attention_backward, attention_varlen, plan
+from cupyattn import QuantConfig, attention, attention_backward, attention_varlen, plan, quantize
 from cupyattn.arrays import interchange
 from cupyattn.arrays import memory as arrays_memory
 from cupyattn.arrays.operand import Operand
@@ -37,6 +37,7 @@ from cupyattn.runtime import replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
 attention_module = importlib.import_module("cupyattn.ops.attention")
+quantize_module = importlib.import_module("cupyattn.ops.quantize")
 
 SHAPES = ((1, 4, 33, 64), (1, 2, 70, 64), (1, 2, 70, 64))
 #: Rungs, and the architecture that chooses their form.
@@ -198,6 +199,47 @@ def test_every_way_to_call_passes_what_the_plan_says(driver: Driver, rung: str, 
         check(driver, made, {"o": prepared(*inputs), **known})
         assert into(*inputs, out=out) is out
         check(driver, planned(inputs, out, **options), {**known, "o": out})
+
+
+class OnDevice:
+    """An array on a device of a library that has DLPack and a namespace, over one of CuPy's."""
+
+    def __init__(self, own: Any) -> None:
+        self.array = own
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise AssertionError("CuPy's from_dlpack is a stand-in here")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(from_dlpack=OnDevice)
+
+
+def test_device_arrays_of_another_library_are_launched_and_go_back(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the same call on CuPy's arrays is remembered, or the operands are codes."""
+    monkeypatch.setattr(cupy, "from_dlpack", lambda x: x.array)
+    monkeypatch.setattr(quantize_module, "on_device_of", lambda _: contextlib.nullcontext())
+    inputs = [array(s) for s in SHAPES]
+    given, options = [OnDevice(x) for x in inputs], {"arch": "sm_90"}
+    made = planned(inputs, variant="fa", **options)
+    driver.expect(made)
+    known = dict(zip("qkv", inputs, strict=True))
+    for _ in range(2):
+        check(driver, made, {"o": attention(*inputs, variant="fa", **options), **known})
+        o = attention(*given, variant="fa", **options)
+        assert type(o) is OnDevice
+        check(driver, made, {"o": o.array, **known})
+    driver.expect(planned(inputs, variant="fa_int8", **options))
+    codes, own = quantize(*given, **options), quantize(*inputs, **options)
+    prepared = plan(codes, **options)
+    for _ in range(3):
+        assert isinstance(attention(own, **options), cupy.ndarray)
+        for call in (lambda: attention(codes, **options), lambda: prepared(codes)):
+            assert type(call()) is OnDevice
 
 
 def test_lse_mask_and_packed_sequences_arrive_too(driver: Driver) -> None:

@@ -1,0 +1,192 @@
+"""Functions of codes take arrays of any library and give back their kind; misuse is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.ops.explain import kernel_form
+from cupyattn.testing import judge
+from tests.quant.kind_cases import A_SCALES, CASES, LSE, OUT, QKV, TOLD, A, B, K, Q, V, W, X, check
+from tests.support.foreign import Foreign, ForeignWithNamespace
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_given_comes_back(case: str) -> None:
+    check(case, lambda x: x, lambda x: x)
+    check(case, ForeignWithNamespace, lambda x: x.array)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arrays_of_a_nameless_library_come_back_as_numpy(case: str) -> None:
+    arrays, call = CASES[case]
+    found = call({name: Foreign(array) for name, array in arrays.items()})
+    for one in found if isinstance(found, tuple) else (found,):
+        assert isinstance(one, np.ndarray)
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_the_same_is_told_of_every_kind(case: str) -> None:
+    arrays, call = TOLD[case]
+    assert call({name: Foreign(array) for name, array in arrays.items()}) == call(arrays)
+
+
+def test_the_kernels_make_codes_of_every_kind() -> None:
+    few = [x[:, :1, :4].copy() for x in QKV.values()]
+    quant = ca.QuantConfig("token", "token", smooth_k=False)
+    expected = ca.quantize(*few, quant=quant)
+    found = ca.quantize(*map(Foreign, few), quant=quant, backend="interpret")
+    np.testing.assert_array_equal(found.q_codes, expected.q_codes)
+    np.testing.assert_array_equal(found.k_codes, expected.k_codes)
+
+
+def test_a_product_is_received_by_an_array_of_another_library() -> None:
+    b, b_scales = ca.weight_quant(W)
+    out = ForeignWithNamespace(np.zeros((3, 5), np.float32))
+    assert ca.int8_gemm(A, A_SCALES, b, b_scales, "float32", out=out) is out
+    np.testing.assert_array_equal(out.array, ca.int8_gemm(A, A_SCALES, b, b_scales, "float32"))
+
+
+def test_bfloat16_has_no_way_back_by_dlpack() -> None:
+    codes, scales = map(ForeignWithNamespace, ca.weight_quant(W))
+    with pytest.raises(TypeError, match="^a bfloat16 result on a CPU has no way back by DLPack"):
+        ca.weight_dequant(codes, scales, out_dtype="bfloat16")
+
+
+# ---- keys and values once ------------------------------------------------------------------------
+
+
+def assert_same(found: ca.QuantizedQKV, expected: ca.QuantizedQKV) -> None:
+    for field in fields(found):
+        left, right = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(right, np.ndarray):
+            np.testing.assert_array_equal(left, right, field.name)
+        elif field.name not in ("config", "as_given"):
+            assert left == right, field.name
+
+
+CONFIGS = {
+    "default": ca.QuantConfig(), "token": ca.QuantConfig("token", "head"),
+    "block": ca.QuantConfig("block", "block", pv="int8"), "fp8": ca.QuantConfig(pv="fp8"),
+    "tensor": ca.QuantConfig("tensor", "tensor", symmetric=False),
+    "zeros": ca.QuantConfig(pv="int8", symmetric=False), "4 bits": ca.QuantConfig(qk_bits=4),
+    "fused": ca.QuantConfig(smooth_k=False, fused=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_codes_of_keys_serve_any_queries(name: str) -> None:
+    """The codes are those of quantising all three, and K and V are not quantised again."""
+    quant = CONFIGS[name]
+    whole, kv = ca.quantize(**QKV, quant=quant), ca.quantize_kv(K, V, quant=quant)
+    assert kv.len_q == 0 and kv.len_kv == 20
+    assert_same(kv.with_q(Q), whole)
+    other = Q[:, :, 7:8] * np.float16(2)
+    few, expected = whole.with_q(other), ca.quantize(other, K, V, quant=quant)
+    assert_same(few, expected)
+    assert few.k_codes is whole.k_codes and few.k_scale is whole.k_scale
+    np.testing.assert_array_equal(ca.attention(few), ca.attention(expected))
+
+
+def test_queries_may_have_more_heads_and_positions_of_their_own() -> None:
+    q = np.concatenate([Q, -Q], axis=1)
+    assert_same(ca.quantize_kv(K, V).with_q(q), ca.quantize(q, K, V))
+    angles = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
+    rope = np.cos(angles), np.sin(angles)
+    last = q[:, :, 19:]
+    found = ca.quantize_kv(K, V, rope=rope).with_q(last, rope=rope, rope_offset_q=19)
+    assert_same(found, ca.quantize(last, K, V, rope=rope, rope_offset_q=19))
+    interpreted = ca.quantize_kv(K, V).with_q(q, backend="interpret")
+    np.testing.assert_array_equal(interpreted.q_codes, ca.quantize(q, K, V).q_codes)
+
+
+def test_static_scales_of_queries_stay() -> None:
+    quant = ca.QuantConfig("tensor", "tensor", scales=(0.02, 0.03))
+    whole = ca.quantize(**QKV, quant=quant)
+    assert_same(whole.with_q(Q), whole)
+
+
+OFFSETS = np.int32([0, 5, 20])
+PACKED = [x[0].swapaxes(0, 1) for x in (Q, K, V)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda z: z.with_q(Q[0]), ValueError, r"q must be \(batch, heads, len_q, head_dim\) = "),
+        (lambda z: z.with_q(Q[:, :1]), ValueError, r"a multiple of 2, .* got shape \(1, 1, 20"),
+        (lambda z: z.with_q(Q[..., :8]), ValueError, r"got shape \(1, 2, 20, 8\)"),
+        (lambda z: z.with_q(Q.astype(np.float32)), TypeError, "q must be float16, .* got float32"),
+        (lambda z: z.with_q([1.0]), TypeError, "q must be a NumPy or CuPy array, or have __dl"),
+        (lambda z: z.with_q(Q, quant=1), TypeError, r"with_q\(\) got an unexpected .* 'quant'"),
+        (
+            lambda z: ca.quantize(
+                *PACKED, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS
+            ).with_q(Q), ca.UnsupportedError, "with_q takes no packed sequences: call quantize",
+        ),
+        (lambda z: ca.quantize_kv(K[0], V), ValueError, "k must have four axes"),
+        (lambda z: ca.quantize_kv(K, V[:, :, :3]), ValueError, "k and v must agree on length"),
+        (
+            lambda z: ca.quantize_kv(
+                K, V, quant=ca.QuantConfig("tensor", "tensor", scales=(0.1, 0.1))
+            ), ca.UnsupportedError, "scales='dynamic', .*: call quantize",
+        ),
+        (lambda z: ca.quantize([1], K, V), TypeError, "q must be a NumPy or CuPy array, or have"),
+        (lambda z: ca.act_quant([1.0]), TypeError, "x must be a NumPy or CuPy array, or have"),
+        (lambda z: ca.weight_quant([1.0]), TypeError, "w must be a NumPy or CuPy array, or have"),
+        (
+            lambda z: ca.weight_dequant(B, [1.0]), TypeError,
+            "scales must be a NumPy or CuPy array, or have",
+        ),
+        (
+            lambda z: ca.int8_gemm(A, A_SCALES, B, None), TypeError,
+            "b_scales must be a NumPy or CuPy array, or have",
+        ),
+        (
+            lambda z: ca.Int8Linear.from_weight(W)("x"), TypeError,
+            "x must be a NumPy or CuPy array, or have",
+        ),
+        (
+            lambda z: judge("o", Q, K, V, variant="auto"), TypeError,
+            "o must be a NumPy or CuPy array, or have",
+        ),
+    ],
+)  # fmt: skip
+def test_misuse_is_one_line(
+    call: Callable[[Any], Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        call(ca.quantize_kv(K, V))
+    assert "\n" not in str(caught.value)
+
+
+# ---- the rung that attention takes by itself -----------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, -1)}, {"softcap": 2.0}])
+def test_judge_takes_the_rung_that_attention_takes(options: dict[str, Any]) -> None:
+    o, lse = ca.attention(**QKV, return_lse=True, **options)
+    report = judge(o, **QKV, lse=lse, variant="auto", **options)
+    plan = ca.plan(**QKV, **options)
+    assert report.passed and report.variant == plan.variant
+    by_name = judge(
+        o, **QKV, lse=lse, variant=plan.variant, **options,
+        **kernel_form(**QKV, variant="auto", **options),
+    )  # fmt: skip
+    assert str(report) == str(by_name)
+    assert not judge(1.1 * o, **QKV, variant="auto", **options).passed
+
+
+def test_judge_of_codes_takes_their_rung() -> None:
+    z = ca.quantize(**QKV)
+    report = judge(ca.attention(z), **QKV, quantized=z, variant="auto")
+    assert report.variant == "fa_int8" and report.passed and report.quantisation is not None
+    float32 = {name: x.astype(np.float32) for name, x in QKV.items()}
+    assert judge(ca.attention(**float32), **float32, variant="auto").variant == "fa_warps"
+    assert judge(OUT, **QKV, lse=LSE, variant="auto").variant == "fa_tc"
+    assert judge(*[X[None, None, :, :16].astype(np.float16)] * 4, variant="auto").rows == 3
