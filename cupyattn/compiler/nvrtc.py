@@ -20,9 +20,7 @@ from pathlib import Path
 from cupyattn.errors import UnsupportedError
 
 #: What to do when NVRTC or its headers are not there.
-INSTALL_HINT = (
-    """pip install -e ".[cuda13]" in a checkout (or ".[cuda12]" for a CUDA 12 driver)"""
-)
+INSTALL_HINT = """pip install -e ".[cuda13]" in a checkout (or ".[cuda12]" for a CUDA 12 driver)"""
 #: Library names that the loader itself may know, newest first.
 SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 #: Folders of the wheels under ``site-packages/nvidia`` that hold the library.
@@ -50,10 +48,6 @@ class NvrtcError(RuntimeError):
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(message)
         self.log = log
-
-
-class _UnusableError(UnsupportedError):
-    """A library cannot be loaded, or is not NVRTC; the message does not say what to install."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,9 @@ class Nvrtc:
             self._library = ctypes.CDLL(path)
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
-            raise _UnusableError(f"{path} is not a usable NVRTC ({error})") from error
+            raise UnsupportedError(
+                f"{path} is not a usable NVRTC ({error}): {INSTALL_HINT}"
+            ) from error
         self.path = path
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -195,10 +191,7 @@ def load() -> Nvrtc:
     override = os.environ.get("CUPYATTN_NVRTC", "")
     with _lock:
         if override not in _loaded:
-            try:
-                _loaded[override] = Nvrtc(override) if override else _find()
-            except _UnusableError as error:
-                raise UnsupportedError(f"{error}: {INSTALL_HINT}") from error
+            _loaded[override] = Nvrtc(override) if override else _find()
         return _loaded[override]
 
 
@@ -207,8 +200,8 @@ def _find() -> Nvrtc:
     for candidate in _candidates():
         try:
             return Nvrtc(candidate)
-        except _UnusableError as error:
-            failures.append(str(error))
+        except UnsupportedError as error:  # what to install is said once, for all of them
+            failures.append(f"{candidate} ({error.__cause__})")
     raise UnsupportedError(f"NVRTC was not found: {INSTALL_HINT}. Tried: {'; '.join(failures)}")
 
 
