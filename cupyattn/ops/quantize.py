@@ -181,9 +181,8 @@ def quantize_kv(
 
     Notes
     -----
-    Quantising is half of the launches of ``fa_int8`` where keys outnumber queries, as in
-    cross-attention to a text, or in decoding. The mean that is subtracted from the keys is theirs
-    alone, so the codes do not depend on the queries.
+    For keys that meet queries again and again, as in cross-attention to a text. The mean that is
+    subtracted from the keys is theirs alone, so their codes do not depend on the queries.
 
     Examples
     --------
@@ -199,16 +198,17 @@ def quantize_kv(
             "quantize_kv takes scales='dynamic', static scales have the shape of the queries too: "
             "call quantize(q, k, v), and with_q for others"
         )
-    taken_k, as_given = take("k", k)
-    if taken_k.ndim != 4:
+    (taken_k, as_given), (taken_v, _) = take("k", k), take("v", v)
+    if taken_k.ndim != 4 or taken_k.shape != taken_v.shape:
         raise ValueError(
-            f"k must have four axes (batch, heads_kv, len_kv, head_dim), got shape {taken_k.shape}"
+            "k and v must both be (batch, heads_kv, len_kv, head_dim), got "
+            f"k.shape={tuple(taken_k.shape)} v.shape={tuple(taken_v.shape)}"
         )
     batch, heads_kv, _, head_dim = taken_k.shape
     with on_device_of(taken_k):
         no_rows = array_namespace(taken_k).empty((batch, heads_kv, 0, head_dim), taken_k.dtype)
     found = quantize(
-        no_rows, taken_k, v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
+        no_rows, taken_k, taken_v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
         rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps,
     )  # fmt: skip
     return replace(found, as_given=as_given)

@@ -24,6 +24,7 @@ OURS = {
     "window_size": r"window=\(left, right\)", "enable_gqa": "leave it out",
     "alibi_slopes": "bias=-slopes", "cache_seqlens": "cu_seqlens_k",
     "tensor_layout": "'BHSD' for 'HND', layout='BSHD' for 'NHD'",
+    "precision_mode": "precision_policy", "v_precision": r"quant=QuantConfig\(pv=",
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": lambda **o: ca.attention(X, X, X, **o),
@@ -85,7 +86,7 @@ def test_quant_without_a_variant_says_which(call: Callable[..., Any]) -> None:
 
 def test_a_plain_kernel_prints_without_its_defaults() -> None:
     text = ca.explain(X, X, X)
-    assert "Features(dtype='float16', head_dim=8, vec=8)" in text
+    assert "features  dtype='float16', head_dim=8, vec=8\n" in text
     assert "causal" not in text and "causal=True" in ca.explain(X, X, X, causal=True)
 
 

@@ -129,8 +129,9 @@ PACKED = [x[0].swapaxes(0, 1) for x in (Q, K, V)]
                 *PACKED, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS
             ).with_q(Q), ca.UnsupportedError, "with_q takes no packed sequences: call quantize",
         ),
-        (lambda z: ca.quantize_kv(K[0], V), ValueError, "k must have four axes"),
-        (lambda z: ca.quantize_kv(K, V[:, :, :3]), ValueError, "k and v must agree on length"),
+        (lambda z: ca.quantize_kv(K[0], V[0]), ValueError, r"k and v must both be \(batch, heads_"),
+        (lambda z: ca.quantize_kv(K, V[:, :, :3]), ValueError, r"got k.shape=\(1, 2, 20, 16\) v."),
+        (lambda z: ca.quantize_kv(K, [1]), TypeError, "v must be a NumPy or CuPy array, or have"),
         (
             lambda z: ca.quantize_kv(
                 K, V, quant=ca.QuantConfig("tensor", "tensor", scales=(0.1, 0.1))
