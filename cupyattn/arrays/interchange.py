@@ -66,6 +66,8 @@ def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     TypeError
         If it is no such array.
     """
+    if isinstance(array, np.generic):  # a number of NumPy's, which checks of shapes refuse
+        return np.asarray(array), as_it_is
     array, restore = _imported(name, array)
     return operand(name, array), restore
 

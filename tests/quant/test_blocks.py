@@ -168,7 +168,7 @@ def test_beside_codes_only_a_part_is_held() -> None:
     ("call", "error", "said"),
     [
         (lambda: ca.weight_quant(np.zeros((2, 2))), TypeError, "got float64"),
-        (lambda: ca.weight_quant([[1.0]]), TypeError, "NumPy or CuPy arrays"),
+        (lambda: ca.weight_quant([[1.0]]), TypeError, "w must be a NumPy or CuPy array"),
         (lambda: ca.weight_quant(np.zeros(3, np.float32)), ValueError, r"2 or more axes.*\(3,\)"),
         (lambda: ca.act_quant(np.float32(1)), ValueError, r"1 or more axes.*\(\)"),
         (lambda: ca.act_quant(np.zeros((2, 2), np.float32), 0), ValueError, "at least 1, got 0"),

@@ -222,7 +222,8 @@ LAYER = ca.Int8Linear.from_weight(W, outlier_columns=[1])
     ("call", "error", "said"),
     [
         (lambda: LAYER(W[:, :199]), ValueError, r"x must have shape \(..., 200\), got \(6, 199\)"),
-        (lambda: LAYER(1.0), ValueError, r"got \(\)"),
+        (lambda: LAYER(np.float16(1)), ValueError, r"got \(\)"),
+        (lambda: LAYER(1.0), TypeError, "x must be a NumPy or CuPy array, .* got float"),
         (lambda: LAYER(W.astype("bfloat16")), TypeError, "kept in float16, got bfloat16"),
         (lambda: ca.Int8Linear(CODES, SCALES[:, :1]), ValueError, r"\(1, 2\), got \(1, 1\)"),
         (lambda: ca.Int8Linear(W, SCALES), TypeError, "codes must be int8"),
