@@ -74,10 +74,9 @@ def points_to_our_names(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except TypeError:  # looked into here alone: calls that are right pay nothing for it
-            for name in NOT_OFFERED.keys() & kwargs.keys():
-                raise UnsupportedError(
-                    instead_of(name, function.__qualname__, _arguments(function))
-                ) from None
+            own = _arguments(function)
+            for name in NOT_OFFERED.keys() & kwargs.keys() - set(own or ()):
+                raise UnsupportedError(instead_of(name, function.__qualname__, own)) from None
             raise
 
     return called
