@@ -202,7 +202,9 @@ def attention_inputs(
         "window": lambda shape, rng: st.tuples(sides, sides),
         "softcap": lambda shape, rng: st.sampled_from([0.05, 1.0, 30.0, 1e3]),
         "mask": lambda shape, rng: st.builds(
-            lambda shape, share: rng.random(shape) < share, added(shape), st.floats(0, 1)
+            lambda shape, share: np.asarray(rng.random(shape) < share),  # of shape (), too
+            added(shape),
+            st.floats(0, 1),
         ),
         "bias": biases,
         "block_mask": lambda shape, rng: st.builds(

@@ -230,7 +230,7 @@ def test_a_class_takes_its_own_quantisation_alone() -> None:
     assert bits(o) == bits(attention(q, k, v, variant="fa_int8", quant=quant))
     with pytest.raises(ValueError, match=r"'aggressive' takes quant.pv='int8' or 'fp8', got '16b"):
         attention(q, k, v, accuracy="aggressive", quant=quant)
-    with pytest.raises(ValueError, match="quant is for fa_int8, got variant 'fa_tc'"):
+    with pytest.raises(ValueError, match="got variant .auto.: add variant=.fa_int8."):
         attention(q, k, v, quant=quant)
     with pytest.raises(ValueError, match="accuracy must be 'full', 'balanced' or 'aggressive'"):
         attention(q, k, v, accuracy=np.str_("best"))
