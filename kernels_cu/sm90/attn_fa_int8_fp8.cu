@@ -79,7 +79,7 @@ struct LoadStage {
       const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
     mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
     load_K(smem.K[at.stage], K_map, smem.K_full[at.stage], tile, step.kv0);
-    // NOTE: rows that keep no key get V from behind all of it: zeros. What nobody wrote may be NaN,
+    // NOTE: rows that keep no key get V from behind all of it: zeros. Unwritten memory may be NaN,
     // and 0 times NaN is NaN.
     const int column = step.kept ? V_first + step.kv0 : BEHIND_ALL;
     mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read

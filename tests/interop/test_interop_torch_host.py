@@ -31,7 +31,7 @@ attention_module = importlib.import_module("cupyattn.ops.attention")
 
 
 class OnDevice:
-    """What a call asks of a tensor on a device, over an array of memory that nobody touches."""
+    """What a call asks of a tensor on a device, over an array of memory that is never read."""
 
     is_cuda = True
     device = SimpleNamespace(index=0)
@@ -162,7 +162,7 @@ def test_scales_that_a_caller_gives_arrive_by_one_copy(
         assert len(copies) == turn + 1 and rest == [of_q, 512, driver.stream]
         assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
         check(driver, made, {"v": given["v"].array, "o": o.array})
-        assert len(filled) == 2 * min(turn + 1, 2), "planned anew after a capture alone"
+        assert len(filled) == 2 * min(turn + 1, 2), "planned again only after a capture"
         capturing[0] = False
 
 

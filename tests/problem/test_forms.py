@@ -212,7 +212,7 @@ def test_a_form_of_ones_own_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["made", "copied"])
 def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ca.Variant:
-    """An INT8 rung of one's own, which has one form, made anew or from fa_int8."""
+    """An INT8 rung of one's own, which has one form: a new one, or a copy of fa_int8."""
     monkeypatch.setattr(ladder, "VARIANTS", dict(ladder.VARIANTS))
     made = ca.Variant("own", "one's own", "int8", {256: Tiles(64, 32, 4, 2)})
     copied = replace(ladder.lookup("fa_int8"), name="own")

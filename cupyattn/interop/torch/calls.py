@@ -198,7 +198,7 @@ def backward_pass(
     with on_device_of(tensors["q"]):
         arrays = _arrays(settings, tensors)
         arrays |= {"d_out": as_array(d_out), "out": as_array(out), "lse": as_array(lse)}
-        # The faster form where nobody asks.
+        # The faster form where none is asked for.
         asked = BackwardSettings(call, deterministic or None)
         dq, dk, dv = map(as_own_tensor, run_backward(asked, arrays))
         if key is not None:
