@@ -209,6 +209,7 @@ def _tiles(
         call.head_dim, tiles, form=form, lengths=lengths, causal=call.causal,
         block_mask=call.block_mask,
         rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
+        options=support.options_of(call),
     )  # fmt: skip
 
 
