@@ -271,18 +271,25 @@ _FA_WARPS = {
     ),
 }  # fmt: skip
 #: Tiles of calls with softcap, bias or mask: of those that do not spill, the fastest at head_dim 64
-#: and 128 (NOTES.md there, "Softcap, bias and masks in the Hopper form").
+#: and 128 (NOTES.md there, "Softcap, bias and masks in the Hopper form"). With a softcap or a bias
+#: there is room for a mask beside it, and for a bias beside a softcap.
+_BIAS_BLOCKS = {
+    64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
+}  # fmt: skip
 _FA_TC_SCORED = {
-    "bias": FormTiles(
-        {64: Tiles(192, 128, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
-        block_mask={256: (Tiles(128, 64, 12, 2),)},
-    ),
     "softcap": FormTiles(
         {64: Tiles(192, 112, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
-        block_mask={256: (Tiles(128, 64, 12, 2),)},
+        block_mask=_BIAS_BLOCKS,
+    ),
+    "bias": FormTiles(
+        {64: Tiles(192, 128, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+        block_mask=_BIAS_BLOCKS,
     ),
     "mask": FormTiles(
-        {64: Tiles(192, 128, 16, 2), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 64, 12, 2)},
+        {
+            64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
+            192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
+        },
         block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
     ),
 }  # fmt: skip

@@ -21,6 +21,8 @@ from cupyattn.problem.operands import Codes, Operands, ValueCodes
 
 #: A softcap over the scale, in the Hopper forms: powers of it up to the eighth stay in float32.
 LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
+#: The largest head_dim for which shared memory has room for both.
+MOST_MASKED_BIAS = 192
 
 #: What messages call an option, if not by its name.
 _WORDS = {"packed": "packed sequences"}
@@ -167,7 +169,7 @@ def _of_options(form: Form, offer: Offer) -> str:
     left = [name for name in offer.options if name not in form.takes.options]
     if left:
         return f"takes no {' and no '.join(_WORDS.get(name, name) for name in left)}"
-    if form.on_hopper and offer.operands is not None and (call.softcap or call.bias):
+    if form.on_hopper and offer.operands is not None:
         reason = _of_scores(call, offer.operands.bias)
         if reason:
             return reason
@@ -194,6 +196,8 @@ def _of_scores(call: AttentionSpec, bias: Operand | None) -> str:
         )
     if bias is None:
         return ""
+    if call.mask and call.head_dim > MOST_MASKED_BIAS:
+        return f"takes mask and bias together up to head_dim {MOST_MASKED_BIAS}, got {call.head_dim}"
     if not 1 / MOST_CAP <= call.scale <= MOST_CAP:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
     *rows, key = bias.steps

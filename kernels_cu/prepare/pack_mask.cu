@@ -1,8 +1,8 @@
 // pack_mask.cu -- a mask of bytes as bits in the order of the accumulator of wgmma, and the steps
-// over keys that each tile of query rows takes (prims/score/mask_bits.cuh has the layout). Of a mask
-// of rows a block packs one mask tile and step; of a mask of keys one block packs a whole row, and
-// never expands it. Tiles are full, mixed or empty; empty ones, and those that a block mask drops,
-// are not listed. The host waits for nothing.
+// over keys that each tile of query rows takes (prims/score/mask_bits.cuh has the layout). Of a
+// mask of rows a block packs one mask tile and step; of a mask of keys one block packs a whole row,
+// and never expands it. Tiles are full, mixed or empty; empty ones, and those that a block mask
+// drops, are not listed. The host waits for nothing.
 #include "prims/config.cuh"
 #include "prims/instructions/warp.cuh"
 #include "prims/params.cuh"
@@ -61,14 +61,15 @@ extern "C" __global__ __launch_bounds__(PACK_THREADS) void pack_mask(
   const int tile = blockIdx.x / s.key_tiles;  // mask tile
   const int kv0 = blockIdx.x % s.key_tiles * BLOCK_KV;
   const int q0 = tile % s.mask_rows * BLOCK_Q;
-  const bool* mask = mask_of(p, s, tile / s.mask_rows);
+  const bool* mask = mask_of(p, s, tile / s.mask_rows);  // [len_q, len_kv], strided
   const int t = lane_id() % 4;
   bool some = false, full = true;
   Vec<uint32_t, 2> words;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int q = q0 + warp_id() * MASK_GROUP + lane_id() / 4 + h * 8;
-    const bool* row = mask + int64_t(min(q, p.len_q - 1)) * p.mask_stride.row;
+    const bool* row =  // [len_kv], strided
+        mask + int64_t(min(q, p.len_q - 1)) * p.mask_stride.row;
     uint32_t x[4] = {};  // what this lane's octets give each lane of the four
 #pragma unroll
     for (int j = 0; j < ceil_div(OCTETS, 4); ++j) {
@@ -82,7 +83,7 @@ extern "C" __global__ __launch_bounds__(PACK_THREADS) void pack_mask(
     shfl_transpose(x);
     words.v[h] = x[0] | x[1] | x[2] | x[3];
   }
-  uint32_t* bits = s.mask_bits + int64_t(blockIdx.x) * MASK_TILE_WORDS;
+  uint32_t* bits = s.mask_bits + int64_t(blockIdx.x) * MASK_TILE_WORDS;  // [MASK_TILE_WORDS]
   *reinterpret_cast<Vec<uint32_t, 2>*>(bits + thread_id() * 2) = words;
   __shared__ bool warp_some[PACK_THREADS / WARP_SIZE], warp_full[PACK_THREADS / WARP_SIZE];
   some = __any_sync(FULL_WARP, some), full = __all_sync(FULL_WARP, full);
@@ -98,9 +99,10 @@ extern "C" __global__ __launch_bounds__(PACK_THREADS) void pack_mask(
 __device__ __forceinline__ void make_list(const AttnParams& p, const ScoreParams& s, int64_t list) {
   const int q0 = list % s.list_rows * BLOCK_Q;
   const int head = list / s.list_rows % s.list_heads, batch = list / s.list_rows / s.list_heads;
-  const uint8_t* classes = s.tile_classes + mask_tile(s, batch, head, q0) * s.key_tiles;
+  const uint8_t* classes =  // [key_tiles]
+      s.tile_classes + mask_tile(s, batch, head, q0) * s.key_tiles;
   const KeptKeys kept(p, batch, head, q0, 0, p.len_kv);
-  int32_t* steps = s.tile_steps + list * (1 + s.key_tiles);
+  int32_t* steps = s.tile_steps + list * (1 + s.key_tiles);  // [1 + key_tiles]
   int count = 0;
   for (int first = 0; first < s.key_tiles; first += WARP_SIZE) {
     const int key_tile = first + lane_id();
@@ -121,8 +123,8 @@ extern "C" __global__ __launch_bounds__(WARP_SIZE) void list_steps(
 
 extern "C" __global__ __launch_bounds__(KEYS_THREADS) void pack_keys(
     const __grid_constant__ AttnParams p, const __grid_constant__ ScoreParams s) {
-  const bool* mask = mask_of(p, s, blockIdx.x);
-  const int i = lane_id();  // octet of this lane
+  const bool* mask = mask_of(p, s, blockIdx.x);  // [len_kv], strided
+  const int i = lane_id();                       // octet of this lane
   for (int key_tile = warp_id(); key_tile < s.key_tiles; key_tile += KEYS_THREADS / WARP_SIZE) {
     const Octet octet(p, mask, i < OCTETS, key_tile * BLOCK_KV + i * 8, s.mask_aligned);
     const int64_t number = int64_t(blockIdx.x) * s.key_tiles + key_tile;

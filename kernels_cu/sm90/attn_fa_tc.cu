@@ -20,8 +20,12 @@
 //              Waiting at once for O to have left: 0.95 at 128. Tiles dealt out beforehand under a
 //              causal mask: 0.75 to 0.9. A Q of its own for each warpgroup: no change. The next
 //              tile fetched into L2 ahead: 0.8 at length 512. (experiments/results/NOTES.md)
-// Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
-//              core over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
+// Scores       Softcap, bias and mask change S before the softmax (score_hook.cuh). The bias comes
+//              beside K; of a mask, made into bits beforehand, only steps that are neither full nor
+//              empty need them. A bias of -inf masks a NaN: it is looked at again where a sum is NaN.
+// Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
+//              alpha, l and the tensor core over keys, R7 times 1/l and store
+//              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"
@@ -319,7 +323,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     wgmma_use(S_acc);
     change_scores(
         scoring, smem.places, p, S_acc, at.stage, warp_row, tile.q0 + row, step_word,
-        smem.empty[at.stage]);
+        smem.empty[at.stage]);  // R3
     at.advance();
     softmax(p, state, S_acc, P_frag, alpha, tile, tile.q0 + row, kv0, unmasked, true);
     if (leaving && lane_id() == 0) {

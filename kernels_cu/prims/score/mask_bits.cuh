@@ -2,8 +2,8 @@
 // keys that it leaves.
 //
 // A word holds the bits of the BLOCK_KV / 4 scores of a step that wgmma leaves in a lane for one
-// row; bit 2 i + j is that of key 8 i + 2 (lane % 4) + j. With MaskKind::ROWS the words of row g and
-// row g + 8 of 16 rows lie side by side, lane by lane; with KEYS a step has the words of four lanes.
+// row; bit 2 i + j is that of key 8 i + 2 (lane % 4) + j. With MaskKind::ROWS the words of row g
+// and row g + 8 of 16 rows lie side by side, lane by lane; with KEYS a step has those of 4 lanes.
 #pragma once
 
 #include "prims/config.cuh"

@@ -23,7 +23,7 @@ __device__ __forceinline__ Vec<float, 2> to_floats(uint32_t pair, __nv_bfloat16)
   return {{__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}};
 }
 
-// R3: S + factor * bias of the boxes of a step, of type T; `row` is the first of the warp's 16 rows.
+// R3: S + factor * bias, from the boxes of a step; `row` is the first of the warp's 16 rows.
 template <typename T>
 __device__ __forceinline__ void add_dense_bias(
     float (&S_acc)[BLOCK_KV / 2], const unsigned char* boxes, int row, float factor) {
@@ -77,8 +77,8 @@ struct BiasInMemory {
     row = min(row, p.len_q - 1), key = min(key, p.len_kv - 1);
     return to_float(first[row * p.bias_stride.row + key * p.bias_stride.key]);
   }
-  // The scores of a lane whose bias is not -inf, as bits of a mask (mask_bits.cuh): that masks a key,
-  // whatever stands there. `q` is the first of the lane's two rows.
+  // The scores of a lane whose bias is not -inf, as bits of a mask (mask_bits.cuh): -inf masks a
+  // key, whatever stands there. `q` is the first of the lane's two rows.
   __device__ __forceinline__ void admitted(uint32_t (&bits)[2], int q, int kv0) const {
     bits[0] = bits[1] = 0;
     const int key = kv0 + lane_id() % 4 * 2;

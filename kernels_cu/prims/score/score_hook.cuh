@@ -154,8 +154,8 @@ struct ScoreChange<true> {
       row_bias[0] = bias.at(q, 0), row_bias[1] = bias.at(q + 8, 0);
     }
   }
-  // The step whose K is in `stage`, which this frees (`empty`); `warp_row` is the first of the warp's
-  // 16 rows in the tile.
+  // The step whose K is in `stage`, which this frees (`empty`); `warp_row` is the first of the
+  // warp's 16 rows in the tile, `q` the first of this lane's two rows.
   __device__ __forceinline__ void operator()(
       const Scoring<true>& scoring, ScorePlaces<true>& places, const AttnParams& p,
       float (&S_acc)[BLOCK_KV / 2], int stage, int warp_row, int q, int step, Mbarrier& empty) {
@@ -178,7 +178,8 @@ struct ScoreChange<true> {
       bias_at.advance();
     }
     if (mixed) apply_mask(S_acc, bits);
-    // NOTE: a warp's rows raise M together: mask and bias of rows past a sequence count for nothing.
+    // NOTE: a warp's rows raise M together: those past a sequence have scores of 0, whatever their
+    // mask and bias.
     if (VARLEN && (MASKED || BIAS) && q - lane_id() / 4 + 16 > p.len_q) {
 #pragma unroll
       for (int i = 0; i < BLOCK_KV / 2; ++i)
