@@ -190,10 +190,7 @@ def _of_options(form: Form, offer: Offer) -> str:
 def _of_scores(call: AttentionSpec, bias: Operand | None) -> str:
     """Return why a Hopper form does not take softcap or bias of a call; "" if it does."""
     if call.softcap and not LEAST_CAP <= call.softcap / call.scale <= MOST_CAP:
-        return (
-            f"takes a softcap of {LEAST_CAP:g} to {MOST_CAP:g} times scale, got "
-            f"softcap={call.softcap:g} and scale={call.scale:g}"
-        )
+        return f"takes softcap/scale from 2**-10 to 2**14, got {call.softcap / call.scale:g}"
     if bias is None:
         return ""
     if call.mask and call.head_dim > MOST_MASKED_BIAS:

@@ -259,7 +259,7 @@ def test_bits_and_steps_of_a_mask(kind: str) -> None:
         ({"bias": dense(np.float32)}, "takes a bias of float16 or bfloat16, got float32"),
         ({"bias": np.zeros((LEN_Q, LEN_KV + 1), np.float16)[:, 1:]}, "[..., :len_kv]"),
         ({"bias": np.zeros((LEN_KV, LEN_Q), np.float16).T}, "whose keys are contiguous"),
-        ({"softcap": 1e6}, "takes a softcap of"),
+        ({"softcap": 1e6}, "takes softcap/scale from 2**-10 to 2**14"),
         ({"bias": dense(), "scale": 2.0**20}, "takes a bias with scale"),
     ],
 )
