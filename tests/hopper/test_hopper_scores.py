@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, attention_varlen, interpret
+from cupyattn import BlockMask, attention_varlen, bounds, interpret
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.softcap import LARGEST_Y, SOFTCAP_ERROR
 from cupyattn.ops import explain
@@ -202,6 +202,21 @@ def test_what_is_masked_has_no_influence() -> None:
     for backend in ("interpret", "mirror"):
         one = run((q, k, v), mask=empty, backend=backend)
         assert np.isfinite(one.o.astype(float)).all()
+
+
+def test_a_very_negative_bias_masks() -> None:
+    """In whole steps too, over which M is coarse; a row of nothing else gets some finite mean."""
+    bias = np.zeros((1, 1, LEN_Q, LEN_KV), BFLOAT16)
+    bias[..., :200] = bias[:, :, 7] = -1e9
+    inputs = arrays("bfloat16")
+    one = run(inputs, bias=bias)
+    one.check()
+    assert np.isfinite(one.o.astype(float)).all()
+    bound = bounds.attention(
+        *inputs, variant="fa_tc", form="sm90", tiles=planned(inputs, bias=bias).tiles, bias=bias,
+        rows=np.array([6, 8]),
+    )  # fmt: skip
+    assert (bound.total < 0.1).all()
 
 
 def test_a_softcap_errs_by_less_than_it_says() -> None:
