@@ -129,8 +129,8 @@ class Numerics:
         that of each.
     scored : bool
         R3, R4. Softcap and bias change scores in the units that the softmax takes: S becomes
-        fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`, then
-        fma(bias, fl(1 / scale), S).
+        fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
+        then fma(bias, fl(1 / scale), S).
     """
 
     q_type: str
@@ -253,7 +253,8 @@ def numerics(
         scored = form == "sm90" and folded == "natural"
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", "folded" if scored else folded, dtype,
-            "tensor_core", True, **features, scored=scored, headroom=HEADROOM if form == "sm90" else 0,
+            "tensor_core", True, **features, scored=scored,
+            headroom=HEADROOM if form == "sm90" else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     if family == "int8" and form in of_codes:

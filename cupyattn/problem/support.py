@@ -194,14 +194,15 @@ def _of_scores(call: AttentionSpec, bias: Operand | None) -> str:
     if bias is None:
         return ""
     if call.mask and call.head_dim > MOST_MASKED_BIAS:
-        return f"takes mask and bias together up to head_dim {MOST_MASKED_BIAS}, got {call.head_dim}"
+        most = MOST_MASKED_BIAS
+        return f"takes mask and bias together up to head_dim {most}, got {call.head_dim}"
     if not 1 / MOST_CAP <= call.scale <= MOST_CAP:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
     *rows, key = bias.steps
     if key == 0:  # the same for every key: it is read row by row
         return ""
     if call.bias == "float32":
-        return "takes a bias of float16 or bfloat16, got float32: convert it, if that is exact enough"
+        return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
     if key != 1 or bias.misalignment or any(s < 0 or s * bias.itemsize % 16 for s in rows):
         steps = tuple(s * bias.itemsize for s in bias.steps)
         return (

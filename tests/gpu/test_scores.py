@@ -60,7 +60,8 @@ def of(name: str, seed: int) -> dict[str, Any]:
         "own": {"bias": bias_of(2, 1, LEN_Q, LEN_KV, dtype=dtype)},
         "keybias": {"bias": bias_of(2, 1, 1, LEN_KV, dtype=dtype)},
         "rowbias": {"bias": bias_of(HEADS, LEN_Q, 1)}, "causal": {"causal": True},
-        "window": {"window": (150, 60)}, "blocks": {"block_mask": BlockMask(blocks < 0.6, 128, 128)},
+        "window": {"window": (150, 60)},
+        "blocks": {"block_mask": BlockMask(blocks < 0.6, 128, 128)},
     }  # fmt: skip
     found: dict[str, Any] = {}
     for word in name.split():
