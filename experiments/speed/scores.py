@@ -25,6 +25,7 @@ after each cell.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,12 +211,12 @@ def flex_attention(
 def flash_attention_4(softcap: float) -> Callable[..., Any] | None:
     """Return FlashAttention-4, with its softcap or plain; None where it cannot be imported."""
     try:
-        from flash_attn.cute import flash_attn_func
+        attend = importlib.import_module("flash_attn.cute").flash_attn_func
     except ImportError:
         return None
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        o = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softcap=softcap)
+        o = attend(*(x.transpose(1, 2) for x in (q, k, v)), softcap=softcap)
         return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
     return run
@@ -311,7 +312,7 @@ def _bandwidth() -> float:
 
     here, there = (cupy.zeros(2**30, np.uint8) for _ in range(2))
     samples = timing.time_interleaved({"copy": lambda _: cupy.copyto(there, here)})
-    return 2 * here.nbytes / timing.median(samples["copy"]).median
+    return float(2 * here.nbytes / timing.median(samples["copy"]).median)
 
 
 def _compare_with_peers(rows: list[dict[str, Any]], samples: Mapping[str, list[float]]) -> None:
