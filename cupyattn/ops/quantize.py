@@ -37,6 +37,7 @@ from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.quant.queries import quantise_with
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 from cupyattn.reference.quantize import _quantize_sequences, quantize_mirror, value_operand
 
@@ -137,6 +138,9 @@ def quantize(
         known = Known(arrays)
     found: QuantizedQKV = run(QUANTIZE, settings, arrays, known)
     return found
+
+
+quantise_with(quantize)
 
 
 @points_to_our_names

@@ -1,8 +1,12 @@
-"""Other queries for keys and values that are codes already."""
+"""Other queries for keys and values that are codes already: what `QuantizedQKV.with_q` does.
+
+Codes are made by an operation, which stands below this package: `cupyattn.ops.quantize` gives its
+function to `quantise_with` when it is imported. Public names of the record import it first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +18,17 @@ from cupyattn.quant.config import QuantConfig
 
 #: Arguments of `cupyattn.quantize` that say where and how queries are quantised.
 OPTIONS = ("backend", "rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps")
+#: The function of `quantise_with`, by the name that it has there.
+_GIVEN: dict[str, Callable[..., Any]] = {}
+
+
+def quantise_with(quantize: Callable[..., Any]) -> None:
+    """Let records quantise with this function, `cupyattn.quantize`."""
+    _GIVEN["quantize"] = quantize
 
 
 def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
     """Return a `QuantizedQKV` with other queries: see `QuantizedQKV.with_q`."""
-    # NOTE: an operation makes codes, and stands below this record: hence by the public call.
-    import cupyattn
-
     for name in options:
         if name not in OPTIONS:
             raise TypeError(
@@ -44,9 +52,11 @@ def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
         raise TypeError(
             f"q must be {z.out_dtype}, the type of what was quantised, got {rows.dtype.name}"
         )
+    if "quantize" not in _GIVEN:
+        raise RuntimeError("with_q quantises q by cupyattn.ops.quantize: import that module first")
     no_keys = rows[:, :heads_kv, :0]
     tiles = Tiles(z.group_q, 64, 4) if z.config.granularity_q == "block" else None
-    coded = cupyattn.quantize(
+    coded = _GIVEN["quantize"](
         rows, no_keys, no_keys, quant=of_queries(z.config), tiles=tiles, **options
     )
     names = ("q_codes", "q_scale", "q_zero", "q_code_sum", "group_q")

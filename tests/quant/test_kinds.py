@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,6 +167,25 @@ def test_misuse_is_one_line(
     with pytest.raises(error, match=says) as caught:
         call(ca.quantize_kv(K, V))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("face", ["cupyattn", "cupyattn.quant"])
+def test_a_record_by_itself_can_quantise_queries(face: str, tmp_path: Path) -> None:
+    """Its public name brings the operation along; its own module stands above that."""
+    ca.quantize_kv(K, V).save(file := tmp_path / "kv.npz")
+    script = (
+        "import sys, numpy as np; from {} import QuantizedQKV; "
+        "z = QuantizedQKV.load(sys.argv[1]); "
+        "print(z.with_q(np.ones((1, 2, 3, 16), np.float16)).len_q)"
+    )  # fmt: skip
+    for module, status in ((face, 0), ("cupyattn.quant.quantized", 1)):
+        command = [sys.executable, "-c", script.format(module), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == status, done.stderr
+        assert (done.stdout, status) in (("3\n", 0), ("", 1))
+    assert done.stderr.endswith(
+        "RuntimeError: with_q quantises q by cupyattn.ops.quantize: import that module first\n"
+    )
 
 
 # ---- the rung that attention takes by itself -----------------------------------------------------
