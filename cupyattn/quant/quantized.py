@@ -262,10 +262,11 @@ class QuantizedQKV:
         ----------
         q : array, (batch, heads, len_q, head_dim), out_dtype
             NumPy, CuPy, or anything with DLPack, where the codes lie; not modified. Any number of
-            rows, and any multiple of `heads_kv` heads.
+            rows, and any multiple of `heads_kv` heads. For packed keys (total_q, heads, head_dim).
         **options
             ``backend``, ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and
             ``qk_norm_eps`` as for `cupyattn.quantize`: what K had, at the position of these rows.
+            For packed keys ``cu_seqlens_q`` and ``max_len_q``; those of this record when omitted.
 
         Returns
         -------
@@ -275,9 +276,10 @@ class QuantizedQKV:
         Raises
         ------
         ValueError, TypeError
-            For queries that do not fit the keys, or are of another type.
+            For queries that do not fit the keys, are of another type, or are not what given scales
+            of Q are for.
         UnsupportedError
-            For packed sequences.
+            For zero points beside given scales.
 
         Examples
         --------
