@@ -93,6 +93,14 @@ def taken(**named: Any) -> tuple[Any, ...]:
     return tuple(None if a is None else take(name, a)[0] for name, a in named.items())
 
 
+def taken_or_number(**named: Any) -> tuple[Any, ...]:
+    """Return arrays as `take` does, in the order given; what is no array stays as it is."""
+    return tuple(
+        take(name, x)[0] if hasattr(x, "dtype") or hasattr(x, "__dlpack__") else x
+        for name, x in named.items()
+    )
+
+
 def taken_pair(names: tuple[str, str], given: Any) -> Any:
     """Return an argument that is a pair of arrays as `take` does; anything else as it is."""
     if not isinstance(given, (tuple, list)):

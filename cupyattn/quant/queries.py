@@ -72,10 +72,9 @@ def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
 def _check(z: Any, rows: Any) -> None:
     """Raise unless queries fit the keys, and are of the type of what was quantised."""
     multiple = f"a multiple of {z.heads_kv}"
+    names, wanted = "(total_q, heads, head_dim)", ["*", multiple, z.head_dim]
     if z.cu_seqlens_q is None:
-        names, wanted = "(batch, heads, len_q, head_dim)", (z.shape[0], multiple, "*", z.head_dim)
-    else:
-        names, wanted = "(total_q, heads, head_dim)", ("*", multiple, z.head_dim)
+        names, wanted = "(batch, heads, len_q, head_dim)", [z.shape[0], multiple, "*", z.head_dim]
     fits = rows.ndim == len(wanted) and all(
         size % max(z.heads_kv, 1) == 0 if want == multiple else want in ("*", size)
         for size, want in zip(rows.shape, wanted, strict=True)
