@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 import os
@@ -9,12 +10,36 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from cupyattn.errors import UnsupportedError
 
 #: Where code of this package lies.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def needs_head_dim(method: Callable[P, R]) -> Callable[P, R]:
+    """Let an ``__init__`` of (num_heads, head_dim, ...) say what a call without them lacks.
+
+    Code of the founding notes leaves head_dim out.
+    """
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        required = ("num_heads", "head_dim")
+        missing = [name for name in required[len(args) - 1 :] if name not in kwargs]
+        if missing:
+            raise TypeError(
+                f"{type(args[0]).__name__} needs {' and '.join(missing)}, which q.shape = (batch, "
+                "num_heads, len_q, head_dim) has: give Int8Attention(num_heads=32, head_dim=128) "
+                "for heads of 128 numbers"
+            )
+        return method(*args, **kwargs)
+
+    return called
 
 
 def check_count(name: str, value: Any) -> int:

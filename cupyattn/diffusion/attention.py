@@ -23,6 +23,7 @@ from cupyattn.diffusion.arguments import (
     check_number,
     check_projection,
     check_softmax_eps,
+    needs_head_dim,
     warn_without_effect,
 )
 from cupyattn.diffusion.kept_keys import KeptKeys, wants_key_sums
@@ -152,6 +153,7 @@ class Int8Attention:
     ((1, 2, 40, 16), 'aggressive', 'precision')
     """
 
+    @needs_head_dim
     @points_to_our_names
     def __init__(
         self,
