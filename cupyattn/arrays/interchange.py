@@ -181,7 +181,7 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     if getattr(array, "requires_grad", False):
         raise TypeError(
             f"{name} requires a gradient, which functions on NumPy and CuPy arrays do not record: "
-            f"call the function of this name in cupyattn.interop.torch, or give {name}.detach()"
+            f"call attention or a module of cupyattn.interop.torch, or give {name}.detach()"
         )
     device = int(array.__dlpack_device__()[0])
     if device == _DLPACK_CUDA:

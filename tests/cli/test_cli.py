@@ -409,7 +409,7 @@ def test_cache_warms_and_clears(own_cache: Path, capsys: pytest.CaptureFixture[s
     assert (found["kernels"], found["references"]) == (2, 1) and found["kernel_bytes"] > 1000
     assert status("cache", "--clear") == 0
     printed = capsys.readouterr().out
-    assert "forgot 2 kernels and 1 references" in printed and "\n0 kernels" in printed
+    assert "forgot 2 kernels and 1 reference\n" in printed and "\n0 kernels" in printed
 
 
 def test_a_spec_names_what_the_call_compiles() -> None:
