@@ -21,6 +21,7 @@ from cupyattn.arrays.memory import on_device_of
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
+from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
@@ -122,6 +123,8 @@ def quantize(
     >>> x.q_scale.shape, x.k_scale.shape
     ((1, 2, 40), (1, 2, 1))
     """
+    if quant is not None and not isinstance(quant, QuantConfig):
+        raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {shown(quant)}")
     settings = QuantizeSettings(
         quant, tiles, arch, backend, max_len_q, max_len_k, rope_interleaved, rope_offset_q,
         qk_norm_eps,
