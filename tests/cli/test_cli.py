@@ -122,7 +122,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert status("ladder", *SMALL, "--plot", "x.png") == 2
     captured = capsys.readouterr()
-    assert "pip install 'cupyattn[cli]'" in captured.err and captured.out == ""
+    assert "pip install matplotlib (the extra cli has it)" in captured.err and captured.out == ""
 
 
 def test_a_plot_shows_rungs_without_a_judgement_and_peers(tmp_path: Path) -> None:
