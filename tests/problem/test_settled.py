@@ -172,6 +172,19 @@ def test_who_asks_for_form_and_tiles() -> None:
     assert found == Counter((name, place) for name, places in wanted.items() for place in places)
 
 
+def test_an_operation_has_plans_of_its_name() -> None:
+    package = Path(ca.__file__).parent
+    operations = {
+        path.name
+        for path in (package / "ops").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and path.name != "operation.py"
+        and {"resolve", "plan", "mirror"} <= {getattr(one, "name", "") for one in node.body}
+    }  # fmt: skip
+    assert len(operations) >= 6
+    assert operations <= {path.name for path in (package / "plans").glob("*.py")}
+
+
 def test_support_says_why_not() -> None:
     assert SUPPORTED.supported and SUPPORTED.note == ""
     missing = Support(False, "the Hopper form takes no mask")
