@@ -270,7 +270,8 @@ def dotted(path: Path) -> str:
 def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[str]:
     """Yield the dotted names of the modules that a file imports.
 
-    `lazy` includes imports inside functions, `types` yields those under TYPE_CHECKING instead.
+    `lazy` includes imports inside functions, `types` yields those under TYPE_CHECKING instead. A
+    name of a face counts for where it is defined; "cupyattn." is the package with all its names.
     """
     tree = ast.parse(path.read_text())
     guards = [
@@ -284,18 +285,32 @@ def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[s
     for node in ast.walk(tree):
         if (id(node) in guarded) != types or (id(node) in delayed and not lazy):
             continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield "".join(str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield "cupyattn." if alias.name == "cupyattn" else alias.name
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield full if full in NAMED else str(node.module)
+                if full not in NAMED and node.module in ("cupyattn", *OF_FACES):
+                    yield home_of(node.module, alias.name)
+                else:
+                    yield full if full in NAMED else str(node.module)
+
+
+def home_of(face: str, name: str) -> str:
+    """The module that defines a public name; `lazy_face` imports nothing."""
+    own = getattr(importlib.import_module(face), name)
+    return face if name == "lazy_face" else getattr(own, "__module__", face)
 
 
 NAMED = {dotted(path): path for path in PYTHON}
+OF_FACES = tuple(f"cupyattn.{name}" for name in sorted(FACES))
 MODULES = [path for path in PYTHON if path != PACKAGE / "__init__.py"]
 RANK = {name: rank for rank, line in enumerate(HOUSE) for name in line}
+RANK[""] = len(HOUSE)  # the package itself
 
 
 def packages_of(names: Iterator[str]) -> set[str]:
@@ -304,7 +319,7 @@ def packages_of(names: Iterator[str]) -> set[str]:
 
 
 def test_every_module_has_its_place() -> None:
-    assert {place(path) for path in MODULES} == set(RANK)
+    assert {place(path) for path in MODULES} == set(RANK) - {""}
     assert {path.stem for path in PACKAGE.glob("*.py")} == FLAT | {"__init__"}
 
 
@@ -317,6 +332,20 @@ def test_imports_point_up_the_list(path: Path) -> None:
     if not (own in FACES and path.name == "__init__.py"):
         typed = packages_of(imports(path, types=True))
         assert not {name for name in typed if RANK[name] >= RANK[own]} - {own}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import cupyattn", "import cupyattn as ca", "from cupyattn import quantize",
+        "from cupyattn.quant import quantize", "from cupyattn.ops.quantize import quantize",
+        "import cupyattn.ops.quantize", "importlib.import_module('cupyattn.ops.quantize')",
+        "import_module(f'cupyattn.{name}')",
+    ],
+)  # fmt: skip
+def test_a_late_import_of_what_stands_below_is_found(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "late.py").write_text(f"def late():\n    {text}\n")
+    assert {RANK[name] >= RANK["ops"] for name in packages_of(imports(file))} == {True}
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
