@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import re
 import subprocess
@@ -92,6 +93,12 @@ def code(source: str) -> str:
     """Drop comments and string literals, keeping the lines."""
     source = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
     return re.sub(r'//[^\n]*|"(?:\\.|[^"\\\n])*"', "", source)
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Parse a file once for all tests."""
+    return ast.parse(path.read_text())
 
 
 def rounding_tags(text: str) -> set[str]:
@@ -281,7 +288,7 @@ def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[s
 
     `lazy` includes imports inside functions, `types` yields those under TYPE_CHECKING instead.
     """
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     guards = [
         node for node in ast.walk(tree)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -387,7 +394,7 @@ def test_the_picture_of_the_house_is_current() -> None:
 
 def test_no_assert_and_no_leftovers_in_the_package() -> None:
     for path in PYTHON:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path
         assert not re.search(r"\bTO" + r"DO\b|\bFIX" + r"ME\b", path.read_text()), path
 
@@ -424,7 +431,7 @@ def test_functions_of_the_core_take_eight_parameters_at_most() -> None:
     core = [path for path in MODULES if RANK[place(path)] <= RANK["ops"]]
     many = {
         name for path in core
-        for name, count in functions(ast.parse(path.read_text()), dotted(path)) if count > 8
+        for name, count in functions(tree_of(path), dotted(path)) if count > 8
     }  # fmt: skip
     assert "cupyattn.ops.attention.attention" in many
     assert many <= set(public_functions())
@@ -436,7 +443,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
     found = [
         f"{dotted(path)}:{node.lineno}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "resolve"
     ]
     places = {one.partition(":")[0] for one in found}
@@ -446,7 +453,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield the classes of the package, each with the dotted name of its module."""
     for path in PYTHON:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 yield dotted(path), node
 
@@ -490,7 +497,7 @@ def reads_a_form(node: ast.AST) -> bool:
 
 def test_calls_are_known_in_one_way() -> None:
     """By what `Recent.find` makes of forms: those of arrays, and those of torch's tensors."""
-    trees = {dotted(path): ast.parse(path.read_text()) for path in PYTHON}
+    trees = {dotted(path): tree_of(path) for path in PYTHON}
     readers = [name for name, tree in trees.items() if any(map(reads_a_form, ast.walk(tree)))]
     assert readers == ["cupyattn.arrays.form", "cupyattn.interop.torch.bridge"]
     made = {
@@ -510,6 +517,7 @@ def test_calls_are_known_in_one_way() -> None:
     }  # fmt: skip
 
 
+@functools.cache
 def flows() -> dict[str, tuple[Any, Callable[[], object]]]:
     """One call of every kind, and its first operand."""
     rng = np.random.default_rng(0)
