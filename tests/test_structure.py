@@ -157,8 +157,9 @@ def test_rounding_tags_agree_between_header_body_and_numerics(path: Path) -> Non
     if path.parent.name == "split":  # two kernels, one after the other
         body += (KERNELS / "merge" / "merge_splits.cu").read_text()
     variant, form = REGISTERED[path]
-    # The Hopper and split forms leave softcap and bias to the portable ones.
-    changed = {} if form in ("sm90", "split") else {"softcap": True, "bias": True}
+    # Some Hopper forms and the split one leave softcap and bias to the portable ones.
+    taken = "bias" in variant.forms[form].takes.options
+    changed = {"softcap": taken, "bias": taken}
     expected = set(numerics(variant.family, form, variant.dtypes[0], **changed).tags)
     rounding = header[header.index("Rounding ") : header.index("Mirror ")]
     assert rounding_tags(rounding) == expected

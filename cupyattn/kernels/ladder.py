@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.forms import Form, FormTiles, Takes, divides
+from cupyattn.kernels.forms import OPTIONS, Form, FormTiles, Takes, divides
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 
@@ -178,6 +178,7 @@ class Variant:
         causal: bool = False,
         block_mask: tuple[int, int] = (0, 0),
         rows: int = 1,
+        options: Collection[str] = (),
     ) -> Tiles:
         """Return the tiles of a call: those given, or the variant's own.
 
@@ -197,6 +198,8 @@ class Variant:
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
         rows : int
             Those that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
+        options : collection of str
+            Those of `cupyattn.kernels.forms.OPTIONS` that the call has.
 
         Raises
         ------
@@ -205,7 +208,9 @@ class Variant:
             blocks.
         """
         self.check_form(form)
-        own, limit = self.forms[form].tiles, self._limit(head_dim, form)
+        self._limit(head_dim, form)
+        own = self.forms[form].tiles.with_options(options)
+        limit = own.limit(head_dim)
         tiles = given
         if tiles is None and block_mask != (0, 0):
             tiles = own.for_blocks(head_dim, block_mask)
@@ -265,6 +270,29 @@ _FA_WARPS = {
         "attn_fa_warps.cu", FormTiles({128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)})
     ),
 }  # fmt: skip
+#: Tiles of calls with softcap, bias or mask: of those that do not spill, the fastest at head_dim 64
+#: and 128 (NOTES.md there, "Softcap, bias and masks in the Hopper form"). With a softcap or a bias
+#: there is room for a mask beside it, and for a bias beside a softcap.
+_BIAS_BLOCKS = {
+    64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
+}  # fmt: skip
+_FA_TC_SCORED = {
+    "softcap": FormTiles(
+        {64: Tiles(192, 112, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+        block_mask=_BIAS_BLOCKS,
+    ),
+    "bias": FormTiles(
+        {64: Tiles(192, 128, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+        block_mask=_BIAS_BLOCKS,
+    ),
+    "mask": FormTiles(
+        {
+            64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
+            192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
+        },
+        block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
+    ),
+}  # fmt: skip
 _FA_TC = {
     "portable": Form(
         "attn_fa_tc.cu",
@@ -286,8 +314,9 @@ _FA_TC = {
             other={64: (Tiles(128, 128, 12, 2), 1.29), 128: (Tiles(128, 128, 12, 2), 1.1)},
             block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
             least_keys=64,
+            scored=_FA_TC_SCORED,
         ),
-        replace(_HOPPER, stacks=True),
+        replace(_HOPPER, options=OPTIONS, stacks=True),
         pieces=True,
     ),
     # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their way, as many keys to a step as

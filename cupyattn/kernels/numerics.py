@@ -127,6 +127,10 @@ class Numerics:
     scales_last : bool
         R6, R7. The scale of a channel of V, one for all tiles, multiplies the sum of all and not
         that of each.
+    scored : bool
+        R3, R4. Softcap and bias change scores in the units that the softmax takes: S becomes
+        fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
+        then fma(bias, fl(1 / scale), S).
     """
 
     q_type: str
@@ -146,15 +150,16 @@ class Numerics:
     sums_operand: bool = False
     shifts: Shifts | None = None
     scales_last: bool = False
+    scored: bool = False
 
     @property
     def subtracts_first(self) -> bool:
         """R4. True: exp2(fl(fl(S - m) * log2 e)), m the largest score itself, in natural units.
 
-        So it is with softcap and bias: a bias of -1e9 in a whole block of keys, subtracted after
-        scaling, would leave exponents of the size of its rounding.
+        So it is with softcap and bias, unless `scored`: a bias of -1e9 in a whole block of keys,
+        subtracted after scaling, would leave exponents of the size of its rounding.
         """
-        return self.softcap or self.bias
+        return (self.softcap or self.bias) and not self.scored
 
     @property
     def by_tile(self) -> bool:
@@ -176,7 +181,7 @@ class Numerics:
         """The rounding points at which this kernel rounds, e.g. ``("R2", "R4", ...)``."""
         tags = ["R1"] if self.q_type == "int8" else []
         tags += [] if self.scores == "int32" else ["R2"]
-        tags += [] if self.scaling == "folded" else ["R3"]
+        tags += [] if self.scaling == "folded" and not (self.softcap or self.bias) else ["R3"]
         tags += ["R4"]
         tags += [] if self.p_type == "float32" else ["R5"]
         return (*tags, "R6", "R7")
@@ -245,9 +250,11 @@ def numerics(
             dtype, dtype, dtype, dtype, "fma", folded, "float32", "fma", True, **features
         )
     if family == "tensor_core":
+        scored = form == "sm90" and folded == "natural"
         return Numerics(
-            dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
-            **features, headroom=HEADROOM if form == "sm90" else 0,
+            dtype, dtype, dtype, dtype, "tensor_core", "folded" if scored else folded, dtype,
+            "tensor_core", True, **features, scored=scored,
+            headroom=HEADROOM if form == "sm90" else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     if family == "int8" and form in of_codes:

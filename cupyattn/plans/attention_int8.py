@@ -98,7 +98,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
             of_q, ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
             ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
-        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row)
+        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row, features)
         merge = _merge_pieces(spec, tiles, cut, merged)
         structs += added
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)

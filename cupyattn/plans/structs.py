@@ -64,6 +64,17 @@ SPLIT_PARAMS = _struct([
     ("rows", "i4"), ("row_warps", "i4"),
 ])  # fmt: skip
 
+#: ``struct ScoreParams`` of kernels_cu/prims/params.cuh.
+SCORE_PARAMS = _struct([
+    ("mask_bits", "u8"), ("tile_classes", "u8"), ("tile_steps", "u8"),
+    ("mask_batch", "i8"), ("mask_head", "i8"), ("list_batch", "i8"), ("list_head", "i8"),
+    ("mask_q", "i4"), ("list_q", "i4"), ("mask_heads", "i4"), ("mask_rows", "i4"),
+    ("list_heads", "i4"), ("list_rows", "i4"), ("key_tiles", "i4"), ("mask_aligned", "i4"),
+    ("bias_batch", "i4"), ("bias_head", "i4"), ("bias_factor", "f4"),
+    ("tanh_factor", "f4", 5), ("largest_square", "f4"), ("tanh_exponent", "f4"),
+    ("softcap_unit", "f4"),
+])  # fmt: skip
+
 #: ``struct PieceParams`` of kernels_cu/prims/params.cuh.
 PIECE_PARAMS = _struct([
     ("O", "u8"), ("rows", "u8"), ("whole", "i4"), ("cut", "i4"), ("steps", "i4"), ("share", "i4"),

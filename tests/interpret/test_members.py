@@ -53,7 +53,7 @@ EXPECTED = {
     "attn_unfused.cu": {"scores.Q": "float32", "scores.K": "float32", "weighted_sum.P": "float32",
                         "weighted_sum.V": "float32"},
     "sm90/attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16", "tile": "uint8",
-                           **TOGETHER, "kv0": "int32"},
+                           **TOGETHER, "step": "int32", "places": "uint8"},
     "sm90/attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16",
                              "O": "float16", "Q_codes": "int8",
                              "tile": "uint8", **TOGETHER, "kv0": "int32", "K_scale": "float32"},

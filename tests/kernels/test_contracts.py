@@ -57,6 +57,8 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "pruning/gather_rows.cu": Tiles(32, 1, 4),
 }
 #: Source, what is changed, and the sentence that must come back.
+#: A kernel with softcap, bias or mask before its softmax.
+SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
     ("attn_fa.cu", {"HEAD_DIM": 0}, "HEAD_DIM must be 1 to 256"),
@@ -260,6 +262,17 @@ BROKEN = [
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
     ("sm90/attn_fa_tc.cu", {"STACKED": 1, "WINDOW": 1}, "stacked heads take no window, packed"),
+    (
+        "sm90/attn_fa_tc.cu",
+        {**SCORED, "STACKED": 1, "MASK": 1, "MASK_KIND": 1},
+        "stacked heads take a mask or bias that is the same for all of them and their rows",
+    ),
+    ("sm90/attn_fa_tc.cu", {**SCORED, "BLOCK_KV": 144}, "BLOCK_KV must be at most 128 with"),
+    (
+        "sm90/attn_fa_tc.cu",
+        {**SCORED, "BIAS": 3, "BIAS_KIND": 1},
+        "a bias that the copy engine loads is float16 or bfloat16",
+    ),
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
     ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),
