@@ -236,7 +236,7 @@ HOPPER_VALUE_KEYS = 128
 
 #: What every Hopper form leaves to the portable ones, and what those of fa_int8 do.
 _HOPPER = Takes(arch="sm_90a", options=("block_mask", "packed"))
-_HOPPER_INT8 = replace(_HOPPER, scale_keys=HOPPER_SCALE_KEYS)
+_HOPPER_INT8 = replace(_HOPPER, options=OPTIONS, scale_keys=HOPPER_SCALE_KEYS)
 _HOPPER_PV8 = replace(_HOPPER_INT8, p_types=("u8",), zero_points=False)
 
 #: Tiles for block masks in the portable forms, the only ones of theirs that divide blocks of 64 in

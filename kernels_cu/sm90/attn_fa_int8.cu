@@ -188,23 +188,6 @@ __device__ __forceinline__ bool weigh(
   return __all_sync(FULL_WARP, packed_below<elem16_t>(largest, HEADROOM));
 }
 
-// M rises to the largest score, and l and O with it; then weights P.
-template <bool FIRST>
-__device__ __forceinline__ void rise_and_weigh(
-    RowState (&state)[2], float (&O_acc)[PV_COLS / 2], const float (&S_acc)[BLOCK_KV / 2],
-    const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&sum)[2]) {
-  float m[2], M[2], alpha[2];
-  row_maxima(m, S_acc, factor);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {  // row, then row + 8
-    alpha[h] = state[h].advance(shfl_max<4>(m[h]));
-    M[h] = state[h].M_finite();
-  }
-#pragma unroll
-  for (int i = 0; i < PV_COLS / 2 && !FIRST; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
-  weigh<true>(M, S_acc, factor, P_frag, sum);
-}
-
 // S4 softmax: weights P of the scores. M stays where it is, and rises to the largest score, and O
 // and l with it, only where weights are too large; in the FIRST step, where O is still 0, it always
 // does. `q` is the first of this lane's two rows, the other is q + 8.
@@ -227,7 +210,18 @@ __device__ __forceinline__ void softmax(
     admit_scores(p, S_acc, dot, factor, q, kv0);
     const bool stays = !FIRST && masked && weigh<false>(M, S_acc, factor, P_frag, sum);
     wgmma_use(P_frag);
-    if (!stays) rise_and_weigh<FIRST>(state, O_acc, S_acc, factor, P_frag, sum);
+    if (!stays) {
+      float m[2], alpha[2];
+      row_maxima(m, S_acc, factor);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // row, then row + 8
+        alpha[h] = state[h].advance(shfl_max<4>(m[h]));
+        M[h] = state[h].M_finite();
+      }
+#pragma unroll
+      for (int i = 0; i < PV_COLS / 2 && !FIRST; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
+      weigh<true>(M, S_acc, factor, P_frag, sum);
+    }
   }
   state[0].l += sum[0], state[1].l += sum[1];  // R6
 }
@@ -239,11 +233,22 @@ __device__ __forceinline__ void softmax(
   Factors one;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j) one[j][0] = one[j][1] = 1.0f;
-  const float M[2] = {state[0].M, state[1].M};
+  float M[2] = {state[0].M, state[1].M};
   float sum[2];  // this lane's part
   const bool stays = !FIRST && weigh<false>(M, S_acc, one, P_frag, sum);
   wgmma_use(P_frag);
-  if (!stays) rise_and_weigh<FIRST>(state, O_acc, S_acc, one, P_frag, sum);
+  if (!stays) {
+    float m[2], alpha[2];
+    row_maxima(m, S_acc, one);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {  // row, then row + 8
+      alpha[h] = state[h].advance(shfl_max<4>(m[h]));
+      M[h] = state[h].M_finite();
+    }
+#pragma unroll
+    for (int i = 0; i < PV_COLS / 2 && !FIRST; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
+    weigh<true>(M, S_acc, one, P_frag, sum);
+  }
   state[0].l += sum[0], state[1].l += sum[1];  // R6
 }
 
