@@ -224,6 +224,8 @@ def perturb(
             shift = shift + CODE_UNIT_ERROR
     else:
         started = running > NEG_INF
+        if n.scored:  # what a lower M leaves is multiplied by alpha = 0 before it counts
+            started &= running + drift >= top[..., None] - FAR_BELOW
         largest_M = xp.where(started, xp.abs(xp.where(started, running, 0.0)) + drift, 0.0)
         slack = U * ((largest_M.max(axis=-1) + shift) / LN2) * (1 + 2 * U)
         if n.code_log2:  # M is that much lower, and rounded up

@@ -129,9 +129,8 @@ class Numerics:
         that of each.
     scored : bool
         R3, R4. Softcap and bias change scores in the units that the softmax takes: S becomes
-        fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`, then
-        fma(bias, fl(1 / scale), S). Of codes S is in log2 units by then: log2 e in place of
-        1 / scale.
+        fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
+        then fma(bias, fl(1 / scale), S). With codes S is in log2 units: log2 e replaces 1 / scale.
     """
 
     q_type: str
@@ -254,7 +253,8 @@ def numerics(
         scored = form == "sm90" and folded == "natural"
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", "folded" if scored else folded, dtype,
-            "tensor_core", True, **features, scored=scored, headroom=HEADROOM if form == "sm90" else 0,
+            "tensor_core", True, **features, scored=scored,
+            headroom=HEADROOM if form == "sm90" else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     scored = form.startswith("sm90") and (softcap or bias)

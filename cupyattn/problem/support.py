@@ -191,27 +191,30 @@ def _of_options(form: Form, offer: Offer) -> str:
     return ""
 
 
+def _holds(softcap: float) -> bool:
+    """Whether a Hopper form takes a softcap in the units of its scores."""
+    return LEAST_CAP <= softcap <= MOST_CAP
+
+
 def _of_scores(offer: Offer, bias: Operand | None) -> str:
     """Return why a Hopper form does not take softcap or bias of a call; "" if it does."""
     call = offer.call
-    unit = 1 / call.scale if offer.codes is None else LOG2E  # of scores: products, or log2 units
-    if call.softcap and not LEAST_CAP <= call.softcap * unit <= MOST_CAP:
-        times = f" times scale={call.scale:g}" if offer.codes is None else " / log2(e)"
-        return (
-            f"takes a softcap of {LEAST_CAP:g} to {MOST_CAP:g}{times}, got "
-            f"softcap={call.softcap:g}"
-        )
+    if call.softcap and offer.codes is None and not _holds(call.softcap / call.scale):
+        return f"takes softcap/scale from 2**-10 to 2**14, got {call.softcap / call.scale:g}"
+    if call.softcap and offer.codes is not None and not _holds(call.softcap * LOG2E):
+        return f"takes softcap*log2(e) from 2**-10 to 2**14, got {call.softcap * LOG2E:g}"
     if bias is None:
         return ""
-    if call.mask and call.head_dim > MOST_MASKED_BIAS:
-        return f"takes mask and bias together up to head_dim {MOST_MASKED_BIAS}, got {call.head_dim}"
+    if call.mask and offer.codes is None and call.head_dim > MOST_MASKED_BIAS:
+        most = MOST_MASKED_BIAS
+        return f"takes mask and bias together up to head_dim {most}, got {call.head_dim}"
     if offer.codes is None and not 1 / MOST_CAP <= call.scale <= MOST_CAP:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
     *rows, key = bias.steps
     if key == 0:  # the same for every key: it is read row by row
         return ""
     if call.bias == "float32":
-        return "takes a bias of float16 or bfloat16, got float32: convert it, if that is exact enough"
+        return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
     if key != 1 or bias.misalignment or any(s < 0 or s * bias.itemsize % 16 for s in rows):
         steps = tuple(s * bias.itemsize for s in bias.steps)
         return (

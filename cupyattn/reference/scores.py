@@ -34,6 +34,7 @@ class Scores:
     subtracts_first: bool
     scoring: Scoring
     unit: float = 0.0  # of natural scores in those of S, where softcap and bias know no other
+    listed_rows: int = 0  # of a tile that takes the steps in which the mask admits a key; 0: all
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -95,6 +96,22 @@ class Scores:
         column = key // self.scoring.blocks[1]
         kept = self.scoring.kept_at(EVERYWHERE, rows)[..., column, None]
         return np.where(kept, products, np.float32(0))
+
+
+    def listed(self, products: Float32, rows: slice, keys: slice) -> Float32:
+        """P V of some rows and of keys in one step, where their tiles take it; else 0.
+
+        `rows` begin with a tile.
+        """
+        if not self.listed_rows or self.scoring.mask is None:
+            return products
+        admitted = self.scoring.mask[..., rows, keys].any(axis=-1)
+        tiles = np.arange(0, admitted.shape[-1], self.listed_rows)
+        if not tiles.size:
+            return products
+        taken = np.logical_or.reduceat(admitted, tiles, axis=-1)
+        taken = taken.repeat(self.listed_rows, axis=-1)[..., : admitted.shape[-1], None]
+        return np.where(taken, products, np.float32(0))
 
 
 def prepare_scores(

@@ -192,8 +192,10 @@ REFUSED_TILES: list[tuple[dict[str, Any], str]] = [
         f"three warpgroups of 64 rows fill the registers {OWN}",
     ),
     (
-        {"tiles": Tiles(128, 128, 12, 2), "arch": "sm_90a", "softcap": 2.0},
-        "fa_tc (portable form: the Hopper form takes no softcap) does not take "
+        {"tiles": Tiles(128, 128, 12, 2), "arch": "sm_90a", "softcap": 1e9},
+        "fa_tc (portable form: the Hopper form takes softcap/scale from 2**-10 to 2**14, got "
+        f"{1e9 / Q.shape[-1] ** -0.5:g}) "
+        "does not take "
         f"{Tiles(128, 128, 12, 2)}: {ROWS_OF_MMA} {OWN}",
     ),
 ]  # fmt: skip

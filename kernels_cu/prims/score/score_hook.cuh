@@ -189,6 +189,7 @@ struct ScoreChange<true> {
   __device__ __forceinline__ void change(
       const ScoreParams& s, ScorePlaces<true>& places, const AttnParams& p,
       float (&S_acc)[BLOCK_KV / 2], int warp_row, int q, int step, const uint32_t (&bits)[2]) {
+    const bool mixed = is_mixed(step);
     if constexpr (SOFTCAP) softcap(s, S_acc);
     if constexpr (BIAS_KIND == BiasKind::ROWS) add_row_bias(S_acc, row_bias, s.bias_factor);
     if constexpr (BIAS_IN_RING) {
@@ -201,7 +202,7 @@ struct ScoreChange<true> {
       if (lane_id() == 0) mbarrier_arrive(places.bias_empty[bias_at.stage]);
       bias_at.advance();
     }
-    if (is_mixed(step)) apply_mask(S_acc, bits);
+    if (mixed) apply_mask(S_acc, bits);
     // NOTE: a warp's rows raise M together: those past a sequence have scores of 0, whatever their
     // mask and bias.
     if (VARLEN && (MASKED || BIAS) && q - lane_id() / 4 + 16 > p.len_q) {
