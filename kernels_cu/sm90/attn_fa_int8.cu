@@ -29,9 +29,11 @@
 //              whom a tile is known two steps before it begins: 0.90 of a call whose pass makes
 //              them, where 1.04 to 1.05 is this. Those of K, in the background: they cost 30 to
 //              60 us, and the pass 32. (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 16 bits,
-//              R6 alpha, l and the tensor core over keys, R7 times 1/l and store
+// Scores       With softcap, bias or mask the integers of a step become scores in log2 units first,
+//              which score_hook.cuh changes; the softmax takes them with a factor of 1.
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
+//              to 16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"

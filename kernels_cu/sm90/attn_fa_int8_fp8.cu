@@ -13,10 +13,11 @@
 //              form. Packed sequences and block masks as in the Hopper form of fa_tc; a code of 0
 //              times codes, none of which is NaN, is 0: nothing of the next sequence has to be
 //              silenced.
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
-//              to e4m3, R6 alpha, beta, l, the tensor core within a tile and the sum over tiles, R7
-//              times the channel's scale and 1/l, plus the mean, and store
+// Scores       With softcap, bias or mask as in the form by tile (attn_fa_int8_pv8_by_tile.cu).
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 M, up, and
+//              exp2, R5 P to e4m3, R6 alpha, beta, l, the tensor core within a tile and the sum
+//              over tiles, R7 times the channel's scale and 1/l, plus the mean, and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"

@@ -26,10 +26,12 @@
 //              keys: all factors kept in registers 0.70 to 0.75, where 230 to 320 bytes spill. The
 //              few of 64 keys made anew, 0.99; their scales kept and not the factors, 0.88 at
 //              head_dim 256. (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits,
-//              R6 l, and what shifts drop of O, R7 O to float, times the channel's scale, times
-//              1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
+// Scores       With softcap, bias or mask as in that form: M follows the largest of the numbers
+//              that come of it. A row with one that is NaN or +inf becomes NaN by way of l.
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
+//              to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times the channel's
+//              scale, times 1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"
@@ -212,8 +214,8 @@ __device__ __forceinline__ void weigh(
   for (int h = 0; h < 2; ++h) state[h].l += float(sum[h]);  // R6
 }
 
-// S4 of scores that are numbers in log2 units, those masked -inf. A row with one that is NaN or +inf
-// becomes NaN by way of l: no code is.
+// S4 of scores that are numbers in log2 units, those masked -inf. A row with one that is NaN or
+// +inf becomes NaN by way of l: no code is.
 __device__ __forceinline__ void choose_M(
     ShiftState (&state)[2], const float (&S_acc)[BLOCK_KV / 2], int (&shift)[2], bool watched) {
   float m[2];

@@ -25,10 +25,13 @@
 //              to 0.83. One for 16 keys: 1.20, 0.97 and 0.73 of that form, whose 192 and 256 keys
 //              spill then, and 0.96 of the e4m3 form at 128. Two warpgroups at 128, with 2 or 3
 //              stages: 0.93 and 0.92 of a call.
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
-//              to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact within a
-//              tile, and the sum over tiles, R7 1/l, plus the mean, and store
+// Scores       With softcap, bias or mask as there: the maximum of a tile is one of the keys that
+//              are admitted, and a row that admits none of the tile has weights of 0 and a beta of
+//              0.
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 M, up, and
+//              exp2, R5 P to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact
+//              within a tile, and the sum over tiles, R7 1/l, plus the mean, and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
