@@ -21,7 +21,7 @@ from cupyattn.problem.operands import Operands
 
 #: Threads of a block of ``pack_keys``, and query rows of a warp of ``pack_mask``, as
 #: ``prepare/pack_mask.cu`` has them.
-KEYS_THREADS, MASK_GROUP = 256, 16
+KEYS_THREADS, MASK_GROUP = 1024, 16
 WARP = 32
 
 

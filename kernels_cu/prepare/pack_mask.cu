@@ -10,7 +10,7 @@
 
 constexpr int OCTETS = BLOCK_KV / 8;
 constexpr int PACK_THREADS = BLOCK_Q / MASK_GROUP * WARP_SIZE;
-constexpr int KEYS_THREADS = 256;  // as in cupyattn/plans/scored.py
+constexpr int KEYS_THREADS = 1024;  // as in cupyattn/plans/scored.py
 constexpr uint32_t ONES = 0x01010101u;
 
 // Eight neighbouring entries of a row, a byte each. Those past the last row or key count as
@@ -130,9 +130,7 @@ extern "C" __global__ __launch_bounds__(KEYS_THREADS) void pack_keys(
     const int64_t number = int64_t(blockIdx.x) * s.key_tiles + key_tile;
 #pragma unroll
     for (int to = 0; to < 4; ++to) {
-      const uint32_t own = i < OCTETS ? octet.pair(to) << i * 2 : 0;
-      const uint32_t word =
-          shfl_reduce<WARP_SIZE>(own, [](uint32_t a, uint32_t b) { return a | b; });
+      const uint32_t word = __reduce_or_sync(FULL_WARP, i < OCTETS ? octet.pair(to) << i * 2 : 0);
       if (i == to) s.mask_bits[number * MASK_TILE_WORDS + to] = word;
     }
     const bool some = __any_sync(FULL_WARP, octet.some), full = __all_sync(FULL_WARP, octet.full());

@@ -323,3 +323,50 @@ def test_plain_calls_compile_nothing_of_it() -> None:
     assert not any(name.startswith(("CFG_SCORED", "CFG_MASK_KIND", "CFG_BIAS_KIND"))
                    for name, _ in plan.launches[0].module.defines)  # fmt: skip
     assert STORAGE["float16"] == arrays()[0].dtype
+
+
+# ---- at random -----------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> tuple[Arrays, dict[str, Any]]:
+    """Sizes, options and broadcast shapes of a call, all of them at random."""
+    rng = np.random.default_rng(seed)
+    batch, heads_kv, group = (int(rng.integers(1, 3)) for _ in range(3))
+    heads, head_dim = heads_kv * group, int(rng.choice([8, 64, 72, 128, 136, 256]))
+    len_q, len_kv = int(rng.integers(1, 300)), int(rng.integers(1, 300))
+    len_kv = -(-len_kv // 8) * 8 if rng.random() < 0.7 else len_kv
+    dtype = str(rng.choice(["float16", "bfloat16"]))
+    inputs = normal(
+        (batch, heads, len_q, head_dim), (batch, heads_kv, len_kv, head_dim), dtype, seed
+    )
+
+    def shape() -> tuple[int, ...]:
+        whole = (batch, heads, len_q, len_kv)
+        return tuple(n if rng.random() < 0.6 else 1 for n in whole)[int(rng.integers(0, 4)) :]
+
+    options: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        options["causal"] = True
+        options["causal_align"] = str(rng.choice(["bottom-right", "top-left"]))
+    elif rng.random() < 0.3:
+        options["window"] = (int(rng.integers(0, 200)), int(rng.integers(0, 200)))
+    if rng.random() < 0.5:
+        options["softcap"] = float(rng.choice([0.5, 5.0, 50.0]))
+    if rng.random() < 0.6:
+        options["mask"] = rng.random(shape()) < rng.choice([0.02, 0.5, 0.98])
+    if rng.random() < 0.6:
+        bias = 3 * rng.standard_normal(shape())
+        bias[rng.random(bias.shape) < 0.1] = -np.inf
+        options["bias"] = bias.astype(STORAGE[str(rng.choice(["float16", "bfloat16"]))])
+    if rng.random() < 0.3:
+        blocks = batch, heads, -(-len_q // 128), -(-len_kv // 64)
+        kept = rng.random(tuple(n if rng.random() < 0.6 else 1 for n in blocks[:2]) + blocks[2:])
+        options["block_mask"] = BlockMask(kept < 0.6, 128, 64)
+    return inputs, options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_any_call_is_within_its_bound(seed: int) -> None:
+    inputs, options = drawn(seed)
+    runs.run(RUNG, inputs, arch="sm_90a", backend="interpret", **options).check()

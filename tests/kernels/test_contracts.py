@@ -262,7 +262,11 @@ BROKEN = [
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
     ("sm90/attn_fa_tc.cu", {"STACKED": 1, "WINDOW": 1}, "stacked heads take no window, packed"),
-    ("sm90/attn_fa_tc.cu", {**SCORED, "STACKED": 1}, "stacked heads take no softcap, bias or mask"),
+    (
+        "sm90/attn_fa_tc.cu",
+        {**SCORED, "STACKED": 1, "MASK": 1, "MASK_KIND": 1},
+        "stacked heads take a mask or bias that is the same for all of them and their rows",
+    ),
     ("sm90/attn_fa_tc.cu", {**SCORED, "BLOCK_KV": 144}, "BLOCK_KV must be at most 128 with"),
     (
         "sm90/attn_fa_tc.cu",

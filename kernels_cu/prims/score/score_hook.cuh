@@ -29,7 +29,10 @@ constexpr int MASK_BYTES = MASKED ? MASK_TILE_WORDS * 4 : 0;
 // Shared memory of a stage.
 constexpr int SCORE_STAGE_BYTES = SCORED ? BIAS_BOXES * BIAS_BOX_PITCH + MASK_BYTES : 0;
 
-static_assert(!(SCORED && STACKED), "stacked heads take no softcap, bias or mask");
+static_assert(
+    !(SCORED && STACKED) || (MASK_KIND != MaskKind::ROWS && BIAS_KIND != BiasKind::DENSE &&
+                             BIAS_KIND != BiasKind::ROWS),
+    "stacked heads take a mask or bias that is the same for all of them and their rows");
 static_assert(
     !BIAS_IN_RING || sizeof(bias_t) == 2,
     "a bias that the copy engine loads is float16 or bfloat16");
