@@ -75,7 +75,7 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
             return abs(float(np.float32(x)) / x - 1.0) + 2.0**-50
 
     tiny, largest = 2.0**-148, sigma
-    if n.scored:
+    if n.scored and n.scaling == "folded":
         # ((fl(u tanh(dot / u)) + bias f) (1 + U)), f = fl(1 / sigma): f / (1 / sigma) belongs to
         # the sum, and its inverse to the product alone.
         factor = constant(1 / sigma) if n.bias else 0.0
@@ -99,6 +99,13 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         largest = max(largest_dot * largest_k, factor * largest_q, sigma)
         # Both scales may be one factor, which is subnormal where S is.
         largest, tiny = max(largest, factor * largest_q * largest_k), 2.0**-124
+    if n.scored:
+        # (fl(u tanh(S / u)) + bias f) (1 + U), f = fl(log2 e): as above. What a row shares is its
+        # products' own, once they are no longer alone.
+        factor = constant(LOG2E) if n.bias else 0.0
+        own = row * (1 + own) * (1 + (SOFTCAP_ERROR if softcap else 0.0)) / (1 - factor) - 1
+        added = (1 + factor) * (1 + U) - 1 if n.bias else 0.0
+        return Scaling(0.0, own, added, tiny + 2.0**-146, max(largest, softcap * LOG2E))
     if not n.subtracts_first:
         row *= 1 + constant(LOG2E) if n.scaling == "natural" else 1
         return Scaling(row - 1, own, 0.0, tiny, largest)

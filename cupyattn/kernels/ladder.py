@@ -236,7 +236,7 @@ HOPPER_VALUE_KEYS = 128
 
 #: What every Hopper form leaves to the portable ones, and what those of fa_int8 do.
 _HOPPER = Takes(arch="sm_90a", options=("block_mask", "packed"))
-_HOPPER_INT8 = replace(_HOPPER, scale_keys=HOPPER_SCALE_KEYS)
+_HOPPER_INT8 = replace(_HOPPER, options=OPTIONS, scale_keys=HOPPER_SCALE_KEYS)
 _HOPPER_PV8 = replace(_HOPPER_INT8, p_types=("u8",), zero_points=False)
 
 #: Tiles for block masks in the portable forms, the only ones of theirs that divide blocks of 64 in
@@ -336,6 +336,26 @@ _FA_TC = {
         Takes(options=(), few_rows=True),
     ),
 }  # fmt: skip
+#: The same of the forms of fa_int8, by what leaves its registers: of those that do not spill the
+#: widest steps. None was measured. With a bias there is room for a softcap and a mask beside it.
+_INT8_BIAS_BLOCKS = {
+    64: _HOPPER_BLOCKS[:1], 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
+}  # fmt: skip
+_INT8_BIAS = FormTiles(
+    {64: Tiles(192, 64, 16, 3), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+    block_mask=_INT8_BIAS_BLOCKS,
+)
+_PV8_SCORED = FormTiles(
+    {128: Tiles(192, 128, 16, 3), 256: Tiles(128, 128, 12, 2)}, block_mask=_HOPPER_INT8_BLOCKS
+)
+_FP8_SCORED = FormTiles(
+    {96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)},
+    block_mask={96: _HOPPER_BLOCKS, 128: _HOPPER_BLOCKS[1:]},
+)
+_FP8_BIAS = FormTiles(
+    {64: Tiles(128, 96, 12, 3), 96: Tiles(128, 96, 12, 2), 128: Tiles(128, 64, 12, 3)},
+    block_mask={128: (Tiles(128, 64, 12, 3),)},
+)
 _FA_INT8 = {
     "portable": Form(
         "attn_fa_int8.cu",
@@ -349,6 +369,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 96, 12, 2)},
             block_mask=_HOPPER_INT8_BLOCKS,
+            scored={"bias": _INT8_BIAS},
         ),
         _HOPPER_INT8,
         pieces=True,
@@ -375,6 +396,7 @@ _FA_INT8 = {
             },
             other={128: (Tiles(128, 256, 12, 2), 1 / 1.05)},
             block_mask=_HOPPER_INT8_BLOCKS,
+            scored={"bias": _INT8_BIAS, "softcap": _PV8_SCORED, "mask": _PV8_SCORED},
         ),
         replace(_HOPPER_PV8, values=("int8",)),
         pieces=True,
@@ -386,6 +408,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2)},
             block_mask=_HOPPER_INT8_BLOCKS,
+            scored={"bias": _INT8_BIAS},
         ),
         replace(_HOPPER_PV8, values=("int8 by group",), value_keys=HOPPER_VALUE_KEYS),
     ),
@@ -395,6 +418,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(128, 192, 12, 3), 96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)},
             block_mask={96: _HOPPER_BLOCKS, 128: _HOPPER_BLOCKS[1:]},
+            scored={"bias": _FP8_BIAS, "softcap": _FP8_SCORED, "mask": _FP8_SCORED},
         ),
         replace(_HOPPER_INT8, values=("fp8",), value_keys=GROUP_ALL),
         block_scales=False,

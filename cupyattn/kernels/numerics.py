@@ -130,7 +130,7 @@ class Numerics:
     scored : bool
         R3, R4. Softcap and bias change scores in the units that the softmax takes: S becomes
         fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
-        then fma(bias, fl(1 / scale), S).
+        then fma(bias, fl(1 / scale), S). With codes S is in log2 units: log2 e replaces 1 / scale.
     """
 
     q_type: str
@@ -257,6 +257,7 @@ def numerics(
             headroom=HEADROOM if form == "sm90" else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
+    scored = form.startswith("sm90") and (softcap or bias)
     if family == "int8" and form in of_codes:
         by_form = "e4m3" if form == "sm90_fp8" else "u8"
         p_type = by_form if quant is None else quant.p_type
@@ -264,7 +265,7 @@ def numerics(
         one_scale = quant is not None and quant.granularity_v == "channel"
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
-            "fp8" if fp8 else "int32", True, **features,
+            "fp8" if fp8 else "int32", True, **features, scored=scored,
             sums_operand=not fp8, shifts={"sm90_pv8": Shifts(), "pv8_whole": WHOLE}.get(form),
             pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
             scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
@@ -273,7 +274,8 @@ def numerics(
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features, headroom=0 if softcap or bias else HEADROOM,
+            **features, scored=scored,
+            headroom=HEADROOM if scored or not (softcap or bias) else 0,
             sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     raise ValueError(

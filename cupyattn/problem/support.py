@@ -6,6 +6,7 @@ with a call. Operands of Hopper forms are moved by the copy engine, which has it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,10 +20,13 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
 
-#: A softcap over the scale, in the Hopper forms: powers of it up to the eighth stay in float32.
+#: A softcap in the units of scores, in the Hopper forms: powers of it up to the eighth stay in
+#: float32.
 LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
 #: The largest head_dim for which shared memory has room for both.
 MOST_MASKED_BIAS = 192
+
+LOG2E = math.log2(math.e)
 
 #: What messages call an option, if not by its name.
 _WORDS = {"packed": "packed sequences"}
@@ -170,7 +174,7 @@ def _of_options(form: Form, offer: Offer) -> str:
     if left:
         return f"takes no {' and no '.join(_WORDS.get(name, name) for name in left)}"
     if form.on_hopper and offer.operands is not None:
-        reason = _of_scores(call, offer.operands.bias)
+        reason = _of_scores(offer, offer.operands.bias)
         if reason:
             return reason
     if not form.on_hopper or call.block_mask == (0, 0):
@@ -187,16 +191,24 @@ def _of_options(form: Form, offer: Offer) -> str:
     return ""
 
 
-def _of_scores(call: AttentionSpec, bias: Operand | None) -> str:
+def _holds(softcap: float) -> bool:
+    """Whether a Hopper form takes a softcap in the units of its scores."""
+    return LEAST_CAP <= softcap <= MOST_CAP
+
+
+def _of_scores(offer: Offer, bias: Operand | None) -> str:
     """Return why a Hopper form does not take softcap or bias of a call; "" if it does."""
-    if call.softcap and not LEAST_CAP <= call.softcap / call.scale <= MOST_CAP:
+    call = offer.call
+    if call.softcap and offer.codes is None and not _holds(call.softcap / call.scale):
         return f"takes softcap/scale from 2**-10 to 2**14, got {call.softcap / call.scale:g}"
+    if call.softcap and offer.codes is not None and not _holds(call.softcap * LOG2E):
+        return f"takes softcap*log2(e) from 2**-10 to 2**14, got {call.softcap * LOG2E:g}"
     if bias is None:
         return ""
-    if call.mask and call.head_dim > MOST_MASKED_BIAS:
+    if call.mask and offer.codes is None and call.head_dim > MOST_MASKED_BIAS:
         most = MOST_MASKED_BIAS
         return f"takes mask and bias together up to head_dim {most}, got {call.head_dim}"
-    if not 1 / MOST_CAP <= call.scale <= MOST_CAP:
+    if offer.codes is None and not 1 / MOST_CAP <= call.scale <= MOST_CAP:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
     *rows, key = bias.steps
     if key == 0:  # the same for every key: it is read row by row

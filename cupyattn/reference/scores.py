@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -123,6 +124,7 @@ def prepare_scores(
             f"scaling {n.scaling!r} does not go with {have}: quantize first, or only there"
         )
     row_factor = key_factor = None
+    unit = 1 / scale if quantized is None else math.log2(math.e)
     exponent_factor = np.float32(scale * np.log2(np.e))
     if n.scaling == "natural" or n.subtracts_first:
         row_factor, exponent_factor = np.asarray(scale, np.float32), LOG2E
@@ -142,5 +144,5 @@ def prepare_scores(
         exponent_factor = LOG2E if n.subtracts_first else np.float32(1)
     return Scores(
         split_heads(Q, k.shape[1]), K[:, :, None], row_factor, key_factor, exponent_factor,
-        n.subtracts_first, scoring, 1 / scale if n.scored else 0.0,
+        n.subtracts_first, scoring, unit if n.scored else 0.0,
     )  # fmt: skip

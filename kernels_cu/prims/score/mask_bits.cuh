@@ -86,10 +86,15 @@ __device__ __forceinline__ void load_mask(uint32_t (&bits)[2], const uint32_t* w
   }
 }
 
+// Whether bits of a lane admit its score i.
+__device__ __forceinline__ bool is_admitted(const uint32_t (&bits)[2], int i) {
+  return bits[i / 2 % 2] & 1u << (i / 4 * 2 + i % 2);
+}
+
 // R3: -inf for the scores of a lane that its mask does not admit.
 __device__ __forceinline__ void apply_mask(
     float (&S_acc)[BLOCK_KV / 2], const uint32_t (&bits)[2]) {
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; ++i)
-    if (!(bits[i / 2 % 2] & 1u << (i / 4 * 2 + i % 2))) S_acc[i] = NEG_INF;
+    if (!is_admitted(bits, i)) S_acc[i] = NEG_INF;
 }

@@ -144,6 +144,10 @@ struct ScoreChange {
       int, int, int, Mbarrier& empty) {
     if (lane_id() == 0) mbarrier_arrive(empty);
   }
+  __device__ __forceinline__ void operator()(
+      const Scoring<false>&, ScorePlaces<false>&, const AttnParams&, float (&)[BLOCK_KV / 2], int,
+      int, int, int) {}
+  __device__ __forceinline__ void skip(ScorePlaces<false>&) {}
 };
 template <>
 struct ScoreChange<true> {
@@ -162,12 +166,33 @@ struct ScoreChange<true> {
   __device__ __forceinline__ void operator()(
       const Scoring<true>& scoring, ScorePlaces<true>& places, const AttnParams& p,
       float (&S_acc)[BLOCK_KV / 2], int stage, int warp_row, int q, int step, Mbarrier& empty) {
-    const ScoreParams& s = scoring.params;
-    const bool mixed = is_mixed(step);
     uint32_t bits[2];
-    if (mixed) load_mask(bits, places.bits[stage], warp_row);
+    if (is_mixed(step)) load_mask(bits, places.bits[stage], warp_row);
     if constexpr (MASKED) __syncwarp();  // all lanes have read their bits
     if (lane_id() == 0) mbarrier_arrive(empty);
+    change(scoring.params, places, p, S_acc, warp_row, q, step, bits);
+  }
+  // The same of a step whose stage is read further: its reader frees it.
+  __device__ __forceinline__ void operator()(
+      const Scoring<true>& scoring, ScorePlaces<true>& places, const AttnParams& p,
+      float (&S_acc)[BLOCK_KV / 2], int stage, int warp_row, int q, int step) {
+    uint32_t bits[2];
+    if (is_mixed(step)) load_mask(bits, places.bits[stage], warp_row);
+    change(scoring.params, places, p, S_acc, warp_row, q, step, bits);
+  }
+  // A step that this warp does not take, once it has arrived.
+  __device__ __forceinline__ void skip(ScorePlaces<true>& places) {
+    if constexpr (BIAS_IN_RING) {
+      if (lane_id() == 0) mbarrier_arrive(places.bias_empty[bias_at.stage]);
+      bias_at.advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void change(
+      const ScoreParams& s, ScorePlaces<true>& places, const AttnParams& p,
+      float (&S_acc)[BLOCK_KV / 2], int warp_row, int q, int step, const uint32_t (&bits)[2]) {
+    const bool mixed = is_mixed(step);
     if constexpr (SOFTCAP) softcap(s, S_acc);
     if constexpr (BIAS_KIND == BiasKind::ROWS) add_row_bias(S_acc, row_bias, s.bias_factor);
     if constexpr (BIAS_IN_RING) {
