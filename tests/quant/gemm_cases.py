@@ -15,6 +15,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
+from cupyattn.quant.blocks import strategy_of
 from tests.quant.quant_inputs import operand
 
 #: Regimes of operands whose products stay in the range of float32.
@@ -67,6 +68,7 @@ class Product:
         c = np.empty((len(self.a), len(self.b)), STORAGE[self.out_dtype])
         plan = plan_gemm(
             ProductOperands(*(Operand.of(x) for x in (*self.operands, c))), self.out_dtype,
+            strategy=strategy_of(*self.operands),
             bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
             outliers=outliers, tiles=tiles, arch="sm_90a", blocks=blocks,
         )  # fmt: skip
@@ -101,6 +103,7 @@ def product(
     bias: bool = False,
     activation: str = "",
     outliers: int = 0,
+    strategy: str = "block",
 ) -> Product:
     """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight."""
     m, n, k = shape
@@ -113,6 +116,6 @@ def product(
         of_type = np.float16 if seed % 2 else ml_dtypes.bfloat16
         pair = tuple(rng.standard_normal((s, outliers)).astype(of_type) for s in (m, n))
     return Product(
-        *ca.act_quant(x), *ca.weight_quant(w), out_dtype,
+        *ca.act_quant(x, strategy=strategy), *ca.weight_quant(w, strategy=strategy), out_dtype,
         rng.standard_normal(n).astype(ml_dtypes.bfloat16) if bias else None, activation, pair,
     )  # fmt: skip

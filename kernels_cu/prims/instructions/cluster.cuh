@@ -49,3 +49,16 @@ __device__ __forceinline__ Vec<float, N> load_from_block(const float (&own)[N], 
                  : "memory");
   return x;
 }
+// The same of four integers.
+__device__ __forceinline__ Vec<int32_t, 4> load_from_block(const int32_t (&own)[4], int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(&own)), "r"(rank));
+  Vec<int32_t, 4> x;
+  asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+               : "r"(address)
+               : "memory");
+  return x;
+}
