@@ -10,7 +10,14 @@ from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import REFERENCE, U, products
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.quant.activation import ACTIVATION_SLOPE, MOST_SPLITS
-from cupyattn.quant.blocks import BLOCK_SIZE, Array, _by_column, as_matrix, strategy_of
+from cupyattn.quant.blocks import (
+    BLOCK_SIZE,
+    Array,
+    _by_column,
+    as_matrix,
+    scale_shape,
+    strategy_of,
+)
 from cupyattn.reference.gemm import Float64, activate, product_operands, scaled_terms
 
 #: G4: error of a computed activation, of |x| and absolute.
@@ -89,7 +96,7 @@ def weight_error(
     ----------
     w : array, (out, in) or (out, in, ...)
         The weight, with finite elements below 2^127.
-    scales : array, (out blocks, in blocks), float32
+    scales : array, (out blocks, in blocks) or (out, 1), float32
     block_size : int
     out_dtype : {"float32", "bfloat16", "float16"}
         As for `weight_dequant`.
@@ -105,8 +112,10 @@ def weight_error(
     """
     w, scales = operands(w=w, scales=scales)
     size = abs(as_float64(as_matrix(w)))
-    scale = as_float64(_by_column(scales, block_size, size.shape[1]))
-    scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
+    scale = as_float64(scales)
+    if scales.shape != (size.shape[0], 1) or scales.shape == scale_shape(size.shape, block_size):
+        scale = _by_column(scale, block_size, size.shape[1])
+        scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
     error = rounding_to_codes(size, scale)
     error = error + 2.0**-24 * (size + error) + 2.0**-150
     return (error + half_ulp(size + error, out_dtype)).reshape(w.shape)

@@ -313,6 +313,24 @@ def row_max(magnitudes: Array) -> Array:
     return magnitudes.max(axis=-1, keepdims=True)
 
 
+def strategy_of_weight(shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> str:
+    """Return what shares a scale of a weight (out, in), by the shape of its scales.
+
+    Returns
+    -------
+    str
+        ``"block"``, too, where the shape fits neither, or both: of one row in one block.
+
+    Examples
+    --------
+    >>> strategy_of_weight((300, 256), (300, 1)), strategy_of_weight((300, 256), (3, 2))
+    ('channel', 'block')
+    """
+    if tuple(scales_shape) == scale_shape(shape, BLOCK_SIZE):
+        return "block"
+    return "channel" if tuple(scales_shape) == (shape[0], 1) else "block"
+
+
 def strategy_of(a: Array, a_scales: Array, b: Array, b_scales: Array) -> str:
     """Return what shares a scale of a product's codes, by the shapes of its scales.
 
@@ -326,14 +344,10 @@ def strategy_of(a: Array, a_scales: Array, b: Array, b_scales: Array) -> str:
     Returns
     -------
     str
-        ``"block"``, too, where the shapes fit neither, or both: of one column over one block the
-        results are equal.
+        ``"block"``, too, where the shapes fit neither.
     """
-    blocks = -(-a.shape[-1] // BLOCK_SIZE) if a.ndim else 0
-    if tuple(a_scales.shape[-1:]) != (1,) or tuple(b_scales.shape) != (*b.shape[:1], 1):
-        return "block"
-    in_blocks = blocks == 1 and tuple(b_scales.shape) == scale_shape(b.shape, BLOCK_SIZE)
-    return "block" if in_blocks else "channel"
+    of_rows = tuple(a_scales.shape) == (*a.shape[:-1], 1)
+    return strategy_of_weight(b.shape, b_scales.shape) if of_rows and b.ndim == 2 else "block"
 
 
 def _by_column(scales: Array, block_size: int, columns: int) -> Array:

@@ -311,7 +311,8 @@ def _quantised(
     for report in analyze(_Weights(candidates), config).tensors:
         name = report.name.removesuffix(WEIGHT)
         if report.verdict == "int8":
-            made[name] = Int8Linear.from_linear(candidates[name], **options)
+            strategy = (config or Int8Config()).strategy
+            made[name] = Int8Linear.from_linear(candidates[name], strategy=strategy, **options)
             reasons[name] = report.reason
         else:
             kept[name] = report.reason
