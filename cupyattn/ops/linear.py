@@ -56,9 +56,10 @@ class Int8Linear:
 
     Notes
     -----
-    `strategy` says what shares a scale. A call takes two launches: codes and dynamic scales of x, then the product, in which outliers,
-    bias and activation are. Which columns are outliers has to be known beforehand: to look for them
-    in every call would take a wait for the device. `outlier_columns` finds them in samples.
+    `strategy`, ``"block"`` or ``"channel"``, says what shares a scale. A call takes two launches:
+    codes and dynamic scales of x, then the product, in which outliers, bias and activation are.
+    Which columns are outliers has to be known beforehand: to look for them in every call would take
+    a wait for the device. `outlier_columns` finds them in samples.
 
     Examples
     --------

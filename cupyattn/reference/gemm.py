@@ -1,4 +1,4 @@
-"""What an INT8 product with scales of blocks or channels is, how the kernels round it, and how far that may be off.
+"""What a product of INT8 codes is, how the kernels round it, and how far that may be off.
 
 All of it on NumPy arrays. The tags G1 to G5 are those of the kernels and of docs/MATH_REFERENCE.md.
 """

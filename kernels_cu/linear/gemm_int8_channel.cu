@@ -81,9 +81,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
           load_column_scales(p, col, B_scale);
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            store_sums(
-                p, row + h * 8, col, row_scale(p, row + h * 8), B_scale,
-                [&](int n, int j) { return sums[n].v[2 * h + j]; });
+            store_sums(p, row + h * 8, col, row_scale(p, row + h * 8), B_scale, [&](int n, int j) {
+              return sums[n].v[2 * h + j];
+            });
         });
     return;
   }

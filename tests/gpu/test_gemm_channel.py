@@ -1,4 +1,4 @@
-"""Products with a scale for each row and column on a device: the mirror's bits, whatever the shape."""
+"""Products with a scale for each row and column on a device: the mirror's bits, the bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with a scale for each row and column: bound, mirror, kernels, faults, quantising, layer."""
+"""Products with a scale for each row and column: bound, kernels, faults, quantising, layer."""
 
 from __future__ import annotations
 
@@ -196,8 +196,9 @@ THEFTS = {
     ),
     "codes past the end": (SHARED, " && byte < bytes_valid", "", SMALL, "between the rows of a"),
     "a wait too few": (OWN, "group<NUM_STAGES - 2>", "group<NUM_STAGES - 1>", SMALL, "in flight"),
-    "rows exchanged": (OWN, "row_scale(p, row), B_scale, [&]", "row_scale(p, row ^ 8), B_scale, [&]",
-                       SMALL, ""),
+    "rows exchanged": (
+        OWN, "row_scale(p, row), B_scale, [&]", "row_scale(p, row ^ 8), B_scale, [&]", SMALL, "",
+    ),
     "sums of the tile before": (SM90, "k > 0 || step > 0", "true", HOPPER, ""),
     "no wait for the slices": (
         SM90, "      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices", "  //",
@@ -421,7 +422,7 @@ P = by_channel(0, (4, 6, 200))
         ),
         (
             lambda: P.but(b_scales=ca.weight_quant(W)[1]).run(), ValueError,
-            r"of channels a_scales must be \(4, 1\) and b_scales \(6, 1\), got \(4, 1\) and \(1, 2\)",
+            r"of channels a_scales must be \(4, 1\) and b_scales \(6, 1\), got .* \(1, 2\)$",
         ),
         (
             lambda: P.run(tiles=GemmTiles(192, 128, 16, 2), arch="sm_90a"), ValueError,

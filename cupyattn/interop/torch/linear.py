@@ -73,8 +73,8 @@ def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Read
     own = (replace(one, misalignment=0) for one in (codes, scales))  # in scratch memory
     at = ProductOperands(next(own), next(own), of_b, of_b_scales, y)
     product = plan_gemm(
-        at, dtype, strategy=strategy, bias="" if bias is None else bias.dtype.name, activation=activation,
-        tiles=tiles, arch=arch,
+        at, dtype, strategy=strategy, bias="" if bias is None else bias.dtype.name,
+        activation=activation, tiles=tiles, arch=arch,
     )  # fmt: skip
     made = {"codes": "a", "scales": "a_scales"}
     between = (
@@ -328,7 +328,10 @@ class Int8Linear(torch.nn.Module):
     def extra_repr(self) -> str:
         """Name sizes and settings."""
         by = None if self.strategy == "block" else self.strategy
-        named = {"strategy": by, "activation": self.activation, "arch": self.arch, "backend": self.backend}
+        named = {
+            "strategy": by, "activation": self.activation, "arch": self.arch,
+            "backend": self.backend,
+        }  # fmt: skip
         said = [f"{name}={x!r}" for name, x in named.items() if x is not None]
         return ", ".join(
             [f"in_features={self.in_features}, out_features={self.out_features}",

@@ -135,9 +135,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
             load_column_scales(p, tile.n0 + f * 8, B_scale);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              store_sums(
-                  p, row0 + h * 8, tile.n0 + f * 8, A_scale[h], B_scale,
-                  [&](int n, int j) { return sums[n].v[2 * h + j]; });
+              store_sums(p, row0 + h * 8, tile.n0 + f * 8, A_scale[h], B_scale, [&](int n, int j) {
+                return sums[n].v[2 * h + j];
+              });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
       // of a cluster waits for the thread that copies, too, and that has to be through.
@@ -150,9 +150,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       load_column_scales(p, tile.n0 + n * 8, B_scale);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_sums(
-            p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale,
-            [&](int i, int j) { return dot[(n + i) * 4 + 2 * h + j]; });
+        store_sums(p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale, [&](int i, int j) {
+          return dot[(n + i) * 4 + 2 * h + j];
+        });
     }
   }
 }

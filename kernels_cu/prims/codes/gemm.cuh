@@ -177,8 +177,7 @@ __device__ __forceinline__ void merge_parts(
   constexpr int SHARE = FRAGMENTS / CLUSTER;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; ++f)
-    *reinterpret_cast<Vec<Sum, 4>*>(partial[f][thread]) = {
-        of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
+    *reinterpret_cast<Vec<Sum, 4>*>(partial[f][thread]) = {of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
   cluster_sync();  // the partial sums of all blocks are visible
 #pragma unroll
   for (int f0 = 0; f0 < SHARE; f0 += AT_ONCE) {

@@ -15,7 +15,7 @@ constexpr int WARPS_N = NUM_WARPS / WARPS_M;
 constexpr int WARP_N = BLOCK_N / (WARPS_N > 0 ? WARPS_N : 1);  // columns of C per warp
 constexpr int MMA_ROWS = WARP_M / 16;                          // row tiles of 16 per warp
 constexpr int MMA_COLS = WARP_N / 8;                           // column tiles of 8 per warp
-constexpr int FRAGMENTS = MMA_ROWS * MMA_COLS;  // tiles of 16 x 8 per warp
+constexpr int FRAGMENTS = MMA_ROWS * MMA_COLS;                 // tiles of 16 x 8 per warp
 
 static_assert(
     WARP_M % 16 == 0 && WARPS_M * WARP_M == BLOCK_M,
