@@ -140,7 +140,6 @@ class GemmSettings(NamedTuple):
     tiles: GemmTiles | None
     arch: str | None
     backend: str | None
-    strategy: str = ""  # found by the scales
 
 
 class _Gemm:
@@ -162,8 +161,8 @@ class _Gemm:
         shape = (*a.shape[:-1], b.shape[0])
         if out is not None:
             _check_out(out, shape, settings.out_dtype, given)
-        strategy = strategy_of(a, given["a_scales"], b, given["b_scales"])
         if tiles is not None:
+            strategy = strategy_of(a, given["a_scales"], b, given["b_scales"])
             check_kind(tiles, GemmTiles)
             check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
         rows = math.prod(a.shape[:-1])
@@ -179,7 +178,7 @@ class _Gemm:
             what=self.name, backend=backend, arch=arch, operands=given,
             results={"c": result} if out is None else {},
             received={} if out is None else {"c": out.reshape(rows, b.shape[0])},
-            as_given=as_given, settled=settings._replace(tiles=tiles, strategy=strategy),
+            as_given=as_given, settled=settings._replace(tiles=tiles),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
@@ -196,7 +195,7 @@ class _Gemm:
             dtype = given["a_16"].dtype.name
             beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
-            ProductOperands(**of, c=c), settings.out_dtype, strategy=settings.strategy,
+            ProductOperands(**of, c=c), settings.out_dtype,
             bias=given["bias"].dtype.name if "bias" in given else "",
             activation=settings.activation, outliers=beside, tiles=settings.tiles,
             arch=problem.arch,

@@ -22,7 +22,7 @@ from cupyattn.plans.records import Launch, TensorMap, Workspace, described
 from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
-from cupyattn.quant.blocks import BLOCK_SIZE, MOST_CHANNEL_CODES
+from cupyattn.quant.blocks import BLOCK_SIZE, MOST_CHANNEL_CODES, strategy_of
 
 _log = logging.getLogger("cupyattn")
 
@@ -313,6 +313,11 @@ class ProductOperands:
     b_scales: Operand
     c: Operand
 
+    @property
+    def strategy(self) -> str:
+        """What shares a scale: one of `cupyattn.quant.blocks.STRATEGIES`."""
+        return strategy_of(self.a, self.a_scales, self.b, self.b_scales)
+
 
 @dataclass(frozen=True)
 class OutlierOperands:
@@ -336,7 +341,6 @@ def plan_gemm(
     at: ProductOperands,
     out_dtype: str,
     *,
-    strategy: str = "block",
     bias: str = "",
     activation: str = "",
     outliers: OutlierOperands | None = None,
@@ -351,8 +355,6 @@ def plan_gemm(
     at : ProductOperands
     out_dtype : {"float16", "bfloat16", "float32"}
         Storage type of c.
-    strategy : {"block", "channel"}
-        What shares a scale: `cupyattn.quant.blocks.STRATEGIES`.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of the buffer ``"bias"``, contiguous; "": there is none.
     activation : {"", "gelu", "gelu_tanh", "silu"}
@@ -378,6 +380,7 @@ def plan_gemm(
         does not take, and for more codes of a channel than int32 sums.
     """
     (m, k), n = at.a.shape, at.b.shape[0]
+    strategy = at.strategy
     if strategy == "channel":
         check_channel_codes(k)
     operands = {"a": (at.a, "int8"), "b": (at.b, "int8")}
@@ -398,7 +401,7 @@ def plan_gemm(
     features = GemmFeatures(
         out_dtype,
         min(_bytes_per_access(x) for x, _ in operands.values()),
-        _elements_per_access(at, strategy),
+        _elements_per_access(at),
         bias,
         activation,
         outliers.dtype if outliers else "",
@@ -512,14 +515,14 @@ def _row_bytes(x: Operand) -> int:
     return x.row_strides[0] * x.itemsize
 
 
-def _elements_per_access(at: ProductOperands, strategy: str) -> int:
+def _elements_per_access(at: ProductOperands) -> int:
     """Return how many elements of a row of C are stored at a time.
 
     More than one means that scales of columns are read in pairs, too, where columns have scales.
     """
     scales = at.b_scales
     paired = scales.row_strides[:1] == (1,) and scales.misalignment % 8 == 0
-    if strategy == "channel" and not paired:
+    if at.strategy == "channel" and not paired:
         return 1
     return max(width for width in (1, 2, 4, 8) if at.c.allows(width))
 

@@ -347,7 +347,7 @@ def strategy_of(a: Array, a_scales: Array, b: Array, b_scales: Array) -> str:
         ``"block"``, too, where the shapes fit neither.
     """
     of_rows = tuple(a_scales.shape) == (*a.shape[:-1], 1)
-    return strategy_of_weight(b.shape, b_scales.shape) if of_rows and b.ndim == 2 else "block"
+    return strategy_of_weight(b.shape, b_scales.shape) if of_rows and len(b.shape) == 2 else "block"
 
 
 def _by_column(scales: Array, block_size: int, columns: int) -> Array:

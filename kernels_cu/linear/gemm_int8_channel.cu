@@ -1,7 +1,7 @@
 // gemm_int8_channel -- C = A B^T of INT8 codes with one scale for each row of A and each row of B.
 //
-// Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum stays in int32
-//              to the end, so the loop holds nothing but copies and mma: no conversion, no fma.
+// Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum is int32 to
+//              the end, so the loop holds nothing but copies and mma: no conversion, no fma.
 // Differs from gemm_int8.cu, which moves the sum of every 128 codes to float32 by two scales: here
 //              a slice has none, and only the store meets scales. Where SPLITS blocks share a tile
 //              they add int32 sums, which are the same in any order. (diff gemm_int8.cu

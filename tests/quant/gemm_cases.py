@@ -15,7 +15,6 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
-from cupyattn.quant.blocks import strategy_of
 from tests.quant.quant_inputs import operand
 
 #: Regimes of operands whose products stay in the range of float32.
@@ -68,7 +67,6 @@ class Product:
         c = np.empty((len(self.a), len(self.b)), STORAGE[self.out_dtype])
         plan = plan_gemm(
             ProductOperands(*(Operand.of(x) for x in (*self.operands, c))), self.out_dtype,
-            strategy=strategy_of(*self.operands),
             bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
             outliers=outliers, tiles=tiles, arch="sm_90a", blocks=blocks,
         )  # fmt: skip

@@ -209,7 +209,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]
     blocks, lines = -(-k // BLOCK_SIZE), -(-n // BLOCK_SIZE)
-    if options.get("strategy") == "channel":
+    if options.pop("strategy", "block") == "channel":
         blocks, lines = 1, n
     if options.pop("outliers", False):
         of_16 = (Operand.contiguous((s, 64), 2) for s in (m, n))

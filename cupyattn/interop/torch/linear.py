@@ -66,21 +66,20 @@ def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Read
         for n in ("x", "codes", "scales", "y")
     )
     b, b_scales, bias = arrays["b"], arrays["b_scales"], arrays.get("bias")
-    strategy = strategy_of_weight(b.shape, b_scales.shape)
     arch, tiles = form_of(arrays["codes"], b, None, arch, "cuda")
     dtype = arrays["x"].dtype.name
     of_b, of_b_scales = (Operand.of(as_input(array)) for array in (b, b_scales))
     own = (replace(one, misalignment=0) for one in (codes, scales))  # in scratch memory
     at = ProductOperands(next(own), next(own), of_b, of_b_scales, y)
     product = plan_gemm(
-        at, dtype, strategy=strategy, bias="" if bias is None else bias.dtype.name,
-        activation=activation, tiles=tiles, arch=arch,
+        at, dtype, bias="" if bias is None else bias.dtype.name, activation=activation,
+        tiles=tiles, arch=arch,
     )  # fmt: skip
     made = {"codes": "a", "scales": "a_scales"}
     between = (
         Workspace("a", codes.shape, "int8"), Workspace("a_scales", scales.shape, "float32"),
     )  # fmt: skip
-    quantising = plan_row_quant if strategy == "channel" else plan_act_quant
+    quantising = plan_row_quant if at.strategy == "channel" else plan_act_quant
     return Ready(Work((Stage(quantising(x, dtype), made), Stage(product)), between), arch)
 
 

@@ -1,15 +1,15 @@
 // gemm_int8_channel -- Hopper form: wgmma over INT8 codes, slices by the copy engine, blocks that
 //                      stay.
 //
-// Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum stays in int32
-//              to the end, so the loop holds nothing but wgmma: no conversion, no fma, no shuffle.
+// Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum is int32 to
+//              the end, so the loop holds nothing but wgmma: no conversion, no fma, no shuffle.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
 //              int32; a block takes one tile after the other, and slices of the next arrive during
 //              the store. With TAIL_SPLITS it is the tiles of the last wave that clusters share. A
 //              tile that is shared is the last of its blocks.
 //              (diff ../gemm_int8_channel.cu gemm_int8_channel.cu)
-// Counts       A slice of 128 x 256 in clocks of an SM: products 1024; shared memory 1024, 5/8 of it
-//              read by wgmma; the L2 cache 48 bytes a clock. The store is 3 % of a tile at k = 8192.
+// Counts       A slice of 128 x 256 in clocks of an SM: products 1024; shared memory 1024, 5/8 of
+//              it read by wgmma; L2 cache 48 bytes a clock. At k = 8192 the store is 3 % of a tile.
 // Tried        Raced on an H100, at 8192^3: this block alone 1608 TOP/s; pairs of blocks that share
 //              copies (multicast) 837 to 1177, stores by the copy engine and leads between the
 //              warpgroups 1 % more. (experiments/results/NOTES.md)

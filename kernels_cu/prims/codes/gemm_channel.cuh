@@ -1,11 +1,11 @@
-// gemm_channel.cuh -- INT8 matrix products with a scale for each row of A and each row of B: the one
-// multiplication that turns an int32 sum over all of k into a number, and the scales that it takes.
+// gemm_channel.cuh -- INT8 matrix products with a scale for each row of A and each row of B: the
+// one multiplication that turns an int32 sum over all of k into a number, and its scales.
 #pragma once
 
 #include "prims/codes/gemm.cuh"
 
-// G1, G2: an element of C before bias and activation. Each operation is rounded once: the product of
-// both scales, the sum to float32 (exact below 2^24), their product, which is not fused with a bias.
+// G1, G2: an element of C before bias and activation. Each operation is rounded once: the product
+// of both scales, the sum to float32 (exact below 2^24), their product, not fused with a bias.
 __device__ __forceinline__ float scaled(int32_t sum, float A_scale, float B_scale) {
   return __fmul_rn(__int2float_rn(sum), __fmul_rn(A_scale, B_scale));
 }

@@ -1,5 +1,5 @@
-// gemm_mma.cuh -- what the portable INT8 matrix products share: which part of a tile a warp has, and
-// how a slice of a row, 128 bytes, comes to shared memory and is multiplied.
+// gemm_mma.cuh -- what the portable INT8 matrix products share: which part of a tile a warp has,
+// and how slices of rows, 128 bytes each, come to shared memory and are multiplied.
 #pragma once
 
 #include "prims/config.cuh"
