@@ -145,6 +145,20 @@ def quantize_rows(
     return codes, scales.astype(np.float32, copy=False)
 
 
+def row_scales(x: Array) -> tuple[Array, Array]:
+    """Return the scale of each row of a matrix and its inverse, (rows, 1), both float32.
+
+    What codes are multiplied by, and what numbers are before they are rounded to codes.
+    """
+    xp = array_namespace(x)
+    scales, inverses = (xp.empty((x.shape[0], 1), np.float32) for _ in range(2))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for rows in row_strips(x.shape):
+            largest = row_max(xp.abs(x[rows].astype(np.float32)))
+            scales[rows], inverses[rows] = scale_of_absmax(largest)
+    return scales, inverses
+
+
 def quantize_blocks(
     w: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
 ) -> tuple[Array, Array]:

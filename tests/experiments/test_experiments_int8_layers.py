@@ -1,4 +1,4 @@
-"""The experiment on INT8 layers of torch runs in small, and fails where a layer misses its bound."""
+"""The experiment on INT8 layers of torch runs in small, and fails where a bound is missed."""
 
 from __future__ import annotations
 
