@@ -39,7 +39,7 @@ def test_architectures_that_do_not_exist(arch: Any) -> None:
 @pytest.mark.parametrize(
     ("variant", "tiles", "sentence"),
     [
-        ("fa_tc", Tiles(17, 33, 3), "block_q / num_warps must be a multiple of 16"),
+        ("fa_tc", Tiles(17, 32, 3, 2), "block_q / num_warps must be a multiple of 16"),
         ("fa_warps", Tiles(32, 48, 4), "block_kv must be a multiple of 32"),
         ("fa_int8", Tiles(48, 64, 4, 2), "block_q / num_warps must be a multiple of 16"),
     ],
