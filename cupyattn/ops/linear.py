@@ -18,7 +18,7 @@ from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import ACTIVATION_SLOPE, check_activation
-from cupyattn.quant.blocks import BLOCK_SIZE, check_codes
+from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
 
 Array = Any
 Float64 = npt.NDArray[np.float64]
@@ -35,7 +35,8 @@ class Int8Linear:
     codes : array, (out, in), int8
         Of W, as `weight_quant` makes them. NumPy, CuPy, or anything with DLPack; the layer keeps
         NumPy or CuPy arrays of the same memory.
-    scales : array, (ceil(out / 128), ceil(in / 128)), float32
+    scales : array, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
+        Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : array, (out,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu"}, optional
     outlier_columns : sequence of int
@@ -51,13 +52,14 @@ class Int8Linear:
     TypeError, ValueError
         For arrays that do not fit together.
     UnsupportedError
-        For another `block_size`.
+        For another `block_size`, and for outliers beside scales of channels.
 
     Notes
     -----
-    A call takes two launches: codes and dynamic scales of x, then the product, in which outliers,
-    bias and activation are. Which columns are outliers has to be known beforehand: to look for them
-    in every call would take a wait for the device. `outlier_columns` finds them in samples.
+    `strategy`, ``"block"`` or ``"channel"``, says what shares a scale. A call takes two launches:
+    codes and dynamic scales of x, then the product, in which outliers, bias and activation are.
+    Which columns are outliers has to be known beforehand: to look for them in every call would take
+    a wait for the device. `outlier_columns` finds them in samples.
 
     Examples
     --------
@@ -89,14 +91,21 @@ class Int8Linear:
                 "the weight again"
             )
         codes, scales, bias = taken(codes=codes, scales=scales, bias=bias)
-        check_codes(codes, scales, BLOCK_SIZE)
         if codes.ndim != 2:
             raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
+        self.strategy = strategy_of_weight(codes.shape, scales.shape)
+        check_codes(codes, scales, BLOCK_SIZE, self.strategy)
         check_activation(activation or "")
         if bias is not None and tuple(bias.shape) != codes.shape[:1]:
             raise ValueError(f"bias must have shape {codes.shape[:1]}, got {tuple(bias.shape)}")
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
-        self._keep(_columns(outlier_columns, codes.shape[1]), outlier_weight)
+        columns = _columns(outlier_columns, codes.shape[1])
+        if columns.size and self.strategy == "channel":
+            raise UnsupportedError(
+                f"outlier_columns go with scales of blocks, got {columns.size} beside scales of "
+                "channels: use strategy='block', or no outliers"
+            )
+        self._keep(columns, outlier_weight)
 
     def _keep(self, columns: npt.NDArray[np.int32], weight: Array | None) -> None:
         """Take the columns that are kept in 16 bits, padded as the product reads them."""
@@ -123,6 +132,7 @@ class Int8Linear:
         weight: Array,
         bias: Array | None = None,
         *,
+        strategy: str = "block",
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -133,6 +143,9 @@ class Int8Linear:
         ----------
         weight : array, (out, in), float16, bfloat16 or float32
             NumPy, CuPy, or anything with DLPack. Not modified.
+        strategy : {"block", "channel"}
+            What shares a scale: 128 x 128 of the weight and 128 channels of a row of x, or an
+            output channel and a row of x.
         bias, activation, outlier_columns
             As for `Int8Linear`.
         outlier_dtype : {"float16", "bfloat16"}, optional
@@ -162,7 +175,7 @@ class Int8Linear:
             weight = weight.copy()
             weight[:, index] = 0
         return cls(
-            *weight_quant(weight), bias, activation=activation,
+            *weight_quant(weight, strategy=strategy), bias, activation=activation,
             outlier_columns=columns.tolist(), outlier_weight=kept,
         )  # fmt: skip
 
@@ -202,7 +215,7 @@ class Int8Linear:
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
         outliers = None
         if self.outlier_weight is None:
-            codes, scales = act_quant(x, backend=backend)
+            codes, scales = act_quant(x, strategy=self.strategy, backend=backend)
         else:
             dtype = self.outlier_weight.dtype.name
             if x.dtype.name not in (dtype, "float32"):
@@ -248,7 +261,7 @@ class Int8Linear:
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
         if self.outlier_weight is None:
-            (codes, scales), outliers = act_quant(rows), None
+            (codes, scales), outliers = act_quant(rows, strategy=self.strategy), None
         else:
             dtype = self.outlier_weight.dtype.name
             codes, scales, of_x = act_quant_but(rows, kept, self._places, dtype)
@@ -258,8 +271,11 @@ class Int8Linear:
             activation=self.activation or "", outliers=outliers,
         )  # fmt: skip
         size_x, size_w = abs(as_float64(rows)), abs(as_float64(weight))
-        error_x = rounding_to_codes(size_x, _spread(scales, size_x.shape, across=False))
-        error_w = rounding_to_codes(size_w, _spread(self.scales, size_w.shape, across=True))
+        step_x, step_w = as_float64(scales), as_float64(self.scales)  # (rows, 1), by channel
+        if self.strategy == "block":
+            step_x = _spread(scales, size_x.shape, across=False)
+            step_w = _spread(self.scales, size_w.shape, across=True)
+        error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
         if outliers is not None:
             for error, exact, given in (
                 (error_x, rows, outliers[0]),

@@ -156,6 +156,12 @@ ACT_QUANT_PARAMS = _struct([
     ("kept_stride", "i4"),
 ])  # fmt: skip
 
+#: ``struct RowQuantParams`` of kernels_cu/linear/row_quant.cu.
+ROW_QUANT_PARAMS = _struct([
+    ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("X_stride", "i8"), ("rows", "i4"),
+    ("channels", "i4"),
+])  # fmt: skip
+
 #: ``struct WeightParams`` of kernels_cu/linear/weight_blocks.cu.
 WEIGHT_PARAMS = _struct([
     ("W", "u8"), ("codes", "u8"), ("scales", "u8"), ("W_stride", "i8"), ("codes_stride", "i8"),

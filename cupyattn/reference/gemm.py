@@ -1,4 +1,4 @@
-"""What a block-wise INT8 product is, how the kernels round it, and how far that may be off.
+"""What a product of INT8 codes is, how the kernels round it, and how far that may be off.
 
 All of it on NumPy arrays. The tags G1 to G5 are those of the kernels and of docs/MATH_REFERENCE.md.
 """
@@ -14,7 +14,7 @@ from scipy.special import erf, expit
 
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import STORAGE, as_float64
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of
 from cupyattn.reference.rounding import fma32
 
 Array = Any
@@ -45,10 +45,17 @@ def activate(x: Float64, activation: str) -> Float64:
         return np.asarray(x * expit(x)) if activation == "silu" else x
 
 
-def _slices(
-    a: Array, a_scales: Array, b: Array, b_scales: Array
-) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-    """Yield of every 128 codes along k their products, whole numbers, and the scales of both."""
+Terms = Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+
+
+def scaled_terms(a: Array, a_scales: Array, b: Array, b_scales: Array) -> Terms:
+    """Yield whole numbers, exact sums of products of codes, and both scales of each.
+
+    In blocks of every 128 codes along k, in float32; of channels once, of all codes, in float64.
+    """
+    if strategy_of(a, a_scales, b, b_scales) == "channel":
+        yield as_float64(a) @ as_float64(b).T, a_scales, b_scales.T
+        return
     of_b = b_scales.repeat(BLOCK_SIZE, axis=0)[: b.shape[0]]
     for number in range(a_scales.shape[1]):
         here = slice(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE)
@@ -78,9 +85,10 @@ def gemm_exact(
     Parameters
     ----------
     a : array, (m, k), int8
-    a_scales : array, (m, ceil(k / 128)), float32
+    a_scales : array, (m, ceil(k / 128)) or (m, 1), float32
     b : array, (n, k), int8
-    b_scales : array, (ceil(n / 128), ceil(k / 128)), float32
+    b_scales : array, (ceil(n / 128), ceil(k / 128)) or (n, 1), float32
+        In blocks, or of channels: `cupyattn.quant.blocks.strategy_of`.
     bias : array, (n,), optional
     activation : {"", "gelu", "gelu_tanh", "silu"}
     outliers : (array, array), optional
@@ -101,7 +109,7 @@ def gemm_exact(
     )
     c = np.zeros((a.shape[0], b.shape[0]))
     with np.errstate(invalid="ignore"):
-        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+        for dot, of_a, of_b in scaled_terms(a, a_scales, b, b_scales):
             c += as_float64(dot) * (as_float64(of_a) * as_float64(of_b))
         if outliers is not None:
             c += as_float64(outliers[0]) @ as_float64(outliers[1]).T
@@ -123,7 +131,8 @@ def gemm_mirror(
         As for `gemm_exact`.
     out_dtype : {"float16", "bfloat16", "float32"}
     splits : int
-        Thread blocks that share a tile: `cupyattn.kernels.tiles.GemmTiles`.
+        Thread blocks that share a tile: `cupyattn.kernels.tiles.GemmTiles`. The sums of channels
+        are exact, whoever adds them up.
     shared : array, (m, n), bool, optional
         Elements whose tiles are shared, all when omitted: `cupyattn.plans.gemm.where_shared`.
 
@@ -136,7 +145,8 @@ def gemm_mirror(
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
     )
-    if shared is not None:
+    by_channel = strategy_of(a, a_scales, b, b_scales) == "channel"
+    if shared is not None and not by_channel:
         (shared,) = operands(shared=shared)
         after: dict[str, Any]
         after = {"bias": bias, "activation": activation, "outliers": outliers}
@@ -148,7 +158,10 @@ def gemm_mirror(
     ends = {rank * slices // splits for rank in range(1, splits)}
     c, part = None, np.zeros((a.shape[0], b.shape[0]), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for number, (dot, of_a, of_b) in enumerate(_slices(a, a_scales, b, b_scales), 1):
+        for number, (dot, of_a, of_b) in enumerate(scaled_terms(a, a_scales, b, b_scales), 1):
+            if by_channel:
+                part = dot.astype(np.float32) * (of_a * of_b)  # G1, G2
+                continue
             part = fma32(dot, of_a * of_b, part)  # G1, G2
             if number in ends:
                 c, part = part if c is None else c + part, np.zeros_like(part)  # G2

@@ -101,6 +101,7 @@ def product(
     bias: bool = False,
     activation: str = "",
     outliers: int = 0,
+    strategy: str = "block",
 ) -> Product:
     """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight."""
     m, n, k = shape
@@ -113,6 +114,6 @@ def product(
         of_type = np.float16 if seed % 2 else ml_dtypes.bfloat16
         pair = tuple(rng.standard_normal((s, outliers)).astype(of_type) for s in (m, n))
     return Product(
-        *ca.act_quant(x), *ca.weight_quant(w), out_dtype,
+        *ca.act_quant(x, strategy=strategy), *ca.weight_quant(w, strategy=strategy), out_dtype,
         rng.standard_normal(n).astype(ml_dtypes.bfloat16) if bias else None, activation, pair,
     )  # fmt: skip

@@ -20,8 +20,8 @@ constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of
 struct GemmParams {
   const int8_t* A;       // [m, k]
   const int8_t* B;       // [n, k]
-  const float* A_scale;  // [m, ceil(k / SLICE)]
-  const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]
+  const float* A_scale;  // [m, ceil(k / SLICE)]; of channels [m, 1]
+  const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]; of channels [n, 1]
   void* C;               // [m, n] of elem_t
   const void* bias;      // [n] of bias_t; not read unless BIAS
   const int8_t* A_16;    // [m, outliers] of outlier_t, as bytes; not read unless OUTLIERS, nor is
@@ -164,26 +164,25 @@ __device__ constexpr int merged_at_once(int columns, int fragments) {
   return columns % 4 == 0 && share % 4 == 0 ? 4 : columns % 2 == 0 && share % 2 == 0 ? 2 : 1;
 }
 
-// G2, from block to block: adds up what the blocks of a tile came to, in their order. A thread has
-// FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets the sums of a share of
-// these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS threads of all blocks
-// come here.
-template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Of, typename Store>
+// G2, from block to block: adds up what the blocks of a tile came to, in their order, in float32 or
+// in int32. A thread has FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets
+// the sums of a share of these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS
+// threads of all blocks come here.
+template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Sum, typename Of, typename Store>
 __device__ __forceinline__ void merge_parts(
-    float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
+    Sum (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
   static_assert(
       FRAGMENTS % CLUSTER == 0,
       "SPLITS and TAIL_SPLITS must divide the tiles of 16 x 8 of a warp: blocks add up as many");
   constexpr int SHARE = FRAGMENTS / CLUSTER;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; ++f)
-    *reinterpret_cast<Vec<float, 4>*>(partial[f][thread]) = {
-        of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
+    *reinterpret_cast<Vec<Sum, 4>*>(partial[f][thread]) = {of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
   cluster_sync();  // the partial sums of all blocks are visible
 #pragma unroll
   for (int f0 = 0; f0 < SHARE; f0 += AT_ONCE) {
     const int f = rank * SHARE + f0;
-    Vec<float, 4> sums[AT_ONCE], x[AT_ONCE];
+    Vec<Sum, 4> sums[AT_ONCE], x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) sums[i] = load_from_block(partial[f + i][thread], 0);
 #pragma unroll
