@@ -4,13 +4,9 @@
 //              first product is mma.m16n8k32 over integers: exact, twice the rate, half the bytes.
 //              It saves no instruction of the softmax, so nothing is added to that but what makes
 //              floats of integers: both scales are one factor of the exponent's fma.
-// Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 lets M lag,
-//              S6 gives the keys' mean back to lse; V stays in 16 bits, S5 is that of fa_tc.
-//              (diff attn_fa_tc.cu attn_fa_int8.cu)
-//              Most of the diff is one thing that stands here for speed alone: M that lags. Most
-//              steps then look for no maximum and rescale nothing; but weights come before the
-//              maximum, in steps that do look for it once more after it, and so S4 is another one
-//              and packs P itself.
+// Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 has a factor
+//              for a row and the keys that share a scale, S6 gives the keys' mean back to lse; V
+//              stays in 16 bits, S5 is that of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
 //              points, where codes have them, leave the integer product in S3: whole numbers still.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
@@ -37,10 +33,6 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/codes/zero_points.cuh"
 
-constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
-constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-// Codes per global access: as many bytes as an access of O, where rows allow it.
-constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row of V
 constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
@@ -182,10 +174,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         if constexpr (NATURAL_SCORES) return x * row_factor(Q_factor[r][i / 2], scale);  // R3
         return x + 0.0f * scale;                                                         // exact
       });
-      // NOTE: a scale that is NaN has reached the keys of its part, and spares those masked.
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i)
-        if (part_scale[i] != part_scale[i]) part_scale[i] = 1.0f;
+      spare_masked(part_scale);
     }
     uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll

@@ -269,7 +269,7 @@ _FA_TC = {
     "portable": Form(
         "attn_fa_tc.cu",
         FormTiles(
-            {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
+            {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
             block_mask=_PORTABLE_BLOCKS,
         ),
     ),

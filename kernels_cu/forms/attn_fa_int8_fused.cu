@@ -27,10 +27,8 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/codes/zero_points.cuh"
 
-constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
-constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-constexpr int CHUNKS = HEAD_DIM_PAD / 8;           // 16-byte chunks per row of V
-constexpr float LARGEST_SUM = 256.0f;  // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row of V
+constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -154,10 +152,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
         if constexpr (NATURAL_SCORES) return x * row_factor(Q_factor[r][i / 2], scale);  // R3
         return x + 0.0f * scale;                                                         // exact
       });
-      // NOTE: a scale that is NaN has reached the keys of its part, and spares those masked.
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i)
-        if (part_scale[i] != part_scale[i]) part_scale[i] = 1.0f;
+      spare_masked(part_scale);
     }
     uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
