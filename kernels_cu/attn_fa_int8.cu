@@ -179,6 +179,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
+      auto factor = [&](int h, int n) {  // to log2 units
+        return row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+      };
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
       auto weigh = [&](const float (&M)[2], bool anew) {
 #pragma unroll
@@ -186,12 +189,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
           sum[h] = 0.0f;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            const float* pair = S_acc[r][n] + 2 * h;                                 // [2]
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h], anew));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h], anew));  // R4
-            sum[h] += x, sum[h] += y;                                                // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);               // R5
+            const float* pair = S_acc[r][n] + 2 * h;                                       // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor(h, n), -M[h], anew));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor(h, n), -M[h], anew));  // R4
+            sum[h] += x, sum[h] += y;                                                      // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);                     // R5
           }
         }
       };
@@ -201,17 +203,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       bool small[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) small[h] = !NATURAL_SCORES && sum[h] <= LARGEST_SUM;
-      if (!__all_sync(FULL_WARP, small[0] && small[1])) {
+      if (NATURAL_SCORES || !__all_sync(FULL_WARP, small[0] && small[1])) {
         float m[2];  // the largest score that this lane holds of a row, where M has to rise
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          m[h] = NEG_INF;
-#pragma unroll
-          for (int n = 0; n < MMA_KEYS; ++n) {
-            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]);
-            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            m[h] = fmaxf(m[h], row_maximum_of_any_size(largest, factor));
-          }
+          find_largest(m[h], S_acc[r], h, factor);
           if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }
         if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {

@@ -84,11 +84,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_tc(
     const int kv0 = keys.key(step * BLOCK_KV), stage = step % NUM_STAGES;
     if (step < num_steps) {
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC>(
-          smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0,
-          loading_thread());
+          smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC>(
-          smem.V[stage], V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0,
-          loading_thread());
+          smem.V[stage], V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     }
     cp_async_commit_group();
   };
@@ -127,13 +125,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_tc(
     }
 
     // S4 softmax
-    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV))
+    // NOTE: row0 read anew, since a register kept for what follows from it spilled.
+    if (!scores.are_products(q0 + thread_id_anew() / WARP_SIZE * WARP_Q, WARP_Q, kv0, BLOCK_KV))
       scores.settle(S_acc, q0 + row0, kv0, [&](int r, int n, int i) {
         return NATURAL_SCORES ? S_acc[r][n][i] * p.scale : S_acc[r][n][i];  // R3
       });
     uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
+      auto factor = [&](int h, int n) { return p.scale_log2; };  // to log2 units
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
       auto weigh = [&](const float (&M)[2], bool anew) {
 #pragma unroll
@@ -141,12 +141,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_tc(
           sum[h] = 0.0f;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float factor = p.scale_log2;
-            const float* pair = S_acc[r][n] + 2 * h;                                 // [2]
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h], anew));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h], anew));  // R4
-            sum[h] += x, sum[h] += y;                                                // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem_t>(x, y);                 // R5
+            const float* pair = S_acc[r][n] + 2 * h;                                       // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor(h, n), -M[h], anew));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor(h, n), -M[h], anew));  // R4
+            sum[h] += x, sum[h] += y;                                                      // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem_t>(x, y);                       // R5
           }
         }
       };
@@ -156,12 +155,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_tc(
       bool small[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) small[h] = !NATURAL_SCORES && sum[h] <= LARGEST_SUM;
-      if (!__all_sync(FULL_WARP, small[0] && small[1])) {
+      if (NATURAL_SCORES || !__all_sync(FULL_WARP, small[0] && small[1])) {
         float m[2];  // the largest score that this lane holds of a row, where M has to rise
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          find_largest(m[h], S_acc[r], h);
-          m[h] = row_maximum_of_any_size(m[h], p.scale_log2);
+          find_largest(m[h], S_acc[r], h, factor);
           if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }
         if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {

@@ -80,6 +80,8 @@ class FormTiles:
     block_mask : mapping of int to tuple of Tiles
         Those of calls with a block mask: the first that divide its blocks. Without an entry the
         default tiles have to.
+    scored : mapping of int to Tiles
+        Those of calls with softcap, mask or bias. Without an entry the default tiles.
     more_rows : mapping of int to tuple of Tiles
         Those of calls with more rows than the default tiles hold, in rising order: the first that
         hold them, or the last.
@@ -91,6 +93,7 @@ class FormTiles:
     default: Mapping[int, Tiles]
     other: Mapping[int, tuple[Tiles, float]] = field(default_factory=dict)
     block_mask: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
+    scored: Mapping[int, Tiles] = field(default_factory=dict)
     more_rows: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     least_keys: int = 0
 

@@ -207,7 +207,7 @@ def _tiles(
     lengths = launched.mean_lengths if codes is None else (call.len_q, call.len_kv)
     return variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=lengths, causal=call.causal,
-        block_mask=call.block_mask,
+        block_mask=call.block_mask, scored=bool(call.softcap or call.mask or call.bias),
         rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
     )  # fmt: skip
 

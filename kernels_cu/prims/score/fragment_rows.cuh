@@ -4,13 +4,19 @@
 #pragma once
 
 #include "prims/config.cuh"
+#include "prims/score/score.cuh"
 
-// m becomes the largest number that this lane holds of a row. NaN is ignored, as fmaxf ignores it.
-template <int N>
-__device__ __forceinline__ void find_largest(float& m, const float (&S)[N][4], int h) {
+// m becomes M of the scores that this lane holds of a row, of any size; factor(h, n) brings those of
+// tile n to log2 units. NaN is ignored, as fmaxf ignores it.
+template <int N, typename Factor>
+__device__ __forceinline__ void find_largest(
+    float& m, const float (&S)[N][4], int h, Factor factor) {
   m = NEG_INF;
 #pragma unroll
-  for (int n = 0; n < N; ++n) m = fmaxf(m, fmaxf(S[n][2 * h], S[n][2 * h + 1]));
+  for (int n = 0; n < N; ++n) {
+    const float largest = fmaxf(S[n][2 * h], S[n][2 * h + 1]);
+    m = fmaxf(m, row_maximum_of_any_size(largest, factor(h, n)));
+  }
 }
 
 // Brings a row of O to another M.
