@@ -6,8 +6,8 @@
 #include "prims/config.cuh"
 #include "prims/score/score.cuh"
 
-// m becomes M of the scores that this lane holds of a row, of any size; factor(h, n) brings those of
-// tile n to log2 units. NaN is ignored, as fmaxf ignores it.
+// m becomes the largest score that this lane holds of a row, in the units of M and of any size.
+// factor(h, n) brings the scores of tile n to log2 units. NaN is ignored, as fmaxf ignores it.
 template <int N, typename Factor>
 __device__ __forceinline__ void find_largest(
     float& m, const float (&S)[N][4], int h, Factor factor) {
