@@ -5,7 +5,7 @@ What `Takes` says is compared with a call in `cupyattn.problem.support`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
@@ -80,22 +80,26 @@ class FormTiles:
     block_mask : mapping of int to tuple of Tiles
         Those of calls with a block mask: the first that divide its blocks. Without an entry the
         default tiles have to.
-    scored : mapping of int to Tiles
-        Those of calls with softcap, mask or bias. Without an entry the default tiles.
     more_rows : mapping of int to tuple of Tiles
         Those of calls with more rows than the default tiles hold, in rising order: the first that
         hold them, or the last.
     least_keys : int
         Where `other` has an entry, a step is cut to the keys of a call, but not below these; 0: it
         is not cut.
+    scored : mapping of str to FormTiles
+        Those of calls with one of these `OPTIONS`: of several the first that the call has.
     """
 
     default: Mapping[int, Tiles]
     other: Mapping[int, tuple[Tiles, float]] = field(default_factory=dict)
     block_mask: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
-    scored: Mapping[int, Tiles] = field(default_factory=dict)
     more_rows: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     least_keys: int = 0
+    scored: Mapping[str, FormTiles] = field(default_factory=dict)
+
+    def with_options(self, options: Collection[str]) -> FormTiles:
+        """Return the tiles of calls that have some of `OPTIONS`."""
+        return next((x for name, x in self.scored.items() if name in options), self)
 
     @property
     def largest_head_dim(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -177,8 +177,8 @@ class Variant:
         lengths: tuple[int, int] | None = None,
         causal: bool = False,
         block_mask: tuple[int, int] = (0, 0),
-        scored: bool = False,
         rows: int = 1,
+        options: Collection[str] = (),
     ) -> Tiles:
         """Return the tiles of a call: those given, or the variant's own.
 
@@ -196,10 +196,10 @@ class Variant:
             the tiles of Hopper forms depend on that, too.
         block_mask : (int, int)
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
-        scored : bool
-            Whether the call has softcap, mask or bias.
         rows : int
             Those that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
+        options : collection of str
+            Those of `cupyattn.kernels.forms.OPTIONS` that the call has.
 
         Raises
         ------
@@ -208,12 +208,12 @@ class Variant:
             blocks.
         """
         self.check_form(form)
-        own, limit = self.forms[form].tiles, self._limit(head_dim, form)
+        self._limit(head_dim, form)
+        own = self.forms[form].tiles.with_options(options)
+        limit = own.limit(head_dim)
         tiles = given
         if tiles is None and block_mask != (0, 0):
             tiles = own.for_blocks(head_dim, block_mask)
-        if tiles is None and scored:
-            tiles = own.scored.get(limit)
         if tiles is None and own.more_rows:
             tiles = own.for_rows(limit, rows)
         tiles = tiles or own.for_lengths(limit, lengths, causal)
@@ -248,8 +248,15 @@ _HOPPER_BLOCKS = (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4))
 _HOPPER_INT8_BLOCKS = {128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 3),)}
 
 #: Tiles of the portable fa_tc with softcap, mask or bias. With softcap or bias M does not lag, and
-#: fewer keys a step at head_dim 64 take 1.19 times as long; at 128, more keys a step spill.
-_FA_TC_SCORED = {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2)}
+#: an eager M takes 1.19 times as long in fewer keys a step at head_dim 64 (NOTES.md there, "A lazy
+#: maximum in the portable fa_tc"). More keys a step at head_dim 128 spill.
+_PORTABLE_SCORED = dict.fromkeys(
+    ("softcap", "mask", "bias"),
+    FormTiles(
+        {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
+        block_mask=_PORTABLE_BLOCKS,
+    ),
+)
 
 #: Tiles for P and V in 8 bits: keys in tiles of 32, 64 or 128. Why these:
 #: experiments/results/NOTES.md, "The portable fa_int8". Up to three registers of a loop may not fit
@@ -280,7 +287,7 @@ _FA_TC = {
         FormTiles(
             {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
             block_mask=_PORTABLE_BLOCKS,
-            scored=_FA_TC_SCORED,
+            scored=_PORTABLE_SCORED,
         ),
     ),
     # Fastest of those in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md

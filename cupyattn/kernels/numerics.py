@@ -235,7 +235,7 @@ def numerics(
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     features: dict[str, Any] = {"softcap": softcap, "bias": bias, "splits": form == "split"}
     folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
-    headroom = 0 if softcap or bias or form == "split" else HEADROOM
+    lags = form != "split" and not (softcap or bias)
     if family == "unfused":
         return Numerics(
             dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False, **features
@@ -247,7 +247,7 @@ def numerics(
     if family == "tensor_core":
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
-            **features, headroom=headroom,
+            **features, headroom=HEADROOM if form == "sm90" or lags else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     if family == "int8" and form in of_codes:
@@ -266,7 +266,7 @@ def numerics(
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features, headroom=headroom,
+            **features, headroom=HEADROOM if lags else 0,
             sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     raise ValueError(

@@ -207,8 +207,9 @@ def _tiles(
     lengths = launched.mean_lengths if codes is None else (call.len_q, call.len_kv)
     return variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=lengths, causal=call.causal,
-        block_mask=call.block_mask, scored=bool(call.softcap or call.mask or call.bias),
+        block_mask=call.block_mask,
         rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
+        options=support.options_of(call),
     )  # fmt: skip
 
 

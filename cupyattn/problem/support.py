@@ -38,6 +38,12 @@ class Support(NamedTuple):
 SUPPORTED = Support(True)
 
 
+def options_of(call: AttentionSpec) -> tuple[str, ...]:
+    """Return those of `cupyattn.kernels.forms.OPTIONS` that a call has."""
+    given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.packed
+    return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
+
+
 class Offer(NamedTuple):
     """A call, as it is offered to forms.
 
@@ -68,9 +74,7 @@ class Offer(NamedTuple):
     @property
     def options(self) -> tuple[str, ...]:
         """Those of `cupyattn.kernels.forms.OPTIONS` that it has."""
-        call = self.call
-        given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.packed
-        return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
+        return options_of(self.call)
 
 
 def candidates(variant: Variant, offer: Offer) -> Iterator[tuple[str, Form]]:
