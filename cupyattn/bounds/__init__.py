@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from cupyattn import lazy_face
 
 if TYPE_CHECKING:
+    from cupyattn.bounds.bound import Bound
     from cupyattn.bounds.kernel import TERMS, attention
-    from cupyattn.bounds.parts import Bound
     from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
     from cupyattn.bounds.prepared import preparation, rotation
     from cupyattn.bounds.quantised import quantisation
@@ -34,7 +34,7 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "bounds.kernel": ("TERMS", "attention"),
-        "bounds.parts": ("Bound",),
+        "bounds.bound": ("Bound",),
         "bounds.perturbation": ("gamma", "half_ulp", "softmax_perturbation"),
         "bounds.prepared": ("preparation", "rotation"),
         "bounds.quantised": ("quantisation",),

@@ -22,7 +22,7 @@ import numpy as np
 from cupyattn.arrays.interchange import as_it_is, operands
 from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.bounds import values
-from cupyattn.bounds.parts import Bound, assemble, empty, exact, of_block
+from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.perturbation import (
     gamma,
     rounding_of_mean,

@@ -15,7 +15,7 @@ from cupyattn.arrays.kinds import (
     check_values,
 )
 from cupyattn.bounds import values as value_bounds
-from cupyattn.bounds.parts import Bound, assemble, empty, exact, of_block
+from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.kernels.numerics import numerics as compose_numerics
