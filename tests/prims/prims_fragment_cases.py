@@ -12,6 +12,7 @@ import numpy as np
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import QUANT_PARAMS, pack
+from cupyattn.reference.softmax_state import row_maximum
 from tests.prims.prim import Arguments, Prim, defines, normal
 
 #: Query rows of two packed sequences, of which a scale has four.
@@ -25,14 +26,16 @@ def mma_tiles_expected(**_: Any) -> dict[str, np.ndarray]:
 def fragment_rows_arguments() -> Arguments:
     x = normal(32, 3, 4)
     x[0, 0, 0], x[1, :, 2:] = np.nan, -np.inf
+    x[2, 1, 2] = 2.0**27 - 8  # five times that is no number
     return {"x": x, "largest": np.zeros((32, 2), np.float32), "scaled": np.zeros_like(x)}
 
 
 def fragment_rows_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     scaled = x.copy()
     scaled[..., :2] *= np.float32(1.5)
-    largest = np.stack([np.fmax.reduce(x[..., h : h + 2], (1, 2)) for h in (0, 2)], 1)
-    return {"largest": largest, "scaled": scaled}
+    of_tiles = np.stack([np.fmax.reduce(x[..., h : h + 2], 2) for h in (0, 2)], 1)
+    factors = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    return {"largest": np.fmax.reduce(row_maximum(of_tiles, factors), 2), "scaled": scaled}
 
 
 def head_scales_arguments(varlen: bool) -> Callable[[], Arguments]:
@@ -68,7 +71,8 @@ FRAGMENT_PRIMS = [
     ),
     Prim(
         "fragment_rows", "fragment_rows", "fragment_rows", 32, fragment_rows_arguments,
-        fragment_rows_expected, defines=defines(Tiles(16, 32, 1, 2), Features("float16", 24, vec=8)),
+        fragment_rows_expected,
+        defines=defines(Tiles(16, 32, 1, 2), Features("float16", 24, vec=8)),
     ),
     *(
         Prim(
