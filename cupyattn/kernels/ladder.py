@@ -247,6 +247,17 @@ _PORTABLE_BLOCKS = {128: (Tiles(64, 64, 4, 2),), 256: (Tiles(64, 32, 4, 2),)}
 _HOPPER_BLOCKS = (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4))
 _HOPPER_INT8_BLOCKS = {128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 3),)}
 
+#: Tiles of the portable fa_tc with softcap, mask or bias. With softcap or bias M does not lag, and
+#: an eager M takes 1.19 times as long in fewer keys a step at head_dim 64 (NOTES.md there, "A lazy
+#: maximum in the portable fa_tc"). More keys a step at head_dim 128 spill.
+_PORTABLE_SCORED = dict.fromkeys(
+    ("softcap", "mask", "bias"),
+    FormTiles(
+        {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
+        block_mask=_PORTABLE_BLOCKS,
+    ),
+)
+
 #: Tiles for P and V in 8 bits: keys in tiles of 32, 64 or 128. Why these:
 #: experiments/results/NOTES.md, "The portable fa_int8". Up to three registers of a loop may not fit
 #: (tests/support/runs.py).
@@ -297,8 +308,9 @@ _FA_TC = {
     "portable": Form(
         "attn_fa_tc.cu",
         FormTiles(
-            {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
+            {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
             block_mask=_PORTABLE_BLOCKS,
+            scored=_PORTABLE_SCORED,
         ),
     ),
     # Fastest of those in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md

@@ -26,8 +26,8 @@ TANHF_ERROR = 2.0**-21
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
 #: How far weights may grow before an M that lags rises, in log2 units. P and its sums hold weights
 #: up to one number, whether M's rounding makes them or its lag. That of ``sm90/attn_fa_int8.cu``;
-#: LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_int8.cu`` and ``attn_fa_int8_fused.cu`` is 2 to
-#: its power.
+#: LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``, ``attn_fa_int8.cu`` and
+#: ``attn_fa_int8_fused.cu`` is 2 to its power.
 HEADROOM = LARGEST_EXPONENT
 #: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
 MOST_PIECES = 16
@@ -205,10 +205,9 @@ def numerics(
     form : str
         ``"portable"``, ``"sm90"``, ``"split"``, ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``,
         ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the kernel. All have
-        tensor cores of one roundoff; in the Hopper forms and in those of ``int8`` with 16-bit P M
-        does not follow every new maximum, the split form adds up slices of the keys, the fused form
-        rounds where the portable one does, and of the forms with P and V in 8 bits ``"pv8_whole"``
-        and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
+        tensor cores of one roundoff. With 16-bit P M lags, except in the split form, which adds up
+        slices of the keys. The fused form rounds where the portable one does. Of the forms with P
+        and V in 8 bits ``"pv8_whole"`` and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -241,6 +240,8 @@ def numerics(
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     features: dict[str, Any] = {"softcap": softcap, "bias": bias, "splits": form == "split"}
     folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
+    scored = form.startswith("sm90") and (softcap or bias)
+    lags = scored or (form != "split" and not (softcap or bias))
     if family == "unfused":
         return Numerics(
             dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False, **features
@@ -250,14 +251,11 @@ def numerics(
             dtype, dtype, dtype, dtype, "fma", folded, "float32", "fma", True, **features
         )
     if family == "tensor_core":
-        scored = form == "sm90" and folded == "natural"
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", "folded" if scored else folded, dtype,
-            "tensor_core", True, **features, scored=scored,
-            headroom=HEADROOM if form == "sm90" else 0,
+            "tensor_core", True, **features, scored=scored, headroom=HEADROOM if lags else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
-    scored = form.startswith("sm90") and (softcap or bias)
     if family == "int8" and form in of_codes:
         by_form = "e4m3" if form == "sm90_fp8" else "u8"
         p_type = by_form if quant is None else quant.p_type
@@ -274,8 +272,7 @@ def numerics(
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features, scored=scored,
-            headroom=HEADROOM if scored or not (softcap or bias) else 0,
+            **features, scored=scored, headroom=HEADROOM if lags else 0,
             sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     raise ValueError(

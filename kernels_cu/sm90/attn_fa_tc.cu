@@ -7,9 +7,8 @@
 // Differs from the portable form: registers move from the copying to the computing warpgroups; Q
 //              and K are read from shared memory by wgmma itself; a block takes one tile of query
 //              rows after another, the next Q already on its way; O goes out through the place of
-//              its Q; and M is lazy: it rises only where weights get large, so that most steps look
-//              for no maximum and rescale nothing. Tiles of the last wave that are alike are cut
-//              along the keys, that no block is idle (pieces.cuh).
+//              its Q; and M, lazy in both, rises for all rows of a warp at once. Tiles of the last
+//              wave that are alike are cut along the keys, that no block is idle (pieces.cuh).
 // Kept simple  Nothing of a warpgroup's own runs beside its softmax. Of packed sequences the copy
 //              engine brings rows of the next one, too, which become zeros before they count; of a
 //              block mask all warpgroups take the same blocks.
