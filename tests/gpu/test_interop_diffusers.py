@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 import cupyattn as ca  # noqa: E402 - its arrays are beside torch's
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
-from cupyattn.interop.diffusers import layers  # noqa: E402
+from cupyattn.interop.diffusers import layers, steps  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_interop_diffusers import SHARE, SHORT, distance, without  # noqa: E402
 
@@ -61,7 +61,7 @@ def test_sixteen_bits(mode: str, dtype: Any) -> None:
 @pytest.mark.parametrize("mode", ["aggressive", "balanced", "precision"])
 def test_a_layer_gives_the_bits_of_arrays_in_the_order_of_its_queries(mode: str) -> None:
     """The first call and those that are launched on addresses, each with other tensors."""
-    layer = layers.Layer("x", None, mode, layers.Step(), 0)
+    layer = layers.Layer("x", None, mode, steps.Step(), 0)
     options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     plain = ca.Int8Attention(4, 64, 2)
     for seed in range(3):

@@ -1,7 +1,13 @@
-"""Which attention module is being called, and its calls of torch's attention function."""
+"""Which attention module is being called, and its calls of torch's attention function.
+
+An eager call is found by hooks round the module. Torch compiles no such hook: in its graphs, the
+module's own class sends attention to the layer (`class_of_layers`). That class is also why code
+that was compiled before is not used any more: its guards ask for the class that the module had.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -13,6 +19,8 @@ import torch.overrides
 from torch import Tensor
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+#: The attribute of a module that holds its layer.
+ATTRIBUTE = "_int8_layer"
 
 
 class Layer(Protocol):
@@ -27,8 +35,30 @@ class Layer(Protocol):
         """Return O; None where the model's own attention is to run."""
         ...
 
+    def attend_in_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Return O in a graph of torch; None where the model's own attention is to run."""
+        ...
+
     def stays_native(self, reason: str) -> None:
         """Count a call that the model's own attention runs."""
+        ...
+
+    def note(self, ran: str) -> bool:
+        """Remember, while torch traces, what a graph has of the layer."""
+        ...
+
+    def before(self) -> None:
+        """Begin to take attention of the module's call."""
+        ...
+
+    def after(self) -> None:
+        """End it."""
+        ...
+
+    def release(self) -> None:
+        """Give the processor its own backend back."""
         ...
 
 
@@ -103,15 +133,42 @@ class AttentionCalls(torch.overrides.TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, or the layer in its place."""
         kwargs = kwargs or {}
-        if func is _ATTENTION and running_layer() is self.layer:
-            o = _attend(self.layer, *args, **kwargs)
+        if func is _ATTENTION and not torch.compiler.is_compiling():
+            if running_layer() is self.layer:
+                o = _attend(self.layer.attend, *args, **kwargs)
+                if o is not None:
+                    return o
+        return func(*args, **kwargs)
+
+
+class TracedCalls(torch.overrides.TorchFunctionMode):
+    """Sends attention of one layer's module to the layer, in code that torch compiles.
+
+    Parameters
+    ----------
+    layer : Layer
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch, or the layer in its place."""
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            self.calls += 1
+            o = _attend(self.layer.attend_in_graph, *args, **kwargs)
             if o is not None:
                 return o
         return func(*args, **kwargs)
 
 
 def _attend(
-    layer: Layer,
+    attend: Callable[..., Tensor | None],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -122,4 +179,68 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-    return layer.attend(query, key, value, scale, options)
+    return attend(query, key, value, scale, options)
+
+
+# ---- the module's class, and its hooks -----------------------------------------------------------
+
+
+def replace_class(module: Any, layer: Layer) -> None:
+    """Let a module send its attention to a layer in code that torch compiles from now on."""
+    setattr(module, ATTRIBUTE, layer)
+    module.__class__ = class_of_layers(type(module))
+
+
+def restore_class(module: Any) -> None:
+    """Undo `replace_class`."""
+    own = type(module)
+    if own.__dict__.get("forward") is class_of_layers(own.__mro__[1]).__dict__["forward"]:
+        module.__class__ = own.__mro__[1]
+    delattr(module, ATTRIBUTE)
+
+
+@functools.cache
+def class_of_layers(own: type[Any]) -> type[Any]:
+    """Return a class of the same name, whose traced calls send attention to the module's layer."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, ATTRIBUTE, None)
+        if layer is None or not torch.compiler.is_compiling():
+            return own.forward(self, *args, **kwargs)
+        layer.release()  # torch runs the hook of a module that is compiled by itself
+        calls = TracedCalls(layer)
+        with calls:
+            found = own.forward(self, *args, **kwargs)
+        if not calls.calls:
+            layer.note("native: no call of torch's attention function")
+        return found
+
+    names = {"forward": forward, "__doc__": own.__doc__}
+    made = type(own.__name__, (own,), names)
+    made.__module__, made.__qualname__ = own.__module__, own.__qualname__
+    return made
+
+
+@torch.compiler.disable
+def before_module(module: Any, args: Any) -> None:
+    """Begin to take attention of an eager call: a module's hook."""
+    if not torch.compiler.is_compiling():  # torch.export runs hooks as Python
+        getattr(module, ATTRIBUTE).before()
+
+
+@torch.compiler.disable
+def after_module(module: Any, args: Any, output: Any) -> None:
+    """End it, also where the call failed: a module's hook."""
+    if not torch.compiler.is_compiling():
+        getattr(module, ATTRIBUTE).after()
+
+
+@torch.compiler.substitute_in_graph(before_module, skip_signature_check=True)
+def _before_module_in_graph(module: Any, args: Any) -> None:
+    """Do nothing: the module's class does it."""
+
+
+@torch.compiler.substitute_in_graph(after_module, skip_signature_check=True)
+def _after_module_in_graph(module: Any, args: Any, output: Any) -> None:
+    """Do nothing: the module's class does it."""
