@@ -141,30 +141,35 @@ class AttentionCalls(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class TracedCalls(torch.overrides.TorchFunctionMode):
-    """Sends attention of one layer's module to the layer, in code that torch compiles.
+def traced(
+    layer: Layer, forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a module's forward while torch traces it, its attention sent to the module's layer.
 
-    Parameters
-    ----------
-    layer : Layer
+    Torch looks up its attention function when it traces the call, and finds the layer there. The
+    function is in its place again when the graph runs. A mode, as of eager calls, would be traced
+    with every function of torch, and torch cannot trace all methods of tensors in one.
     """
+    own, found = torch.nn.functional.scaled_dot_product_attention, 0
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.layer = layer
-        self.calls = 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run a function of torch, or the layer in its place."""
-        kwargs = kwargs or {}
-        if func is _ATTENTION:
-            self.calls += 1
-            o = _attend(self.layer.attend_in_graph, *args, **kwargs)
+    def attention(*operands: Any, **options: Any) -> Any:
+        nonlocal found
+        # Code that torch could not trace runs with this in place, that of other threads, too.
+        if torch.compiler.is_compiling() or _is_running(layer.module):
+            found += 1
+            o = _attend(layer.attend_in_graph, *operands, **options)
             if o is not None:
                 return o
-        return func(*args, **kwargs)
+        return own(*operands, **options)
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+    try:
+        result = forward(module, *args, **kwargs)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = own
+    if not found:
+        layer.note("native: no call of torch's attention function")
+    return result
 
 
 def _attend(
@@ -209,12 +214,7 @@ def class_of_layers(own: type[Any]) -> type[Any]:
         if layer is None or not torch.compiler.is_compiling():
             return own.forward(self, *args, **kwargs)
         layer.release()  # torch runs the hook of a module that is compiled by itself
-        calls = TracedCalls(layer)
-        with calls:
-            found = own.forward(self, *args, **kwargs)
-        if not calls.calls:
-            layer.note("native: no call of torch's attention function")
-        return found
+        return traced(layer, own.forward, self, args, kwargs)
 
     names = {"forward": forward, "__doc__": own.__doc__}
     made = type(own.__name__, (own,), names)
