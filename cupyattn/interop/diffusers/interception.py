@@ -207,14 +207,15 @@ def restore_class(module: Any) -> None:
 @functools.cache
 def class_of_layers(own: type[Any]) -> type[Any]:
     """Return a class of the same name, whose traced calls send attention to the module's layer."""
+    own_forward = own.forward  # NOTE: diffusers lets torch trace no attribute of some classes
 
-    @functools.wraps(own.forward)
+    @functools.wraps(own_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         layer = getattr(self, ATTRIBUTE, None)
         if layer is None or not torch.compiler.is_compiling():
-            return own.forward(self, *args, **kwargs)
+            return own_forward(self, *args, **kwargs)
         layer.release()  # torch runs the hook of a module that is compiled by itself
-        return traced(layer, own.forward, self, args, kwargs)
+        return traced(layer, own_forward, self, args, kwargs)
 
     names = {"forward": forward, "__doc__": own.__doc__}
     made = type(own.__name__, (own,), names)
