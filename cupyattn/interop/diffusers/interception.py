@@ -1,14 +1,14 @@
 """Which attention module is being called, and its calls of torch's attention function.
 
-An eager call is found by hooks round the module. Torch compiles no such hook: in its graphs, the
-module's own class sends attention to the layer (`class_of_layers`). That class is also why code
-that was compiled before is not used any more: its guards ask for the class that the module had.
+Replaced modules have a class of the same name, which sends attention to the module's layer
+(`class_of_layers`). That class is also why code that was compiled before is not used any more: its
+guards ask for the class that the module had. Hooks would not do: torch guards a hook by a number
+of its own, so that blocks could not share their graph.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ class Layer(Protocol):
 
     module: Any
     own_backend: Any
+    is_eager: bool
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
@@ -72,48 +73,23 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
+@torch.compiler.disable
 def open_call(layer: Layer) -> None:
-    """Remember that a layer's module is being called."""
-    forget_interrupted(layer)
+    """Begin to take attention of an eager call of a layer's module."""
     _calls.open.append(layer)
+    layer.before()
 
 
+@torch.compiler.disable
 def close_call(layer: Layer) -> None:
-    """Forget it again."""
+    """End it, also where it failed or was interrupted."""
+    layer.after()
     _calls.open = [other for other in _calls.open if other is not layer]
 
 
-def forget_interrupted(layer: Layer | None = None) -> None:
-    """Forget calls that never closed: torch runs no hooks after a KeyboardInterrupt.
-
-    Parameters
-    ----------
-    layer : Layer, optional
-        Whose module begins to be called, so that an older call of it has ended.
-    """
-    _calls.open = [x for x in _calls.open if x is not layer and _is_running(x.module)]
-    while isinstance(mode := torch.overrides._get_current_function_mode(), AttentionCalls):
-        if any(mode.layer is x for x in _calls.open):
-            break
-        mode.__exit__(None, None, None)
-
-
 def running_layer() -> Layer | None:
-    """Return the layer whose module is being called, None outside of all."""
-    if _calls.open and _is_running(_calls.open[-1].module):
-        return _calls.open[-1]
-    return None
-
-
-def _is_running(module: Any) -> bool:
-    """Whether a module's call is on this thread's stack."""
-    code, frame = torch.nn.Module._call_impl.__code__, sys._getframe(1)
-    above: Any = frame
-    while above is not None:
-        if above.f_code is code and above.f_locals.get("self") is module:
-            return True
-        above = above.f_back
-    return False
+    """Return the layer whose module this thread calls eagerly, None outside of all."""
+    return _calls.open[-1] if _calls.open else None
 
 
 class AttentionCalls(torch.overrides.TorchFunctionMode):
@@ -141,37 +117,6 @@ class AttentionCalls(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def traced(
-    layer: Layer, forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run a module's forward while torch traces it, its attention sent to the module's layer.
-
-    Torch looks up its attention function when it traces the call, and finds the layer there. The
-    function is in its place again when the graph runs. A mode, as of eager calls, would be traced
-    with every function of torch, and torch cannot trace all methods of tensors in one.
-    """
-    own, found = torch.nn.functional.scaled_dot_product_attention, 0
-
-    def attention(*operands: Any, **options: Any) -> Any:
-        nonlocal found
-        # Code that torch could not trace runs with this in place, that of other threads, too.
-        if torch.compiler.is_compiling() or _is_running(layer.module):
-            found += 1
-            o = _attend(layer.attend_in_graph, *operands, **options)
-            if o is not None:
-                return o
-        return own(*operands, **options)
-
-    torch.nn.functional.scaled_dot_product_attention = attention
-    try:
-        result = forward(module, *args, **kwargs)
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = own
-    if not found:
-        layer.note("native: no call of torch's attention function")
-    return result
-
-
 def _attend(
     attend: Callable[..., Tensor | None],
     query: Tensor,
@@ -187,7 +132,51 @@ def _attend(
     return attend(query, key, value, scale, options)
 
 
-# ---- the module's class, and its hooks -----------------------------------------------------------
+# ---- the module's class --------------------------------------------------------------------------
+
+
+def _eager(
+    layer: Layer, function: Callable[..., Any], module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a module's call or forward, its attention sent to the module's layer."""
+    if running_layer() is layer:  # its call, and now its forward
+        return function(module, *args, **kwargs)
+    try:
+        open_call(layer)
+        return function(module, *args, **kwargs)
+    finally:
+        close_call(layer)
+
+
+def _traced(
+    layer: Layer, forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a module's forward while torch traces it, its attention sent to the module's layer.
+
+    Torch looks up its attention function when it traces the call, and finds the layer there. The
+    function is in its place again when the graph runs. A mode, as of eager calls, would be traced
+    with every function of torch, and torch cannot trace all methods of tensors in one.
+    """
+    own, found = torch.nn.functional.scaled_dot_product_attention, 0
+
+    def attention(*operands: Any, **options: Any) -> Any:
+        nonlocal found
+        # Code that torch could not trace runs with this in place, that of other threads, too.
+        if torch.compiler.is_compiling() or running_layer() is layer:
+            found += 1
+            o = _attend(layer.attend_in_graph, *operands, **options)
+            if o is not None:
+                return o
+        return own(*operands, **options)
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+    try:
+        result = forward(module, *args, **kwargs)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = own
+    if not found:
+        layer.note("native: no call of torch's attention function")
+    return result
 
 
 def replace_class(module: Any, layer: Layer) -> None:
@@ -206,42 +195,32 @@ def restore_class(module: Any) -> None:
 
 @functools.cache
 def class_of_layers(own: type[Any]) -> type[Any]:
-    """Return a class of the same name, whose traced calls send attention to the module's layer."""
-    own_forward = own.forward  # NOTE: diffusers lets torch trace no attribute of some classes
+    """Return a class of the same name, whose calls send attention to the module's layer.
+
+    ``forward`` is what torch traces of a module that is compiled by itself. ``__call__`` runs what
+    other libraries put in the place of a module's ``forward``.
+    """
+    # NOTE: diffusers lets torch trace no attribute of some classes.
+    own_call, own_forward = own.__call__, own.forward
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, ATTRIBUTE, None)
+        if layer is None or torch.compiler.is_compiling():
+            return own_call(self, *args, **kwargs)
+        return _eager(layer, own_call, self, args, kwargs)
 
     @functools.wraps(own_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         layer = getattr(self, ATTRIBUTE, None)
-        if layer is None or not torch.compiler.is_compiling():
+        if layer is None:
             return own_forward(self, *args, **kwargs)
-        layer.release()  # torch runs the hook of a module that is compiled by itself
-        return traced(layer, own_forward, self, args, kwargs)
+        if not torch.compiler.is_compiling():
+            layer.is_eager = True
+            return _eager(layer, own_forward, self, args, kwargs)
+        layer.release()  # of a module that is compiled by itself, the call is eager
+        return _traced(layer, own_forward, self, args, kwargs)
 
-    names = {"forward": forward, "__doc__": own.__doc__}
+    names = {"forward": forward, "__call__": call, "__doc__": own.__doc__}
     made = type(own.__name__, (own,), names)
     made.__module__, made.__qualname__ = own.__module__, own.__qualname__
     return made
-
-
-@torch.compiler.disable
-def before_module(module: Any, args: Any) -> None:
-    """Begin to take attention of an eager call: a module's hook."""
-    if not torch.compiler.is_compiling():  # torch.export runs hooks as Python
-        getattr(module, ATTRIBUTE).before()
-
-
-@torch.compiler.disable
-def after_module(module: Any, args: Any, output: Any) -> None:
-    """End it, also where the call failed: a module's hook."""
-    if not torch.compiler.is_compiling():
-        getattr(module, ATTRIBUTE).after()
-
-
-@torch.compiler.substitute_in_graph(before_module, skip_signature_check=True)
-def _before_module_in_graph(module: Any, args: Any) -> None:
-    """Do nothing: the module's class does it."""
-
-
-@torch.compiler.substitute_in_graph(after_module, skip_signature_check=True)
-def _after_module_in_graph(module: Any, args: Any, output: Any) -> None:
-    """Do nothing: the module's class does it."""

@@ -55,13 +55,14 @@ class Layer:
     ) -> None:
         self.name, self.module = name, module
         self.own_backend: Any = None
+        self.is_eager = False  # whether the call that runs is no graph's
         self._mode: interception.AttentionCalls | None = None
         self._policy, self._step = policy, step
         self._choice = step.choice(policy)
         self._min_length, self._options = min_length, options
         self._schedule: Schedule | None = None
         self._attention: dict[tuple[int, int, float | None], Int8Attention] = {}
-        self._calls = 0  # all that were counted
+        self._calls = self._seen = 0  # all that were counted, and those before the call that runs
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
@@ -77,7 +78,7 @@ class Layer:
 
     def before(self) -> None:
         """Begin to take attention of the module's call."""
-        interception.open_call(self)
+        self.is_eager = False
         self._seen, self._mode, processor = self._calls, None, self.module.processor
         if not hasattr(processor, "_attention_backend"):
             self._mode = interception.AttentionCalls(self)
@@ -92,8 +93,7 @@ class Layer:
             self._mode.__exit__(None, None, None)
             self._mode = None
         self.release()
-        interception.close_call(self)
-        if self._calls == self._seen:
+        if self.is_eager and self._calls == self._seen:
             kind = type(self.module.processor).__name__
             self.stays_native(f"{kind} calls no attention function of torch or diffusers")
 

@@ -61,7 +61,6 @@ class Int8Replacement(Handle):
         """Give the modules their own attention back. Counts stay; a second call does nothing."""
         while self._handle_hooks:
             self._handle_hooks.pop().remove()
-        interception.forget_interrupted()
         for layer in self._handle_layers:
             if layer.module in _replaced:
                 _replaced.discard(layer.module)
@@ -123,7 +122,8 @@ def replace_attention_with_int8(
 
     Notes
     -----
-    Only hooks are added: weights, processors and what `save_pretrained` writes stay as they are.
+    Only a hook of the model and the class of its attention modules are new, the latter by the same
+    name: weights, processors and what `save_pretrained` writes stay as they are.
     Calls with an attention mask, causal ones, with dropout, gradients, too few queries or keys, or
     heads of other sizes than 1 to 256 run the model's own attention, bit for bit, and are counted
     with the reason. Guidance needs nothing: of a batch of both branches, or of two passes, each
@@ -188,11 +188,8 @@ def replace_attention_with_int8(
         for model in models.values()
     ]
     for layer in layers:
-        module = layer.module
-        hooks.append(module.register_forward_pre_hook(interception.before_module))
-        hooks.append(module.register_forward_hook(interception.after_module, always_call=True))
-        interception.replace_class(module, layer)
-        _replaced.add(module)
+        interception.replace_class(layer.module, layer)
+        _replaced.add(layer.module)
     return Int8Replacement(pipe_or_model, layers, hooks)
 
 
