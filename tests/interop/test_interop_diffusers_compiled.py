@@ -315,7 +315,9 @@ def test_a_compiled_family_is_as_eager_and_close_to_native(family: str) -> None:
 
 @pytest.mark.slow
 def test_inductor_runs_both_replacements() -> None:
-    pipe = cases.make("sd3", torch.bfloat16)
+    """It rounds elsewhere in float32, which moves few codes: by far less than INT8 itself does."""
+    pipe = cases.make("sd3")
+    native = cases.generate(pipe, "sd3", steps=1)
     handle = interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT)
     linear = interop_torch.replace_linear_with_int8(
         pipe.transformer, config=ca.Int8Config(min_elements_for_int8=1024, max_outlier_ratio=1.0)
@@ -325,7 +327,7 @@ def test_inductor_runs_both_replacements() -> None:
     pipe.transformer.compile(fullgraph=True)
     latents = cases.generate(pipe, "sd3", steps=1)
     assert handle.report().layers[0].compiled == ("balanced",)
-    assert distance(latents, expected) <= 2.0**-7 * distance(expected, 0 * expected)
+    assert distance(latents, expected) <= 0.1 * distance(expected, native)
 
 
 # ---- linear layers -------------------------------------------------------------------------------
