@@ -216,12 +216,13 @@ def test_an_exported_program_has_the_operator(strict: bool) -> None:
 
 def test_what_a_graph_leaves_to_the_model_is_said() -> None:
     """Known when it is traced: no watcher runs in the graph."""
+    static = ca.QuantConfig("tensor", "tensor", scales=(0.01, 0.01))
     cases_of = {
         "gradients": ({}, {"policy": "balanced"}),
         "fewer than 100 queries or keys": ({}, {"policy": "balanced", "min_length": 100}),
         "no call of torch's attention function": ({"processor": Plain()}, {"policy": "balanced"}),
         "static scales, which follow the step, in compiled code": (
-            {}, {"policy": "balanced", "quant": ca.QuantConfig("tensor", "tensor", scales=(0.01, 0.01))},
+            {}, {"policy": "balanced", "quant": static},
         ),
     }  # fmt: skip
     for reason, (sizes, options) in cases_of.items():
@@ -289,7 +290,9 @@ def test_another_backend_of_the_module_is_taken_too() -> None:
     assert [layer.compiled for layer in handle.report().layers] == [("balanced",)] * 2
 
 
-FAMILIES = ("flux", "wan", "kandinsky5", "sd3", "hunyuan_video", "qwen_image", "pixart", "cogvideox")
+FAMILIES = (
+    "flux", "wan", "kandinsky5", "sd3", "hunyuan_video", "qwen_image", "pixart", "cogvideox"
+)  # fmt: skip
 
 
 @pytest.mark.slow

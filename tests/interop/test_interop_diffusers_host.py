@@ -144,6 +144,6 @@ def test_what_a_model_hands_over_transposed_is_copied_first(
     layer._step.set((Schedule(RATIOS, None), 0.25))
     monkeypatch.setattr(recent.CALLS, "remember", lambda *_: None)
     q, k = Tensor(), Transposed()
-    given = layer._run(q, k, Tensor(), None)
+    given = layer._run(q, k, Tensor(), None, "precision")
     made = planned(example[:3], example[3], variant="fa_tc", arch="sm_90")
     check(driver, made, {"q": q.array, "k": copied[0].array, "o": given.array})

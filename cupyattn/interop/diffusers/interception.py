@@ -21,6 +21,8 @@ from torch import Tensor
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 #: The attribute of a module that holds its layer.
 ATTRIBUTE = "_int8_layer"
+#: The attribute of a replaced module's class that is the module's own class.
+_OWN = "_int8_own_class"
 
 
 class Layer(Protocol):
@@ -73,14 +75,14 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def open_call(layer: Layer) -> None:
     """Begin to take attention of an eager call of a layer's module."""
     _calls.open.append(layer)
     layer.before()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def close_call(layer: Layer) -> None:
     """End it, also where it failed or was interrupted."""
     layer.after()
@@ -109,11 +111,11 @@ class AttentionCalls(torch.overrides.TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, or the layer in its place."""
         kwargs = kwargs or {}
-        if func is _ATTENTION and not torch.compiler.is_compiling():
-            if running_layer() is self.layer:
-                o = _attend(self.layer.attend, *args, **kwargs)
-                if o is not None:
-                    return o
+        eager = not torch.compiler.is_compiling()
+        if func is _ATTENTION and eager and running_layer() is self.layer:
+            o = _attend(self.layer.attend, *args, **kwargs)
+            if o is not None:
+                return o
         return func(*args, **kwargs)
 
 
@@ -182,19 +184,20 @@ def _traced(
 def replace_class(module: Any, layer: Layer) -> None:
     """Let a module send its attention to a layer in code that torch compiles from now on."""
     setattr(module, ATTRIBUTE, layer)
-    module.__class__ = class_of_layers(type(module))
+    own: Any = type(module)
+    module.__class__ = class_of_layers(own)
 
 
 def restore_class(module: Any) -> None:
     """Undo `replace_class`."""
-    own = type(module)
-    if own.__dict__.get("forward") is class_of_layers(own.__mro__[1]).__dict__["forward"]:
-        module.__class__ = own.__mro__[1]
+    own = vars(type(module)).get(_OWN)
+    if own is not None:  # or another library has replaced the class since
+        module.__class__ = own
     delattr(module, ATTRIBUTE)
 
 
 @functools.cache
-def class_of_layers(own: type[Any]) -> type[Any]:
+def class_of_layers(own: Any) -> Any:
     """Return a class of the same name, whose calls send attention to the module's layer.
 
     ``forward`` is what torch traces of a module that is compiled by itself. ``__call__`` runs what
@@ -220,7 +223,7 @@ def class_of_layers(own: type[Any]) -> type[Any]:
         layer.release()  # of a module that is compiled by itself, the call is eager
         return _traced(layer, own_forward, self, args, kwargs)
 
-    names = {"forward": forward, "__call__": call, "__doc__": own.__doc__}
+    names = {"forward": forward, "__call__": call, "__doc__": own.__doc__, _OWN: own}
     made = type(own.__name__, (own,), names)
     made.__module__, made.__qualname__ = own.__module__, own.__qualname__
     return made

@@ -122,12 +122,13 @@ class Layer:
         Tensor, or None where the model's own attention is to run; it is counted with the reason.
         """
         reason = _transform(q, k, v) or self._obstacle(q, k, v, options)
-        if reason is None:
+        mode = self._choice.mode
+        if reason is None and mode is not None:
             try:
-                return self._run(q, k, v, scale)
+                return self._run(q, k, v, scale, mode)
             except UnsupportedError as error:
                 reason = str(error)
-        self.stays_native(reason)
+        self.stays_native(reason or UNKNOWN)
         return None
 
     def stays_native(self, reason: str) -> None:
@@ -160,14 +161,14 @@ class Layer:
             return f"head size {' and '.join(map(str, sizes))}"
         if min(q.shape[2], k.shape[2]) < self._min_length:
             return f"fewer than {self._min_length} queries or keys"
-        return None if self._choice.mode is not None else UNKNOWN
+        return None
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: str
+    ) -> Tensor:
         noise = None if self._choice.is_fixed else self._step.noise
         attention = self._attention_for(noise, q.shape[1], q.shape[3], scale)
-        at = attention.step(0) if noise is None else self._step.at
-        mode = self._choice.mode
-        assert mode is not None and at is not None  # no obstacle
+        at = None if noise is None else self._step.at
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         given = {"q": q, "k": k, "v": v}
         o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
@@ -176,7 +177,7 @@ class Layer:
             return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
 
         found = attention.in_mode(
-            mode, at, run,
+            mode, at or attention.step(0), run,
             device=q.get_device(), dtype=_NAMES[q.dtype], heads_kv=k.shape[1],
         )  # fmt: skip
         self._calls += 1
@@ -217,16 +218,16 @@ class Layer:
         mode = self._choice.mode
         if reason is None and not (self._choice.is_fixed or self._step.is_seen):
             reason = "the step of a model within a compiled function is not known"
-        if reason is None and mode not in self._texts:
+        if reason is None and mode is not None and mode not in self._texts:
             reason = "static scales, which follow the step, in compiled code"
         if reason is not None or mode is None:
-            self.note(f"native: {reason}")
+            self.note(f"native: {reason or UNKNOWN}")
             return None
         self.note(mode)
         q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
         return operator.attend(q, k, v, scale, self._texts[mode])
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note(self, ran: str) -> bool:
         """Remember, while torch traces, what a graph has of this layer; return True."""
         if ran not in self._compiled:

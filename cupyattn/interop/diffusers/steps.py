@@ -125,7 +125,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_model(model: Any, args: Any, kwargs: Any) -> None:
     """Look up the noise level of a model's call: the model's hook.
 
@@ -139,7 +139,9 @@ def before_model(model: Any, args: Any, kwargs: Any) -> None:
         step.before(model, args, kwargs)
 
 
-@torch.compiler.substitute_in_graph(before_model, skip_signature_check=True)
+@torch.compiler.substitute_in_graph(  # type: ignore[untyped-decorator]
+    before_model, skip_signature_check=True
+)
 def _before_model_in_graph(model: Any, args: Any, kwargs: Any) -> None:
     """Say that nobody looks, in the graph of a function that calls the model."""
     getattr(model, ATTRIBUTE).is_seen = False
