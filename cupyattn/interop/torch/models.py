@@ -20,7 +20,7 @@ from cupyattn.checkpoints.schemes import Codes, find_codes
 from cupyattn.checkpoints.shards import Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.handle import Handle, target_of
+from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
@@ -148,7 +148,7 @@ def replace_linear_with_int8(
     Norms, embeddings, modulation, time and final layers keep their type, by their names
     (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
     has hooks. A layer in several places stays one. Code of the model that reads ``layer.weight`` by
-    itself finds codes there: exclude such layers.
+    itself finds codes there: exclude such layers. A model may be compiled by torch before or after.
 
     Examples
     --------
@@ -169,7 +169,8 @@ def replace_linear_with_int8(
         raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
     selection = Selection.of(include, exclude)
     candidates, kept = {}, {}
-    for name, linear in _linear_layers(model):
+    own = uncompiled(model)
+    for name, linear in _linear_layers(own):
         if name not in selection:
             kept[name] = "excluded"
         elif reason := _unfit(linear):
@@ -185,7 +186,7 @@ def replace_linear_with_int8(
     if not made:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
-    places = _put(model, {id(candidates[name]): layer for name, layer in made.items()})
+    places = _put(own, {id(candidates[name]): layer for name, layer in made.items()})
     if originals == "cpu":
         for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
             linear.weight.data = linear.weight.data.to("cpu")
@@ -231,7 +232,8 @@ def load_int8(
         For weights in groups or in blocks of another size than 128 x 128, packed codes, zero
         points, activations with scales that are not made in each call, and several strategies.
     """
-    model = target_of(model)
+    given = target_of(model)
+    model = uncompiled(given)
     source = open_checkpoint(checkpoint)
     codes, parts = _codes_of(source)
     made_here = isinstance(model, type)
@@ -257,7 +259,7 @@ def load_int8(
         replaced[id(linear)] = _layer_of(source, codes[weight], linear, options)
     _put(model, replaced)
     _load_rest(model, source, parts | codes.keys())
-    return model.eval() if made_here else model
+    return model.eval() if made_here else given
 
 
 # ---- which layers --------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield every layer that is a linear one, once, by its first name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name:
-            yield name, module
+            yield name.replace(COMPILED, ""), module
 
 
 def _unfit(linear: nn.Linear) -> str:

@@ -90,7 +90,9 @@ def _define(name: str, schema: Schema) -> Any:
     return operator
 
 
-def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> Any:
+def define(
+    name: str, arguments: str, results: str, kernel: Any, fake: Any, tags: tuple[Any, ...] = ()
+) -> Any:
     """Define an operator of the library; return it.
 
     Parameters
@@ -99,8 +101,10 @@ def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> A
         Of its schema.
     kernel, fake : callable
         What it does on a CPU or a CUDA device, and on tensors of which only shapes are known.
+    tags : tuple of torch.Tag
+        Beside ``pt2_compliant_tag``.
     """
-    tags = (torch.Tag.pt2_compliant_tag,)
+    tags = (torch.Tag.pt2_compliant_tag, *tags)
     library.define(f"{name}({arguments}) -> {results}", tags=tags)
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
