@@ -12,6 +12,7 @@ import pytest
 
 from cupyattn import BlockMask, attention_varlen, bounds, interpret
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as compiler
 from cupyattn.kernels.softcap import LARGEST_Y, SOFTCAP_ERROR
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
@@ -315,6 +316,23 @@ def test_a_mistake_leaves_the_bound(
     source, line, instead, options = MISTAKES[name]
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
     assert not run(arrays(), **options).judge().passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("name", ["softcap", "rows", "bias", "all"])
+def test_default_tiles_spill_nothing_and_fit(name: str, head_dim: int) -> None:
+    """Past head_dim 192 shared memory has no room for a mask beside a bias."""
+    every = {"softcap": 9.0, "mask": row_mask(), "bias": dense(), "causal": True}
+    one = {"softcap": ["softcap"], "rows": ["mask"], "bias": ["bias"], "all": [*every]}[name]
+    options = {n: every[n] for n in one if not (n == "mask" and name == "all" and head_dim > 192)}
+    plan = planned(arrays("bfloat16", head_dim), return_lse=True, **options)
+    (launch,) = (one for one in plan.launches if one.entry == "attn_fa_tc")
+    binary = compiler.build(launch.module, "sm_90a")
+    taken = binary.kernels["attn_fa_tc"]
+    assert plan.form == "sm90" and "serialized" not in binary.log
+    assert taken.spill_stores + taken.spill_loads == 0
+    assert binary.smem_bytes <= 227 * 1024
 
 
 def test_plain_calls_compile_nothing_of_it() -> None:

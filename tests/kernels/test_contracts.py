@@ -58,7 +58,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
 }
 #: Source, what is changed, and the sentence that must come back.
 #: A kernel with softcap, bias or mask before its softmax.
-SCORED = {"SCORED": 1}
+SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
     ("attn_fa.cu", {"HEAD_DIM": 0}, "HEAD_DIM must be 1 to 256"),
