@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cupyattn import BlockMask, bounds
+from cupyattn.interpret import KernelFault
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.numerics import HEADROOM, numerics
 from cupyattn.ops import explain
@@ -260,7 +261,7 @@ OWN_MISTAKES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "sm90/attn_fa_int8.cu", "      change_scores.skip(smem.places);", "",
         {"bias": dense(), "causal": True},
     ),
-    "the stage of another step's mask": (
+    "a mixed step taken for a full one": (
         "sm90/int8/producer.cuh", "if (LISTED) smem.step[at.stage] = step_word;",
         "if (LISTED) smem.step[at.stage] = step_word & ~1;", {"mask": row_mask()},
     ),
@@ -283,7 +284,7 @@ def test_a_mistake_is_found(
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
     try:
         one = run(rung, arrays(), **options)
-    except Exception as error:  # the interpreter's finding
-        assert "deadlock" in str(error)
+    except KernelFault as fault:
+        assert fault.finding.kind == "deadlock"
     else:
         assert not one.judge().passed

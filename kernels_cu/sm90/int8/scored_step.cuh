@@ -1,4 +1,4 @@
-// scored_step.cuh -- the scores of a step in the Hopper forms of fa_int8 with softcap, bias or mask.
+// scored_step.cuh -- scores of a step in the Hopper forms of fa_int8 with softcap, bias or mask.
 // These change numbers, not integers: scores are brought to log2 units first, and the softmax takes
 // them as they then are, with a factor of 1. A kernel that is not SCORED has no use for this.
 #pragma once
