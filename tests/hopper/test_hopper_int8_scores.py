@@ -57,8 +57,12 @@ def quant_of(rung: str, **changed: Any) -> QuantConfig:
     return replace(runs.asked_for(rung).get("quant", QuantConfig()), **changed)
 
 
-def run(rung: str, inputs: Arrays, *, backend: str = "interpret", **options: Any) -> runs.Run:
-    one = runs.run(rung, inputs, arch="sm_90a", backend=backend, **options)
+def run(
+    rung: str, inputs: Arrays, *, backend: str = "interpret", blocks: int = 1, **options: Any
+) -> runs.Run:
+    """Call `attention`; in the interpreter a block takes several tiles, one after the other."""
+    with hopper_blocks(blocks):
+        one = runs.run(rung, inputs, arch="sm_90a", backend=backend, **options)
     assert one.form == rung.partition("@")[2]
     return one
 
@@ -123,7 +127,9 @@ def test_sequences_that_are_packed(rung: str, name: str) -> None:
     options: dict[str, Any] = {"mask": mask} if name == "mask" else {"softcap": 8.0}
     if name == "bias":
         options["bias"] = bias_of(4, 1, 150, 104)
-    for one in run_packed(rung, inputs, ends, arch="sm_90a", backend="interpret", **options):
+    with hopper_blocks(1):
+        found = run_packed(rung, inputs, ends, arch="sm_90a", backend="interpret", **options)
+    for one in found:
         assert one.form == rung.partition("@")[2]
         one.check()
 
@@ -132,10 +138,10 @@ def test_sequences_that_are_packed(rung: str, name: str) -> None:
 @pytest.mark.parametrize("rung", RUNGS[:2])
 def test_tiles_are_cut_into_pieces(rung: str) -> None:
     """With a softcap, and a bias that all rows share, tiles are alike."""
-    with hopper_blocks(4):
-        options: dict[str, Any] = {"softcap": 8.0, "bias": bias_of(1, LEN_KV)}
-        assert len(planned(rung, **options).launches) == 2
-        run(rung, arrays(), **options).check()
+    options: dict[str, Any] = {"softcap": 8.0, "bias": bias_of(1, LEN_KV)}
+    with hopper_blocks(8):
+        assert planned(rung, **options).launches[-1].entry.startswith("merge_pieces")
+    run(rung, arrays(), blocks=8, **options).check()
 
 
 # ---- numbers -------------------------------------------------------------------------------------
