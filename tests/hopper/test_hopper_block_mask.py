@@ -231,13 +231,13 @@ WRONG: dict[str, tuple[str, str, type[Exception]]] = {
 #: The same of codes, and of codes of V.
 WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        "kv0 = BLOCK_MASK ? smem.kv0[at.stage] : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
+        "kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
         AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS_OF_CODES,
 }  # fmt: skip
 WRONG_VALUES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        "      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];\n", "", AssertionError),
+        "      if (LISTED) kv0 = first_key(step_word);\n", "", AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS_OF_CODES,
 }  # fmt: skip
 ALL_WRONG = [
