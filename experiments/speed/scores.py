@@ -15,11 +15,11 @@ Expect       of the plain time at most: 1.08 for key padding, by admitted keys; 
              of plain and its bytes at copy bandwidth for a bias of each entry and head. At least
              1.5 times the speed of the fastest library with a mask or bias, 1.6 with a softcap
 Run          python -m experiments.speed.scores [--quick] [--json FILE] [--rounds N]
-             [--cells 64:4096:bfloat16 ...] [--seconds N]
+             [--cells 64:4096:bfloat16 ...] [--seconds N] [--stored [--merge FILE ...]]
 
 A cell is HEAD_DIM:LENGTH:DTYPE. After four fifths of ``--seconds`` no other library is compiled;
-once they are over no cell begins, and the cells that are left are printed. The record is written
-after each cell.
+once they are over no cell begins, and the cells that are left are printed: ``--cells`` measures
+them, and ``--merge`` puts their record into the committed one. The record is written after each.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from cupyattn.cli import output
 from cupyattn.measure import rungs, timing, words
 from cupyattn.quant import QuantConfig
 from cupyattn.testing import verdict
-from experiments._harness import recording
+from experiments._harness import merging, recording
 from experiments._harness.cells import REFUSALS, Problem, rotating
 from experiments._harness.others import refusing
 
@@ -390,13 +391,30 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
+def again(args: argparse.Namespace) -> int:
+    """Print the committed record, into which others are merged first."""
+    record = merging.record_with("scores", args.merge, merging.with_missing)
+    for found in record["problems"]:
+        print(f"\n{found['problem']['name']}")
+        share, head_dim = found["admitted"], found["problem"]["head_dim"]
+        output.print_table(*table(found["rows"], head_dim, share))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = recording.parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="of these alone")
     parser.add_argument("--seconds", type=float, default=200.0, help="no cell begins later")
+    parser.add_argument(
+        "--stored", action="store_true", help="measure nothing: print the committed record"
+    )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
+    )
     parser.set_defaults(rounds=recording.LEAST_ROUNDS)
-    return recording.main(run, parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    return recording.guarded(again, args) if args.stored else recording.main(run, args)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@
 //              tile fetched into L2 ahead: 0.8 at length 512. (experiments/results/NOTES.md)
 // Scores       Softcap, bias and mask change S before the softmax (score_hook.cuh). The bias comes
 //              beside K; of a mask, made into bits beforehand, only steps that are neither full nor
-//              empty need them. A bias of -inf masks a NaN: it is looked at again where a sum is NaN.
+//              empty need them. A bias of -inf masks a NaN: it is read again where a sum is NaN.
 // Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
 //              alpha, l and the tensor core over keys, R7 times 1/l and store
 //              (cupyattn/kernels/numerics.py)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments._harness import recording
 from experiments._harness.cells import Problem
 from experiments.speed import scores
 
@@ -53,3 +54,22 @@ def test_a_run_in_small(tmp_path: Path) -> None:
     (found,) = json.loads(file.read_text())["problems"]
     assert {one["feature"] for one in found["rows"]} == set(scores.FEATURES)
     assert all(one["form"] == "sm90" for one in found["rows"] if one["name"] == "fa_tc")
+
+
+def test_records_in_parts_become_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
+    for name, head_dim in (("scores", 64), ("part", 128)):
+        problem = {"name": f"hd{head_dim}", "head_dim": head_dim}
+        rows = [row(scores.SOFTCAP, name="fa_tc", of_plain=[1.2, 1.1, 1.3])]
+        record = {
+            "experiment": "scores", "command": name, "environment": {},
+            "problems": [{"problem": problem, "admitted": 0.8, "rows": rows}],
+        }  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    assert scores.main(["--stored", "--merge", str(tmp_path / "part.json")]) == 0
+    said = capsys.readouterr().out
+    assert "hd64" in said and "hd128" in said and "1.200" in said and "1.90" in said
+    merged = json.loads((tmp_path / "scores.json").read_text())
+    assert [one["problem"]["head_dim"] for one in merged["problems"]] == [64, 128]

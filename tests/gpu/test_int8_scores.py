@@ -74,6 +74,7 @@ def test_keys_that_share_a_scale_that_is_nan(rung: str) -> None:
         assert bits(one.o) == bits(other.o) and bits(one.lse) == bits(other.lse)
 
 
+@pytest.mark.usefixtures("planted_kernels")
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_mistake_leaves_the_bound(

@@ -113,6 +113,7 @@ def test_nan_under_mask_and_bias_changes_no_bit() -> None:
         assert bits(one.o) == bits(other.o) and bits(one.lse) == bits(other.lse)
 
 
+@pytest.mark.usefixtures("planted_kernels")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_leaves_the_bound(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-// scored_step.cuh -- the scores of a step in the Hopper forms of fa_int8 with softcap, bias or mask.
+// scored_step.cuh -- scores of a step in the Hopper forms of fa_int8 with softcap, bias or mask.
 // These change numbers, not integers: scores are brought to log2 units first, and the softmax takes
 // them as they then are, with a factor of 1. A kernel that is not SCORED has no use for this.
 #pragma once
@@ -13,7 +13,8 @@
 #include "prims/score/step_scores.cuh"
 
 // R3: S in log2 units. Where a factor is not finite, a bias of -inf masks what it is a factor of:
-// such scores become 0, to which that bias is added. `q` is the first of this lane's two rows.
+// such scores become 0, to which that bias is added. `q` is the first of this lane's two rows. A
+// step without keys may have any scale.
 __device__ __forceinline__ void make_scores(
     float (&S_acc)[BLOCK_KV / 2], const int32_t (&dot)[BLOCK_KV / 2], const float (&Q_factor)[2],
     const float (&K_scale)[SCALES], const AttnParams& p, const WorkTile& tile, int q, int kv0) {
@@ -27,7 +28,7 @@ __device__ __forceinline__ void make_scores(
 #pragma unroll
     for (int j = 0; j < SCALES; ++j)
       finite &= fabsf(factor[j][0]) < -NEG_INF && fabsf(factor[j][1]) < -NEG_INF;
-    if (!__all_sync(FULL_WARP, finite)) {
+    if (kv0 < p.len_kv && !__all_sync(FULL_WARP, finite)) {
       uint32_t bits[2];
       BiasInMemory(p, tile.batch, tile.head).admitted(bits, q, kv0);
 #pragma unroll
