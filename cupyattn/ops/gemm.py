@@ -46,12 +46,16 @@ def int8_gemm(
     bias: Array | None = None,
     activation: str | None = None,
     outliers: tuple[Array, Array] | None = None,
+    residual: Array | None = None,
+    gate: Array | None = None,
     tiles: GemmTiles | None = None,
     arch: str | None = None,
     backend: str | None = None,
     out: Array | None = None,
 ) -> Array:
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
+
+    With `residual` and `gate`: ``residual + gate activation(a b^T + bias)``.
 
     Parameters
     ----------
@@ -70,6 +74,11 @@ def int8_gemm(
     outliers : (array, array), optional
         (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
         quantised. They go with scales of blocks.
+    residual : array, (..., n), out_dtype, optional
+        What the result is added to; not modified.
+    gate : array, (n,) or (groups, n), out_dtype, optional
+        Factors of the result before it is added to `residual`, which it needs. Every group has as
+        many rows, one after the other: those of a sample, whose modulation the factors are.
     tiles : GemmTiles, optional
         Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``. Where
         several blocks share a tile (`GemmTiles.splits`, `GemmTiles.tail_splits`), the bits follow
@@ -127,6 +136,10 @@ def int8_gemm(
         arrays["bias"] = bias
     if outliers is not None:
         arrays["a_16"], arrays["b_16"] = outliers
+    if residual is not None:
+        arrays["residual"] = residual
+    if gate is not None:
+        arrays["gate"] = gate
     if out is not None:
         arrays["c"] = out
     return run(GEMM, settings, arrays, Known(arrays))
@@ -166,8 +179,10 @@ class _Gemm:
             check_kind(tiles, GemmTiles)
             check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
         rows = math.prod(a.shape[:-1])
-        for name in {"a", "a_scales", "a_16"} & given.keys():
+        for name in {"a", "a_scales", "a_16", "residual"} & given.keys():
             given[name] = given[name].reshape(rows, given[name].shape[-1])
+        if "gate" in given and given["gate"].ndim == 1:
+            given["gate"] = given["gate"][None]
         arch = settings.arch
         if backend != "mirror":
             arch, tiles = form_of(given["a"], b, tiles, arch, backend)
@@ -212,7 +227,8 @@ class _Gemm:
         c = gemm_mirror(
             a, given["a_scales"], b, given["b_scales"], settings.out_dtype,
             bias=given.get("bias"), activation=settings.activation,
-            outliers=(given["a_16"], given["b_16"]) if "a_16" in given else None, **sharing,
+            outliers=(given["a_16"], given["b_16"]) if "a_16" in given else None,
+            residual=given.get("residual"), gate=given.get("gate"), **sharing,
         )  # fmt: skip
         if "c" in problem.received:
             problem.received["c"][...] = c
@@ -234,6 +250,29 @@ def form_of(
     if arch is None and tiles is None and own_arch(backend, a):
         return on_hopper(math.prod(a.shape[:-1]), *b.shape)
     return arch, tiles
+
+
+def _check_sum(given: dict[str, Array], out_dtype: str) -> None:
+    """Raise unless what a product is added to, and its factors, fit the result."""
+    rows, n = math.prod(given["a"].shape[:-1]), given["b"].shape[0]
+    if "gate" in given and "residual" not in given:
+        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    for name in ("residual", "gate"):
+        if name in given and given[name].dtype.name != out_dtype:
+            raise TypeError(f"{name} must be {out_dtype} as out_dtype, got {given[name].dtype}")
+    if "residual" in given and tuple(given["residual"].shape) != (*given["a"].shape[:-1], n):
+        raise ValueError(
+            f"residual must have shape {(*given['a'].shape[:-1], n)}, got "
+            f"{tuple(given['residual'].shape)}"
+        )
+    if "gate" in given:
+        shape = tuple(given["gate"].shape)
+        groups = 1 if len(shape) == 1 else shape[0] if shape else 0
+        if not 1 <= len(shape) <= 2 or shape[-1] != n or groups < 1 or rows % groups:
+            raise ValueError(
+                f"gate must be ({n},) or (groups, {n}) with groups that divide the {rows} rows, "
+                f"got {shape}"
+            )
 
 
 def _other_strategy(name: str, given: Mapping[str, Array]) -> str:
@@ -267,6 +306,7 @@ def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
             "a must be (..., k) and b (n, k), got a.shape="
             f"{tuple(a.shape)} and b.shape={tuple(b.shape)}"
         )
+    _check_sum(given, out_dtype)
     strategy = strategy_of(a, given["a_scales"], b, given["b_scales"])
     per_row = 1 if strategy == "channel" else -(-a.shape[-1] // BLOCK_SIZE)
     expected = {

@@ -19,6 +19,7 @@ from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import ACTIVATION_SLOPE, check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
+from cupyattn.reference.gemm import by_row
 
 Array = Any
 Float64 = npt.NDArray[np.float64]
@@ -184,6 +185,8 @@ class Int8Linear:
         x: Array,
         *,
         out_dtype: str | None = None,
+        residual: Array | None = None,
+        gate: Array | None = None,
         arch: str | None = None,
         backend: str | None = None,
     ) -> Array:
@@ -196,6 +199,8 @@ class Int8Linear:
             of their type or float32.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
             The type of x when omitted.
+        residual, gate : array, optional
+            As for `int8_gemm`: the call returns ``residual + gate layer(x)``.
         arch, backend
             As for `int8_gemm`.
 
@@ -229,11 +234,20 @@ class Int8Linear:
             outliers = kept, self.outlier_weight
         y = int8_gemm(
             codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
-            activation=self.activation, outliers=outliers, arch=arch, backend=backend,
+            activation=self.activation, outliers=outliers, residual=residual, gate=gate,
+            arch=arch, backend=backend,
         )  # fmt: skip
         return as_given(y)
 
-    def error(self, x: Array, weight: Array, out_dtype: str | None = None) -> Float64:
+    def error(
+        self,
+        x: Array,
+        weight: Array,
+        out_dtype: str | None = None,
+        *,
+        residual: Array | None = None,
+        gate: Array | None = None,
+    ) -> Float64:
         """Return how far each element of a call may be from the layer in exact arithmetic.
 
         Parameters
@@ -243,12 +257,14 @@ class Int8Linear:
         weight : array, (out, in)
             What the layer was made of.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
+        residual, gate : array, optional
             As for the call.
 
         Returns
         -------
         numpy.ndarray, (..., out), float64
-            Of ``|layer(x) - activation(x W^T + bias)|``.
+            Of ``|layer(x) - activation(x W^T + bias)|``, or with these of
+            ``|layer(x) - residual - gate activation(x W^T + bias)|``.
 
         Notes
         -----
@@ -266,9 +282,11 @@ class Int8Linear:
             dtype = self.outlier_weight.dtype.name
             codes, scales, of_x = act_quant_but(rows, kept, self._places, dtype)
             outliers = of_x, self.outlier_weight
+        if residual is not None:
+            residual = residual.reshape(-1, self.codes.shape[0])
         own = gemm_error(
             codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
-            activation=self.activation or "", outliers=outliers,
+            activation=self.activation or "", outliers=outliers, residual=residual, gate=gate,
         )  # fmt: skip
         size_x, size_w = abs(as_float64(rows)), abs(as_float64(weight))
         step_x, step_w = as_float64(scales), as_float64(self.scales)  # (rows, 1), by channel
@@ -285,6 +303,8 @@ class Int8Linear:
                 error[:, kept] = abs(rounded - as_float64(exact)[:, kept])
         inputs = size_x @ error_w.T + error_x @ (size_w + error_w).T
         inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
+        if gate is not None:
+            inputs = abs(as_float64(by_row(gate, len(rows)))) * inputs
         return np.asarray((own + inputs).reshape(*x.shape[:-1], self.codes.shape[0]))
 
 

@@ -82,6 +82,8 @@ class GemmFeatures:
     activation : {"", "gelu", "gelu_tanh", "silu"}
     outliers : {"", "float16", "bfloat16"}
         Storage type of columns that are no codes; "": there are none.
+    residual, gate : bool
+        Whether the result is added to a matrix, and multiplied by a factor for each column before.
     """
 
     out_dtype: str
@@ -90,6 +92,8 @@ class GemmFeatures:
     bias: str = ""
     activation: str = ""
     outliers: str = ""
+    residual: bool = False
+    gate: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -104,7 +108,8 @@ class GemmFeatures:
             "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
             "CFG_ACTIVATION": ACTIVATIONS.index(self.activation),
             "CFG_OUTLIERS": 1 + DTYPES.index(self.outliers) if self.outliers else 0,
-        }
+            "CFG_RESIDUAL": int(self.residual), "CFG_GATE": int(self.gate),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +309,8 @@ def _at_a_time(tiles: GemmTiles, blocks: int | None = None) -> int:
 class ProductOperands:
     """Where codes, scales and result lie: the buffers of these names when a plan runs.
 
-    All have two axes, the last one contiguous.
+    All have two axes, the last one contiguous. `residual` (m, n) and `gate` (groups of rows, n) are
+    of the type of c, where there are any.
     """
 
     a: Operand
@@ -312,6 +318,8 @@ class ProductOperands:
     b: Operand
     b_scales: Operand
     c: Operand
+    residual: Operand | None = None
+    gate: Operand | None = None
 
     @property
     def strategy(self) -> str:
@@ -405,6 +413,8 @@ def plan_gemm(
         bias,
         activation,
         outliers.dtype if outliers else "",
+        at.residual is not None,
+        at.gate is not None,
     )
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=note)
@@ -417,6 +427,10 @@ def plan_gemm(
         "C_stride": at.c.row_strides[0],
         "A_16_stride": _row_bytes(outliers.a_16) if outliers else 0,
         "B_16_stride": _row_bytes(outliers.b_16) if outliers else 0,
+        "residual": "residual" if at.residual else None, "gate": "gate" if at.gate else None,
+        "residual_stride": at.residual.row_strides[0] if at.residual else 0,
+        "gate_stride": at.gate.row_strides[0] if at.gate else 0,
+        "gate_rows": m // at.gate.shape[0] if at.gate else m,
         "m": m, "n": n, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
     }  # fmt: skip
     alone = tiles_alone(m, n, tiles, blocks)
@@ -524,7 +538,8 @@ def _elements_per_access(at: ProductOperands) -> int:
     paired = scales.row_strides[:1] == (1,) and scales.misalignment % 8 == 0
     if at.strategy == "channel" and not paired:
         return 1
-    return max(width for width in (1, 2, 4, 8) if at.c.allows(width))
+    together = [x for x in (at.c, at.residual, at.gate) if x is not None]
+    return max(width for width in (1, 2, 4, 8) if all(x.allows(width) for x in together))
 
 
 def _bytes_per_access(x: Operand) -> int:

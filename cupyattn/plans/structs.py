@@ -143,10 +143,12 @@ UNPACK_PARAMS = _struct([
 #: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh.
 GEMM_PARAMS = _struct([
     ("A", "u8"), ("B", "u8"), ("A_scale", "u8"), ("B_scale", "u8"), ("C", "u8"),
-    ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("A_stride", "i8"), ("B_stride", "i8"),
+    ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("residual", "u8"), ("gate", "u8"),
+    ("A_stride", "i8"), ("B_stride", "i8"),
     ("A_scale_stride", "i8"), ("B_scale_stride", "i8"), ("C_stride", "i8"),
-    ("A_16_stride", "i8"), ("B_16_stride", "i8"),
+    ("A_16_stride", "i8"), ("B_16_stride", "i8"), ("residual_stride", "i8"), ("gate_stride", "i8"),
     ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"), ("alone", "i4"),
+    ("gate_rows", "i4"),
 ])  # fmt: skip
 
 #: ``struct ActQuantParams`` of kernels_cu/linear/act_quant.cu.

@@ -1,6 +1,6 @@
 """What a product of INT8 codes is, how the kernels round it, and how far that may be off.
 
-All of it on NumPy arrays. The tags G1 to G5 are those of the kernels and of docs/MATH_REFERENCE.md.
+All of it on NumPy arrays. The tags G1 to G6 are those of the kernels and of docs/MATH_REFERENCE.md.
 """
 
 from __future__ import annotations
@@ -76,9 +76,18 @@ def product_operands(
     return (*taken, outliers)
 
 
+def sum_operands(residual: Array | None, gate: Array | None) -> tuple[Any, Any]:
+    """Return what a product is added to and its factors as `product_operands` does."""
+    if gate is not None and residual is None:
+        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    residual, gate = operands(residual=residual, gate=gate)
+    return residual, gate
+
+
 def gemm_exact(
     a: Array, a_scales: Array, b: Array, b_scales: Array, *, bias: Array | None = None,
     activation: str = "", outliers: tuple[Array, Array] | None = None,
+    residual: Array | None = None, gate: Array | None = None,
 ) -> Float64:  # fmt: skip
     """Return the product of what codes stand for, in float64.
 
@@ -93,6 +102,10 @@ def gemm_exact(
     activation : {"", "gelu", "gelu_tanh", "silu"}
     outliers : (array, array), optional
         (m, outliers) and (n, outliers), 16-bit: further columns, which have no scales.
+    residual : array, (m, n), optional
+        What the result is added to.
+    gate : array, (n,) or (groups, n), optional
+        Factors of the result beforehand, for as many rows to each group.
 
     Returns
     -------
@@ -107,6 +120,7 @@ def gemm_exact(
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
     )
+    residual, gate = sum_operands(residual, gate)
     c = np.zeros((a.shape[0], b.shape[0]))
     with np.errstate(invalid="ignore"):
         for dot, of_a, of_b in scaled_terms(a, a_scales, b, b_scales):
@@ -115,19 +129,24 @@ def gemm_exact(
             c += as_float64(outliers[0]) @ as_float64(outliers[1]).T
         if bias is not None:
             c += as_float64(bias)
-        return activate(c, activation)
+        c = activate(c, activation)
+        if residual is not None:
+            factor = 1.0 if gate is None else as_float64(by_row(gate, len(c)))
+            c = as_float64(residual) + factor * c
+        return c
 
 
 def gemm_mirror(
     a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
     bias: Array | None = None, activation: str = "",
-    outliers: tuple[Array, Array] | None = None, splits: int = 1, shared: Array | None = None,
+    outliers: tuple[Array, Array] | None = None, residual: Array | None = None,
+    gate: Array | None = None, splits: int = 1, shared: Array | None = None,
 ) -> Array:  # fmt: skip
     """Return the product as the kernels round it.
 
     Parameters
     ----------
-    a, a_scales, b, b_scales, bias, activation, outliers
+    a, a_scales, b, b_scales, bias, activation, outliers, residual, gate
         As for `gemm_exact`.
     out_dtype : {"float16", "bfloat16", "float32"}
     splits : int
@@ -145,11 +164,15 @@ def gemm_mirror(
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
     )
+    residual, gate = sum_operands(residual, gate)
     by_channel = strategy_of(a, a_scales, b, b_scales) == "channel"
     if shared is not None and not by_channel:
         (shared,) = operands(shared=shared)
         after: dict[str, Any]
-        after = {"bias": bias, "activation": activation, "outliers": outliers}
+        after = {
+            "bias": bias, "activation": activation, "outliers": outliers, "residual": residual,
+            "gate": gate,
+        }  # fmt: skip
         alone, parts = (
             gemm_mirror(a, a_scales, b, b_scales, out_dtype, **after, splits=s) for s in (1, splits)
         )
@@ -172,4 +195,19 @@ def gemm_mirror(
         if bias is not None:
             c = c + bias.astype(np.float32)  # G3
         c = activate(as_float64(c), activation).astype(np.float32)  # G4
+        if residual is not None:
+            factor = np.float32(1) if gate is None else by_row(gate, len(c)).astype(np.float32)
+            c = fma32(c, factor, residual.astype(np.float32))  # G6
         return c.astype(STORAGE[out_dtype])  # G5
+
+
+def by_row(gate: Array, rows: int) -> Array:
+    """Return the factors of each row: as many rows, one after the other, share a row of `gate`.
+
+    Examples
+    --------
+    >>> by_row(np.float32([[1], [2]]), 4).tolist()
+    [[1.0], [1.0], [2.0], [2.0]]
+    """
+    groups = gate if gate.ndim == 2 else gate[None]
+    return groups.repeat(max(1, rows // max(1, len(groups))), axis=0)[:rows]

@@ -32,7 +32,7 @@ from cupyattn.quant import gemm_error, gemm_exact
 from cupyattn.quant.blocks import BLOCK_SIZE, STRATEGIES
 from experiments._harness import recording
 from experiments._harness.cells import rotating
-from experiments._harness.others import format_comparison
+from experiments._harness.others import format_comparison, geometric_mean
 from experiments.speed.gemm import Size
 
 BF16, INT_MM, COMFY = "torch BF16", "torch._int_mm", "comfy-kitchen"
@@ -157,6 +157,11 @@ def measure_layer(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         ways[COMFY] = lambda x, w, b, layers: library.int8_linear(
             x, *layers[COMFY], bias=b, out_dtype=torch.bfloat16
         )
+        try:
+            ways[COMFY](*sets[0])
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            print(f"{size.label}: {COMFY} does not run: {' '.join(str(error).split())[:160]}")
+            del ways[COMFY]
     return row | _timed(ways, sets, size, args)
 
 
@@ -245,7 +250,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         for name, ratio in row.get("ratios", {}).items():
             found.setdefault(name, []).append(ratio[0])
     return {
-        name: {"geometric mean": float(np.exp(np.mean(np.log(x)))), "least": min(x)}
+        name: {"geometric mean": geometric_mean(x), "least": min(x)}
         for name, x in found.items()
     }
 

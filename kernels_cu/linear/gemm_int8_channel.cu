@@ -9,7 +9,7 @@
 // Kept simple  One block per tile of C, or cluster. Edges of m, n and k arrive as zeros, which add
 //              nothing. k is at most 131,071, for which int32 holds every sum of products of codes.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
-//              activation; G5 store (docs/MATH_REFERENCE.md)
+//              activation; G6 residual; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"

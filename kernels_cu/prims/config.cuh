@@ -78,6 +78,10 @@
 #define CFG_ACTIVATION 0
 #define CFG_OUTLIERS 0
 #endif
+#ifndef CFG_RESIDUAL  // what a product is added to
+#define CFG_RESIDUAL 0
+#define CFG_GATE 0
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -181,6 +185,8 @@ constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
 constexpr int SPLITS = CFG_SPLITS;              // blocks that share the k of every tile, or keys
 constexpr int TAIL_SPLITS = CFG_TAIL_SPLITS;    // that share the k of a tile of the last wave
 constexpr int CLUSTER = SPLITS * TAIL_SPLITS;   // thread blocks of a cluster
+constexpr bool RESIDUAL = CFG_RESIDUAL;         // a product is added to another matrix
+constexpr bool GATE = CFG_GATE;                 // times a factor for each column, beforehand
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
 constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
 

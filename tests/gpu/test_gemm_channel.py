@@ -181,3 +181,25 @@ def test_layers_of_torch() -> None:
         given.copy_(2 * x)
         graph.replay()
         assert torch.equal(y.cpu(), host(2 * x))
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_that_is_added_to_another(form: str, strategy: str) -> None:
+    for seed, (out_dtype, gates, activation) in enumerate(
+        (("float16", 2, ""), ("bfloat16", 0, ""), ("float32", 1, ""), ("bfloat16", 5, "gelu"))
+    ):
+        p = product(
+            seed, (500, 712, 1040), out_dtype=out_dtype, bias=True, activation=activation,
+            strategy=strategy, gates=gates,
+        )  # fmt: skip
+        arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
+        names = ("a", "a_scales", "b", "b_scales", "bias", "residual", "gate")
+        given = {name: getattr(p, name) for name in names if getattr(p, name) is not None}
+        moved = dict(zip(given, on_device(*given.values()), strict=True))
+        for _ in range(2):  # the second is a call that came again
+            c = p.but(**moved).run(arch=arch).get()
+            assert p.share_of_bound(c) <= 1
+            if not activation and strategy == "channel":
+                assert c.tobytes() == p.mirror().tobytes()
+        assert moved["residual"].get().tobytes() == p.residual.tobytes()

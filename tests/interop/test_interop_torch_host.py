@@ -381,9 +381,11 @@ def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> No
     assert calls.find(settings, {**given, "k": "a string"}, None) is None
 
 
+@pytest.mark.parametrize("strategy", ["block", "channel"])
 def test_a_linear_layer_on_tensors_is_planned_once(
     host: Host,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
 ) -> None:
     """Its tensors become arrays of the same memory once; then kernels get their addresses."""
     linear = importlib.import_module("cupyattn.interop.torch.linear")
@@ -404,7 +406,8 @@ def test_a_linear_layer_on_tensors_is_planned_once(
         ("on_device_of", lambda _: contextlib.nullcontext()),
     ):  # fmt: skip
         monkeypatch.setattr(linear, name, stand_in)
-    given = operands(5)
+    given = operands(5, strategy)
+    quantising = {"block": "act_quant", "channel": "row_quant"}[strategy]
     weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
     bias, planned = OnDevice(array((N,), "float32")), 0
     for turn in range(3):
@@ -412,7 +415,7 @@ def test_a_linear_layer_on_tensors_is_planned_once(
         y = linear.run(x, weight, scales, bias, "silu", "sm_90", None)
         assert y.shape == (2, 5, N)
         entry, quantised = host.passed(2 * turn)
-        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
+        assert entry == quantising and quantised["x"] == x.data_ptr()
         _, multiplied = host.passed(2 * turn + 1)
         assert multiplied["c"] == y.data_ptr() and multiplied["bias"] == bias.data_ptr()
         assert multiplied["a"] == quantised["codes"]

@@ -21,6 +21,7 @@ WITHOUT_STORAGE = [
     "backward/backward_delta.cu",
     "backward/backward_coarse.cu",
     "backward/sm90/backward_sums.cu",
+    "linear/row_quant.cu",
     "linear/weight_blocks.cu",
     "pruning/largest_keys.cu",
     "pruning/gather_rows.cu",
@@ -105,6 +106,10 @@ EXPECTED = {
     "linear/gemm_int8.cu": {"A": "int8", "B": "int8", "A_scale": "float32", "B_scale": "float32",
                      "partial": "float32"},
     "linear/sm90/gemm_int8.cu": {"A": "int8", "B": "int8", "full": "uint64", "empty": "uint64"},
+    "linear/gemm_int8_channel.cu": {"A": "int8", "B": "int8", "partial": "int32"},
+    "linear/sm90/gemm_int8_channel.cu": {
+        "A": "int8", "B": "int8", "full": "uint64", "empty": "uint64",
+    },
     "merge/merge_splits.cu": {"O": "float32", "l": "float32"},
 }  # fmt: skip
 

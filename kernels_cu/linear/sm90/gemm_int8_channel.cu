@@ -15,7 +15,7 @@
 //              warpgroups 1 % more. (experiments/results/NOTES.md)
 // Kept simple  Scales are read from global memory in the store, C goes to its rows at once.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
-//              activation; G5 store (docs/MATH_REFERENCE.md)
+//              activation; G6 residual; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
