@@ -247,11 +247,12 @@ _PORTABLE_BLOCKS = {128: (Tiles(64, 64, 4, 2),), 256: (Tiles(64, 32, 4, 2),)}
 _HOPPER_BLOCKS = (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4))
 _HOPPER_INT8_BLOCKS = {128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 3),)}
 
-#: Tiles of the portable fa_tc with softcap, mask or bias. With softcap or bias M does not lag, and
-#: an eager M takes 1.19 times as long in fewer keys a step at head_dim 64 (NOTES.md there, "A lazy
-#: maximum in the portable fa_tc"). More keys a step at head_dim 128 spill.
+#: Tiles of the portable fa_tc with softcap or bias, where M does not lag. At head_dim 64 a kernel
+#: whose M never lags takes 1.19 times as long in 32 keys a step as in 64 (NOTES.md there, "A lazy
+#: maximum in the portable fa_tc"). At 128 more keys a step spill more. Calls with a mask alone have
+#: the tiles of calls without one, so that a mask of True changes no bit.
 _PORTABLE_SCORED = dict.fromkeys(
-    ("softcap", "mask", "bias"),
+    ("softcap", "bias"),
     FormTiles(
         {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
         block_mask=_PORTABLE_BLOCKS,
