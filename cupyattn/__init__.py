@@ -180,12 +180,12 @@ __getattr__, __dir__ = lazy_face(
         "ops.explain": ("explain", "explain_backward"),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear",),
-        "ops.quantize": ("quantize", "quantize_kv"),
+        # NOTE: with_q of the record quantises by what that module gives it.
+        "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "problem.block_mask": ("BlockMask",),
         "quant.blocks": ("Int8Config",),
         "quant.config": ("QuantConfig",),
-        "quant.quantized": ("QuantizedQKV",),
     },
     modules=(
         "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients",

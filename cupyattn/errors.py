@@ -36,3 +36,14 @@ class RankError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[RankError], tuple[int, str]]:
         return type(self), (self.rank, self.cause)
+
+
+def shown(value: object) -> str:
+    """Return a caller's value for a message, in one line of 60 characters at most.
+
+    Examples
+    --------
+    >>> shown("a\\nb"), shown(range(3)), len(shown([0] * 100))
+    ("'a\\\\nb'", 'range(0, 3)', 60)
+    """
+    return " ".join(repr(value).split())[:60]

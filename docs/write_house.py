@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cupyattn
 from cupyattn.files import replacing
+from cupyattn.measure.words import counted
 
 PACKAGE = Path(cupyattn.__file__).parent
 PICTURE = Path(__file__).with_name("house.svg")
@@ -64,7 +65,7 @@ def picture() -> str:
         body.append(
             f'<path d="M{right} {y0} C{reach:.0f} {y0} {reach:.0f} {y1} {right + 6} {y1}" '
             f'stroke-width="{0.6 + 0.25 * files**0.5:.2f}" marker-end="url(#head)">'
-            f"<title>{low} imports {high} in {files} files</title></path>"
+            f"<title>{low} imports {high} in {counted(files, 'file')}</title></path>"
         )
     for name, y in place.items():
         count = len(list((PACKAGE / name).rglob("*.py")))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
@@ -27,18 +28,29 @@ def _link(name: str) -> str:
     return f"[{name}.json](experiments/results/{name}.json)"
 
 
+def lower(ratio: float) -> str:
+    """Return the end of a range with three digits, none of them rounded up.
+
+    Examples
+    --------
+    >>> lower(0.9985), lower(1.3349)
+    ('0.998', '1.334')
+    """
+    return f"{math.floor(1e3 * ratio) / 1e3:.3f}"
+
+
 def speed(peers: Mapping[str, Any]) -> str:
-    """Return one sentence: how fast `fa_tc` is beside the faster of its rivals, and where."""
+    """Return how fast `fa_tc` is beside the faster of its rivals, and on which shapes."""
     ratios = [cell["ratio"][0] for cell in peers["against_rival"]["cells"]]
     problems = [found["problem"] for found in peers["problems"]]
     lengths = sorted({problem["length"] for problem in problems})
     sizes = sorted({problem["head_dim"] for problem in problems})
     rivals = sorted({cell["rival"] for cell in peers["against_rival"]["cells"]}, reverse=True)
     return (
-        f"On an {_device(peers)}, forward attention in float16 is {min(ratios):.2f} to "
-        f"{max(ratios):.2f} times as fast as the\nfaster of {' and '.join(rivals)}, median "
-        f"{median(ratios):.2f}, over {len(ratios)} shapes: lengths {lengths[0]:,} to "
-        f"{lengths[-1]:,}, head_dim {sizes[0]} to\n{sizes[-1]}, causal and not "
+        f"On an {_device(peers)}, forward attention in float16 is {lower(min(ratios))} to "
+        f"{lower(max(ratios))} times as fast\nas the faster of {' and '.join(rivals)} (median "
+        f"{median(ratios):.2f}). These are {len(ratios)} shapes:\nlengths {lengths[0]:,} to "
+        f"{lengths[-1]:,}, head_dim {sizes[0]} to {sizes[-1]}, causal and not "
         f"({_link('peers')})."
     )
 
@@ -64,13 +76,13 @@ def int8(blocks: Mapping[str, Any], ladder: Mapping[str, Any]) -> str:
             pairs.append(f"{ratio:.2f} at head_dim {problem['head_dim']}")
     length = ladder["problems"][0]["problem"]["length"]
     return "\n".join([
-        f"Times as fast as the block itself, on an {_device(blocks)}, without `torch.compile`; "
-        "*rel. change* is",
-        f"of the block's output, with both ({_link('diffusers_blocks')}):", "",
+        f"Times as fast as the block itself, on an {_device(blocks)}, without `torch.compile` "
+        f"({_link('diffusers_blocks')}).",
+        "*rel. change* is the change of the block's output, with both.", "",
         *recording.markdown(header, rows), "",
-        "Attention alone: `fa_int8`, quantising included, is this many times as fast as `fa_tc` at "
-        f"length {length:,}:",
-        f"{', '.join(pairs)} ({_device(ladder)}, {_link('ladder')}).",
+        f"Attention alone, at length {length:,}: `fa_int8` with quantising is this many times as "
+        "fast as `fa_tc`:",
+        f"{', '.join(pairs)}. Measured on an {_device(ladder)} ({_link('ladder')}).",
     ])  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cupyattn.compiler import modules as kc
+from cupyattn.interpret.program import program
 from cupyattn.measure.device import device_missing
 from tests.support.runs import hopper_blocks
 
@@ -34,6 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # NOTE: workers are children of this process and inherit its variables.
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # The interpreter makes and drops arrays all the time: with glibc, given back each time,
+        # their pages cost 5 % of the run.
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
     if "CUPYATTN_CACHE_DIR" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="cupyattn-test-cache-")
         os.environ["CUPYATTN_CACHE_DIR"] = folder.name
@@ -82,6 +87,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 1_000)
+
+
+def pytest_sessionfinish() -> None:
+    """Drop the programs of the interpreter, which pytest's last collections would all visit."""
+    program.cache_clear()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import re
 import subprocess
@@ -94,6 +95,12 @@ def code(source: str) -> str:
     return re.sub(r'//[^\n]*|"(?:\\.|[^"\\\n])*"', "", source)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Parse a file once for all tests."""
+    return ast.parse(path.read_text())
+
+
 def rounding_tags(text: str) -> set[str]:
     return set(re.findall(r"\bR\d+\b", text))
 
@@ -169,30 +176,39 @@ def test_steps_come_in_order(name: str) -> None:
         assert text.startswith(step)
 
 
-@pytest.mark.parametrize("path", CUDA, ids=names(CUDA, KERNELS))
-def test_macros_and_assembly_stay_in_their_places(path: Path) -> None:
-    text = code(path.read_text())
-    if path.name != "config.cuh":
-        assert "CFG_" not in text
-    if path not in PRIMS:
-        assert not re.search(r"\basm\b", text)
-    assert not re.search(r"\bTO" + r"DO\b|\bFIX" + r"ME\b", path.read_text())
+def test_macros_and_assembly_stay_in_their_places() -> None:
+    texts = {path: code(path.read_text()) for path in CUDA}
+    assert not [p for p in CUDA if p.name != "config.cuh" and "CFG_" in texts[p]]
+    assert not [p for p in CUDA if p not in PRIMS and re.search(r"\basm\b", texts[p])]
+    leftover = r"\bTO" + r"DO\b|\bFIX" + r"ME\b"
+    assert not [p for p in CUDA if re.search(leftover, p.read_text())]
 
 
-@pytest.mark.parametrize("path", CUDA, ids=names(CUDA, KERNELS))
-def test_every_barrier_names_its_hazard(path: Path) -> None:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if "__syncthreads()" in code(line):
-            assert re.search(r";\s+// \w+", line), f"{path.name}:{number}: {line.strip()}"
+def lines_of_cuda() -> Iterator[tuple[Path, str, str]]:
+    """Yield each line of each CUDA file: its file, its place to be named in a message, itself."""
+    for path in CUDA:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            yield path, f"{path.relative_to(KERNELS)}:{number}: {line.strip()}", line
 
 
-@pytest.mark.parametrize("path", CUDA, ids=names(CUDA, KERNELS))
-def test_every_pointer_has_a_shape(path: Path) -> None:
+def test_every_barrier_names_its_hazard() -> None:
+    barriers = [
+        (place, line) for _, place, line in lines_of_cuda()
+        if "__syncthreads()" in line and "__syncthreads()" in code(line)
+    ]  # fmt: skip
+    assert len(barriers) > 20
+    assert not [place for place, line in barriers if not re.search(r";\s+// \w+", line)]
+
+
+def test_every_pointer_has_a_shape() -> None:
     """Fields of the parameter structs, and pointers that a kernel declares."""
-    declared = r"(?:const )?\w+\* *\w+(?:;| = )"
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if (path not in PRIMS or path.name == "params.cuh") and re.match(rf"\s+{declared}", line):
-            assert re.search(r"// \[[^\]]+\]", line), f"{path.name}:{number}: {line.strip()}"
+    declared = re.compile(r"\s+(?:const )?\w+\* *\w+(?:;| = )")
+    pointers = [
+        (place, line) for path, place, line in lines_of_cuda()
+        if (path not in PRIMS or path.name == "params.cuh") and declared.match(line)
+    ]  # fmt: skip
+    assert len(pointers) > 20
+    assert not [place for place, line in pointers if not re.search(r"// \[[^\]]+\]", line)]
 
 
 def changed(left: str, right: str) -> tuple[int, int]:
@@ -230,10 +246,10 @@ def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) ->
     assert f"diff {left} {right}" in header
 
 
-@pytest.mark.parametrize("path", CUDA, ids=names(CUDA, KERNELS))
-def test_no_lambda_is_generic(path: Path) -> None:
+def test_no_lambda_is_generic() -> None:
     """NVRTC 13.0 takes one with `auto` among its parameters for a function of the host."""
-    assert not re.search(r"\[[&=\w, ]*\]\(([^()]|\([^()]*\))*\bauto\b", path.read_text())
+    generic = re.compile(r"\[[&=\w, ]*\]\(([^()]|\([^()]*\))*\bauto\b")
+    assert not [path for path in CUDA if generic.search(path.read_text())]
 
 
 def test_the_cuda_files_fit_the_screen() -> None:
@@ -270,9 +286,10 @@ def dotted(path: Path) -> str:
 def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[str]:
     """Yield the dotted names of the modules that a file imports.
 
-    `lazy` includes imports inside functions, `types` yields those under TYPE_CHECKING instead.
+    `lazy` includes imports inside functions, `types` yields those under TYPE_CHECKING instead. A
+    name of a face counts for where it is defined; "cupyattn." is the package with all its names.
     """
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     guards = [
         node for node in ast.walk(tree)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -284,18 +301,32 @@ def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[s
     for node in ast.walk(tree):
         if (id(node) in guarded) != types or (id(node) in delayed and not lazy):
             continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield "".join(str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield "cupyattn." if alias.name == "cupyattn" else alias.name
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield full if full in NAMED else str(node.module)
+                if full not in NAMED and node.module in ("cupyattn", *OF_FACES):
+                    yield home_of(node.module, alias.name)
+                else:
+                    yield full if full in NAMED else str(node.module)
+
+
+def home_of(face: str, name: str) -> str:
+    """The module that defines a public name; `lazy_face` imports nothing."""
+    own = getattr(importlib.import_module(face), name)
+    return face if name == "lazy_face" else getattr(own, "__module__", face)
 
 
 NAMED = {dotted(path): path for path in PYTHON}
+OF_FACES = tuple(f"cupyattn.{name}" for name in sorted(FACES))
 MODULES = [path for path in PYTHON if path != PACKAGE / "__init__.py"]
 RANK = {name: rank for rank, line in enumerate(HOUSE) for name in line}
+RANK[""] = len(HOUSE)  # the package itself
 
 
 def packages_of(names: Iterator[str]) -> set[str]:
@@ -304,19 +335,35 @@ def packages_of(names: Iterator[str]) -> set[str]:
 
 
 def test_every_module_has_its_place() -> None:
-    assert {place(path) for path in MODULES} == set(RANK)
+    assert {place(path) for path in MODULES} == set(RANK) - {""}
     assert {path.stem for path in PACKAGE.glob("*.py")} == FLAT | {"__init__"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=names(MODULES, PACKAGE))
-def test_imports_point_up_the_list(path: Path) -> None:
+def test_imports_point_up_the_list() -> None:
     """Also imports inside functions; under TYPE_CHECKING a package may name its own modules."""
-    own = place(path)
-    below = {name for name in packages_of(imports(path)) if RANK[name] >= RANK[own]} - {own}
-    assert not below, f"{own} may not import {below}"
-    if not (own in FACES and path.name == "__init__.py"):
-        typed = packages_of(imports(path, types=True))
-        assert not {name for name in typed if RANK[name] >= RANK[own]} - {own}
+    wrong = []
+    for path in MODULES:
+        own = place(path)
+        named = packages_of(imports(path))
+        if not (own in FACES and path.name == "__init__.py"):
+            named |= packages_of(imports(path, types=True))
+        below = {name for name in named if RANK[name] >= RANK[own]} - {own}
+        wrong += [f"{dotted(path)}, a module of {own}, may not import {below}"] if below else []
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import cupyattn", "import cupyattn as ca", "from cupyattn import quantize",
+        "from cupyattn.quant import quantize", "from cupyattn.ops.quantize import quantize",
+        "import cupyattn.ops.quantize", "importlib.import_module('cupyattn.ops.quantize')",
+        "import_module(f'cupyattn.{name}')",
+    ],
+)  # fmt: skip
+def test_a_late_import_of_what_stands_below_is_found(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "late.py").write_text(f"def late():\n    {text}\n")
+    assert {RANK[name] >= RANK["ops"] for name in packages_of(imports(file))} == {True}
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
@@ -337,18 +384,21 @@ def test_importing_a_face_imports_no_module_of_it(package: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=names(MODULES, PACKAGE))
-def test_extras_are_imported_only_when_asked_for(path: Path) -> None:
-    own = place(path)
-    core = RANK[own] <= RANK["ops"] and own != "testing"
-    top = {name.partition(".")[0] for name in imports(path, lazy=False)}
-    forbidden = set(EXTRAS if core else ("cupy", "torch", "jax"))
-    if own == "interop":  # each of its parts is for the library of its name
-        forbidden = set(EXTRAS) - set(path.relative_to(PACKAGE).with_suffix("").parts[1:2])
-        forbidden -= set() if "diffusers" in forbidden else {"torch"}  # which it is made of
-    assert not top & forbidden, path
-    if own in NO_CUPY:
-        assert "cupy" not in {name.partition(".")[0] for name in imports(path)}
+def test_extras_are_imported_only_when_asked_for() -> None:
+    wrong = []
+    for path in MODULES:
+        own = place(path)
+        core = RANK[own] <= RANK["ops"] and own != "testing"
+        top = {name.partition(".")[0] for name in imports(path, lazy=False)}
+        forbidden = set(EXTRAS if core else ("cupy", "torch", "jax"))
+        if own == "interop":  # each of its parts is for the library of its name
+            forbidden = set(EXTRAS) - set(path.relative_to(PACKAGE).with_suffix("").parts[1:2])
+            forbidden -= set() if "diffusers" in forbidden else {"torch"}  # which it is made of
+        found = top & forbidden
+        if own in NO_CUPY:
+            found |= {name.partition(".")[0] for name in imports(path)} & {"cupy"}
+        wrong += [f"{dotted(path)} imports {found}"] if found else []
+    assert not wrong
 
 
 def test_raw_module_is_mentioned_in_one_file() -> None:
@@ -373,7 +423,7 @@ def test_the_picture_of_the_house_is_current() -> None:
 
 def test_no_assert_and_no_leftovers_in_the_package() -> None:
     for path in PYTHON:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path
         assert not re.search(r"\bTO" + r"DO\b|\bFIX" + r"ME\b", path.read_text()), path
 
@@ -410,7 +460,7 @@ def test_functions_of_the_core_take_eight_parameters_at_most() -> None:
     core = [path for path in MODULES if RANK[place(path)] <= RANK["ops"]]
     many = {
         name for path in core
-        for name, count in functions(ast.parse(path.read_text()), dotted(path)) if count > 8
+        for name, count in functions(tree_of(path), dotted(path)) if count > 8
     }  # fmt: skip
     assert "cupyattn.ops.attention.attention" in many
     assert many <= set(public_functions())
@@ -422,7 +472,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
     found = [
         f"{dotted(path)}:{node.lineno}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "resolve"
     ]
     places = {one.partition(":")[0] for one in found}
@@ -432,7 +482,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield the classes of the package, each with the dotted name of its module."""
     for path in PYTHON:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 yield dotted(path), node
 
@@ -476,7 +526,7 @@ def reads_a_form(node: ast.AST) -> bool:
 
 def test_calls_are_known_in_one_way() -> None:
     """By what `Recent.find` makes of forms: those of arrays, and those of torch's tensors."""
-    trees = {dotted(path): ast.parse(path.read_text()) for path in PYTHON}
+    trees = {dotted(path): tree_of(path) for path in PYTHON}
     readers = [name for name, tree in trees.items() if any(map(reads_a_form, ast.walk(tree)))]
     assert readers == ["cupyattn.arrays.form", "cupyattn.interop.torch.bridge"]
     made = {
@@ -496,6 +546,7 @@ def test_calls_are_known_in_one_way() -> None:
     }  # fmt: skip
 
 
+@functools.cache
 def flows() -> dict[str, tuple[Any, Callable[[], object]]]:
     """One call of every kind, and its first operand."""
     rng = np.random.default_rng(0)

@@ -93,6 +93,14 @@ def taken(**named: Any) -> tuple[Any, ...]:
     return tuple(None if a is None else take(name, a)[0] for name, a in named.items())
 
 
+def taken_or_number(**named: Any) -> tuple[Any, ...]:
+    """Return arrays as `take` does, in the order given; what is no array stays as it is."""
+    return tuple(
+        take(name, x)[0] if hasattr(x, "dtype") or hasattr(x, "__dlpack__") else x
+        for name, x in named.items()
+    )
+
+
 def taken_pair(names: tuple[str, str], given: Any) -> Any:
     """Return an argument that is a pair of arrays as `take` does; anything else as it is."""
     if not isinstance(given, (tuple, list)):
@@ -173,7 +181,7 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     if getattr(array, "requires_grad", False):
         raise TypeError(
             f"{name} requires a gradient, which functions on NumPy and CuPy arrays do not record: "
-            f"call the function of this name in cupyattn.interop.torch, or give {name}.detach()"
+            f"call attention or a module of cupyattn.interop.torch, or give {name}.detach()"
         )
     device = int(array.__dlpack_device__()[0])
     if device == _DLPACK_CUDA:

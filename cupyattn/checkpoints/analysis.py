@@ -21,7 +21,7 @@ from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
-from cupyattn.measure.words import format_bytes, format_share
+from cupyattn.measure.words import counted, format_bytes, format_share
 from cupyattn.quant.blocks import (
     Int8Config,
     as_matrix,
@@ -189,14 +189,14 @@ class Analysis:
         totals = self.totals
         elements = max(totals["elements"], 1)
         lines = [
-            f"{totals['tensors']} tensors, {totals['elements']:,} elements, "
+            f"{counted(totals['tensors'], 'tensor')}, {counted(totals['elements'], 'element')}, "
             f"{format_bytes(totals['bytes'])}"
         ]
         names = {"int8": "INT8", "16bit": "16 bits", "keep": "as it is"}
         for verdict in VERDICTS:
             part = totals[verdict]
             lines.append(
-                f"{names[verdict]}: {part['tensors']} tensors, "
+                f"{names[verdict]}: {counted(part['tensors'], 'tensor')}, "
                 f"{format_share(part['elements'] / elements)} of the elements, "
                 f"{format_bytes(part['bytes'])} become {format_bytes(part['bytes_out'])}"
             )

@@ -21,7 +21,7 @@ from cupyattn.checkpoints.schemes import find_codes
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import SafetensorsCheckpoint, open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item, Plan
-from cupyattn.measure.words import format_bytes
+from cupyattn.measure.words import counted, format_bytes
 from cupyattn.quant.blocks import (
     Int8Config,
     block_max,
@@ -76,7 +76,8 @@ class Conversion:
     def summary(self) -> str:
         """Return one line that says what was written."""
         verb = "Wrote and checked" if self.written else "Would write"
-        return f"{verb} {len(self.files)} files, {format_bytes(self.nbytes)}: {self.target}"
+        files = counted(len(self.files), "file")
+        return f"{verb} {files}, {format_bytes(self.nbytes)}: {self.target}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, JSON-ready."""

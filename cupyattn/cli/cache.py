@@ -26,7 +26,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.kernels import ladder
 from cupyattn.measure import device
-from cupyattn.measure.words import format_bytes
+from cupyattn.measure.words import counted, format_bytes
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
 
@@ -73,19 +73,19 @@ def run(args: argparse.Namespace) -> int:
     limit = _set_limit(args.limit) if args.limit else size_limit.current()
     if args.clear:
         kernels, references = compiler.cache_clear(), verify.clear_references()
-        print(f"forgot {kernels} kernels and {references} references")
+        print(f"forgot {counted(kernels, 'kernel')} and {counted(references, 'reference')}")
     if jobs:
         warm(list(dict.fromkeys(jobs)), args.threads)
     if args.limit:
         deleted, size = size_limit.trim(limit.bytes)
-        print(f"deleted {deleted} kernels, {format_bytes(size)}")
+        print(f"deleted {counted(deleted, 'kernel')}, {format_bytes(size)}")
     info = compiler.cache_info()
     references, size = verify.reference_info()
     unused = disk_cache.why_unused(info.folder)
     print(f"{info.folder}" + (f" is not used: {unused}" if unused else ""))
     most = "no limit" if limit.bytes is None else f"{format_bytes(limit.bytes)} at most"
-    print(f"{info.entries} kernels, {format_bytes(info.bytes)}; {most} ({limit.source})")
-    print(f"{references} references, {format_bytes(size)}")
+    print(f"{counted(info.entries, 'kernel')}, {format_bytes(info.bytes)}; {most} ({limit.source})")
+    print(f"{counted(references, 'reference')}, {format_bytes(size)}")
     if args.json:
         found = {"folder": str(info.folder), "kernels": info.entries, "kernel_bytes": info.bytes}
         found |= {"compiled": info.compiled, "references": references, "reference_bytes": size}
@@ -128,7 +128,8 @@ def warm(jobs: Sequence[tuple[ModuleSpec, str]], threads: int) -> None:
             advance(running[future])
     compiled = compiler.cache_info().compiled - before.compiled
     print(
-        f"{len(jobs)} kernels for {', '.join(dict.fromkeys(a for _, a in jobs))}: "
+        f"{counted(len(jobs), 'kernel')} for "
+        f"{', '.join(dict.fromkeys(a for _, a in jobs))}: "
         f"{compiled} compiled, "
         f"{len(jobs) - compiled} were there",
         flush=True,

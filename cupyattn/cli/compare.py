@@ -12,7 +12,7 @@ from typing import Any
 
 from cupyattn.cli import output
 from cupyattn.measure import record_errors, records
-from cupyattn.measure.words import format_seconds
+from cupyattn.measure.words import counted, format_seconds
 
 Record = Mapping[str, Any]
 
@@ -113,10 +113,10 @@ def _compare_errors(first: Record, second: Record, margin: float) -> dict[str, A
 
 def _counted(counts: Mapping[str, int]) -> str:
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"{sum(counts.values())} cells: {said}"
+    return f"{counted(sum(counts.values()), 'cell')}: {said}"
 
 
 def _print_alone(first: Set[str], second: Set[str]) -> None:
     for name, count in (("A", len(first - second)), ("B", len(second - first))):
         if count:
-            print(f"{count} cells are in {name} alone")
+            print(f"{counted(count, 'cell')} in {name} alone")

@@ -12,7 +12,7 @@ from cupyattn.compiler import architectures, nvrtc, target
 from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device
-from cupyattn.measure.words import format_bytes
+from cupyattn.measure.words import counted, format_bytes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,8 @@ def collect() -> dict[str, Any]:
             )
     facts["kernels"] = compiler.KERNELS
     cache = compiler.cache_info()
-    facts["cache"] = f"{cache.folder}: {cache.entries} kernels, {format_bytes(cache.bytes)}"
+    kept = f"{counted(cache.entries, 'kernel')}, {format_bytes(cache.bytes)}"
+    facts["cache"] = f"{cache.folder}: {kept}"
     settings = sorted(name for name in os.environ if name.startswith("CUPYATTN_"))
     for name in settings:
         # A bug report must not publish the secret of a group.

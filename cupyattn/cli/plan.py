@@ -19,7 +19,7 @@ from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, Costs, Machine, meshes, predict
 from cupyattn.kernels.features import DTYPES
 from cupyattn.measure import device
-from cupyattn.measure.words import format_bytes, format_seconds, format_share
+from cupyattn.measure.words import counted, format_bytes, format_seconds, format_share
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
 from cupyattn.problem.call import AttentionSpec
@@ -112,7 +112,8 @@ def _on_several(
     how: dict[str, Any] = {"variant": _rated(variant), "balanced": partition == "zigzag"}
     every = [predict(whole, mesh, machine, **how) for mesh in choose]
     taken = min(every, key=lambda costs: costs.seconds)
-    print(f"\n{args.devices} devices, {machine.per_host} a host, rows {partition}; predicted:")
+    devices = counted(args.devices, "device")
+    print(f"\n{devices}, {machine.per_host} a host, rows {partition}; predicted:")
     header = ["ulysses x ring", "compute", "sent", "exposed", "merging", "total", "scaling", ""]
     rows = [[*_cells(costs, alone, args.devices), "taken" if costs is taken else ""]
             for costs in every]  # fmt: skip

@@ -33,7 +33,8 @@ def check(path: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            "--plot needs matplotlib: pip install 'cupyattn[cli]' (or leave --plot out)"
+            "--plot needs matplotlib: pip install matplotlib (the extra cli has it), "
+            "or leave --plot out"
         ) from error
     if os.path.splitext(path)[1] not in _FORMATS:
         raise ValueError(f"--plot must end in {', '.join(_FORMATS)}, got {path!r}")

@@ -13,6 +13,7 @@ from cupyattn.cli import ladder, output
 from cupyattn.files import check_folder, replacing
 from cupyattn.measure import records
 from cupyattn.measure import report as pages
+from cupyattn.measure.words import counted
 
 #: Of the ladder that is run where no records are given.
 SMALL = ["--heads", "1", "--len", "128", "--head-dim", "64"]
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     with replacing(args.out) as file:
         file.write(pages.page(found).encode())
     count = len(found)
-    print(f"wrote {args.out}: {count} record{'' if count == 1 else 's'}")
+    print(f"wrote {args.out}: {counted(count, 'record')}")
     return 0
 
 

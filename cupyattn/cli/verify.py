@@ -181,9 +181,12 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
             advance(f"{variant.name}, {name}, {dtype}")
     output.print_table(_HEADER, list(_summary(cells)))
     failed = [cell for cell in cells if not cell.ok]
+    counted = measure_words.counted
+    several = [{getattr(cell, name) for cell in cells} for name in ("dtype", "shape")]
+    of_types, of_shapes = map(len, several)
     print(
-        f"\n{len(cells)} cells: {len({cell.dtype for cell in cells})} dtypes or fewer by "
-        f"{len({cell.shape for cell in cells})} shapes or fewer for each row; the worst is shown."
+        f"\n{counted(len(cells), 'cell')}: {counted(of_types, 'dtype')} or fewer by "
+        f"{counted(of_shapes, 'shape')} or fewer for each row; the worst is shown."
     )
     for cell in failed:
         print(

@@ -6,7 +6,7 @@ import functools
 import re
 
 from cupyattn.compiler import nvrtc
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 
 #: Architectures that every kernel is compiled for in the tests.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
@@ -82,5 +82,5 @@ def _refusal(arch: object) -> str:
     names = [f"sm_{capability}" for capability in known]
     return (
         f"arch must be {', '.join(names[:-1])} or {names[-1]}, from sm_90 on also with the suffix "
-        f"a, from sm_100 on also with f, got {arch!r:.60}"
+        f"a, from sm_100 on also with f, got {shown(arch)}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 import os
@@ -9,12 +10,36 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 
 #: Where code of this package lies.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def needs_head_dim(method: Callable[P, R]) -> Callable[P, R]:
+    """Let an ``__init__`` of (num_heads, head_dim, ...) say what a call without them lacks.
+
+    Code of the founding notes leaves head_dim out.
+    """
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        required = ("num_heads", "head_dim")
+        missing = [name for name in required[len(args) - 1 :] if name not in kwargs]
+        if missing:
+            raise TypeError(
+                f"{type(args[0]).__name__} needs {' and '.join(missing)}, which q.shape = (batch, "
+                "num_heads, len_q, head_dim) has: give Int8Attention(num_heads=32, head_dim=128) "
+                "for heads of 128 numbers"
+            )
+        return method(*args, **kwargs)
+
+    return called
 
 
 def check_count(name: str, value: Any) -> int:
@@ -36,7 +61,7 @@ def check_whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r:.60}") from None
+        raise TypeError(f"{name} must be a whole number, got {shown(value)}") from None
 
 
 def check_number(name: str, value: Any, said: str, allowed: Callable[[float], bool]) -> float:
@@ -57,7 +82,7 @@ def check_number(name: str, value: Any, said: str, allowed: Callable[[float], bo
         For what is no number, and for others than those allowed.
     """
     if not isinstance(value, numbers.Real) or not allowed(float(value)):
-        raise ValueError(f"{name} must be {said}, got {value!r:.60}")
+        raise ValueError(f"{name} must be {said}, got {shown(value)}")
     return float(value)
 
 
@@ -72,7 +97,7 @@ def check_timestep(name: str, value: Any, count: int) -> int:
         For an index outside.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an index into the schedule, got {value!r:.60}")
+        raise TypeError(f"{name} must be an index into the schedule, got {shown(value)}")
     index = int(value)
     if not 0 <= index < count:
         raise ValueError(f"{name} must be 0 to num_timesteps - 1 = {count - 1}, got {index}")
@@ -95,7 +120,7 @@ def check_percentile(percentile: Any) -> float:
     99.9
     """
     if isinstance(percentile, bool) or not isinstance(percentile, numbers.Real):
-        raise TypeError(f"percentile must be a number of per cent, got {percentile!r:.60}")
+        raise TypeError(f"percentile must be a number of per cent, got {shown(percentile)}")
     value = float(percentile)
     if 0.01 < value <= 1:
         raise ValueError(

@@ -23,6 +23,7 @@ from cupyattn.diffusion.arguments import (
     check_number,
     check_projection,
     check_softmax_eps,
+    needs_head_dim,
     warn_without_effect,
 )
 from cupyattn.diffusion.kept_keys import KeptKeys, wants_key_sums
@@ -32,7 +33,7 @@ from cupyattn.diffusion.scales import StepScales
 from cupyattn.diffusion.schedules import Step
 from cupyattn.diffusion.settings import Int8AttentionSettings, wants_mask
 from cupyattn.diffusion.steps import Steps
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import ladder, limits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import attention
@@ -152,6 +153,7 @@ class Int8Attention:
     ((1, 2, 40, 16), 'aggressive', 'precision')
     """
 
+    @needs_head_dim
     @points_to_our_names
     def __init__(
         self,
@@ -193,7 +195,7 @@ class Int8Attention:
         self.policy: PrecisionPolicy = as_policy(precision_policy, self.num_timesteps)
         self.quant = QuantConfig() if quant is None else quant
         if not isinstance(self.quant, QuantConfig):
-            raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {quant!r:.60}")
+            raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {shown(quant)}")
         self._scales = StepScales(
             self.quant, timestep_scales, self.sigmas, self.num_heads, self.head_dim,
             adaptive=use_adaptive_scaling,

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from cupyattn.arrays.kinds import check_values
 from cupyattn.diffusion.arguments import check_whole
 from cupyattn.diffusion.schedules import Float64
+from cupyattn.errors import shown
 
 #: "aggressive": INT8 Q.K^T and 8-bit P.V; "balanced": INT8 Q.K^T and 16-bit P.V; "precision": the
 #: input's own 16-bit arithmetic.
@@ -150,7 +151,7 @@ def as_policy(policy: Any, num_timesteps: int) -> PrecisionPolicy:
     if not isinstance(policy, PrecisionPolicy):
         raise TypeError(
             "precision_policy must be a name, a sequence of modes or an object with a method "
-            f"mode(timestep, ratio), got {policy!r:.60}"
+            f"mode(timestep, ratio), got {shown(policy)}"
         )
     return policy
 
@@ -158,7 +159,7 @@ def as_policy(policy: Any, num_timesteps: int) -> PrecisionPolicy:
 def check_mode(mode: Any) -> str:
     """Return a mode; ValueError unless it is one of `MODES`."""
     if mode not in MODES:
-        raise ValueError(f"a precision mode must be one of {MODES}, got {mode!r:.60}")
+        raise ValueError(f"a precision mode must be one of {MODES}, got {shown(mode)}")
     return str(mode)
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from cupyattn.arrays.kinds import as_host_array, check_values
 from cupyattn.diffusion.arguments import check_count, check_number, warn_without_effect
+from cupyattn.errors import shown
 
 Float64 = npt.NDArray[np.float64]
 
@@ -338,7 +339,7 @@ def check_sigmas(name: str, sigmas: Any) -> Float64:
     """Return noise-to-signal ratios as an array; ValueError unless all are 0 or more."""
     values = as_host_array(name, sigmas, np.float64)
     if not (values >= 0).all():
-        raise ValueError(f"{name} must be noise-to-signal ratios, 0 or more, got {sigmas!r:.60}")
+        raise ValueError(f"{name} must be noise-to-signal ratios, 0 or more, got {shown(sigmas)}")
     return values
 
 

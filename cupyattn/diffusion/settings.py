@@ -14,7 +14,7 @@ from cupyattn.diffusion.arguments import check_count, warn_without_effect
 from cupyattn.diffusion.guidance import BRANCHES, for_both_branches
 from cupyattn.diffusion.policy import MODES, check_mode
 from cupyattn.diffusion.unused import of_pruning
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.problem.block_mask import BLOCK_SIZES, BlockMask
 
 ATTENTION_TYPES = ("dense", "local", "block_sparse")
@@ -82,7 +82,7 @@ class Int8AttentionSettings:
         ):
             raise TypeError(
                 "block_mask must be a cupyattn.BlockMask or a function of (q, k) that makes one, "
-                f"got {self.block_mask!r:.60}"
+                f"got {shown(self.block_mask)}"
             )
 
     def changed(self, overrides: dict[str, Any]) -> Int8AttentionSettings:
@@ -193,7 +193,8 @@ def check_window_size(window_size: Any) -> tuple[int, int]:
         left, right = map(operator.index, pair)
     except (TypeError, ValueError):
         raise TypeError(
-            f"window_size must be a number of keys or a pair (left, right), got {window_size!r:.60}"
+            "window_size must be a number of keys or a pair (left, right), got "
+            f"{shown(window_size)}"
         ) from None
     if min(left, right) < 0:
         raise ValueError(f"window_size must be 0 or more, got {window_size!r}")

@@ -21,6 +21,7 @@ from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import sorted_rows
+from cupyattn.errors import shown
 from cupyattn.problem.block_mask import BLOCK_SIZES, BlockMask
 
 Bools = npt.NDArray[np.bool_]
@@ -250,4 +251,4 @@ def block_order(
 def _check_triple(name: str, value: Any, least: int) -> None:
     whole = isinstance(value, (tuple, list)) and len(value) == 3
     if not (whole and all(isinstance(n, (int, np.integer)) and n >= least for n in value)):
-        raise ValueError(f"{name} must be three whole numbers from {least} up, got {value!r:.60}")
+        raise ValueError(f"{name} must be three whole numbers from {least} up, got {shown(value)}")

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop import xla_ffi
 from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.ops import attention as api
@@ -132,7 +132,7 @@ def attention(
     for argument, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-                raise TypeError(f"{argument} must be a pair of arrays, got {pair!r:.60}")
+                raise TypeError(f"{argument} must be a pair of arrays, got {shown(pair)}")
             given |= dict(zip(_PAIRS[argument], pair, strict=True))
     operands = {name: _as_array(name, x) for name, x in given.items() if x is not None}
     options |= {"layout": layout, "return_lse": bool(return_lse)}

@@ -304,7 +304,8 @@ class Machine:
         if self.place in self._parked:
             lanes = Lanes(lanes.mask | self._parked.pop(self.place), self.alive)
         named = together(self)
-        if (named == FULL_WARP).all():
+        whole = named == FULL_WARP
+        if whole.all() or (named.ndim and whole[lanes.mask].all()):
             if lanes.full:
                 return lanes
             needed = Lanes(self.alive, self.alive).bits

@@ -195,7 +195,8 @@ class Profile(Observer):
 
     def __str__(self) -> str:
         lines = [
-            f"{k.kernel}: {k.launches} launches, {k.blocks} blocks, "
+            f"{k.kernel}: {k.launches} launch{'es' * (k.launches != 1)}, {k.blocks} "
+            f"block{'s' * (k.blocks != 1)}, "
             f"{k.instructions.total():,} warp instructions"
             for k in self.kernels.values()
         ]

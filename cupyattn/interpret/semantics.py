@@ -6,6 +6,7 @@ An opcode's *builder* turns a parsed instruction into a `Step`, once; the step t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -124,9 +125,14 @@ def reader(operand: Operand, type_name: str) -> Read:
 
 def register_type(register: Register) -> np.dtype[Any]:
     """Return the type of the bits that a register holds."""
-    if register.type == "pred":
+    return _bits_of(register.type)
+
+
+@functools.cache
+def _bits_of(type_name: str) -> np.dtype[Any]:
+    if type_name == "pred":
         return np.dtype(np.bool_)
-    return np.dtype(f"u{int(register.type[1:]) // 8}")
+    return np.dtype(f"u{int(type_name[1:]) // 8}")
 
 
 def _register_reader(register: Register, dtype: np.dtype[Any]) -> Read:

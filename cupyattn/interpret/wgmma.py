@@ -369,7 +369,7 @@ def registers_of(instructions: Sequence[Instruction]) -> set[int]:
 def watched(step: Step, held: set[int]) -> Step:
     """Return a step that minds the products which may hold its registers."""
     inst = step.instruction
-    if inst.opcode == "wgmma":
+    if not held or inst.opcode == "wgmma":
         return step
     changed = tuple(i for i in _indices(written(inst)) if i in held)
     used = tuple(dict.fromkeys((*changed, *(i for i in _indices(read(inst)) if i in held))))

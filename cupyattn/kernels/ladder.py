@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.forms import Form, FormTiles, Takes, divides
 from cupyattn.kernels.limits import GROUP_ALL
@@ -65,11 +65,11 @@ class Variant:
         if not (isinstance(self.name, str) and re.fullmatch(r"[A-Za-z_]\w*", self.name, re.ASCII)):
             raise ValueError(
                 "name must be letters, digits and underscores, as the kernel is called "
-                f"attn_<name>, got {self.name!r:.60}"
+                f"attn_<name>, got {shown(self.name)}"
             )
         if self.family not in FAMILIES:
             raise ValueError(
-                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {self.family!r:.60}"
+                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {shown(self.family)}"
             )
         if not (
             isinstance(self.dtypes, tuple)
@@ -78,7 +78,7 @@ class Variant:
         ):
             raise ValueError(
                 f"dtypes must be a tuple of some of {', '.join(map(repr, DTYPES))}, such as "
-                f"('float16',), got {self.dtypes!r:.60}"
+                f"('float16',), got {shown(self.dtypes)}"
             )
         self._check_tiles()
         if not (
@@ -87,7 +87,7 @@ class Variant:
         ):
             raise ValueError(
                 "forms must be a mapping of names to cupyattn.kernels.forms.Form, got "
-                f"{self.forms!r:.60}"
+                f"{shown(self.forms)}"
             )
         object.__setattr__(self, "forms", self._whole_forms())
 
@@ -130,7 +130,7 @@ class Variant:
         if form is not None and form not in self.forms:
             raise ValueError(
                 f"form must be one of {', '.join(map(repr, self.forms))} for {self.name}, got "
-                f"{form!r:.60}"
+                f"{shown(form)}"
             )
 
     @property
@@ -430,7 +430,7 @@ def register(variant: Variant, source: str | Path) -> Variant:
         If the name is taken or the file does not exist.
     """
     if not isinstance(variant, Variant):
-        raise TypeError(f"variant must be a cupyattn.Variant, got {variant!r:.60}")
+        raise TypeError(f"variant must be a cupyattn.Variant, got {shown(variant)}")
     path = Path(source).resolve()
     if variant.name in VARIANTS:
         raise ValueError(f"a variant called {variant.name!r} is already registered")

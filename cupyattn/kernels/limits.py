@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.tiles import Tiles
 
 #: Query head or key head counts, lengths and the grid are 32-bit numbers in the kernels.
@@ -81,7 +81,7 @@ def check_length(name: str, length: Any) -> int:
     try:
         value = operator.index(length)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {length!r:.60}") from None
+        raise TypeError(f"{name} must be a whole number, got {shown(length)}") from None
     if not 0 <= value <= MAX_LENGTH:
         raise ValueError(f"{name} must be between 0 and 2**30, got {value}")
     return value

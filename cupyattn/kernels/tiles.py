@@ -6,6 +6,8 @@ import operator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from cupyattn.errors import shown
+
 
 @dataclass(frozen=True)
 class _Sizes:
@@ -126,4 +128,4 @@ class GemmTiles(_Sizes):
 def check_kind(tiles: Any, kind: type[_Sizes] = Tiles) -> None:
     """Raise TypeError unless tiles that a caller gave are a record of a kind, or None."""
     if tiles is not None and not isinstance(tiles, kind):
-        raise TypeError(f"tiles must be a cupyattn.{kind.__name__} or None, got {tiles!r:.60}")
+        raise TypeError(f"tiles must be a cupyattn.{kind.__name__} or None, got {shown(tiles)}")

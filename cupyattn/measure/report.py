@@ -9,7 +9,7 @@ from typing import Any
 
 from cupyattn.measure import records
 from cupyattn.measure.records import Cell
-from cupyattn.measure.words import format_ratio, format_seconds
+from cupyattn.measure.words import counted, format_ratio, format_seconds
 
 #: Rows and columns of a table of numbers beyond which the rest is counted.
 MOST_ROWS, MOST_COLUMNS = 60, 10
@@ -114,7 +114,7 @@ def _body(record: Mapping[str, Any]) -> str:
         charts.append(_chart(", ".join(problem), list(some)))
     opened = " open" if len(timed) <= MOST_ROWS else ""
     return (
-        f"<details{opened}><summary>{len(timed)} cells</summary>\n"
+        f"<details{opened}><summary>{counted(len(timed), 'cell')}</summary>\n"
         + "\n".join(charts)
         + ("\n</details>")
     )

@@ -19,6 +19,17 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def counted(count: int, one: str) -> str:
+    """Return how many of something there are.
+
+    Examples
+    --------
+    >>> counted(1, "record"), counted(0, "record"), counted(5200, "cell")
+    ('1 record', '0 records', '5,200 cells')
+    """
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
+
+
 def format_ratio(ratio: float) -> str:
     """Return a share of a bound as text, marked where it is past 1."""
     return f"{ratio:.3f}" if ratio <= 1 else f"{ratio:.3g} > 1"

@@ -9,5 +9,6 @@
 7. The results in the kind and the layout of the caller's arrays.
 
 `cupyattn.ops.operation` has these steps. An operation says what `resolve`, `plan`, `mirror` and
-`restore` are for it; a new one is a file here, one of plans/ and one of reference/.
+`restore` are for it. A new one is a file here, one of that name in plans/, and its mirror: in
+reference/, or where the codes (quant/) or the gradients (gradients/) are that it makes.
 """

@@ -13,7 +13,7 @@ from cupyattn.arrays import interchange
 from cupyattn.arrays.form import same_place
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.arrays.operand import Operand, laid_out
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
 from cupyattn.ops.attention import ATTENTION
@@ -223,7 +223,7 @@ def attention_varlen_backward(
 def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
     """Raise UnsupportedError for what the backward pass does not take, TypeError for no answer."""
     if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
-        raise TypeError(f"deterministic must be True, False or None, got {deterministic!r:.60}")
+        raise TypeError(f"deterministic must be True, False or None, got {shown(deterministic)}")
     if qk_norm is not None:
         raise UnsupportedError(
             "the backward pass takes no qk_norm: give q and k as they are after it, and take their "

@@ -12,7 +12,7 @@ from cupyattn.arrays.interchange import take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
 from cupyattn.bounds.products import gemm_error
 from cupyattn.bounds.values import rounding_to_codes
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.weights import weight_quant
@@ -304,7 +304,7 @@ def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(
             "outlier_columns must be whole numbers, such as np.flatnonzero(mask) of a mask, got "
-            f"{columns!r:.60} of {given.dtype}"
+            f"{shown(columns)} of {given.dtype}"
         )
     found = given.astype(np.int64).reshape(-1)
     if found.size and (found.min() < 0 or found.max() >= channels):

@@ -203,6 +203,7 @@ class Prepared:
                     f"{said} was planned as {described(planned)}, got {found}: plan anew"
                 )
             addresses |= at
-        if "o" in given and "o" not in addresses:
-            raise ValueError("out was not given when the call was planned: plan anew with one")
+        for name in given.keys() - addresses.keys():
+            said = "out" if name == "o" else name
+            raise ValueError(f"{said} was not given when the call was planned: plan anew with one")
         return addresses

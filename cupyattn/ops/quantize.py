@@ -21,7 +21,7 @@ from cupyattn.arrays.memory import on_device_of
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
@@ -37,6 +37,7 @@ from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.quant.queries import quantise_with
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 from cupyattn.reference.quantize import _quantize_sequences, quantize_mirror, value_operand
 
@@ -122,6 +123,8 @@ def quantize(
     >>> x.q_scale.shape, x.k_scale.shape
     ((1, 2, 40), (1, 2, 1))
     """
+    if quant is not None and not isinstance(quant, QuantConfig):
+        raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {shown(quant)}")
     settings = QuantizeSettings(
         quant, tiles, arch, backend, max_len_q, max_len_k, rope_interleaved, rope_offset_q,
         qk_norm_eps,
@@ -139,6 +142,9 @@ def quantize(
     return found
 
 
+quantise_with(quantize)
+
+
 @points_to_our_names
 def quantize_kv(
     k: Array,
@@ -148,6 +154,8 @@ def quantize_kv(
     tiles: Tiles | None = None,
     arch: str | None = None,
     backend: str | None = None,
+    cu_seqlens_k: Any = None,
+    max_len_k: int | None = None,
     rope: Any = None,
     rope_interleaved: bool = False,
     qk_norm: Any = None,
@@ -159,9 +167,12 @@ def quantize_kv(
     ----------
     k, v : array, (batch, heads_kv, len_kv, head_dim)
         float16, bfloat16 or float32; any strides; NumPy, CuPy, or anything with DLPack. Not
-        modified.
+        modified. Packed (total_k, heads_kv, head_dim).
     quant, tiles, arch, backend
-        As for `quantize`.
+        As for `quantize`. Given scales of Q are held to the queries when they come.
+    cu_seqlens_k, max_len_k
+        As for `quantize`: keys and values are packed sequences. `QuantizedQKV.with_q` then takes
+        ``cu_seqlens_q`` and ``max_len_q``.
     rope, rope_interleaved, qk_norm, qk_norm_eps
         As for `quantize`: what happens to the rows of K first. Give `QuantizedQKV.with_q` the same
         for the queries.
@@ -176,8 +187,6 @@ def quantize_kv(
     ------
     ValueError, TypeError, UnsupportedError, DeviceMemoryError
         As `quantize`.
-    UnsupportedError
-        For static scales, which need the queries: call `quantize`.
 
     Notes
     -----
@@ -193,23 +202,26 @@ def quantize_kv(
     >>> bool((kv.with_q(q).q_codes == whole.q_codes).all() and (kv.k_codes == whole.k_codes).all())
     True
     """
-    if quant is not None and quant.static:
-        raise UnsupportedError(
-            "quantize_kv takes scales='dynamic', static scales have the shape of the queries too: "
-            "call quantize(q, k, v), and with_q for others"
-        )
     (taken_k, as_given), (taken_v, _) = take("k", k), take("v", v)
-    if taken_k.ndim != 4 or taken_k.shape != taken_v.shape:
+    packed = cu_seqlens_k is not None
+    names = "(total_k, heads_kv, head_dim)" if packed else "(batch, heads_kv, len_kv, head_dim)"
+    if taken_k.ndim != names.count(",") + 1 or taken_k.shape != taken_v.shape:
         raise ValueError(
-            "k and v must both be (batch, heads_kv, len_kv, head_dim), got "
-            f"k.shape={tuple(taken_k.shape)} v.shape={tuple(taken_v.shape)}"
+            f"k and v must both be {names}, got k.shape={tuple(taken_k.shape)} "
+            f"v.shape={tuple(taken_v.shape)}"
         )
-    batch, heads_kv, _, head_dim = taken_k.shape
-    with on_device_of(taken_k):
-        no_rows = array_namespace(taken_k).empty((batch, heads_kv, 0, head_dim), taken_k.dtype)
+    sequences: dict[str, Any] = {"max_len_k": max_len_k}
+    if packed:
+        no_rows = taken_k[:0]
+        ends, _ = take("cu_seqlens_k", cu_seqlens_k)
+        with on_device_of(ends):
+            no_lengths = array_namespace(ends).zeros_like(ends)
+        sequences |= {"cu_seqlens_q": no_lengths, "cu_seqlens_k": ends, "max_len_q": 0}
+    else:
+        no_rows = taken_k[:, :, :0]
     found = quantize(
         no_rows, taken_k, taken_v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
-        rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps,
+        rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **sequences,
     )  # fmt: skip
     return replace(found, as_given=as_given)
 

@@ -15,7 +15,7 @@ from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.records import Work
-from cupyattn.plans.weight_blocks import plan_weight_blocks
+from cupyattn.plans.weights import plan_weight_blocks
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,

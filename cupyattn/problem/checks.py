@@ -15,6 +15,7 @@ import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.memory import check_receiver
+from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import SCALE_MIN, check_shapes
 from cupyattn.problem.call import AttentionSpec, Packed
@@ -62,7 +63,7 @@ def check_window(window: Any) -> tuple[int, int]:
         left, right = (operator.index(n) for n in window)
     except (TypeError, ValueError):
         raise ValueError(
-            f"window must be a pair (left, right) of whole numbers, got {window!r:.60}"
+            f"window must be a pair (left, right) of whole numbers, got {shown(window)}"
         ) from None
     if min(left, right) < -1:
         raise ValueError(f"window must hold numbers of keys, or -1 for no limit, got {window!r}")
@@ -95,7 +96,7 @@ def check_limits(
 def check_softcap(softcap: Any) -> float:
     """Return the bound that tanh gives the scores, 0.0 for none."""
     if not isinstance(softcap, numbers.Real):
-        raise TypeError(f"softcap must be a number, got {softcap!r:.60}")
+        raise TypeError(f"softcap must be a number, got {shown(softcap)}")
     value = float(softcap)
     if value != 0 and not SCALE_MIN <= value <= 1 / SCALE_MIN:
         raise ValueError(f"softcap must be 0 (none) or between 2**-120 and 2**120, got {softcap!r}")

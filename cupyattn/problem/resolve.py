@@ -13,6 +13,7 @@ from cupyattn.arrays import interchange
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
 from cupyattn.compiler.architectures import capability_of, check_arch
+from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
 from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
@@ -53,7 +54,8 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     check_kind(settings.tiles)
     _check_kind("quant", settings.quant, QuantConfig, "a cupyattn.QuantConfig or None")
     _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
-    _check_kind("causal", settings.causal, (bool, np.bool_), "True or False")
+    for name in ("causal", "return_lse", "check_finite"):
+        _check_kind(name, getattr(settings, name), (bool, np.bool_), "True or False")
     _check_kind("scale", settings.scale, numbers.Real, "a number or None")
     check_arch(settings.arch)
     if settings.layout not in ("BHSD", "BSHD"):
@@ -270,7 +272,7 @@ def to_bhsd(array: Any, layout: str) -> Any:
 
 def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, kinds):
-        raise TypeError(f"{name} must be {wanted}, got {value!r:.60}")
+        raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
 
 
 def _receiver(

@@ -15,6 +15,7 @@ import numpy as np
 from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
 from cupyattn.arrays.memory import data_address
+from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import INT32_MAX
 
@@ -66,11 +67,13 @@ class Rope:
             mean nothing.
         """
         if not isinstance(interleaved, (bool, np.bool_)):
-            raise TypeError(f"rope_interleaved must be True or False, got {interleaved!r:.60}")
+            raise TypeError(f"rope_interleaved must be True or False, got {shown(interleaved)}")
         try:
             offset = operator.index(offset_q)
         except TypeError:
-            raise TypeError(f"rope_offset_q must be a whole number, got {offset_q!r:.60}") from None
+            raise TypeError(
+                f"rope_offset_q must be a whole number, got {shown(offset_q)}"
+            ) from None
         if rope is None:
             if interleaved or offset:
                 raise ValueError(
@@ -79,7 +82,7 @@ class Rope:
                 )
             return None
         if not (isinstance(rope, (tuple, list)) and len(rope) == 2):
-            raise TypeError(f"rope must be a pair (cos, sin) of arrays, got {rope!r:.60}")
+            raise TypeError(f"rope must be a pair (cos, sin) of arrays, got {shown(rope)}")
         cos, sin = rope
         cos, sin = operand("cos", cos), operand("sin", sin)
         array_namespace(cos, sin)

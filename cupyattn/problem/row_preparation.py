@@ -15,6 +15,7 @@ import numpy as np
 
 from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
+from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.problem.rope import Rope, aligned_table
 
@@ -68,13 +69,13 @@ class Norm:
         """
         if not isinstance(eps, numbers.Real) or not EPS_MIN <= float(eps) < math.inf:
             raise ValueError(
-                f"qk_norm_eps must be a finite number from 2**-126 up, got {eps!r:.60}"
+                f"qk_norm_eps must be a finite number from 2**-126 up, got {shown(eps)}"
             )
         if qk_norm is None:
             return None
         if not (isinstance(qk_norm, (tuple, list)) and len(qk_norm) == 2):
             raise TypeError(
-                f"qk_norm must be a pair (q_weight, k_weight) of arrays, got {qk_norm!r:.60}"
+                f"qk_norm must be a pair (q_weight, k_weight) of arrays, got {shown(qk_norm)}"
             )
         names = "q_weight", "k_weight"
         qk_norm = tuple(operand(n, x) for n, x in zip(names, qk_norm, strict=True))

@@ -49,11 +49,11 @@ __getattr__, __dir__ = lazy_face(
         "ops.act_quant": ("act_quant",),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear", "outlier_columns"),
-        "ops.quantize": ("quantize", "quantize_kv"),
+        # NOTE: with_q of the record quantises by what that module gives it.
+        "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "quant.blocks": ("Int8Config",),
         "quant.config": ("QuantConfig",),
-        "quant.quantized": ("QuantizedQKV",),
         "reference.gemm": ("gemm_exact", "gemm_mirror"),
     },
 )  # fmt: skip

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import Array
 from cupyattn.quant.config import GROUP_ALL
 from cupyattn.quant.quantizers import group_count
@@ -15,7 +14,7 @@ from cupyattn.quant.quantizers import group_count
 def _as_array(xp: Any, name: str, scale: Any, axes: int) -> Any:
     """Return a given scale as it is, a single float as an array with so many axes."""
     if hasattr(scale, "shape"):
-        return operand(f"{name}_scale", scale)
+        return scale
     if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
         raise ValueError(f"{name}_scale must be an array or a positive float, got {scale!r}")
     return xp.full((1,) * axes, scale, np.float32)
@@ -45,7 +44,7 @@ def given_scale(
 
 def given_zero(xp: Any, name: str, scale: Array, zero: Any) -> tuple[Array, Array]:
     """Return scales and zero points in one shape; zero points that are not given are 0."""
-    zero = operand(f"{name}_zero", zero) if hasattr(zero, "dtype") else xp.asarray(zero or 0)
+    zero = zero if hasattr(zero, "dtype") else xp.asarray(zero or 0)
     if zero.dtype.kind not in "iu":
         raise ValueError(f"{name}_zero must be integers, got {zero.dtype.name}")
     try:

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
-
-from cupyattn.arrays.interchange import is_cupy, operand
+from cupyattn.arrays.interchange import taken_or_number
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
@@ -55,8 +53,8 @@ class QuantConfig:
         8-bit floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
         Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
-        or a float32 array ``(batch or 1, heads or 1, groups)``, of which it keeps a copy. Values
-        past 127 scales saturate. V's scales are always dynamic.
+        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library, of which it keeps a
+        copy. Values past 127 scales saturate. V's scales are always dynamic.
     p_type : {"16bit", "u8", "s8", "e4m3"}, optional
         P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
         the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
@@ -132,10 +130,10 @@ class QuantConfig:
         if isinstance(self.scales, str):
             _one_of("scales", self.scales, ("dynamic",))
         else:
+            if isinstance(self.scales, tuple):  # plans keep what was given, hence a copy
+                own = tuple(_kept(name, x) for name, x in zip("qk", self.scales, strict=False))
+                object.__setattr__(self, "scales", own + self.scales[2:])
             self._check_static_scales()
-            # Plans keep what was given; nobody changes it behind their backs.
-            own = tuple(_kept(name, x) for name, x in zip("qk", self.scales, strict=True))
-            object.__setattr__(self, "scales", own)
         _one_of("fused", self.fused, (True, False))
         if self.fused:
             self._check_fused()
@@ -252,10 +250,9 @@ _PLAIN_FIELDS = operator.attrgetter(*(f.name for f in fields(QuantConfig) if f.n
 
 def _kept(name: str, scale: Any) -> Any:
     """Return a copy of the static scales of an operand; numbers are themselves."""
-    if isinstance(scale, np.ndarray) or is_cupy(scale):
-        # NOTE: copying elements at odd addresses would fault on a device, hence `operand`.
-        return operand(f"the static {name}_scale", scale).copy()
-    return scale.copy() if hasattr(scale, "copy") else scale
+    # NOTE: copying elements at odd addresses would fault on a device, hence not at once.
+    (array,) = taken_or_number(**{f"the static {name}_scale": scale})
+    return array.copy() if hasattr(array, "copy") else array
 
 
 def _group(granularity: str, block: int, thread: int) -> int:

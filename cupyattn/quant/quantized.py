@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
-from cupyattn.arrays.interchange import as_it_is, operand
+from cupyattn.arrays.interchange import as_it_is, operand, take, taken, taken_or_number
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.kernels import limits
 from cupyattn.kernels.features import DTYPES
@@ -262,10 +262,11 @@ class QuantizedQKV:
         ----------
         q : array, (batch, heads, len_q, head_dim), out_dtype
             NumPy, CuPy, or anything with DLPack, where the codes lie; not modified. Any number of
-            rows, and any multiple of `heads_kv` heads.
+            rows, and any multiple of `heads_kv` heads. For packed keys (total_q, heads, head_dim).
         **options
             ``backend``, ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and
             ``qk_norm_eps`` as for `cupyattn.quantize`: what K had, at the position of these rows.
+            For packed keys ``cu_seqlens_q`` and ``max_len_q``; those of this record when omitted.
 
         Returns
         -------
@@ -275,9 +276,10 @@ class QuantizedQKV:
         Raises
         ------
         ValueError, TypeError
-            For queries that do not fit the keys, or are of another type.
+            For queries that do not fit the keys, are of another type, or are not what given scales
+            of Q are for.
         UnsupportedError
-            For packed sequences.
+            For zero points beside given scales.
 
         Examples
         --------
@@ -464,10 +466,12 @@ class QuantizedQKV:
     ) -> QuantizedQKV:
         """Wrap INT8 arrays that were quantised elsewhere.
 
+        Arrays are NumPy's, CuPy's, or anything with DLPack; none is modified.
+
         Parameters
         ----------
         q_codes, k_codes : array, int8
-            (batch, heads, len, head_dim).
+            (batch, heads, len, head_dim). Attention gives back the kind of q_codes.
         v : array, float16 or bfloat16, or int8 or float8_e4m3fn
             Values, not quantised; or codes, (batch, heads_kv, len_kv, head_dim), with `v_scale`:
             int8 may hold the bits of e4m3, too, with ``p_type="e4m3"``.
@@ -505,8 +509,12 @@ class QuantizedQKV:
         ValueError
             If shapes, dtypes, scales, zero points or groups do not fit together.
         """
-        named = {"q_codes": q_codes, "k_codes": k_codes, "v": v}
-        q_codes, k_codes, v = (operand(name, array) for name, array in named.items())
+        q_codes, as_given = take("q_codes", q_codes)
+        k_codes, v, k_mean, v_mean = taken(k_codes=k_codes, v=v, k_mean=k_mean, v_mean=v_mean)
+        q_scale, k_scale, v_scale, q_zero, k_zero, v_zero = taken_or_number(
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, q_zero=q_zero, k_zero=k_zero,
+            v_zero=v_zero,
+        )  # fmt: skip
         xp = array_namespace(q_codes, k_codes, v)
         q_scale, group_q, granularity_q = given_scale(xp, "q", q_scale, group_q, THREAD_ROWS_Q)
         k_scale, group_kv, granularity_k = given_scale(xp, "k", k_scale, group_kv, THREAD_ROWS_K)
@@ -545,7 +553,7 @@ class QuantizedQKV:
             out_dtype = "float16" if given else v.dtype.name
         return cls(
             q_codes, k_codes, None if given else v, q_scale, k_scale, group_q, group_kv, config,
-            out_dtype, k_mean, q_zero, k_zero, **given,
+            out_dtype, k_mean, q_zero, k_zero, as_given=as_given, **given,
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:

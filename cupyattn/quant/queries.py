@@ -1,56 +1,103 @@
-"""Other queries for keys and values that are codes already."""
+"""Other queries for keys and values that are codes already: what `QuantizedQKV.with_q` does.
+
+Codes are made by an operation, which stands below this package: `cupyattn.ops.quantize` gives its
+function to `quantise_with` when it is imported. Public names of the record import it first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.errors import UnsupportedError
+from cupyattn.arrays.memory import on_device_of
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant.config import QuantConfig
 
-#: Arguments of `cupyattn.quantize` that say where and how queries are quantised.
-OPTIONS = ("backend", "rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps")
+#: Keywords of `QuantizedQKV.with_q`: where and how queries are quantised.
+OPTIONS = (
+    "backend", "cu_seqlens_q", "max_len_q", "rope", "rope_interleaved", "rope_offset_q", "qk_norm",
+    "qk_norm_eps",
+)  # fmt: skip
+_OF_Q = ("q_codes", "q_scale", "q_zero", "q_code_sum", "group_q", "cu_seqlens_q", "max_len_q")
+#: The function of `quantise_with`, by the name that it has there.
+_GIVEN: dict[str, Callable[..., Any]] = {}
+
+
+def quantise_with(quantize: Callable[..., Any]) -> None:
+    """Let records quantise with this function, `cupyattn.quantize`."""
+    _GIVEN["quantize"] = quantize
 
 
 def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
     """Return a `QuantizedQKV` with other queries: see `QuantizedQKV.with_q`."""
-    # NOTE: an operation makes codes, and stands below this record: hence by the public call.
-    import cupyattn
-
     for name in options:
         if name not in OPTIONS:
             raise TypeError(
                 f"with_q() got an unexpected keyword argument {name!r}: it takes q and "
                 f"{', '.join(OPTIONS)}"
             )
-    if z.cu_seqlens_q is not None:
-        raise UnsupportedError(
-            "with_q takes no packed sequences: call quantize with cu_seqlens_q and cu_seqlens_k"
-        )
     rows, as_given = take("q", q)
     array_namespace(rows, z.k_codes)
-    batch, heads_kv, head_dim = z.shape[0], z.heads_kv, z.head_dim
-    fits = rows.ndim == 4 and (rows.shape[0], rows.shape[3]) == (batch, head_dim)
-    if not fits or rows.shape[1] % max(heads_kv, 1):
+    asked = {name: value for name, value in options.items() if value is not None}
+    _check(z, rows)
+    if "quantize" not in _GIVEN:
+        raise RuntimeError("with_q quantises q by cupyattn.ops.quantize: import that module first")
+    if z.cu_seqlens_q is None:
+        no_keys = rows[:, : z.heads_kv, :0]
+        for name in ("cu_seqlens_q", "max_len_q"):
+            if name in asked:
+                raise TypeError(
+                    f"{name} goes with packed keys, and these are not packed: leave it out, or "
+                    "give cu_seqlens_k to quantize_kv"
+                )
+    else:
+        no_keys = rows[:0, : z.heads_kv]
+        if "cu_seqlens_q" not in asked:
+            asked = _packed_as_before(z, rows) | asked
+        with on_device_of(z.k_codes):
+            asked["cu_seqlens_k"] = array_namespace(z.k_codes).zeros(z.batch + 1, np.int32)
+        asked["max_len_k"] = 0
+    tiles = Tiles(z.group_q, 64, 4) if z.config.granularity_q == "block" else None
+    coded = _GIVEN["quantize"](
+        rows, no_keys, no_keys, quant=of_queries(z.config), tiles=tiles, **asked
+    )
+    return replace(z, as_given=as_given, **{name: getattr(coded, name) for name in _OF_Q})
+
+
+def _check(z: Any, rows: Any) -> None:
+    """Raise unless queries fit the keys, and are of the type of what was quantised."""
+    multiple = f"a multiple of {z.heads_kv}"
+    names, wanted = "(total_q, heads, head_dim)", ["*", multiple, z.head_dim]
+    if z.cu_seqlens_q is None:
+        names, wanted = "(batch, heads, len_q, head_dim)", [z.shape[0], multiple, "*", z.head_dim]
+    fits = rows.ndim == len(wanted) and all(
+        size % max(z.heads_kv, 1) == 0 if want == multiple else want in ("*", size)
+        for size, want in zip(rows.shape, wanted, strict=True)
+    )
+    if not fits:
         raise ValueError(
-            f"q must be (batch, heads, len_q, head_dim) = ({batch}, a multiple of {heads_kv}, *, "
-            f"{head_dim}) for these keys, got shape {tuple(rows.shape)}"
+            f"q must be {names} = ({', '.join(map(str, wanted))}) for these keys, got shape "
+            f"{tuple(rows.shape)}"
         )
     if rows.dtype.name != z.out_dtype:
         raise TypeError(
             f"q must be {z.out_dtype}, the type of what was quantised, got {rows.dtype.name}"
         )
-    no_keys = rows[:, :heads_kv, :0]
-    tiles = Tiles(z.group_q, 64, 4) if z.config.granularity_q == "block" else None
-    coded = cupyattn.quantize(
-        rows, no_keys, no_keys, quant=of_queries(z.config), tiles=tiles, **options
-    )
-    names = ("q_codes", "q_scale", "q_zero", "q_code_sum", "group_q")
-    return replace(z, as_given=as_given, **{name: getattr(coded, name) for name in names})
+
+
+def _packed_as_before(z: Any, rows: Any) -> dict[str, Any]:
+    """Return the offsets of the queries that a record has, for as many rows."""
+    if rows.shape[0] != z.len_q:
+        raise ValueError(
+            f"q has {rows.shape[0]} rows, and these codes are of {z.len_q} packed rows: give "
+            "cu_seqlens_q and max_len_q of the new queries"
+        )
+    return {"cu_seqlens_q": z.cu_seqlens_q, "max_len_q": z.max_len_q}
 
 
 def of_queries(quant: QuantConfig) -> QuantConfig:

@@ -84,7 +84,10 @@ def static_scales(
             have in (1, want) and (have == want or axis < 2)
             for axis, (have, want) in enumerate(zip(array.shape, wanted, strict=True))
         )
-        if not fits:
+        if not fits and name == "q" and not shape[2]:
+            # NOTE: keys alone; queries that come later are held to the scales that are given.
+            array = xp.ones((1, 1, wanted[2]), np.float32)
+        elif not fits:
             raise ValueError(
                 f"the static {name}_scale must have shape ({wanted[0]} or 1, {wanted[1]} or 1, "
                 f"{wanted[2]}) for granularity_{name}={granularity!r}, got {array.shape}"

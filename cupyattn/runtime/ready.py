@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn.arrays.memory import check_apart, data_address
 from cupyattn.compiler import modules as compiler
@@ -30,6 +30,30 @@ class Receiver:
     def check(self, addresses: Mapping[str, int]) -> None:
         """Raise ValueError where it shares memory with what is read."""
         check_apart(self.meetings, addresses, addresses[self.buffer])
+
+
+class Conversion(NamedTuple):
+    """An operand that is converted into scratch memory before the launches.
+
+    Parameters
+    ----------
+    buffer : str
+        Of the operand.
+    shape, dtype
+        Of the result, which is contiguous.
+    strides : tuple of int
+        Where the operand has the elements of `shape`, by how many of them: the caller's array may
+        have its axes in another order than the plan.
+    start, nbytes : int
+        Where the result lies in scratch memory.
+    """
+
+    buffer: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+    start: int
+    nbytes: int
 
 
 def picking(names: Sequence[str]) -> Pick:
@@ -128,7 +152,14 @@ class Ready:
         self.memory = memory or Memory("the call")
         copies = {one.name: one for one in work.workspace if one.copy_of}
         self.layout = Layout.of(work.workspace, copies)
-        self._casts = [one for one in work.workspace if one.cast_of]
+        self.conversions = [
+            Conversion(
+                one.cast_of, one.shape, one.dtype, one.cast_strides,
+                self.layout.offsets[one.name], one.nbytes,
+            )
+            for one in work.workspace
+            if one.cast_of and one.nbytes
+        ]  # fmt: skip
         self._launches = [
             (one, [names.get(name, name) for name in one.buffers])
             for plan, names in zip(work.plans, work.names, strict=True)
@@ -152,11 +183,6 @@ class Ready:
     def can_be_kept(self) -> bool:
         """Whether later calls may use it: not where a CUDA graph is yet to make what they read."""
         return self._kept is None or not self.is_captured()
-
-    @property
-    def only_launches(self) -> bool:
-        """Whether `launch` is all that a call takes: not where operands are converted before."""
-        return not self._casts
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph is capturing CuPy's current stream."""
@@ -207,18 +233,19 @@ class Ready:
             memory = self.allocate() if scratch is None else scratch
         except MemoryError as error:
             raise self.memory.error(on_device=True) from error
-        for one in self._casts if memory is not None else ():  # nothing: an array of nothing
-            place, given = memory + self.layout.offsets[one.name], operands[one.cast_of]
-            # NOTE: the caller's array may have its axes in another order than the plan.
-            strides = tuple([n * given.itemsize for n in one.cast_strides])
+        for one in self.conversions:
+            given = operands[one.buffer]
+            strides = tuple([n * given.itemsize for n in one.strides])
             source = new(one.shape, given.dtype, given.data, strides)
-            self._cupy.copyto(new(one.shape, one.dtype, place), source)
+            self._cupy.copyto(new(one.shape, one.dtype, memory + one.start), source)
         start = 0 if memory is None else memory.ptr
         self.launch(addresses, start, self._cupy.cuda.get_current_stream().ptr)
         return made
 
     def launch(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
         """Launch on memory of the caller's, unchecked, on the current device.
+
+        What `conversions` says is the caller's to do before, on the same stream.
 
         Parameters
         ----------

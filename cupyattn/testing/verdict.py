@@ -100,7 +100,7 @@ class Report:
             f"{self.variant}: O is {'within' if self.ratio <= 1 else 'OUTSIDE'} its bound, "
             f"error / bound = {self.ratio:.3g} at {self.index}",
             f"  value {self.value:.9g}, expected {self.expected:.9g}, bound {self.bound:.3g} "
-            f"(mostly {self.tag}), {self.rows} rows of every head judged",
+            f"(mostly {self.tag}), {self.rows} row{'s' * (self.rows != 1)} of every head judged",
             f"  relative L2 error {self.relative_l2:.3g} to exact attention of what the kernel "
             f"multiplies (J2), bound / rms of a row {self.tightness:.3g} (median)",
         ]

@@ -7,7 +7,7 @@ Measures     whether the PTX is the same (there is nothing to time then), whethe
              the same bits, and the ratio of the old time to the new, round by round
 Expect       no ratio below 0.99, and the same bits
 Run          python -m experiments.tuning.kernel_revisions FOLDER REVISION [--json FILE]
-             [--rungs NAME ...] [--quick]
+             [--rungs NAME ...] [--only TEXT] [--quick]
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ def problems(args: argparse.Namespace) -> list[Problem]:
         quick=args.quick, seed=args.seed, head_dims=peers.HEAD_DIMS, lengths=peers.LENGTHS,
         accuracy=False, cells=peers_int8.CELLS, models=names,
     )  # fmt: skip
-    return list(dict.fromkeys(peers.problems(given) + peers_int8.problems(given)))
+    found = dict.fromkeys(peers.problems(given) + peers_int8.problems(given))
+    some = [problem for problem in found if args.only in problem.name]
+    if not some:
+        raise ValueError(f"--only {args.only!r}: the name of no problem holds that")
+    return some
 
 
 def modules(problem: Problem, name: str) -> list[ModuleSpec]:
@@ -201,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rungs", nargs="+", default=list(RUNGS), choices=list(RUNGS), metavar="NAME"
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name holds it")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="compilations at once")
     return recording.main(run, parser.parse_args(argv))
 

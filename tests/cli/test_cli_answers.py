@@ -14,6 +14,7 @@ import cupyattn as ca
 from cupyattn import cli
 from cupyattn.cli import output
 from cupyattn.measure import record_errors
+from tests.checkpoints.checkpoint_files import write
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +128,33 @@ def test_records_without_times_are_compared_by_their_errors(
     cells = {cell["name"]: cell for cell in json.loads(file.read_text())["cells"]}
     assert list(cells) == ["p, fa", "p, fa_int8"] and cells["p, fa"]["verdict"] == verdict
     assert "j3" not in cells["p, fa"]["first"] and cells["p, fa_int8"]["second"]["j3"] == 0.25
+
+
+def test_lists_of_one_are_no_plural(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that counts what it lists."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(tmp_path / "cache"))
+    row = {"variant": "fa", "seconds": 1.0}
+    for name, rows in (("one", [row]), ("two", [row, {"variant": "fa_tc", "seconds": 2.0}])):
+        Path(f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+    model = str(write(tmp_path / "m.safetensors", {"a.weight": np.ones((128, 128), np.float32)}))
+    small = ["--len", "8", "--heads", "1", "--head-dim", "8"]
+    for words in (
+        ["compare", "one.json", "two.json"], ["report", "one.json", "--out", "one.html"],
+        ["analyze", model], ["convert", model, "--output", "out"],
+        ["cache", "--warm", "fa:hd64:fp16", "--arch", "sm_80"], ["cache", "--clear"], ["info"],
+        ["interpret", "fa", *small], ["plan", "--devices", "1"],
+    ):  # fmt: skip
+        assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    for one in ("1 cell:", "1 cell in B alone", "1 record\n", "1 tensor,", "1 kernel for sm_80"):
+        assert one in printed, one
+    assert "1 cell<" in Path("one.html").read_text()
+    assert not re.findall(r"(?<![\d.,])\b1 [a-z]+s\b", printed)
+    report = ca.testing.judge(x := np.ones((1, 1, 1, 8), np.float16), x, x, x, variant="fa")
+    assert "1 row of every head judged" in str(report)
 
 
 def test_errors_of_two_inputs_are_not_compared(

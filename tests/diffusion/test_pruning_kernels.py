@@ -204,29 +204,41 @@ def test_importance_may_lie_anywhere() -> None:
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.parametrize(
+    "view",
+    [
+        "plain",
+        "shifted",
+        "backwards",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("BSHD", "last axis apart", "a head again and again")
+        ),
+    ],
+)
 def test_keys_quantised_where_they_lie_have_the_bits_of_those_that_moved(
-    dtype: Any, quant: Any
+    dtype: Any, quant: Any, view: str
 ) -> None:
     q, k = operands((4, 2), (12, 140), 24, dtype)
     v, importance = normal(k.shape, seed=2).astype(dtype), numbers("ties", k.shape[:3])
     k *= np.arange(140).astype(dtype)[:, None] % 7 - 3  # a mean, and rows of different sizes
-    for name, x in views(k).items():
-        before = k.tobytes(), v.tobytes(), importance.tobytes()
-        few_v, kept, places = pruning.compact_values(x, v, importance, 80, backend="interpret")
-        few_k, want_v, want = compact(x, v, importance, 80, backend="interpret")
-        assert runs.bits(few_v) == runs.bits(want_v) and runs.bits(kept) == runs.bits(want)
-        marks = np.zeros_like(kept)
-        np.put_along_axis(marks, places.astype(np.int64), True, axis=2)
-        assert runs.bits(marks) == runs.bits(kept) and (np.diff(places) > 0).all()
-        settings = QuantizeSettings(quant, backend="interpret")
-        found = quantize_at(q, x, few_v, places, settings)
-        if name == "shifted":  # sums of a mean go by the width of accesses
-            few_k = runs.embedded(few_k, 3)
-        moved = ca.quantize(q, few_k, few_v, quant=quant, backend="interpret")
-        for field in ("q_codes", "k_codes", "q_scale", "k_scale", "k_zero", "k_mean", "v_codes"):
-            one, other = getattr(found, field), getattr(moved, field)
-            assert one is other is None or runs.bits(one) == runs.bits(other), (name, field)
-        assert (k.tobytes(), v.tobytes(), importance.tobytes()) == before
+    x = views(k)[view]
+    before = k.tobytes(), v.tobytes(), importance.tobytes()
+    few_v, kept, places = pruning.compact_values(x, v, importance, 80, backend="interpret")
+    few_k, want_v, want = compact(x, v, importance, 80, backend="interpret")
+    assert runs.bits(few_v) == runs.bits(want_v) and runs.bits(kept) == runs.bits(want)
+    marks = np.zeros_like(kept)
+    np.put_along_axis(marks, places.astype(np.int64), True, axis=2)
+    assert runs.bits(marks) == runs.bits(kept) and (np.diff(places) > 0).all()
+    settings = QuantizeSettings(quant, backend="interpret")
+    found = quantize_at(q, x, few_v, places, settings)
+    if view == "shifted":  # sums of a mean go by the width of accesses
+        few_k = runs.embedded(few_k, 3)
+    moved = ca.quantize(q, few_k, few_v, quant=quant, backend="interpret")
+    for field in ("q_codes", "k_codes", "q_scale", "k_scale", "k_zero", "k_mean", "v_codes"):
+        one, other = getattr(found, field), getattr(moved, field)
+        assert one is other is None or runs.bits(one) == runs.bits(other), (view, field)
+    assert (k.tobytes(), v.tobytes(), importance.tobytes()) == before
 
 
 # ---- calls ---------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_the_example_runs(
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, object] = {}
     exec(block, names)
-    assert "INT8: 1 tensors" in capsys.readouterr().out
+    assert "INT8: 1 tensor," in capsys.readouterr().out
     assert ca.checkpoints.open_checkpoint(tmp_path / "back").tensors.keys() == {
         "blocks.0.mlp.fc1.weight"
     }

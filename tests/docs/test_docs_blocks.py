@@ -122,7 +122,15 @@ RUNNABLE = sorted(
 )
 
 
-@pytest.mark.parametrize("words", RUNNABLE, ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        # What it does with a part of its input is among the quick tests of tests/cli.
+        pytest.param(words, marks=[pytest.mark.slow] if words == ("ladder",) else [])
+        for words in RUNNABLE
+    ],
+    ids=" ".join,
+)
 def test_commands_of_the_pages_run(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

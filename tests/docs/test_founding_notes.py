@@ -68,7 +68,7 @@ ON_A_CPU = {
 ENDS = {
     "softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
     "torch: softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
-    "torch: trade-offs": r"TypeError: .*missing 1 required positional argument: 'head_dim'",
+    "torch: trade-offs": r"TypeError: .* head_dim, .*: give Int8Attention\(num_heads=32, head_dim=",
     "torch: 16 bits for critical steps": r"UnsupportedError: .* use cupyattn\.attention",
     "precision by step": r"UnsupportedError: int8_attention is not .*variant='fa_int8'",
     "Kandinsky in a pipeline": r"UnsupportedError: .*use cupyattn\.checkpoints\.optimize_kandinsky",
@@ -170,6 +170,15 @@ def test_names_of_the_plan_name_their_successor(name: str) -> None:
         for part in path.split("."):
             found = getattr(found, part)
         assert callable(found)
+
+
+def test_int8_attention_without_its_sizes_says_what_to_give() -> None:
+    for given, missing in (((), "num_heads and head_dim"), ((4,), "head_dim")):
+        with pytest.raises(TypeError, match=rf"^Int8Attention needs {missing}, .*: give Int8Att"):
+            ca.Int8Attention(*given, block_q=64)
+    with pytest.raises(TypeError, match=r"^Int8Attention needs num_heads, which"):
+        ca.Int8Attention(head_dim=64)
+    assert ca.Int8Attention(head_dim=64, num_heads=2).head_dim == 64
 
 
 @pytest.mark.parametrize("name", ["precision_mode", "v_precision"])

@@ -59,7 +59,7 @@ def test_the_other_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(first + "from cupyattn import interpret\n" + watched + scheduled, {})
-    assert "attn_fa: 1 launches, 2 blocks" in printed.getvalue()
+    assert "attn_fa: 1 launch, 2 blocks" in printed.getvalue()
     assert "SharedAccess(line='attn_fa.cu:" in printed.getvalue()
     assert (tmp_path / "fa.txt").read_text().startswith("# attn_fa<<<2, 128>>> for sm_80: block 0")
 

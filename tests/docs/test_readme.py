@@ -98,7 +98,26 @@ def test_a_slower_record_makes_another_sentence() -> None:
     peers = recording.stored("peers")
     for cell in peers["against_rival"]["cells"]:
         cell["ratio"] = [0.5, 0.5, 0.5]
-    assert "0.50 to 0.50 times as fast" in write_readme.speed(peers)
+    assert "0.500 to 0.500 times as fast" in write_readme.speed(peers)
+
+
+def test_no_ratio_below_one_is_printed_as_one() -> None:
+    peers = recording.stored("peers")
+    peers["against_rival"]["cells"][3]["ratio"] = [0.99951, 1.0, 1.0]
+    peers["against_rival"]["cells"][4]["ratio"] = [1.99999, 2.0, 2.0]
+    least = min(cell["ratio"][0] for cell in peers["against_rival"]["cells"])
+    (low, high) = re.findall(r"is ([\d.]+) to ([\d.]+) times", write_readme.speed(peers))[0]
+    assert float(low) <= least < float(low) + 1e-3 and high == "1.999"
+
+
+@pytest.mark.parametrize("marks", write_readme.figures(), ids=lambda marks: marks[0].split()[1])
+def test_sentences_of_the_first_screen_are_short(marks: tuple[str, str]) -> None:
+    text = "\n".join(
+        line for line in write_readme.figures()[marks].splitlines() if line[:1] != "|"
+    )
+    sentences = re.split(r"(?<=[.:])\s+(?=[A-Z*\d])|\n\n", text)
+    assert len(sentences) > 1
+    assert not {one: len(one.split()) for one in sentences if len(one.split()) > 30}
 
 
 def test_the_first_screen_explains_our_words_before_they_are_used() -> None:

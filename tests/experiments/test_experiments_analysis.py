@@ -61,7 +61,7 @@ def test_what_is_left_keeps_its_instructions(form: str, tmp_path: Path) -> None:
 
 def test_the_breakdown_runs_in_small(tmp_path: Path) -> None:
     file = tmp_path / "breakdown.json"
-    arguments = ["--quick", "--cells", "128:4096", "--forms", "portable", "--json", str(file)]
+    arguments = ["--quick", "--cells", "64:4096", "--forms", "portable", "--json", str(file)]
     assert breakdown.main(arguments) == 0
     (found,) = json.loads(file.read_text())["problems"]
     assert [tuple(row["left_out"]) for row in found["rows"]] == list(breakdown.LEFT_OUT)

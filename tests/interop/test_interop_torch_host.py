@@ -14,6 +14,7 @@ from cupyattn import QuantConfig
 from cupyattn.ops import backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.runtime import recent
+from cupyattn.runtime.ready import Conversion
 from tests.problem.test_host_calls import (  # noqa: F401
     CASES,
     SHAPES,
@@ -58,6 +59,24 @@ class OnDevice:
 
     def numel(self) -> int:
         return int(self.array.size)
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def __getitem__(self, part: slice) -> OnDevice:
+        return OnDevice(self.array[part])
+
+    def view(self, of: Any) -> OnDevice:
+        if isinstance(of, tuple):
+            return OnDevice(self.array.reshape(of))
+        return OnDevice(self.array.view(str(of).removeprefix("torch.")))
+
+    def as_strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> OnDevice:
+        places = tuple(n * self.array.itemsize for n in strides)
+        return OnDevice(cupy.ndarray(shape, self.array.dtype, self.array.data, places))
+
+    def copy_(self, source: OnDevice) -> None:
+        cupy.copyto(self.array, source.array)
 
 
 @pytest.fixture
@@ -159,6 +178,73 @@ def test_a_graph_of_the_caller_gets_the_launches_and_memory_of_torch(
     assert len(driver.graphs) == 1 and len(asked) == before + 1 and asked[-1] > 0
     driver.launches += theirs.launches
     check(driver, made, {"v": given["v"].array, "o": out.array})
+
+
+@pytest.mark.parametrize("way", ["plain", "strided", "BSHD", "packed"])
+def test_a_v_that_is_converted_is_found_again(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    """As on CuPy's arrays: planned once, each V converted to where the kernel reads it."""
+    converted: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(cupy, "copyto", lambda *pair: converted.append(pair))
+    options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    given: dict[str, Any] = {}
+    shapes = SHAPES
+    if way in ("BSHD", "packed"):
+        shapes = tuple((*s[:1], s[2], s[1], s[3]) for s in SHAPES)  # type: ignore[assignment]
+    if way == "BSHD":
+        options["layout"] = way
+    if way == "packed":
+        shapes = tuple(s[1:] for s in shapes)  # type: ignore[assignment]
+        options |= {"max_len_q": 33, "max_len_k": 70}
+        given = {f"cu_seqlens_{n}": array((2,), "int32") for n in "qk"}
+
+    def fresh() -> dict[str, Any]:
+        rows = {n: array(shape, "float32") for n, shape in zip("qkv", shapes, strict=True)}
+        if way == "strided":
+            rows["v"] = array((1, 70, 2, 64), "float32").swapaxes(1, 2)
+        return rows | given
+
+    q, k, v, *_ = fresh().values()
+    made = planned((q, k, v), array(shapes[0], "float32"), **options, **given)
+    driver.expect(made)
+    for turn in range(3):
+        arrays = fresh()
+        tensors = {name: OnDevice(x) for name, x in arrays.items()}
+        o, _ = calls.forward(calls.Settings(**options), tensors)
+        target, source = converted[turn]
+        check(driver, made, {"o": o.array, "v": target})
+        seen = arrays["v"] if way in ("plain", "strided") else arrays["v"].swapaxes(-3, -2)
+        assert (target.dtype, target.shape) == ("float16", SHAPES[2])
+        assert target.flags.c_contiguous
+        assert (source.shape, source.dtype) == (target.shape, "float32")
+        assert source.data.ptr == arrays["v"].data.ptr and source.strides[-3:] == seen.strides[-3:]
+        monkeypatch.setattr(calls.module, "_arrays", lambda *_, **__: pytest.fail("planned again"))
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_torch_converts_what_the_plan_says(layout: str) -> None:
+    """On tensors of the host: the numbers, in the plan's order of axes, where the plan has them."""
+    calls = importlib.import_module("cupyattn.interop.torch.calls")
+    v = torch.randn(2, 5, 3, 16) * 1e5  # some past the largest of float16
+    v.requires_grad_()
+    if layout == "BHSD":
+        v = v.swapaxes(1, 2)
+    rows = v if layout == "BHSD" else v.swapaxes(1, 2)
+    shape, strides = tuple(rows.shape), rows.stride()
+    nbytes = 2 * rows.numel()
+    scratch = torch.full((nbytes + 512,), 7, dtype=torch.uint8)
+    one = Conversion("v", shape, "float16", strides, 256, nbytes)
+    calls.convert(one, v, scratch)
+    with np.errstate(over="ignore"):
+        expected = rows.detach().numpy().astype(np.float16)
+    found = scratch[256 : 256 + nbytes].numpy().view(np.float16).reshape(shape)
+    np.testing.assert_array_equal(found, expected)
+    assert np.isinf(found).any()
+    assert bool((scratch[:256] == 7).all()) and bool((scratch[256 + nbytes :] == 7).all())
 
 
 def test_scales_that_a_caller_gives_arrive_by_one_copy(

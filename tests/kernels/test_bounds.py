@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cupyattn import distributions
 from cupyattn.arrays.kinds import FINITE_MAX, STORAGE
-from cupyattn.bounds import kernel, parts, quantised, scores
+from cupyattn.bounds import kernel, quantised, scores
+from cupyattn.bounds.bound import exact as exact_of_block
 from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import numerics
@@ -357,7 +358,7 @@ def test_attended_keys_have_probabilities() -> None:
     q = np.full((1, 1, 3, 1), 100.0, np.float32)
     k = np.array([0.0, -100.0, 0.0], np.float32).reshape(1, 1, 3, 1)
     (block,) = score_blocks(q, k, k, causal=True)
-    P = parts.exact(block)[0]
+    P = exact_of_block(block)[0]
     assert ((P > 0) == block.admitted).all()
 
 

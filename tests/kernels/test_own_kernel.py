@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cupyattn import Tiles, Variant, cli, ladder, register
-from cupyattn.cli import verify
+from cupyattn.cli import own_kernel, verify
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.errors import KernelCompileError
 from cupyattn.kernels import ladder as registry
@@ -60,8 +60,13 @@ def test_there_are_faults_to_plant() -> None:
     ids=lambda fault: fault.name,
 )
 def test_a_broken_copy_fails(
-    fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: Fault,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """That a file is compiled for every architecture first, `test_a_copy_passes` holds."""
+    monkeypatch.setattr(own_kernel, "compile_everywhere", lambda variant: ["sm_80"])
     copy = fault.plant(tmp_path)
     assert cli.main(["verify", str(renamed(copy, copy)), *NORMAL]) == 1
     assert "FAILED: mine, normal, float16" in capsys.readouterr().out

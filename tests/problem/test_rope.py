@@ -349,22 +349,30 @@ def test_tables_of_any_type_and_strides_are_taken() -> None:
             assert bits(o) == expected
 
 
-def test_layouts_out_and_prepared_calls() -> None:
+@pytest.mark.parametrize(
+    ("rung", "backend"),
+    [
+        ("fa", "mirror"),
+        ("fa_int8", "mirror"),
+        ("fa_tc", "interpret"),
+        pytest.param("fa_int8", "interpret", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_out_and_prepared_calls(rung: str, backend: str) -> None:
     q, k, v = arrays()
     options: dict[str, Any] = {"rope": TABLES, "rope_offset_q": 9, "rope_interleaved": True}
-    for rung, backend in (("fa", "mirror"), ("fa_tc", "interpret"), ("fa_int8", "interpret")):
-        where = {"variant": rung, "backend": backend}
-        expected = attention(q, k, v, **where, **options)
-        turned = (x.swapaxes(1, 2) for x in (q, k, v))
-        by_row = attention(*turned, layout="BSHD", **where, **options)
-        assert bits(by_row.swapaxes(1, 2)) == bits(expected)
-        out = np.empty_like(q)
-        assert attention(q, k, v, out=out, **where, **options) is out
-        assert bits(out) == bits(expected)
-        prepared = plan(q, k, v, **where, **options)
-        assert bits(prepared(q, k, v)) == bits(expected)
-        other = arrays(seed=1)
-        assert bits(prepared(*other)) == bits(attention(*other, **where, **options))
+    where = {"variant": rung, "backend": backend}
+    expected = attention(q, k, v, **where, **options)
+    turned = (x.swapaxes(1, 2) for x in (q, k, v))
+    by_row = attention(*turned, layout="BSHD", **where, **options)
+    assert bits(by_row.swapaxes(1, 2)) == bits(expected)
+    out = np.empty_like(q)
+    assert attention(q, k, v, out=out, **where, **options) is out
+    assert bits(out) == bits(expected)
+    prepared = plan(q, k, v, **where, **options)
+    assert bits(prepared(q, k, v)) == bits(expected)
+    other = arrays(seed=1)
+    assert bits(prepared(*other)) == bits(attention(*other, **where, **options))
 
 
 def test_explain_says_who_turns() -> None:

@@ -155,6 +155,36 @@ def test_form_and_tiles_are_chosen_in_one_place() -> None:
     assert found == {(name, "problem/form.py"): count for name, count in times.items()}
 
 
+def test_who_asks_for_form_and_tiles() -> None:
+    """Each of these has one way in: a call, arrays beside a variant's name, and unfused steps."""
+    package = Path(ca.__file__).parent
+    found = Counter(
+        (node.func.id, path.relative_to(package).as_posix())
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        and node.func.id.startswith("settle")
+    )  # fmt: skip
+    in_core = {"settle_request": ["problem/request.py"], "settle": ["problem/form.py"] * 2}
+    in_core["settle"] += ["unfused.py"]
+    of_arrays = ["bounds/kernel.py", "reference/mirror.py", "testing/verdict.py"]
+    wanted = in_core | {"settle_arrays": of_arrays}
+    assert found == Counter((name, place) for name, places in wanted.items() for place in places)
+
+
+def test_an_operation_has_plans_of_its_name() -> None:
+    package = Path(ca.__file__).parent
+    operations = {
+        path.name
+        for path in (package / "ops").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and path.name != "operation.py"
+        and {"resolve", "plan", "mirror"} <= {getattr(one, "name", "") for one in node.body}
+    }  # fmt: skip
+    assert len(operations) >= 6
+    assert operations <= {path.name for path in (package / "plans").glob("*.py")}
+
+
 def test_support_says_why_not() -> None:
     assert SUPPORTED.supported and SUPPORTED.note == ""
     missing = Support(False, "the Hopper form takes no mask")

@@ -33,7 +33,28 @@ def _turned(g: Arrays) -> Any:
     return ca.attention(z, causal=True, return_lse=True)
 
 
+def _static(g: Arrays) -> str:
+    quant = ca.QuantConfig("head", "head", scales=(g["q_scale"], g["k_scale"]))
+    return str(ca.quantize(Q, K, V, quant=quant).q_codes)
 
+
+def _wrapped(g: Arrays) -> ca.QuantizedQKV:
+    operands = dict(g)
+    codes = [operands.pop(name) for name in ("q_codes", "k_codes", "v", "q_scale", "k_scale")]
+    return ca.QuantizedQKV.from_codes(*codes, **operands)
+
+
+_CODED = ca.quantize(**QKV, quant=ca.QuantConfig("head", "head", symmetric=False))
+CODES = {
+    name: getattr(_CODED, name)
+    for name in ("q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean")
+}  # fmt: skip
+OF_VALUES = {
+    "q_codes": CODES["q_codes"], "k_codes": CODES["k_codes"], "v": CODES["k_codes"],
+    "q_scale": CODES["q_scale"], "k_scale": CODES["k_scale"],
+    "v_scale": np.full((1, 2, 1, 16), 0.02, np.float32), "v_mean": CODES["k_mean"],
+    "v_zero": np.full((1, 1, 1, 1), 3, np.int32),
+}  # fmt: skip
 
 #: Functions of arrays, the arrays by name, and the result or results.
 CASES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
@@ -66,6 +87,9 @@ CASES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
         QKV,
         lambda g: ca.attention(ca.quantize_kv(g["k"], g["v"]).with_q(g["q"])),
     ),
+    "from_codes": (CODES, lambda g: ca.attention(_wrapped(g), return_lse=True)),
+    "from_codes, V too": (OF_VALUES, lambda g: ca.attention(_wrapped(g))),
+    "from_codes, dequantize": (CODES, lambda g: _wrapped(g).dequantize()),
     "with_q": ({"q": Q}, lambda g: ca.attention(ca.quantize_kv(K, V).with_q(g["q"]))),
 }  # fmt: skip
 
@@ -81,6 +105,7 @@ TOLD: dict[str, tuple[Arrays, Callable[[Arrays], str]]] = {
             judge(g["o"], g["q"], g["k"], g["v"], mask=g["mask"], variant="auto")
         ),
     ),
+    "QuantConfig.scales": ({name: CODES[name] for name in ("q_scale", "k_scale")}, _static),
     "outlier_columns": ({"x": X}, lambda g: str(outlier_columns(g["x"], 2.0))),
 }  # fmt: skip
 

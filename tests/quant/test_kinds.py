@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,14 +108,80 @@ def test_queries_may_have_more_heads_and_positions_of_their_own() -> None:
     np.testing.assert_array_equal(interpreted.q_codes, ca.quantize(q, K, V).q_codes)
 
 
-def test_static_scales_of_queries_stay() -> None:
-    quant = ca.QuantConfig("tensor", "tensor", scales=(0.02, 0.03))
-    whole = ca.quantize(**QKV, quant=quant)
-    assert_same(whole.with_q(Q), whole)
+def given(*shape: int) -> np.ndarray:
+    """Scales of so many heads and groups."""
+    return np.linspace(0.01, 0.05, int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
 
-OFFSETS = np.int32([0, 5, 20])
+FOUR_HEADS = np.concatenate([Q, -Q], axis=1)
+STATIC = {
+    "tensor": ca.QuantConfig("tensor", "tensor", scales=(0.02, 0.03)),
+    "head": ca.QuantConfig("head", "head", scales=(given(1, 4, 1), given(1, 2, 1))),
+    "token": ca.QuantConfig("token", "token", scales=(given(1, 4, 20), given(1, 2, 20))),
+    "thread": ca.QuantConfig("thread", "tensor", pv="int8", scales=(given(1, 1, 10), 0.03)),
+    "block": ca.QuantConfig("block", "token", scales=(given(1, 4, 1), given(1, 1, 20))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("name", STATIC)
+def test_given_scales_wait_for_the_queries(name: str, backend: str) -> None:
+    whole = ca.quantize(FOUR_HEADS, K, V, quant=STATIC[name], backend=backend)
+    kv = ca.quantize_kv(K, V, quant=STATIC[name], backend=backend)
+    found = kv.with_q(FOUR_HEADS, backend=backend)
+    assert_same(found, whole)
+    assert_same(whole.with_q(FOUR_HEADS, backend=backend), whole)
+    assert found.config is STATIC[name] and found.k_codes is kv.k_codes
+    np.testing.assert_array_equal(ca.attention(found), ca.attention(whole))
+
+
+def test_scales_of_a_calibration_serve_keys_once() -> None:
+    found = ca.calibrate_quantization_scales([(Q, K)], smooth_k=False)
+    q_scale, k_scale = (scale[:, :, None] for scale in found.uniform())
+    quant = ca.QuantConfig("head", "head", smooth_k=False, scales=(q_scale, k_scale))
+    assert_same(ca.quantize_kv(K, V, quant=quant).with_q(Q), ca.quantize(**QKV, quant=quant))
+
+
+OFFSETS, OFFSETS_Q = np.int32([0, 5, 5, 20]), np.int32([0, 7, 8, 20])
 PACKED = [x[0].swapaxes(0, 1) for x in (Q, K, V)]
+PACKED_CONFIGS = {name: CONFIGS[name] for name in ("default", "block", "zeros", "4 bits")} | {
+    "static": ca.QuantConfig("head", "head", scales=(given(3, 2, 1), given(1, 2, 1)))
+}
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("name", PACKED_CONFIGS)
+def test_codes_of_packed_keys_serve_any_packed_queries(name: str, backend: str) -> None:
+    q, k, v = PACKED
+    how = {"quant": PACKED_CONFIGS[name], "backend": backend}
+    whole = ca.quantize(q, k, v, cu_seqlens_q=OFFSETS_Q, cu_seqlens_k=OFFSETS, **how)
+    kv = ca.quantize_kv(k, v, cu_seqlens_k=OFFSETS, **how)
+    found = kv.with_q(q, cu_seqlens_q=OFFSETS_Q, backend=backend)
+    assert_same(found, whole)
+    assert found.k_codes is kv.k_codes and found.cu_seqlens_k is kv.cu_seqlens_k
+    assert_same(whole.with_q(q, backend=backend), whole)  # offsets are those before
+    np.testing.assert_array_equal(ca.attention_varlen(found), ca.attention_varlen(whole))
+    one_row = np.arange(4, dtype=np.int64)
+    few = whole.with_q(q[:3], cu_seqlens_q=one_row, max_len_q=2, backend=backend)
+    expected = ca.quantize(
+        q[:3], k, v, cu_seqlens_q=one_row, cu_seqlens_k=OFFSETS, max_len_q=2, **how
+    )
+    assert_same(few, expected)
+
+
+def test_rows_of_packed_queries_have_positions_of_their_own() -> None:
+    q, k, v = PACKED
+    angles = np.random.default_rng(0).normal(size=(15, 8)).astype(np.float32)
+    rope = np.cos(angles), np.sin(angles)
+    kv = ca.quantize_kv(k, v, cu_seqlens_k=OFFSETS, max_len_k=15, rope=rope)
+    expected = ca.quantize(
+        q, k, v, cu_seqlens_q=OFFSETS_Q, cu_seqlens_k=OFFSETS, max_len_k=15, rope=rope
+    )
+    assert_same(kv.with_q(q, cu_seqlens_q=OFFSETS_Q, rope=rope), expected)
+
+
+def packed_keys() -> ca.QuantizedQKV:
+    return ca.quantize_kv(*PACKED[1:], cu_seqlens_k=OFFSETS)
 
 
 @pytest.mark.parametrize(
@@ -125,18 +194,48 @@ PACKED = [x[0].swapaxes(0, 1) for x in (Q, K, V)]
         (lambda z: z.with_q([1.0]), TypeError, "q must be a NumPy or CuPy array, or have __dl"),
         (lambda z: z.with_q(Q, quant=1), TypeError, r"with_q\(\) got an unexpected .* 'quant'"),
         (
-            lambda z: ca.quantize(
-                *PACKED, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS
-            ).with_q(Q), ca.UnsupportedError, "with_q takes no packed sequences: call quantize",
+            lambda z: packed_keys().with_q(Q), ValueError,
+            r"q must be \(total_q, heads, head_dim\) = \(\*, a multiple of 2, 16\) for these keys",
+        ),
+        (
+            lambda z: packed_keys().with_q(PACKED[0]), ValueError,
+            "q has 20 rows, and these codes are of 0 packed rows: give cu_seqlens_q and max_len_q",
+        ),
+        (
+            lambda z: packed_keys().with_q(PACKED[0], cu_seqlens_q=OFFSETS[1:]), ValueError,
+            "cu_seqlens_q must rise from 0 to 20",
+        ),
+        (
+            lambda z: packed_keys().with_q(PACKED[0], cu_seqlens_q=OFFSETS[1:] * 0), ValueError,
+            "cu_seqlens_q must rise from 0 to 20",
+        ),
+        (
+            lambda z: packed_keys().with_q(PACKED[0], cu_seqlens_q=OFFSETS[::3]), ValueError,
+            "cu_seqlens_q and cu_seqlens_k must be of one length",
+        ),
+        (
+            lambda z: z.with_q(Q, cu_seqlens_q=OFFSETS_Q), TypeError,
+            "cu_seqlens_q goes with packed keys, .*: leave it out, or give cu_seqlens_k to",
+        ),
+        (
+            lambda z: ca.quantize_kv(*PACKED[1:], cu_seqlens_k=OFFSETS[:2]), ValueError,
+            "cu_seqlens_k must rise from 0 to 20",
+        ),
+        (
+            lambda z: ca.quantize_kv(K, V, max_len_k=20), TypeError,
+            "max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k",
+        ),
+        (
+            lambda z: ca.quantize_kv(K, V, cu_seqlens_k=OFFSETS), ValueError,
+            r"k and v must both be \(total_k, heads_kv, head_dim\), got k.shape=\(1, 2, 20, 16\)",
+        ),
+        (
+            lambda z: ca.quantize_kv(K, V, quant=STATIC["token"]).with_q(Q[:, :, :3]), ValueError,
+            r"the static q_scale must have shape \(1 or 1, 2 or 1, 3\) .* got \(1, 4, 20\)",
         ),
         (lambda z: ca.quantize_kv(K[0], V[0]), ValueError, r"k and v must both be \(batch, heads_"),
         (lambda z: ca.quantize_kv(K, V[:, :, :3]), ValueError, r"got k.shape=\(1, 2, 20, 16\) v."),
         (lambda z: ca.quantize_kv(K, [1]), TypeError, "v must be a NumPy or CuPy array, or have"),
-        (
-            lambda z: ca.quantize_kv(
-                K, V, quant=ca.QuantConfig("tensor", "tensor", scales=(0.1, 0.1))
-            ), ca.UnsupportedError, "scales='dynamic', .*: call quantize",
-        ),
         (lambda z: ca.quantize([1], K, V), TypeError, "q must be a NumPy or CuPy array, or have"),
         (lambda z: ca.act_quant([1.0]), TypeError, "x must be a NumPy or CuPy array, or have"),
         (lambda z: ca.weight_quant([1.0]), TypeError, "w must be a NumPy or CuPy array, or have"),
@@ -164,6 +263,25 @@ def test_misuse_is_one_line(
     with pytest.raises(error, match=says) as caught:
         call(ca.quantize_kv(K, V))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("face", ["cupyattn", "cupyattn.quant"])
+def test_a_record_by_itself_can_quantise_queries(face: str, tmp_path: Path) -> None:
+    """Its public name brings the operation along; its own module stands above that."""
+    ca.quantize_kv(K, V).save(file := tmp_path / "kv.npz")
+    script = (
+        "import sys, numpy as np; from {} import QuantizedQKV; "
+        "z = QuantizedQKV.load(sys.argv[1]); "
+        "print(z.with_q(np.ones((1, 2, 3, 16), np.float16)).len_q)"
+    )  # fmt: skip
+    for module, status in ((face, 0), ("cupyattn.quant.quantized", 1)):
+        command = [sys.executable, "-c", script.format(module), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == status, done.stderr
+        assert (done.stdout, status) in (("3\n", 0), ("", 1))
+    assert done.stderr.endswith(
+        "RuntimeError: with_q quantises q by cupyattn.ops.quantize: import that module first\n"
+    )
 
 
 # ---- the rung that attention takes by itself -----------------------------------------------------

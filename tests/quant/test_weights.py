@@ -15,7 +15,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.ops.weights import MOST_BLOCK
-from cupyattn.plans.weight_blocks import plan_weight_blocks
+from cupyattn.plans.weights import plan_weight_blocks
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand
 

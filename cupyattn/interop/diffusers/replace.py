@@ -151,7 +151,7 @@ def replace_attention_with_int8(
     ...     _ = model(torch.zeros(1, 4, 16, 16), torch.zeros(1, 4, 16), torch.zeros(1, 16),
     ...               torch.tensor([500.0]))
     >>> print(handle.report())
-    1 attention module: 1 calls by cupyattn (1 balanced), 0 native
+    1 attention module: 1 call by cupyattn (1 balanced), 0 native
     transformer_blocks.0.attn: 1 balanced
     """
     check_arch(arch)

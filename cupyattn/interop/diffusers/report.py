@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cupyattn.measure.words import counted
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -82,10 +84,11 @@ class Report:
         return dict(total)
 
     def __str__(self) -> str:
-        count, modes = len(self.layers), self.modes
+        modes = self.modes
         by_mode = f" ({_listed(modes)})" if modes else ""
         lines = [
-            f"{count} attention module{'s' if count != 1 else ''}: {sum(modes.values())} calls by "
+            f"{counted(len(self.layers), 'attention module')}: "
+            f"{counted(sum(modes.values()), 'call')} by "
             f"cupyattn{by_mode}, {sum(self.native.values())} native"
         ]
         for layer in self.layers:

@@ -19,7 +19,7 @@ from cupyattn.ops.call_operands import PAIRS
 from cupyattn.ops.operation import make_ready, run_on_host, run_ready
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.settings import Settings
-from cupyattn.runtime.ready import Ready
+from cupyattn.runtime.ready import Conversion, Ready
 from cupyattn.runtime.recent import CALLS
 
 #: Tensors of a call, by the names that plans have for them.
@@ -83,7 +83,7 @@ def forward(
     if q.is_cuda:
         key, ready, addresses = _find(settings, tensors, out)
         if ready is not None:
-            return _again(ready, addresses, settings, q, out)
+            return _again(ready, addresses, settings, tensors, out)
     check_tensors("attention", tensors if out is None else {**tensors, "out": out})
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     with on_device_of(q):
@@ -94,8 +94,7 @@ def forward(
             made = run_ready(ready, request)
             own = {n: data_address(a) for n, a in request.operands.items()}
             copied = any(own[n] != x.data_ptr() for n, x in tensors.items())
-            launches = ready.can_be_kept and ready.only_launches
-            if key is not None and launches and not copied:
+            if key is not None and ready.can_be_kept and not copied:
                 CALLS.remember(key, ready)
         else:
             made = run_on_host(ATTENTION, request)
@@ -128,14 +127,15 @@ def _again(
     ready: Ready,
     addresses: dict[str, int],
     settings: TensorSettings,
-    q: Tensor,
+    tensors: Mapping[str, Tensor],
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch a call that has run on tensors of the same forms."""
+    q = tensors["q"]
     device = q.device
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _again(ready, addresses, settings, q, out)
+            return _again(ready, addresses, settings, tensors, out)
     if settings.block_mask is not None:
         kept = settings.block_mask.kept_blocks(_array_on(device.index))
         addresses["kept_blocks"] = data_address(kept)
@@ -151,7 +151,7 @@ def _again(
         ((_, shape, *_),) = ready.results
         lse = torch.empty(shape, dtype=torch.float32, device=device)
         addresses["lse"] = lse.data_ptr()
-    launch(ready, addresses, device)
+    launch(ready, addresses, device, tensors)
     return o, lse
 
 
@@ -233,13 +233,34 @@ def _gradients_again(
     return dq, dk, dv
 
 
-def launch(ready: Ready, addresses: Mapping[str, int], device: Any) -> None:
-    """Launch on torch's current stream, with scratch memory from torch's allocator."""
+def launch(
+    ready: Ready,
+    addresses: Mapping[str, int],
+    device: Any,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Launch on torch's current stream, with scratch memory from torch's allocator.
+
+    Parameters
+    ----------
+    ready, addresses, device
+        What is launched, where operands and results lie, and on which device.
+    tensors : mapping of str to Tensor, optional
+        The operands, by buffer; read where one is converted.
+    """
     start, nbytes = 0, ready.scratch_bytes
     if nbytes:
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         start = scratch.data_ptr()
+        for one in ready.conversions:
+            convert(one, (tensors or {})[one.buffer], scratch)
     ready.launch(addresses, start, torch.cuda.current_stream(device).cuda_stream)
+
+
+def convert(one: Conversion, given: Tensor, scratch: Tensor) -> None:
+    """Convert an operand into scratch memory, on torch's current stream."""
+    place = scratch[one.start : one.start + one.nbytes].view(getattr(torch, one.dtype))
+    place.view(one.shape).copy_(given.detach().as_strided(one.shape, one.strides))
 
 
 def _arrays(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

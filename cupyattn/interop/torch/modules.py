@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.compiler.architectures import check_arch
+from cupyattn.diffusion.arguments import needs_head_dim
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import int8_layer, transforms
 from cupyattn.interop.torch.bridge import as_array
@@ -163,6 +164,7 @@ class Int8Attention(torch.nn.Module):
     (torch.Size([1, 2, 40, 16]), 'aggressive', 'precision')
     """
 
+    @needs_head_dim
     def __init__(
         self,
         num_heads: int,
