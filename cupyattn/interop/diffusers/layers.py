@@ -68,7 +68,9 @@ class Layer:
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
-        self._texts = _texts(options)
+        of_one_mode = Int8Attention(1, 1, _ANY_STEPS, **options)
+        self._any_step = of_one_mode.step(0)
+        self._texts = _texts(of_one_mode)
         self._compiled: dict[str, None] = {}  # in the order of graphs
         self._counts: Tensor | None = None  # (len(_COUNTED),), int64; None unless asked
 
@@ -171,7 +173,7 @@ class Layer:
     ) -> Tensor:
         noise = None if self._choice.is_fixed else self._step.noise
         attention = self._attention_for(noise, q.shape[1], q.shape[3], scale)
-        at = None if noise is None else self._step.at
+        at = (None if noise is None else self._step.at) or self._any_step
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         given = {"q": q, "k": k, "v": v}
         o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
@@ -180,7 +182,7 @@ class Layer:
             return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
 
         found = attention.in_mode(
-            mode, at or attention.step(0), run,
+            mode, at, run,
             device=q.get_device(), dtype=_NAMES[q.dtype], heads_kv=k.shape[1],
         )  # fmt: skip
         self._calls += 1
@@ -283,12 +285,11 @@ def _transform(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+def _texts(attention: Int8Attention) -> dict[str, str]:
     """Return settings by mode as the operator takes them: of modes that are the same at all steps.
 
     Static scales of INT8 follow the step.
     """
-    attention = Int8Attention(1, 1, _ANY_STEPS, **options)
 
     def form(**settings: Any) -> str:
         return operator.text_of(calls.TensorSettings.of(**settings))
