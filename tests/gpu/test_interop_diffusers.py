@@ -174,25 +174,28 @@ def test_a_family_compiles_to_one_graph(family: str) -> None:
         assert distance(latents, expected) <= 0.1 * distance(expected, native)
 
 
-@pytest.mark.parametrize(
-    "options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_fifty_steps_through_three_modes_replay_three_graphs(
     options: dict[str, Any], no_waiting: Any
 ) -> None:
-    """To the bit as eager, with nothing compiled and nothing waited for after the first of each."""
+    """To the bit as without CUDA graphs; nothing is compiled or waited for after the first of each.
+
+    Those are eager calls, or Inductor's kernels, which round elsewhere in the rest of the model.
+    """
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(50, device="cuda")
     table = [("aggressive", "balanced", "precision")[n % 3] for n in range(50)]
     model = Model().half().cuda()
     given = {"policy": table, "scheduler": scheduler, **SHORT}
-    eager = interop.replace_attention_with_int8(copy.deepcopy(model), **given)
+    plain = interop.replace_attention_with_int8(copy.deepcopy(model), **given)
+    if "mode" in options:
+        plain.target.compile(fullgraph=True)
     handle = interop.replace_attention_with_int8(model, **given)
     model.compile(fullgraph=True, **options)
     inputs = [torch.randn(1, 256, 32, device="cuda", dtype=torch.float16) for _ in range(50)]
     steps = [t.expand(1) for t in scheduler.timesteps]
-    expected = [eager(x, t).clone() for x, t in zip(inputs, steps, strict=True)]
+    expected = [plain(x, t).clone() for x, t in zip(inputs, steps, strict=True)]
     for _ in range(3):  # warming up, recorded, replayed
         for n in range(3):
             torch.compiler.cudagraph_mark_step_begin()

@@ -242,6 +242,31 @@ class Plain:
         return torch.sin(attn.to_q(x))
 
 
+@pytest.mark.parametrize("way", ["method", "blocks"])
+def test_calls_in_graphs_are_counted_on_the_device_when_asked(way: str) -> None:
+    """Of every layer, those that share a graph too; nothing is compiled for it a second time."""
+    model, scheduler, graphs = Model(), steps(4), Graphs()
+    table = ["aggressive", "aggressive", "balanced", "precision"]
+    options = {"policy": table, "scheduler": scheduler, **SHORT}
+    handle = interop.replace_attention_with_int8(model, count_compiled=True, **options)
+    call = compiled(way, model, graphs)
+    for length in (LENGTH, 31):
+        for t in scheduler.timesteps:
+            call(rows(length), t.expand(1))
+    once = len(graphs)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in scheduler.timesteps:
+            call(rows(), t.expand(1))
+    assert len(graphs) == once
+    counted = {"aggressive": 4, "balanced": 2, "precision": 2, "native": 4}
+    assert [layer.compiled_calls for layer in handle.report().layers] == [counted] * 2
+    said = "in compiled code: 4 aggressive, 2 balanced, 2 precision, 4 native"
+    assert str(handle.report()).count(said) == 2
+    program = torch.export.export(model, (rows(),))
+    program.module()(rows())
+    assert handle.report().layers[0].compiled_calls == counted
+
+
 def test_calls_that_int8_does_not_take_fall_back_and_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -149,6 +149,37 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
             calls.forward(calls.Settings(**options), given, given["q"])
 
 
+def test_a_graph_of_the_caller_gets_the_launches_and_memory_of_torch(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that a graph of our own stands for is launched by kernels where a caller captures."""
+    options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
+    out, asked = OnDevice(array(SHAPES[0])), []
+    made = planned([x.array for x in given.values()], out.array, **options)
+    driver.expect(made)
+    scratch = OnDevice(array((1 << 20,), "uint8"))
+
+    def empty(nbytes: int, **_: Any) -> OnDevice:
+        asked.append(nbytes)
+        return scratch
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for _ in range(4):
+        calls.forward(calls.Settings(**options), given, out)
+    assert driver.replays and len(driver.graphs) == 1
+    replays, before = len(driver.replays), len(asked)
+    driver.launches.clear()
+    driver.recording[driver.stream] = theirs = Done()
+    calls.forward(calls.Settings(**options), given, out)
+    assert len(driver.replays) == replays and not driver.launches
+    assert len(driver.graphs) == 1 and len(asked) == before + 1 and asked[-1] > 0
+    driver.launches += theirs.launches
+    check(driver, made, {"v": given["v"].array, "o": out.array})
+
+
 @pytest.mark.parametrize("way", ["plain", "strided", "BSHD", "packed"])
 def test_a_v_that_is_converted_is_found_again(
     driver: Driver,  # noqa: F811
@@ -214,37 +245,6 @@ def test_torch_converts_what_the_plan_says(layout: str) -> None:
     np.testing.assert_array_equal(found, expected)
     assert np.isinf(found).any()
     assert bool((scratch[:256] == 7).all()) and bool((scratch[256 + nbytes :] == 7).all())
-
-
-def test_a_graph_of_the_caller_gets_the_launches_and_memory_of_torch(
-    driver: Driver,  # noqa: F811
-    calls: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A call that a graph of our own stands for is launched by kernels where a caller captures."""
-    options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
-    given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
-    out, asked = OnDevice(array(SHAPES[0])), []
-    made = planned([x.array for x in given.values()], out.array, **options)
-    driver.expect(made)
-    scratch = OnDevice(array((1 << 20,), "uint8"))
-
-    def empty(nbytes: int, **_: Any) -> OnDevice:
-        asked.append(nbytes)
-        return scratch
-
-    monkeypatch.setattr(torch, "empty", empty)
-    for _ in range(4):
-        calls.forward(calls.Settings(**options), given, out)
-    assert driver.replays and len(driver.graphs) == 1
-    replays, before = len(driver.replays), len(asked)
-    driver.launches.clear()
-    driver.recording[driver.stream] = theirs = Done()
-    calls.forward(calls.Settings(**options), given, out)
-    assert len(driver.replays) == replays and not driver.launches
-    assert len(driver.graphs) == 1 and len(asked) == before + 1 and asked[-1] > 0
-    driver.launches += theirs.launches
-    check(driver, made, {"v": given["v"].array, "o": out.array})
 
 
 def test_scales_that_a_caller_gives_arrive_by_one_copy(
@@ -381,11 +381,9 @@ def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> No
     assert calls.find(settings, {**given, "k": "a string"}, None) is None
 
 
-@pytest.mark.parametrize("strategy", ["block", "channel"])
 def test_a_linear_layer_on_tensors_is_planned_once(
     host: Host,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    strategy: str,
 ) -> None:
     """Its tensors become arrays of the same memory once; then kernels get their addresses."""
     linear = importlib.import_module("cupyattn.interop.torch.linear")
@@ -406,8 +404,7 @@ def test_a_linear_layer_on_tensors_is_planned_once(
         ("on_device_of", lambda _: contextlib.nullcontext()),
     ):  # fmt: skip
         monkeypatch.setattr(linear, name, stand_in)
-    given = operands(5, strategy)
-    quantising = {"block": "act_quant", "channel": "row_quant"}[strategy]
+    given = operands(5)
     weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
     bias, planned = OnDevice(array((N,), "float32")), 0
     for turn in range(3):
@@ -415,7 +412,7 @@ def test_a_linear_layer_on_tensors_is_planned_once(
         y = linear.run(x, weight, scales, bias, "silu", "sm_90", None)
         assert y.shape == (2, 5, N)
         entry, quantised = host.passed(2 * turn)
-        assert entry == quantising and quantised["x"] == x.data_ptr()
+        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
         _, multiplied = host.passed(2 * turn + 1)
         assert multiplied["c"] == y.data_ptr() and multiplied["bias"] == bias.data_ptr()
         assert multiplied["a"] == quantised["codes"]

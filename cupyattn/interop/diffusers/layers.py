@@ -26,6 +26,8 @@ _log = logging.getLogger("cupyattn")
 _ANY_STEPS = 2
 #: Why a policy that follows the noise level does not say a mode.
 UNKNOWN = "the timestep lies on the device alone, the noise level is not known"
+#: What is counted of calls in compiled code.
+_COUNTED = (*MODES, "native")
 #: Types that are taken, and their names.
 _NAMES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
@@ -66,8 +68,11 @@ class Layer:
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
-        self._texts = _texts(options)
+        of_one_mode = Int8Attention(1, 1, _ANY_STEPS, **options)
+        self._any_step = of_one_mode.step(0)
+        self._texts = _texts(of_one_mode)
         self._compiled: dict[str, None] = {}  # in the order of graphs
+        self._counts: Tensor | None = None  # (len(_COUNTED),), int64; None unless asked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return the layer of a copied module, which counts for itself."""
@@ -168,7 +173,7 @@ class Layer:
     ) -> Tensor:
         noise = None if self._choice.is_fixed else self._step.noise
         attention = self._attention_for(noise, q.shape[1], q.shape[3], scale)
-        at = None if noise is None else self._step.at
+        at = (None if noise is None else self._step.at) or self._any_step
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         given = {"q": q, "k": k, "v": v}
         o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
@@ -177,7 +182,7 @@ class Layer:
             return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
 
         found = attention.in_mode(
-            mode, at or attention.step(0), run,
+            mode, at, run,
             device=q.get_device(), dtype=_NAMES[q.dtype], heads_kv=k.shape[1],
         )  # fmt: skip
         self._calls += 1
@@ -222,8 +227,10 @@ class Layer:
             reason = "static scales, which follow the step, in compiled code"
         if reason is not None or mode is None:
             self.note(f"native: {reason or UNKNOWN}")
+            self._count("native")
             return None
         self.note(mode)
+        self._count(mode)
         q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
         return operator.attend(q, k, v, scale, self._texts[mode])
 
@@ -235,18 +242,37 @@ class Layer:
         self._compiled[ran] = None
         return True
 
+    def count_on(self, device: torch.device) -> None:
+        """Count calls in compiled code from now on, on a device."""
+        if self._counts is not None and self._counts.device == device:
+            return
+        with torch.inference_mode(False):
+            if self._counts is None:
+                self._counts = torch.zeros(len(_COUNTED), dtype=torch.int64, device=device)
+            else:
+                self._counts = self._counts.to(device)
+        torch._dynamo.mark_static_address(self._counts, guard=False)  # for CUDA graphs
+
+    def _count(self, ran: str) -> None:
+        """Add 1 on the device, in the graph; an exported program counts nothing."""
+        if self._counts is not None and not torch.compiler.is_exporting():
+            self._counts[_COUNTED.index(ran)].add_(1)
+
     def _all_fallbacks(self) -> Counter[str]:
         """Return fallbacks of schedules that were, and of the one that is."""
         return sum((Counter(one.fallbacks) for one in self._attention.values()), self._fallbacks)
 
     def report(self) -> LayerReport:
-        """Return what was counted."""
+        """Return what was counted; counts on a device are waited for."""
+        counts = [] if self._counts is None else self._counts.tolist()
+        counted = {name: n for name, n in zip(_COUNTED, counts, strict=False) if n}
         return LayerReport(
             self.name,
             dict(self._modes),
             dict(self._native),
             dict(self._all_fallbacks()),
             tuple(self._compiled),
+            counted,
         )
 
 
@@ -259,12 +285,11 @@ def _transform(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+def _texts(attention: Int8Attention) -> dict[str, str]:
     """Return settings by mode as the operator takes them: of modes that are the same at all steps.
 
     Static scales of INT8 follow the step.
     """
-    attention = Int8Attention(1, 1, _ANY_STEPS, **options)
 
     def form(**settings: Any) -> str:
         return operator.text_of(calls.TensorSettings.of(**settings))

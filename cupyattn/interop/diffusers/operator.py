@@ -66,8 +66,4 @@ def _attention_fake(*arguments: Any) -> Tensor:
     return torch.empty_like(tensors["q"])
 
 
-#: NOTE: Inductor may hand over other strides than it traced, but for this tag.
-define(
-    "diffusers_attention", f"{ATTENTION_QKV}", "Tensor", _attention, _attention_fake,
-    tags=(torch.Tag.needs_exact_strides,),
-)  # fmt: skip
+define("diffusers_attention", f"{ATTENTION_QKV}", "Tensor", _attention, _attention_fake)

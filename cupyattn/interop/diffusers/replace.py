@@ -79,6 +79,7 @@ def replace_attention_with_int8(
     quant: QuantConfig | None = None,
     backend: str | None = None,
     arch: str | None = None,
+    count_compiled: bool = False,
 ) -> Int8Replacement:
     """Let the attention modules of a pipeline or a model run `cupyattn.Int8Attention`.
 
@@ -102,6 +103,9 @@ def replace_attention_with_int8(
         How the INT8 modes quantise.
     backend, arch : str, optional
         As for `cupyattn.attention`.
+    count_compiled : bool
+        Count the calls of each layer in compiled code, too, on the device: one addition a call.
+        `report` waits for the device to read them.
 
     Returns
     -------
@@ -183,6 +187,9 @@ def replace_attention_with_int8(
         Layer(name, module, _policy_of(name, policies), getattr(model, steps.ATTRIBUTE), **shared)
         for model, name, module in chosen
     ]
+    if count_compiled:
+        for (model, *_), layer in zip(chosen, layers, strict=True):
+            getattr(model, steps.ATTRIBUTE).counted.append(layer)
     hooks = [
         model.register_forward_pre_hook(steps.before_model, with_kwargs=True)
         for model in models.values()

@@ -25,8 +25,10 @@ class LayerReport:
         Of those in `modes`, calls in an INT8 mode that ran in the input's own type, by reason.
     compiled : tuple of str
         What graphs of `torch.compile` and `torch.export` have of the module, known since they were
-        traced: modes, and ``"native: "`` with a reason. Calls of graphs are not counted. Of blocks
-        that share a graph, as of ``compile_repeated_blocks``, the first stands for all.
+        traced: modes, and ``"native: "`` with a reason. Of blocks that share a graph, as of
+        ``compile_repeated_blocks``, the first stands for all.
+    compiled_calls : mapping of str to int
+        Calls in compiled code, by mode or ``"native"``, where ``count_compiled=True`` asked for it.
     """
 
     name: str
@@ -34,6 +36,7 @@ class LayerReport:
     native: Mapping[str, int]
     fallbacks: Mapping[str, int]
     compiled: tuple[str, ...] = ()
+    compiled_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Report:
             said = [_listed(layer.modes)] if layer.modes else []
             said += [f"native: {_listed(layer.native)}"] if layer.native else []
             said += [f"in its own type: {_listed(layer.fallbacks)}"] if layer.fallbacks else []
-            said += [f"in compiled code: {', '.join(layer.compiled)}"] if layer.compiled else []
+            in_graphs = _listed(layer.compiled_calls) or ", ".join(layer.compiled)
+            said += [f"in compiled code: {in_graphs}"] if in_graphs else []
             lines.append(f"{layer.name}: {'; '.join(said) or 'not called'}")
         if self.compiled_fallbacks:
             lines.append(f"compiled code, in its own type: {_listed(self.compiled_fallbacks)}")

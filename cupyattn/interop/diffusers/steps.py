@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,14 @@ from cupyattn.interop.diffusers.noise import Noise, Schedule
 
 #: The attribute of a model that holds its `Step`.
 ATTRIBUTE = "_int8_step"
+
+
+class Counted(Protocol):
+    """A layer whose calls in compiled code are counted."""
+
+    def count_on(self, device: torch.device) -> None:
+        """Let the counts lie on a device."""
+        ...
 
 
 class Choice:
@@ -70,6 +78,8 @@ class Step:
         Schedule and noise-to-signal ratio.
     at : cupyattn.diffusion.schedules.Step or None
         The step of that schedule.
+    counted : list of Layer
+        Layers whose calls in compiled code are counted on the model's device.
     is_seen : bool
         Whether `before` ran for this call of the model. It does not where a function that torch
         compiles calls the model: no code of the host then runs between two steps.
@@ -81,6 +91,7 @@ class Step:
         self._steps: tuple[Schedule, Steps] | None = None
         self.noise: tuple[Schedule, float] | None = None
         self.at: schedules.Step | None = None
+        self.counted: list[Counted] = []
         self.is_seen = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
@@ -98,6 +109,10 @@ class Step:
     def before(self, model: Any, args: Any, kwargs: Any) -> None:
         """Look up the noise level, before the model runs."""
         self.is_seen = True
+        if self.counted:
+            where = next(model.parameters()).device
+            for layer in self.counted:
+                layer.count_on(where)
         if self._source is None:
             return
         given = _signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments

@@ -90,9 +90,7 @@ def _define(name: str, schema: Schema) -> Any:
     return operator
 
 
-def define(
-    name: str, arguments: str, results: str, kernel: Any, fake: Any, tags: tuple[Any, ...] = ()
-) -> Any:
+def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> Any:
     """Define an operator of the library; return it.
 
     Parameters
@@ -101,10 +99,13 @@ def define(
         Of its schema.
     kernel, fake : callable
         What it does on a CPU or a CUDA device, and on tensors of which only shapes are known.
-    tags : tuple of torch.Tag
-        Beside ``pt2_compliant_tag``.
+
+    Notes
+    -----
+    Kernels get operands of the strides that were traced: Inductor would pad some, which then would
+    be other calls, and results of other strides than the fake kernel said.
     """
-    tags = (torch.Tag.pt2_compliant_tag, *tags)
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     library.define(f"{name}({arguments}) -> {results}", tags=tags)
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
