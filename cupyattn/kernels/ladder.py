@@ -352,7 +352,7 @@ _FA_TC = {
 #: The same of the forms of fa_int8, by what leaves its registers: of those that do not spill the
 #: widest steps. None was measured. With a bias there is room for a softcap and a mask beside it.
 _INT8_BIAS_BLOCKS = {
-    64: _HOPPER_BLOCKS[:1], 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
+    64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
 }  # fmt: skip
 _INT8_BIAS = FormTiles(
     {64: Tiles(192, 64, 16, 3), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
@@ -360,6 +360,10 @@ _INT8_BIAS = FormTiles(
 )
 _PV8_SCORED = FormTiles(
     {128: Tiles(192, 128, 16, 3), 256: Tiles(128, 128, 12, 2)}, block_mask=_HOPPER_INT8_BLOCKS
+)
+_BY_TILE_SCORED = FormTiles(  # a block mask leaves less room for the bits of a mask
+    {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2)},
+    block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
 )
 _FP8_SCORED = FormTiles(
     {96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)},
@@ -421,7 +425,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2)},
             block_mask=_HOPPER_INT8_BLOCKS,
-            scored={"bias": _INT8_BIAS},
+            scored={"bias": _INT8_BIAS, "softcap": _BY_TILE_SCORED, "mask": _BY_TILE_SCORED},
         ),
         replace(_HOPPER_PV8, values=("int8 by group",), value_keys=HOPPER_VALUE_KEYS),
     ),

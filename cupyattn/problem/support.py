@@ -23,9 +23,8 @@ from cupyattn.problem.operands import Codes, Operands, ValueCodes
 #: A softcap in the units of scores, in the Hopper forms: powers of it up to the eighth stay in
 #: float32.
 LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
-#: The largest head_dim for which shared memory has room for both.
+#: The largest head_dim for which the shared memory of fa_tc has room for both.
 MOST_MASKED_BIAS = 192
-
 LOG2E = math.log2(math.e)
 
 #: What messages call an option, if not by its name.
@@ -191,24 +190,19 @@ def _of_options(form: Form, offer: Offer) -> str:
     return ""
 
 
-def _holds(softcap: float) -> bool:
-    """Whether a Hopper form takes a softcap in the units of its scores."""
-    return LEAST_CAP <= softcap <= MOST_CAP
-
-
 def _of_scores(offer: Offer, bias: Operand | None) -> str:
     """Return why a Hopper form does not take softcap or bias of a call; "" if it does."""
-    call = offer.call
-    if call.softcap and offer.codes is None and not _holds(call.softcap / call.scale):
-        return f"takes softcap/scale from 2**-10 to 2**14, got {call.softcap / call.scale:g}"
-    if call.softcap and offer.codes is not None and not _holds(call.softcap * LOG2E):
-        return f"takes softcap*log2(e) from 2**-10 to 2**14, got {call.softcap * LOG2E:g}"
+    call, coded = offer.call, offer.codes is not None
+    cap = call.softcap * LOG2E if coded else call.softcap / call.scale
+    if call.softcap and not LEAST_CAP <= cap <= MOST_CAP:
+        what = "softcap*log2(e)" if coded else "softcap/scale"
+        return f"takes {what} from 2**-10 to 2**14, got {cap:g}"
     if bias is None:
         return ""
-    if call.mask and offer.codes is None and call.head_dim > MOST_MASKED_BIAS:
+    if call.mask and not coded and call.head_dim > MOST_MASKED_BIAS:
         most = MOST_MASKED_BIAS
         return f"takes mask and bias together up to head_dim {most}, got {call.head_dim}"
-    if offer.codes is None and not 1 / MOST_CAP <= call.scale <= MOST_CAP:
+    if not coded and not 1 / MOST_CAP <= call.scale <= MOST_CAP:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
     *rows, key = bias.steps
     if key == 0:  # the same for every key: it is read row by row

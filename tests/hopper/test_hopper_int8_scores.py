@@ -237,12 +237,21 @@ SPILLED = {("fa_int8@sm90_fp8", 128, "bias"): 8}
 @SLOW
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("name", ["softcap", "mask of rows", "dense bias", "all"])
-def test_default_tiles_spill_nothing_and_fit(rung: str, head_dim: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("softcap", 0), ("mask of rows", 0), ("dense bias", 0), ("all", 0), ("mask of rows", 128),
+     ("all", 128), ("all", 64)],
+)  # fmt: skip
+def test_default_tiles_spill_nothing_and_fit(
+    rung: str, head_dim: int, name: str, blocks: int
+) -> None:
     variant, _, form = rung.partition("@")
     if head_dim > lookup(variant).forms[form].tiles.largest_head_dim:
         return
     options = {n: x for n, x in OPTIONS[name].items() if n != "causal"}
+    if blocks:
+        kept = np.ones((1, 1, 2, -(-LEN_KV // blocks)), bool)
+        options["block_mask"] = BlockMask(kept, 128, blocks)
     plan = planned(rung, arrays("bfloat16", head_dim), **options)
     (launch,) = (one for one in plan.launches if one.entry.startswith("attn_"))
     binary = compiler.build(launch.module, "sm_90a")
