@@ -19,9 +19,8 @@ __device__ __forceinline__ void largest_of_rows(
   }
 }
 
-// Codes P of the weights of scores, those of four keys in a register, the left operand of P V; and
-// what this lane's come to for each row: `codes` in sum where they are integers, `weights` in sum
-// where these are asked for.
+// Codes P of the weights of scores, those of four keys in a register, the left operand of P V. Also
+// sums this lane's codes (where they are integers) and weights (where SUMS_WEIGHTS), by row.
 __device__ __forceinline__ void weigh_scores(
     const float (&S_acc)[BLOCK_KV / 2], const float (&M)[2], uint32_t (&P_frag)[BLOCK_KV / 32][4],
     uint32_t (&codes)[2], float (&weights)[2]) {
