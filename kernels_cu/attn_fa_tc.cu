@@ -125,7 +125,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_tc(
     }
 
     // S4 softmax
-    // NOTE: row0 read anew, since a register kept for what follows from it spilled.
+    // NOTE: row0 is read again: a register kept for what follows from it spilled.
     if (!scores.are_products(q0 + thread_id_anew() / WARP_SIZE * WARP_Q, WARP_Q, kv0, BLOCK_KV))
       scores.settle(S_acc, q0 + row0, kv0, [&](int r, int n, int i) {
         return NATURAL_SCORES ? S_acc[r][n][i] * p.scale : S_acc[r][n][i];  // R3

@@ -158,5 +158,5 @@ def before_model(model: Any, args: Any, kwargs: Any) -> None:
     before_model, skip_signature_check=True
 )
 def _before_model_in_graph(model: Any, args: Any, kwargs: Any) -> None:
-    """Say that nobody looks, in the graph of a function that calls the model."""
+    """Say that no code looks, in the graph of a function that calls the model."""
     getattr(model, ATTRIBUTE).is_seen = False
