@@ -4,13 +4,9 @@
 //              first product is mma.m16n8k32 over integers: exact, twice the rate, half the bytes.
 //              It saves no instruction of the softmax, so nothing is added to that but what makes
 //              floats of integers: both scales are one factor of the exponent's fma.
-// Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 lets M lag,
-//              S6 gives the keys' mean back to lse; V stays in 16 bits, S5 is that of fa_tc.
-//              (diff attn_fa_tc.cu attn_fa_int8.cu)
-//              Most of the diff is one thing that stands here for speed alone: M that lags. Most
-//              steps then look for no maximum and rescale nothing; but weights come before the
-//              maximum, in steps that do look for it once more after it, and so S4 is another one
-//              and packs P itself.
+// Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 has a factor
+//              for a row and the keys that share a scale, S6 gives the keys' mean back to lse; V
+//              stays in 16 bits, S5 is that of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
 //              points, where codes have them, leave the integer product in S3: whole numbers still.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
@@ -37,10 +33,6 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/codes/zero_points.cuh"
 
-constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
-constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-// Codes per global access: as many bytes as an access of O, where rows allow it.
-constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row of V
 constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
@@ -182,14 +174,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         if constexpr (NATURAL_SCORES) return x * row_factor(Q_factor[r][i / 2], scale);  // R3
         return x + 0.0f * scale;                                                         // exact
       });
-      // NOTE: a scale that is NaN has reached the keys of its part, and spares those masked.
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i)
-        if (part_scale[i] != part_scale[i]) part_scale[i] = 1.0f;
+      spare_masked(part_scale);
     }
     uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
+      auto factor = [&](int h, int n) {  // to log2 units
+        return row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+      };
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
       auto weigh = [&](const float (&M)[2], bool anew) {
 #pragma unroll
@@ -197,12 +189,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
           sum[h] = 0.0f;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            const float* pair = S_acc[r][n] + 2 * h;                                 // [2]
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h], anew));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h], anew));  // R4
-            sum[h] += x, sum[h] += y;                                                // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);               // R5
+            const float* pair = S_acc[r][n] + 2 * h;                                       // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor(h, n), -M[h], anew));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor(h, n), -M[h], anew));  // R4
+            sum[h] += x, sum[h] += y;                                                      // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);                     // R5
           }
         }
       };
@@ -212,17 +203,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       bool small[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) small[h] = !NATURAL_SCORES && sum[h] <= LARGEST_SUM;
-      if (!__all_sync(FULL_WARP, small[0] && small[1])) {
+      if (NATURAL_SCORES || !__all_sync(FULL_WARP, small[0] && small[1])) {
         float m[2];  // the largest score that this lane holds of a row, where M has to rise
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          m[h] = NEG_INF;
-#pragma unroll
-          for (int n = 0; n < MMA_KEYS; ++n) {
-            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]);
-            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            m[h] = fmaxf(m[h], row_maximum_of_any_size(largest, factor));
-          }
+          find_largest(m[h], S_acc[r], h, factor);
           if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }
         if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {

@@ -7,8 +7,12 @@
 //              in the four lanes of a quad and S, P, O become fragments; every step changes for
 //              that one reason.  (diff attn_fa_warps.cu attn_fa_tc.cu)
 //              Three things stand here for speed alone: what a lane points ldmatrix at is worked
-//              out once, not each step (1.4 times as fast), O is rescaled only in steps in which a
-//              maximum of the warp rose (1.05), and the longest causal rows are taken first.
+//              out once, not each step (1.4 times as fast), the longest causal rows are taken
+//              first, and M is lazy: S4 weights a step with the M of the steps before. Only where
+//              a lane's weights sum to more than LARGEST_SUM does S4 look for the largest score,
+//              raise M, rescale O and weight the step again. Once products are this fast the
+//              softmax takes most of the time, and most steps need no maximum
+//              (experiments/results/NOTES.md, "A lazy maximum in the portable fa_tc").
 // Kept simple  S of one step feeds P of the same step from registers; one barrier a step.
 // Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
 //              alpha, l and the tensor core over keys, R7 times 1/l, store
@@ -26,6 +30,9 @@
 #include "prims/instructions/warp.cuh"
 
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row
+constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
+// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 
 struct SharedStorage {
   alignas(128) elem_t Q[BLOCK_Q * HEAD_DIM_PAD];
@@ -38,7 +45,7 @@ static_assert(ELEM_IS_16_BIT, "fa_tc multiplies float16 or bfloat16");
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_tc(
     const __grid_constant__ AttnParams call) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -118,52 +125,65 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 
     // S4 softmax
-    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV))
+    // NOTE: row0 is read again: a register kept for what follows from it spilled.
+    if (!scores.are_products(q0 + thread_id_anew() / WARP_SIZE * WARP_Q, WARP_Q, kv0, BLOCK_KV))
       scores.settle(S_acc, q0 + row0, kv0, [&](int r, int n, int i) {
         return NATURAL_SCORES ? S_acc[r][n][i] * p.scale : S_acc[r][n][i];  // R3
       });
+    uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
-      float to_log2 = p.scale_log2, M[2] = {state[r][0].M, state[r][1].M};
-      float m[2];  // the largest score that this lane holds of row g, then of row g + 8
-#pragma unroll
-      for (int h = 0; h < 2; ++h) find_largest(m[h], S_acc[r], h);
-      // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
-      if (__any_sync(FULL_WARP, rises_or_large(state[r], m, to_log2))) {
+      auto factor = [&](int h, int n) { return p.scale_log2; };  // to log2 units
+      float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
+      auto weigh = [&](const float (&M)[2], bool anew) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float M_new = row_maximum_of_any_size(shfl_max<4>(m[h]), to_log2);
-          scale_row(O_acc[r], h, state[r][h].advance(M_new));  // R6
-        }
-        subtract_large<4 * MMA_KEYS>(state[r], S_acc[r][0], to_log2, M);
-      }
+          sum[h] = 0.0f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], to_log2, -M[h]));  // R4
-            state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
+          for (int n = 0; n < MMA_KEYS; ++n) {
+            const float* pair = S_acc[r][n] + 2 * h;                                       // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor(h, n), -M[h], anew));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor(h, n), -M[h], anew));  // R4
+            sum[h] += x, sum[h] += y;                                                      // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem_t>(x, y);                       // R5
           }
+        }
+      };
+      float M[2] = {state[r][0].M, state[r][1].M};  // -inf: no key yet, and weights are infinite
+      if (!NATURAL_SCORES) weigh(M, false);
+      // NOTE: most steps find no weight too large, hence no maximum: M lags, l and O stay.
+      bool small[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) small[h] = !NATURAL_SCORES && sum[h] <= LARGEST_SUM;
+      if (NATURAL_SCORES || !__all_sync(FULL_WARP, small[0] && small[1])) {
+        float m[2];  // the largest score that this lane holds of a row, where M has to rise
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          find_largest(m[h], S_acc[r], h, factor);
+          if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
+        }
+        if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            scale_row(O_acc[r], h, state[r][h].advance(shfl_max<4>(m[h])));  // R6
+        }
+        M[0] = state[r][0].M_finite(), M[1] = state[r][1].M_finite();
+        weigh(M, true);
       }
+      state[r][0].l += sum[0], state[r][1].l += sum[1];  // R6: this lane's part of l
     }
 
     // S5 output
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
-      uint32_t P_frag[MMA_ROWS][4];  // two key tiles of S are one k step of P
-#pragma unroll
-      for (int r = 0; r < MMA_ROWS; ++r)
-        pack_tiles<elem_t>(P_frag[r], S_acc[r][2 * k], S_acc[r][2 * k + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
         ldmatrix_x4_trans(V_frag, swizzled_from<CHUNKS>(V_tile, k * 16, c));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
-          mma_m16n8k16<elem_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6
-          mma_m16n8k16<elem_t>(O_acc[r][c + 1], P_frag[r], V_frag[2], V_frag[3]);  // R6
+          mma_m16n8k16<elem_t>(O_acc[r][c], P_frag[k][r], V_frag[0], V_frag[1]);      // R6
+          mma_m16n8k16<elem_t>(O_acc[r][c + 1], P_frag[k][r], V_frag[2], V_frag[3]);  // R6
         }
       }
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import functools
 import importlib
 import re
@@ -21,26 +20,13 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.compiler.modules import KERNELS
-from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.kernels.numerics import numerics
 from docs import write_api, write_house, write_tests
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupyattn"
-PRIMS = sorted((KERNELS / "prims").rglob("*.cuh"))
-ATTENTION = sorted(KERNELS.rglob("attn_*.cu"))
 CUDA = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
 PYTHON = sorted(PACKAGE.rglob("*.py"))
 
-#: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels, the
-#: split form two).
-FUSED = [
-    str(form.source)
-    for variant in VARIANTS.values()
-    for form in variant.forms.values()
-    if variant.family != "unfused" and variant.source is None
-    and not (form.takes.few_rows or form.on_hopper)
-]  # fmt: skip
 #: Which package may import which: one imports what stands above it, never what stands below or
 #: beside it (on the same line). README.md and docs/DESIGN.md show the same list.
 HOUSE: tuple[tuple[str, ...], ...] = (
@@ -78,198 +64,10 @@ NO_CUPY = {
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")
 
 
-def names(paths: list[Path], base: Path) -> list[str]:
-    return [path.relative_to(base).as_posix() for path in paths]
-
-
-def header_and_body(source: str) -> tuple[str, str]:
-    """Split a kernel at the end of its leading comment."""
-    lines = source.splitlines(keepends=True)
-    end = next(i for i, line in enumerate(lines) if not line.startswith("//"))
-    return "".join(lines[:end]), "".join(lines[end:])
-
-
-def code(source: str) -> str:
-    """Drop comments and string literals, keeping the lines."""
-    source = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
-    return re.sub(r'//[^\n]*|"(?:\\.|[^"\\\n])*"', "", source)
-
-
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     """Parse a file once for all tests."""
     return ast.parse(path.read_text())
-
-
-def rounding_tags(text: str) -> set[str]:
-    return set(re.findall(r"\bR\d+\b", text))
-
-
-# ---- kernels -------------------------------------------------------------------------------------
-
-
-#: Which form of which rung a kernel is.
-REGISTERED = {
-    KERNELS / form.source: (variant, name)
-    for variant in VARIANTS.values()
-    if variant.source is None
-    for name, form in variant.forms.items()
-}
-
-
-def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:
-    assert set(ATTENTION) == set(REGISTERED)
-
-
-@pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
-def test_the_entry_point_is_the_file_name(path: Path) -> None:
-    entries = re.findall(
-        r'extern "C" __global__(?:\s+__launch_bounds__\([^)]*\))?\s+void\s+(\w+)\(',
-        path.read_text(),
-    )
-    assert entries, "no kernel found"
-    steps = [f"{path.stem}_{step}" for step in ("scores", "softmax", "weighted_sum")]
-    assert entries == (steps if path.stem == "attn_unfused" else [path.stem])
-
-
-@pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
-def test_the_header_comment_is_a_lab_notebook(path: Path) -> None:
-    header, _ = header_and_body(path.read_text())
-    assert header.startswith(f"// {path.stem} -- "), "a one-line summary comes first"
-    titles = ["Idea ", "Differs from ", "Kept simple ", "Rounding ", "Mirror ", "Bound "]
-    places = [header.find(title) for title in titles]
-    assert -1 not in places, f"missing {titles[places.index(-1)]!r}"
-    assert places == sorted(places), "in another order"
-
-
-def test_the_tests_for_a_device_import() -> None:
-    """They are not collected where there is none."""
-    modules = sorted(Path(__file__).with_name("gpu").glob("test_*.py"))
-    assert len(modules) > 15
-    for path in modules:
-        with contextlib.suppress(pytest.skip.Exception):  # a library or its device is not there
-            importlib.import_module(f"tests.gpu.{path.stem}")
-
-
-@pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
-def test_rounding_tags_agree_between_header_body_and_numerics(path: Path) -> None:
-    header, body = header_and_body(path.read_text())
-    if path.parent.name == "split":  # two kernels, one after the other
-        body += (KERNELS / "merge" / "merge_splits.cu").read_text()
-    variant, form = REGISTERED[path]
-    # The Hopper and split forms leave softcap and bias to the portable ones.
-    changed = {} if form in ("sm90", "split") else {"softcap": True, "bias": True}
-    expected = set(numerics(variant.family, form, variant.dtypes[0], **changed).tags)
-    rounding = header[header.index("Rounding ") : header.index("Mirror ")]
-    assert rounding_tags(rounding) == expected
-    comments = " ".join(re.findall(r"//[^\n]*", body))
-    # R0 and R1 prepare the operands: another kernel rounds there.
-    assert rounding_tags(comments) == expected - {"R0", "R1"}
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_steps_come_in_order(name: str) -> None:
-    steps = ["locate", "load Q", "load K, V", "scores", "softmax", "output", "store"]
-    found = re.findall(r"^ *// S(\d) (.*)$", (KERNELS / name).read_text(), re.MULTILINE)
-    assert [int(number) for number, _ in found] == list(range(7))
-    for (_, text), step in zip(found, steps, strict=True):
-        assert text.startswith(step)
-
-
-def test_macros_and_assembly_stay_in_their_places() -> None:
-    texts = {path: code(path.read_text()) for path in CUDA}
-    assert not [p for p in CUDA if p.name != "config.cuh" and "CFG_" in texts[p]]
-    assert not [p for p in CUDA if p not in PRIMS and re.search(r"\basm\b", texts[p])]
-    leftover = r"\bTO" + r"DO\b|\bFIX" + r"ME\b"
-    assert not [p for p in CUDA if re.search(leftover, p.read_text())]
-
-
-def lines_of_cuda() -> Iterator[tuple[Path, str, str]]:
-    """Yield each line of each CUDA file: its file, its place to be named in a message, itself."""
-    for path in CUDA:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            yield path, f"{path.relative_to(KERNELS)}:{number}: {line.strip()}", line
-
-
-def test_every_barrier_names_its_hazard() -> None:
-    barriers = [
-        (place, line) for _, place, line in lines_of_cuda()
-        if "__syncthreads()" in line and "__syncthreads()" in code(line)
-    ]  # fmt: skip
-    assert len(barriers) > 20
-    assert not [place for place, line in barriers if not re.search(r";\s+// \w+", line)]
-
-
-def test_every_pointer_has_a_shape() -> None:
-    """Fields of the parameter structs, and pointers that a kernel declares."""
-    declared = re.compile(r"\s+(?:const )?\w+\* *\w+(?:;| = )")
-    pointers = [
-        (place, line) for path, place, line in lines_of_cuda()
-        if (path not in PRIMS or path.name == "params.cuh") and declared.match(line)
-    ]  # fmt: skip
-    assert len(pointers) > 20
-    assert not [place for place, line in pointers if not re.search(r"// \[[^\]]+\]", line)]
-
-
-def changed(left: str, right: str) -> tuple[int, int]:
-    """Lines removed and added between the bodies of two kernels, blank lines not counted."""
-    bodies = [
-        [
-            line
-            for line in header_and_body((KERNELS / name).read_text())[1].splitlines()
-            if line.strip()
-        ]
-        for name in (left, right)
-    ]
-    diff = list(difflib.unified_diff(*bodies, lineterm="", n=0))[2:]
-    return sum(d.startswith("-") for d in diff), sum(d.startswith("+") for d in diff)
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "limit"),
-    [
-        ("attn_fa.cu", "attn_fa_warps.cu", 100),
-        ("attn_fa_warps.cu", "attn_fa_tc.cu", 106),  # its header says why
-        ("attn_fa_tc.cu", "attn_fa_int8.cu", 139),  # its header says why
-        ("attn_fa_int8.cu", "forms/attn_fa_int8_pv8.cu", 195),  # its header says why
-        # its header says why
-        ("forms/attn_fa_int8_pv8.cu", "forms/attn_fa_int8_pv8_whole.cu", 165),
-        ("attn_fa_int8.cu", "forms/attn_fa_int8_fused.cu", 100),
-    ],
-)
-def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) -> None:
-    """A changed line is counted once: the larger of what goes and what comes."""
-    removed, added = changed(left, right)
-    print(f"diff {left} {right}: -{removed} +{added} lines outside the headers")
-    assert max(removed, added) <= limit
-    header, _ = header_and_body((KERNELS / right).read_text())
-    assert f"diff {left} {right}" in header
-
-
-def test_no_lambda_is_generic() -> None:
-    """NVRTC 13.0 takes one with `auto` among its parameters for a function of the host."""
-    generic = re.compile(r"\[[&=\w, ]*\]\(([^()]|\([^()]*\))*\bauto\b")
-    assert not [path for path in CUDA if generic.search(path.read_text())]
-
-
-def test_the_cuda_files_fit_the_screen() -> None:
-    long = [
-        f"{path.relative_to(KERNELS)}:{number} ({len(line)})"
-        for path in CUDA
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if len(line) > 100
-    ]
-    assert not long, f"{len(long)} lines are longer than 100 columns: " + ", ".join(long)
-
-
-def test_the_page_of_the_kernels_names_each_file_once() -> None:
-    page = (KERNELS / "README.md").read_text()
-    linked = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\) \| \S", page, re.MULTILINE)
-    assert sorted(target for _, target in linked) == sorted(names(CUDA, KERNELS))
-    assert all(target.endswith(text) for text, target in linked)
-
-
-# ---- Python --------------------------------------------------------------------------------------
 
 
 def place(path: Path) -> str:
@@ -651,6 +449,15 @@ def test_what_needs_a_framework_is_run_where_there_is_one() -> None:
             marked |= {folder} if is_marked else set()
     run = (ROOT / "Makefile").read_text().split("-m frameworks ")[1].split("\n")[0].split()
     assert run == [f"tests/{folder}" for folder in sorted(marked)]
+
+
+def test_the_tests_for_a_device_import() -> None:
+    """They are not collected where there is none."""
+    modules = sorted(Path(__file__).with_name("gpu").glob("test_*.py"))
+    assert len(modules) > 15
+    for path in modules:
+        with contextlib.suppress(pytest.skip.Exception):  # a library or its device is not there
+            importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 def test_every_file_of_tests_is_listed() -> None:

@@ -39,6 +39,11 @@ class Operand:
             0 if n == 1 else s for s, n in zip(self.strides[:-1], self.shape[:-1], strict=True)
         )
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Strides of every axis; 0 for an axis of length 1."""
+        return tuple(0 if n == 1 else s for s, n in zip(self.strides, self.shape, strict=True))
+
     def allows(self, width: int) -> bool:
         """Whether every row can be read `width` elements at a time."""
         size = width * self.itemsize

@@ -10,8 +10,22 @@ from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import REFERENCE, U, products
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.quant.activation import ACTIVATION_SLOPE, MOST_SPLITS
-from cupyattn.quant.blocks import BLOCK_SIZE, Array, _by_column, as_matrix
-from cupyattn.reference.gemm import Float64, _slices, activate, product_operands
+from cupyattn.quant.blocks import (
+    BLOCK_SIZE,
+    Array,
+    _by_column,
+    as_matrix,
+    scale_shape,
+    strategy_of,
+)
+from cupyattn.reference.gemm import (
+    Float64,
+    activate,
+    by_row,
+    product_operands,
+    scaled_terms,
+    sum_operands,
+)
 
 #: G4: error of a computed activation, of |x| and absolute.
 ACTIVATION_ERROR, ACTIVATION_TINY = 8 * U, 2.0**-118
@@ -23,13 +37,14 @@ TINY = 2.0**-150
 def gemm_error(
     a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
     bias: Array | None = None, activation: str = "",
-    outliers: tuple[Array, Array] | None = None,
+    outliers: tuple[Array, Array] | None = None, residual: Array | None = None,
+    gate: Array | None = None,
 ) -> Float64:  # fmt: skip
     """Return how far each element of a computed product may be from `gemm_exact`.
 
     Parameters
     ----------
-    a, a_scales, b, b_scales, out_dtype, bias, activation, outliers
+    a, a_scales, b, b_scales, out_dtype, bias, activation, outliers, residual, gate
         As for `gemm_mirror`.
 
     Returns
@@ -40,24 +55,27 @@ def gemm_error(
     Notes
     -----
     With f the product of both scales and S = Σ |dot| f over K = ceil(k / 128) slices: G1 and G2
-    give ``γ_{K+1} S`` and what underflows, however many blocks share a tile; outliers
-    ``γ_{r + ceil(r/16)}(2^-23)`` of everything so far, for r columns, and the sums from block to
-    block ``γ_7``; G3 one rounding; G4 passes on its largest slope times all of that and adds
-    ``8 u |x| + 2^-118``; G5 half a unit of the last place. docs/MATH_REFERENCE.md, "Block-wise
+    give ``γ_{K+1} S`` and what underflows, however many blocks share a tile; with scales of
+    channels S = |dot| f, and G1 and G2 give ``γ_3 S``; outliers ``γ_{r + ceil(r/16)}(2^-23)`` of
+    everything so far, for r columns, and the sums from block to block ``γ_7``; G3 one rounding; G4
+    passes on its largest slope times all of that and adds ``8 u |x| + 2^-118``; G6 multiplies by
+    the gate and rounds once; G5 half a unit of the last place. docs/MATH_REFERENCE.md, "Block-wise
     products".
     """
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
     )
+    residual, gate = sum_operands(residual, gate)
     shape = a.shape[0], b.shape[0]
     size, whole, c = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+        for dot, of_a, of_b in scaled_terms(a, a_scales, b, b_scales):
             terms = as_float64(dot) * (as_float64(of_a) * as_float64(of_b))
             c += terms
             size += np.abs(terms)
             whole += np.abs(as_float64(dot))
-        slices = a_scales.shape[1]
+        by_channel = strategy_of(a, a_scales, b, b_scales) == "channel"
+        slices = 2 if by_channel else a_scales.shape[1]  # of channels the sum is rounded, too
         error = gamma(slices + 1, U) * size + 2 * TINY * (whole + slices)  # G1, G2
         if outliers is not None:
             x, w = map(as_float64, outliers)
@@ -74,6 +92,12 @@ def gemm_error(
             own = ACTIVATION_ERROR * (np.abs(c) + error) + ACTIVATION_TINY  # G4
             error = ACTIVATION_SLOPE[activation] * error + own
             c = activate(c, activation)
+        if residual is not None:
+            factor = 1.0 if gate is None else as_float64(by_row(gate, len(c)))
+            # Past float32 the product is infinite, whatever it is multiplied by.
+            error = np.where(np.abs(c) + error <= FINITE_MAX["float32"], error, np.inf)
+            c, error = as_float64(residual) + factor * c, np.abs(factor) * error
+            error = (error + U * (np.abs(c) + error) + TINY) * REFERENCE  # G6
         error = error + half_ulp(np.abs(c) + error, out_dtype)  # G5
         return np.where(np.abs(c) + error <= FINITE_MAX[out_dtype], error, np.inf)
 
@@ -87,7 +111,7 @@ def weight_error(
     ----------
     w : array, (out, in) or (out, in, ...)
         The weight, with finite elements below 2^127.
-    scales : array, (out blocks, in blocks), float32
+    scales : array, (out blocks, in blocks) or (out, 1), float32
     block_size : int
     out_dtype : {"float32", "bfloat16", "float16"}
         As for `weight_dequant`.
@@ -103,8 +127,10 @@ def weight_error(
     """
     w, scales = operands(w=w, scales=scales)
     size = abs(as_float64(as_matrix(w)))
-    scale = as_float64(_by_column(scales, block_size, size.shape[1]))
-    scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
+    scale = as_float64(scales)
+    if scales.shape != (size.shape[0], 1) or scales.shape == scale_shape(size.shape, block_size):
+        scale = _by_column(scale, block_size, size.shape[1])
+        scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
     error = rounding_to_codes(size, scale)
     error = error + 2.0**-24 * (size + error) + 2.0**-150
     return (error + half_ulp(size + error, out_dtype)).reshape(w.shape)

@@ -23,6 +23,7 @@ from cupyattn.kernels.numerics import (
     UNIT_ROUNDOFF,
     Numerics,
 )
+from cupyattn.kernels.softcap import SOFTCAP_ERROR
 from cupyattn.kernels.splits import Splits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.reference.exact import ScoreBlock
@@ -74,6 +75,14 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
             return abs(float(np.float32(x)) / x - 1.0) + 2.0**-50
 
     tiny, largest = 2.0**-148, sigma
+    if n.scored and n.scaling == "folded":
+        # ((fl(u tanh(dot / u)) + bias f) (1 + U)), f = fl(1 / sigma): f / (1 / sigma) belongs to
+        # the sum, and its inverse to the product alone.
+        factor = constant(1 / sigma) if n.bias else 0.0
+        own = (1 + (SOFTCAP_ERROR if softcap else 0.0)) / (1 - factor) - 1
+        added = (1 + factor) * (1 + U) - 1 if n.bias else 0.0
+        tiny += sigma * 2.0**-146
+        return Scaling(constant(sigma * LOG2E), own, added, tiny, max(sigma, softcap))
     if n.scaling == "folded":
         return Scaling(constant(sigma * LOG2E), 0.0, 0.0, tiny, largest)
     if n.scaling == "natural":
@@ -90,6 +99,13 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         largest = max(largest_dot * largest_k, factor * largest_q, sigma)
         # Both scales may be one factor, which is subnormal where S is.
         largest, tiny = max(largest, factor * largest_q * largest_k), 2.0**-124
+    if n.scored:
+        # (fl(u tanh(S / u)) + bias f) (1 + U), f = fl(log2 e): as above. What a row shares is its
+        # products' own, once they are no longer alone.
+        factor = constant(LOG2E) if n.bias else 0.0
+        own = row * (1 + own) * (1 + (SOFTCAP_ERROR if softcap else 0.0)) / (1 - factor) - 1
+        added = (1 + factor) * (1 + U) - 1 if n.bias else 0.0
+        return Scaling(0.0, own, added, tiny + 2.0**-146, max(largest, softcap * LOG2E))
     if not n.subtracts_first:
         row *= 1 + constant(LOG2E) if n.scaling == "natural" else 1
         return Scaling(row - 1, own, 0.0, tiny, largest)
@@ -208,6 +224,8 @@ def perturb(
             shift = shift + CODE_UNIT_ERROR
     else:
         started = running > NEG_INF
+        if n.scored:  # what a lower M leaves is multiplied by alpha = 0 before it counts
+            started &= running + drift >= top[..., None] - FAR_BELOW
         largest_M = xp.where(started, xp.abs(xp.where(started, running, 0.0)) + drift, 0.0)
         slack = U * ((largest_M.max(axis=-1) + shift) / LN2) * (1 + 2 * U)
         if n.code_log2:  # M is that much lower, and rounded up

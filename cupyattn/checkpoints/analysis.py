@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,12 +23,15 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
 from cupyattn.measure.words import counted, format_bytes, format_share
 from cupyattn.quant.blocks import (
+    STRATEGIES,
     Int8Config,
     as_matrix,
     by_line,
     dequantize_blocks,
     panels,
     quantize_blocks,
+    quantize_rows,
+    row_scales,
     scale_shape,
     strips,
 )
@@ -36,6 +39,8 @@ from cupyattn.quant.blocks import (
 #: An outlier is an element beyond so many times the root mean square of its block. Of normal data
 #: one in 16,000 is; more than one in 16 can never be.
 OUTLIER_RMS = 4.0
+#: Scales of channels are recommended up to so many times the error of blocks: they are faster.
+CHANNEL_LIMIT = 1.05
 #: What may become of a tensor: INT8 codes, 16 bits, or nothing.
 VERDICTS = ("int8", "16bit", "keep")
 #: Names of 16-bit types by the names of `Int8Config.fallback_dtype`.
@@ -75,6 +80,9 @@ class TensorReport:
         Size, and what is left of it, scales included.
     reason : str
         Why.
+    block_error, channel_error : float or None
+        Relative error of the layer on activations that were given, both quantised, with scales of
+        blocks and of channels: ``|y - y_exact| / |y_exact|``. None where there were none.
     """
 
     name: str
@@ -94,6 +102,18 @@ class TensorReport:
     nbytes: int = 0
     nbytes_out: int = 0
     reason: str = ""
+    block_error: float | None = None
+    channel_error: float | None = None
+
+    @property
+    def recommended(self) -> str:
+        """``"channel"`` where it errs at most `CHANNEL_LIMIT` times as much as ``"block"``.
+
+        "" where no activations were given, or the weight does not become INT8.
+        """
+        if self.block_error is None or self.channel_error is None or self.verdict != "int8":
+            return ""
+        return "channel" if self.channel_error <= CHANNEL_LIMIT * self.block_error else "block"
 
     @property
     def info(self) -> TensorInfo:
@@ -161,7 +181,9 @@ class Analysis:
 
     # ---- as text
 
-    header = ("", "tensor", "shape", "role", "type", "becomes", "outliers", "SQNR", "why")
+    header = (
+        "", "tensor", "shape", "role", "type", "becomes", "outliers", "SQNR", "scales by", "why",
+    )  # fmt: skip
 
     def cells(self, *, every: bool = False) -> list[tuple[str, ...]]:
         """Return the table's rows: one for each tensor, or for the tensors of all blocks alike."""
@@ -169,9 +191,10 @@ class Analysis:
         for t in self.tensors:
             name = t.name if every else family_of(t.name)
             reason = t.reason.partition(":")[0]
-            groups.setdefault((name, t.dtype, t.shape, t.dtype_out, reason), []).append(t)
+            alike = (name, t.dtype, t.shape, t.dtype_out, reason, t.recommended)
+            groups.setdefault(alike, []).append(t)
         rows: list[tuple[str, ...]] = []
-        for (name, dtype, shape, dtype_out, reason), some in groups.items():
+        for (name, dtype, shape, dtype_out, reason, recommended), some in groups.items():
             ratios = [t.outlier_ratio for t in some if t.outlier_ratio is not None]
             sqnr = [t.sqnr_db for t in some if t.sqnr_db is not None]
             rows.append(
@@ -179,6 +202,7 @@ class Analysis:
                     str(len(some)), name, "x".join(map(str, shape)) or "scalar", some[0].role,
                     dtype, dtype_out, format_share(max(ratios)) if ratios else "",
                     f"{min(sqnr):.1f} dB" if sqnr else "",
+                    f"{recommended}: {_errors(some)}" if recommended else "",
                     some[0].reason if len(some) == 1 else reason,
                 )
             )  # fmt: skip
@@ -199,6 +223,13 @@ class Analysis:
                 f"{names[verdict]}: {counted(part['tensors'], 'tensor')}, "
                 f"{format_share(part['elements'] / elements)} of the elements, "
                 f"{format_bytes(part['bytes'])} become {format_bytes(part['bytes_out'])}"
+            )
+        tried = [t for t in self.tensors if t.recommended]
+        if tried:
+            of_channels = sum(t.recommended == "channel" for t in tried)
+            lines.append(
+                f"On the activations given, scales of channels err at most {CHANNEL_LIMIT} times "
+                f"as much as those of blocks in {of_channels} of {len(tried)} layers"
             )
         lines.append(
             f"In all {format_bytes(totals['bytes'])} become {format_bytes(totals['bytes_out'])}: "
@@ -256,6 +287,7 @@ def analyze(
     model: str | os.PathLike[str] | Source,
     config: Int8Config | None = None,
     *,
+    activations: Mapping[str, Array] | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Analysis:
     """Look at every tensor of a model, one at a time.
@@ -265,6 +297,9 @@ def analyze(
     model : path or Source
         As for `open_checkpoint`.
     config : Int8Config, optional
+    activations : mapping of str to array, optional
+        What layers get, (..., in) in a float type, by the name of the layer, with or without
+        ``.weight``: for each of them the errors of scales of blocks and of channels are compared.
     advance : callable, optional
         Called with each name when its tensor is done.
 
@@ -278,6 +313,8 @@ def analyze(
         As `open_checkpoint`, and where a file changes while it is read.
     TypeError
         For a `model` that is neither, or another `config`.
+    ValueError
+        For activations of a layer that the model does not have, of another width, or not finite.
 
     Notes
     -----
@@ -289,9 +326,15 @@ def analyze(
         raise TypeError(f"config must be a cupyattn.Int8Config or None, got {config!r:.60}")
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     config = config or Int8Config()
+    samples = _samples(source, activations or {})
     reports = []
     for name, info in source.tensors.items():
-        reports.append(judge(_examine(name, info, source.read(name), config), config))
+        tensor = source.read(name)
+        report = _examine(name, info, tensor, config)
+        if name in samples and report.outlier_ratio is not None:
+            of_block, of_channel = _layer_errors(tensor, samples[name], config.block_size)
+            report = replace(report, block_error=of_block, channel_error=of_channel)
+        reports.append(judge(report, config))
         if advance is not None:
             advance(name)
     return Analysis(source.path.name, config, tuple(reports))
@@ -306,7 +349,7 @@ def judge(report: TensorReport, config: Int8Config) -> TensorReport:
     info = report.info
     nbytes_out = info.elements * DTYPES[dtype_out].itemsize
     if verdict == "int8":
-        rows, columns = scale_shape(info.shape, config.block_size)
+        rows, columns = scale_shape(info.shape, config.block_size, config.strategy)
         nbytes_out += 4 * rows * columns
     return replace(
         report, verdict=verdict, dtype_out=dtype_out, nbytes=info.nbytes, nbytes_out=nbytes_out,
@@ -377,7 +420,7 @@ def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> 
     report = replace(report, nonfinite=nonfinite, largest=largest)
     if nonfinite or info.dtype not in FLOATS or tensor.ndim < 2:
         return report
-    errors: dict[str, Any] = _int8_error(tensor, config.block_size)
+    errors: dict[str, Any] = _int8_error(tensor, config.block_size, config.strategy)
     return replace(report, **errors)
 
 
@@ -386,13 +429,83 @@ def sha256_of(tensor: Array) -> str:
     return hashlib.sha256(tensor.reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def _int8_error(tensor: Array, block_size: int) -> dict[str, float | None]:
-    """Return outliers and errors of a finite weight as blocks of codes."""
+def _samples(source: Source, activations: Mapping[str, Array]) -> dict[str, Array]:
+    """Return activations as float32 rows, by the name of the weight that they meet."""
+    found = {}
+    for given, x in activations.items():
+        name = given if given in source.tensors else f"{given}.weight"
+        shape = source.tensors[name].shape if name in source.tensors else ()
+        if len(shape) != 2:
+            raise ValueError(
+                f"activations are given for {given!r:.80}, which is no linear layer of "
+                f"{source.path.name}"
+            )
+        x = np.asarray(x)
+        if x.ndim < 1 or x.shape[-1] != shape[1] or not x.size:
+            raise ValueError(
+                f"activations of {given!r:.80} must be (..., {shape[1]}) with a row or more, got "
+                f"{x.shape}"
+            )
+        rows = x.reshape(-1, shape[1]).astype(np.float32)
+        if not np.isfinite(rows).all():
+            raise ValueError(f"activations of {given!r:.80} are NaN or infinite")
+        found[name] = rows
+    return found
+
+
+def _layer_errors(weight: Array, x: Array, block_size: int) -> tuple[float, float]:
+    """Return the relative errors of a layer on activations, by blocks and by channels.
+
+    Parameters
+    ----------
+    weight : array, (out, in)
+    x : array, (rows, in), float32
+    """
+    rounded = {}
+    for strategy in STRATEGIES:
+        codes, scales = quantize_rows(x, block_size, strategy)
+        across = scales.repeat(block_size, axis=1)[:, : x.shape[1]]
+        rounded[strategy] = codes * (scales if strategy == "channel" else across)
+    noise, signal = dict.fromkeys(STRATEGIES, 0.0), 0.0
+    step = max(1, PART_ELEMENTS // (block_size * max(1, weight.shape[1]))) * block_size
+    for rows in strips(weight.shape[0], step):  # whole blocks
+        w = weight[rows].astype(np.float32)
+        exact = x @ w.T
+        signal += float(np.square(exact, dtype=np.float64).sum())
+        for strategy in STRATEGIES:
+            coded = quantize_blocks(w, block_size, strategy)
+            error = rounded[strategy] @ dequantize_blocks(
+                *coded, block_size, strategy=strategy
+            ).T - exact  # fmt: skip
+            noise[strategy] += float(np.square(error, dtype=np.float64).sum())
+    by_block, by_channel = (
+        math.sqrt(noise[strategy] / signal) if signal else 0.0 for strategy in STRATEGIES
+    )
+    return by_block, by_channel
+
+
+def _errors(some: Sequence[TensorReport]) -> str:
+    """Say how the errors of channels compare with those of blocks, the worst of some layers."""
+    ratios = [
+        (t.channel_error or 0.0) / t.block_error if t.block_error else 1.0 for t in some
+    ]  # fmt: skip
+    return f"{max(ratios):.3g} x the error of blocks"
+
+
+def _int8_error(tensor: Array, block_size: int, strategy: str) -> dict[str, float | None]:
+    """Return outliers and errors of a finite weight as codes; outliers are of its blocks."""
     matrix = as_matrix(tensor)
+    of_rows = row_scales(matrix) if strategy == "channel" else None
     outliers, largest, total, noise, signal, loud = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     for part, _ in panels(matrix.shape, block_size, PART_ELEMENTS):
         values = matrix[part].astype(np.float32)
-        error = np.abs(values - dequantize_blocks(*quantize_blocks(values, block_size), block_size))
+        if of_rows is None:
+            coded = quantize_blocks(values, block_size)
+            error = np.abs(values - dequantize_blocks(*coded, block_size))
+        else:
+            scale, inverse = (x[part[0]] for x in of_rows)
+            rounded = np.rint(values * inverse) * scale
+            error = np.abs(values - rounded)
         largest = max(largest, float(error.max()))
         wide = error.reshape(-1).astype(np.float64)
         total += float(wide.sum())

@@ -107,6 +107,7 @@ def benchmark_block(
     text_tokens: int = TEXT_TOKENS,
     rounds: int = 15,
     seed: int = 0,
+    strategy: str = "block",
 ) -> list[Part]:
     """Run the layers and the attention of the first visual block in 16 bits and as INT8.
 
@@ -122,6 +123,8 @@ def benchmark_block(
         Samples of each time.
     seed : int
         Of the inputs, N(0, 1): what a norm without weights leaves.
+    strategy : {"block", "channel"}
+        What shares a scale of the layers.
 
     Returns
     -------
@@ -153,7 +156,7 @@ def benchmark_block(
     for name, weights, of_text, activation in _LAYERS:
         w = weight(weights[0])
         x = draw(text_tokens if of_text else tokens, w.shape[1])
-        found.append(_layer(name, len(weights), x, w, activation, rounds))
+        found.append(_layer((name, len(weights)), x, w, (activation, strategy), rounds))
     for name, length in (("self-attention", tokens), ("cross-attention", text_tokens)):
         kind = name.replace("-", "_")
         norms = weight(f"{kind}.query_norm"), weight(f"{kind}.key_norm")
@@ -168,20 +171,26 @@ def benchmark_block(
     return found
 
 
-def _layer(name: str, count: int, x: Array, w: Array, activation: str, rounds: int) -> Part:
+def _layer(
+    named: tuple[str, int], x: Array, w: Array, options: tuple[str, str], rounds: int
+) -> Part:
     """Compare one linear layer; the activation belongs to INT8 alone, whose kernel has it."""
-    layer, plain = (Int8Linear.from_weight(w, activation=a) for a in (activation or None, None))
+    activation, strategy = options
+    layer, plain = (
+        Int8Linear.from_weight(w, strategy=strategy, activation=a)
+        for a in (activation or None, None)
+    )
     rows = x[:: max(1, x.shape[0] // JUDGED_ROWS)]
     host_rows, host_w = on_host(rows), on_host(w)
     exact = as_float64(host_rows) @ as_float64(host_w).T
     off_16 = rungs.relative_error(as_float64(on_host(product16(rows, w))), exact)
     coded = as_float64(on_host(plain(rows)))
-    bound = Int8Linear.from_weight(host_w).error(host_rows, host_w)
+    bound = Int8Linear.from_weight(host_w, strategy=strategy).error(host_rows, host_w)
     off_8 = rungs.relative_error(coded, exact)
     ok = bool((abs(coded - exact) <= bound).all()) and off_16 <= ERROR_16
     seconds = _timed(lambda: product16(x, w), lambda: layer(x), rounds, x) if ok else (None, None)
     size = layer.codes.nbytes + layer.scales.nbytes
-    return Part(name, count, w.nbytes, size, off_16, off_8, ok, *seconds)
+    return Part(*named, w.nbytes, size, off_16, off_8, ok, *seconds)
 
 
 def _attention(

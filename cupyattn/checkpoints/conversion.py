@@ -16,7 +16,7 @@ from cupyattn.checkpoints import layout, writer
 from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, sha256_of
 from cupyattn.checkpoints.codes import check_codes, dequantize_codes
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
-from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSION, SCALE_NAMES
+from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, SCALE_NAMES
 from cupyattn.checkpoints.schemes import find_codes
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import SafetensorsCheckpoint, open_checkpoint
@@ -29,6 +29,7 @@ from cupyattn.quant.blocks import (
     dequantize_blocks,
     panels,
     quantize_blocks,
+    row_strips,
     scale_shape,
     strips,
 )
@@ -156,6 +157,11 @@ def convert(
         analysis = analyze(source, config, advance=advance)
     _same_tensors(source, analysis)
     analysis = analysis.with_config(config or analysis.config)
+    if export == "deepseek" and analysis.config.strategy != "block":
+        raise ValueError(
+            "export 'deepseek' has scales of blocks alone, got "
+            f"strategy={analysis.config.strategy!r}: use export='compressed-tensors'"
+        )
     if analysis.nonfinite:
         first, *others = analysis.nonfinite
         raise ValueError(
@@ -167,8 +173,9 @@ def convert(
     int8 = work.layers(int8=True)
     if int8:  # else the model has no codes, and is none that was quantised
         record[QUANTIZATION] = layout.quantization_config(
-            export, analysis.config.block_size, int8, work.layers(int8=False)
-        )
+            export, analysis.config.block_size, int8, work.layers(int8=False),
+            analysis.config.strategy,
+        )  # fmt: skip
     plan = writer.plan(source, items, work, record or None, max_shard_bytes)
     return _write(plan, work, target, analysis, dry_run, advance)
 
@@ -291,8 +298,10 @@ class _ToInt8:
         self.source = source
         self.export = export
         self.notes = notes
-        self.block_size = analysis.config.block_size
+        self.block_size, self.strategy = analysis.config.block_size, analysis.config.strategy
         self.config = asdict(analysis.config)
+        if self.strategy == "block":  # the record of version 1, to the byte
+            del self.config["strategy"]
         self.sha256 = analysis.sha256
         self.reports = {t.name: t for t in analysis.tensors}
 
@@ -309,14 +318,14 @@ class _ToInt8:
     def item(self, t: TensorReport) -> Item:
         outputs = {t.name: TensorInfo(t.dtype_out, t.shape)}
         if t.verdict == "int8":
-            shape = scale_shape(t.shape, self.block_size)
+            shape = scale_shape(t.shape, self.block_size, self.strategy)
             outputs[layout.scale_name(t.name, self.export)] = TensorInfo("F32", shape)
         return Item(t.name, outputs)
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         record = {
             **self.notes,
-            "version": RECORD_VERSION,
+            "version": RECORD_VERSIONS[self.strategy],
             "tool": f"cupyattn {__version__}",
             "export": self.export,
             "config": self.config,
@@ -336,7 +345,7 @@ class _ToInt8:
             raise ValueError(f"{self.source.path}: {t.name!r} has changed since it was analysed")
         if t.verdict != "int8":
             return {t.name: tensor.astype(DTYPES[t.dtype_out], copy=False)}
-        made = quantize_blocks(tensor, self.block_size)
+        made = quantize_blocks(tensor, self.block_size, self.strategy)
         return dict(zip(item.outputs, made, strict=True))
 
     def check(self, item: Item, found: Mapping[str, Array]) -> str | None:
@@ -346,6 +355,8 @@ class _ToInt8:
             narrowed = tensor.astype(DTYPES[t.dtype_out], copy=False)
             return None if _same_bytes(narrowed, found[t.name]) else "its bytes are others"
         codes, scales = (found[name] for name in item.outputs)
+        if self.strategy == "channel":
+            return _check_channels(tensor, codes, scales)
         for part, blocks in panels(t.shape, self.block_size):
             scale = np.ascontiguousarray(scales[blocks])
             error = dequantize_blocks(codes[part], scale, self.block_size)
@@ -357,6 +368,16 @@ class _ToInt8:
             if not (worst <= HALF_STEP * scale).all():
                 return "its codes are further off than their bound"
         return None
+
+
+def _check_channels(tensor: Array, codes: Array, scales: Array) -> str | None:
+    """Say what is wrong with the codes of a weight that has a scale for each row."""
+    for rows in row_strips(codes.shape):
+        error = codes[rows].astype(np.float32) * scales[rows]
+        error -= tensor[rows].astype(np.float32)
+        if not (np.abs(error, out=error) <= HALF_STEP * scales[rows]).all():
+            return "its codes are further off than their bound"
+    return None
 
 
 class _FromInt8:

@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupyattn.checkpoints.schemes import Scheme, read_schemes, square
+from cupyattn.checkpoints.schemes import Scheme, by_channel, read_schemes, square
 
 #: What is added to the name of a layer for its scales, by export.
 SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_inv"}
 WEIGHT = ".weight"
 QUANTIZATION = "quantization_config"
-#: The name of our own record among a file's strings, and its version.
-RECORD, RECORD_VERSION = "cupyattn", 1
+#: The name of our own record among a file's strings, and its versions by what shares a scale: what
+#: read only the first version knows blocks alone.
+RECORD, RECORD_VERSIONS = "cupyattn", {"block": 1, "channel": 2}
 
 
 def scale_name(weight: str, export: str) -> str:
@@ -34,7 +35,11 @@ def scale_name(weight: str, export: str) -> str:
 
 
 def quantization_config(
-    export: str, block_size: int, layers: Sequence[str], ignore: Sequence[str]
+    export: str,
+    block_size: int,
+    layers: Sequence[str],
+    ignore: Sequence[str],
+    strategy: str = "block",
 ) -> dict[str, Any]:
     """Return what ``config.json`` says of the quantisation.
 
@@ -48,6 +53,8 @@ def quantization_config(
         no model take every ``weight`` for one of a linear layer.
     ignore : sequence of str
         Other linear layers; vLLM wants to be told of each.
+    strategy : {"block", "channel"}
+        What shares a scale; ``"deepseek"`` has a name for blocks alone.
     """
     if export == "deepseek":
         return {
@@ -57,8 +64,11 @@ def quantization_config(
             "ignored_layers": list(ignore),
         }
     int8 = {"num_bits": 8, "type": "int", "symmetric": True}
-    blocks = {"strategy": "block", "block_structure": [block_size, block_size], "dynamic": False}
-    activations = {"strategy": "group", "group_size": block_size, "dynamic": True}
+    weights: dict[str, Any] = {"strategy": "channel"}
+    activations: dict[str, Any] = {"strategy": "token"}
+    if strategy == "block":
+        weights = {"strategy": "block", "block_structure": [block_size, block_size]}
+        activations = {"strategy": "group", "group_size": block_size}
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
@@ -66,8 +76,8 @@ def quantization_config(
         "config_groups": {
             "group_0": {
                 "targets": list(layers),
-                "weights": {**int8, **blocks},
-                "input_activations": {**int8, **activations},
+                "weights": {**int8, **weights, "dynamic": False},
+                "input_activations": {**int8, **activations, "dynamic": True},
             }
         },
         "ignore": list(ignore),
@@ -112,18 +122,27 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
         As `read_schemes`.
     """
     dtypes: dict[str, str] = {}
-    sizes = set()
+    stored = set()
     for text in records:
         try:
             record = json.loads(text)
-            if record["version"] > RECORD_VERSION:
-                raise ValueError(f"version {record['version']} is later than {RECORD_VERSION}")
+            last = max(RECORD_VERSIONS.values())
+            if record["version"] > last:
+                raise ValueError(f"version {record['version']} is later than {last}")
             dtypes |= record["dtypes"]
-            sizes.add(record["config"]["block_size"])
+            config_of = record["config"]
+            stored.add((config_of["block_size"], config_of.get("strategy", "block")))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{where}: its record of {RECORD!r} is damaged: {error}") from error
     if not records:
         return Layout(read_schemes(config.get(QUANTIZATION), where), dtypes, ours=False)
-    if len(sizes) != 1 or type(size := sizes.pop()) is not int or size < 1:
+    if len(strategies := {strategy for _, strategy in stored}) > 1:
+        names = " and ".join(sorted(map(str, strategies)))
+        raise ValueError(f"{where}: its files mix the strategies {names}: convert the model again")
+    size, strategy = stored.pop()
+    if stored or type(size) is not int or size < 1:
         raise ValueError(f"{where}: its record of {RECORD!r} is damaged: it names no block_size")
-    return Layout((square(size),), dtypes, ours=True)
+    if strategy not in RECORD_VERSIONS:
+        raise ValueError(f"{where}: its record of {RECORD!r} is damaged: strategy {strategy!r:.40}")
+    scheme = by_channel() if strategy == "channel" else square(size)
+    return Layout((scheme,), dtypes, ours=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,11 @@ class Scheme:
         Zero points lie in int32 words, too.
     targets : tuple of str
         Names of layers, ``re:`` and a pattern of names, or classes; empty for every layer.
+    activations : str
+        What the files ask of the activations of these layers that no product of INT8 codes here
+        does, ``"static scales"`` for one; "" where there is nothing. Numbers do not depend on it.
+    whole_groups : bool
+        Whether `columns` must divide a weight's.
     """
 
     rows: int | None
@@ -63,6 +68,17 @@ class Scheme:
     packed: bool = False
     packed_zeros: bool = False
     targets: tuple[str, ...] = ()
+    activations: str = ""
+    whole_groups: bool = False
+
+    @property
+    def strategy(self) -> str:
+        """Name of what shares a scale: one of `STRATEGIES`."""
+        if self.rows is None:
+            return "tensor"
+        if self.rows > 1:
+            return "block"
+        return "channel" if self.columns is None else "group"
 
     @property
     def storage(self) -> tuple[Any, ...]:
@@ -109,6 +125,11 @@ def square(size: int) -> Scheme:
     return Scheme(size, size)
 
 
+def by_channel() -> Scheme:
+    """Return the scheme of a scale for each row, an output channel."""
+    return Scheme(1, None)
+
+
 def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
     """Return the schemes of a ``quantization_config``; none where it names no blocks.
 
@@ -138,7 +159,9 @@ def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
         )
     if "weight_block_size" not in config:
         return ()
-    return (Scheme(*_pair(config["weight_block_size"], f"{where}: weight_block_size")),)
+    rows, columns = _pair(config["weight_block_size"], f"{where}: weight_block_size")
+    static = "static scales" if config.get("activation_scheme") == "static" else ""
+    return (Scheme(rows, columns, activations=static),)
 
 
 def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
@@ -166,7 +189,26 @@ def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
         targets = group.get("targets", [])
         if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
             raise ValueError(f"{here}.targets must be a list of names, got {targets!r:.60}")
-        yield _scheme(weights, FORMATS[form], tuple(targets), f"{here}.weights")
+        scheme = _scheme(weights, FORMATS[form], tuple(targets), f"{here}.weights")
+        yield replace(scheme, activations=_activations(group.get("input_activations"), scheme))
+
+
+def _activations(settings: Any, scheme: Scheme) -> str:
+    """Return what a group asks of activations that no product here does; "" where nothing."""
+    if settings is None:
+        return ""
+    if not isinstance(settings, dict):
+        return f"settings {settings!r:.60}"
+    if settings.get("type", "int") != "int" or settings.get("num_bits", 8) != 8:
+        bits, kind = settings.get("num_bits", 8), settings.get("type", "int")
+        return f"{bits!r:.20} bits of type {kind!r:.20}"
+    if not settings.get("symmetric", True):
+        return "zero points"
+    if settings.get("dynamic") is not True:
+        return "static scales"
+    strategy = settings.get("strategy")
+    wanted = "group" if scheme.strategy == "block" else "token"
+    return "" if strategy in (None, wanted) else f"the strategy {strategy!r:.40}"
 
 
 def _scheme(weights: dict[str, Any], packed: bool, targets: tuple[str, ...], where: str) -> Scheme:
@@ -208,7 +250,9 @@ def _scheme(weights: dict[str, Any], packed: bool, targets: tuple[str, ...], whe
     elif strategy == "block":
         rows, columns = _pair(weights.get("block_structure"), f"{where}: block_structure")
     zeros = packed and not symmetric and strategy in ("channel", "group")
-    return Scheme(rows, columns, bits, symmetric, packed, zeros, targets)
+    return Scheme(
+        rows, columns, bits, symmetric, packed, zeros, targets, whole_groups=strategy == "group"
+    )
 
 
 def _strategy(group_size: Any) -> str:
@@ -359,6 +403,11 @@ def _codes(source: Source, layer: str, name: str, scales: str, scheme: Scheme) -
             f"got {name!r}, {info.dtype} {info.shape}"
         )
     shape = _shape(source, layer, info, scheme)
+    if scheme.whole_groups and scheme.columns and shape[1] % scheme.columns:
+        raise ValueError(
+            f"{source.path}: group_size {scheme.columns} does not divide the {shape[1]} columns of "
+            f"{layer!r}"
+        )
     block = tuple(
         max(1, size) if part is None else part
         for part, size in zip((scheme.rows, scheme.columns), shape, strict=True)

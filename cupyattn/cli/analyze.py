@@ -11,7 +11,7 @@ from cupyattn.checkpoints.analysis import analyze
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
 from cupyattn.files import check_folder
-from cupyattn.quant.blocks import FALLBACK_DTYPES, Int8Config
+from cupyattn.quant.blocks import FALLBACK_DTYPES, STRATEGIES, Int8Config
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write everything as JSON, for convert --analysis",
     )
+    parser.add_argument(
+        "--activations", metavar="FILE",
+        help="safetensors of what layers get, by their names: compares scales by their errors",
+    )  # fmt: skip
     parser.add_argument("--plot", metavar="FILE", help="draw histograms (.png, .svg or .pdf)")
     parser.add_argument("--tensors", action="store_true", help="a row for each tensor")
     add_limits(parser)
@@ -45,6 +49,9 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, metavar="N", help="rows and columns that share a scale: 128"
     )
     rules.add_argument(
+        "--strategy", choices=STRATEGIES, help="what shares a scale: a block or a row (block)"
+    )
+    rules.add_argument(
         "--fallback-dtype", choices=FALLBACK_DTYPES, help="of other float32 weights (bf16)"
     )
     rules.add_argument(
@@ -60,6 +67,7 @@ def limits(args: argparse.Namespace, config: Int8Config | None = None) -> Int8Co
         "min_elements_for_int8": args.min_elements,
         "min_sqnr_db": args.min_sqnr,
         "block_size": args.block_size,
+        "strategy": args.strategy,
         "fallback_dtype": args.fallback_dtype,
         "fp32_patterns": args.fp32_patterns,
     }
@@ -77,8 +85,12 @@ def run(args: argparse.Namespace) -> int:
         plot.check(args.plot)
     config = limits(args)
     source = open_checkpoint(args.model)
+    samples = {}
+    if args.activations:
+        of_layers = open_checkpoint(args.activations)
+        samples = {name: of_layers.read(name) for name in of_layers.tensors}
     with output.progress("analyzing", len(source.tensors)) as advance:
-        found = analyze(source, config, advance=advance)
+        found = analyze(source, config, activations=samples, advance=advance)
     output.print_table(found.header, found.cells(every=args.tensors))
     print(f"\n{found.summary()}")
     if args.output:

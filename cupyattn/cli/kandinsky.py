@@ -60,7 +60,8 @@ def _benchmark(source: Source, found: KandinskyModel, args: argparse.Namespace) 
     """Print what a block takes; add it to the record. A part that misses its bound fails."""
     import cupy
 
-    parts = benchmark_block(source, found, cupy, tokens=args.tokens)
+    strategy = limits(args).strategy
+    parts = benchmark_block(source, found, cupy, tokens=args.tokens, strategy=strategy)
     print()
     output.print_table(HEADER, [part.cells for part in parts])
     print(total(parts))

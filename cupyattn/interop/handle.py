@@ -144,3 +144,12 @@ class Handle:
 def target_of(given: Any) -> Any:
     """Return what a handle stands for; anything else as it is."""
     return given.target if isinstance(given, Handle) else given
+
+
+#: How ``torch.compile`` names a module within the one that it returns.
+COMPILED = "_orig_mod."
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the module that ``torch.compile`` was given for one; anything else as it is."""
+    return getattr(model, COMPILED.removesuffix("."), model)

@@ -10,6 +10,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 ROPE_PAIRS = ("half_split", "interleaved")
 #: What P may be as an operand of P.V: a number of 16 or 32 bits (""), or codes of these types.
 P_TYPES = ("", "u8", "s8", "e4m3")
+#: Which masks and biases Hopper forms tell apart, in the order of MaskKind and BiasKind.
+MASK_KINDS = ("", "rows", "keys")
+BIAS_KINDS = ("", "dense", "keys", "rows")
 
 
 def without_defaults(record: Any) -> str:
@@ -71,6 +74,14 @@ class Features:
         Rows of Q and K are divided by their root mean square.
     quantize_q : bool
         Q is no codes, and the kernel makes them.
+    scored : bool
+        Hopper forms: softcap, bias or mask change the scores before the softmax, in the units in
+        which it takes them (``prims/score/score_hook.cuh``).
+    mask_kind : {"", "rows", "keys"}
+        There, which mask: one for each query row, or the same for all; "": none.
+    bias_kind : {"", "dense", "keys", "rows"}
+        There, which bias: one for each score, the same for every query row, or for every key; "":
+        none.
     stacked : bool
         The rows of query heads that share a key head are stacked as those of one (a run-time number
         of each).
@@ -96,6 +107,9 @@ class Features:
     qk_norm: bool = False
     stacked: bool = False
     quantize_q: bool = False
+    scored: bool = False
+    mask_kind: str = ""
+    bias_kind: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -119,6 +133,11 @@ class Features:
         added = {"CFG_QK_NORM": 1} if self.qk_norm else {}
         added |= {"CFG_STACKED": 1} if self.stacked else {}
         added |= {"CFG_QUANTIZE_Q": 1} if self.quantize_q else {}
+        if self.scored:
+            added |= {
+                "CFG_SCORED": 1, "CFG_MASK_KIND": MASK_KINDS.index(self.mask_kind),
+                "CFG_BIAS_KIND": BIAS_KINDS.index(self.bias_kind),
+            }  # fmt: skip
         return {
             **added,
             "CFG_DTYPE": DTYPES.index(self.dtype),

@@ -5,7 +5,7 @@ What `Takes` says is compared with a call in `cupyattn.problem.support`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
@@ -86,6 +86,8 @@ class FormTiles:
     least_keys : int
         Where `other` has an entry, a step is cut to the keys of a call, but not below these; 0: it
         is not cut.
+    scored : mapping of str to FormTiles
+        Those of calls with one of these `OPTIONS`: of several the first that the call has.
     """
 
     default: Mapping[int, Tiles]
@@ -93,6 +95,11 @@ class FormTiles:
     block_mask: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     more_rows: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     least_keys: int = 0
+    scored: Mapping[str, FormTiles] = field(default_factory=dict)
+
+    def with_options(self, options: Collection[str]) -> FormTiles:
+        """Return the tiles of calls that have some of `OPTIONS`."""
+        return next((x for name, x in self.scored.items() if name in options), self)
 
     @property
     def largest_head_dim(self) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.forms import Form, FormTiles, Takes, divides
+from cupyattn.kernels.forms import OPTIONS, Form, FormTiles, Takes, divides
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 
@@ -178,6 +178,7 @@ class Variant:
         causal: bool = False,
         block_mask: tuple[int, int] = (0, 0),
         rows: int = 1,
+        options: Collection[str] = (),
     ) -> Tiles:
         """Return the tiles of a call: those given, or the variant's own.
 
@@ -197,6 +198,8 @@ class Variant:
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
         rows : int
             Those that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
+        options : collection of str
+            Those of `cupyattn.kernels.forms.OPTIONS` that the call has.
 
         Raises
         ------
@@ -205,7 +208,9 @@ class Variant:
             blocks.
         """
         self.check_form(form)
-        own, limit = self.forms[form].tiles, self._limit(head_dim, form)
+        self._limit(head_dim, form)
+        own = self.forms[form].tiles.with_options(options)
+        limit = own.limit(head_dim)
         tiles = given
         if tiles is None and block_mask != (0, 0):
             tiles = own.for_blocks(head_dim, block_mask)
@@ -231,7 +236,7 @@ HOPPER_VALUE_KEYS = 128
 
 #: What every Hopper form leaves to the portable ones, and what those of fa_int8 do.
 _HOPPER = Takes(arch="sm_90a", options=("block_mask", "packed"))
-_HOPPER_INT8 = replace(_HOPPER, scale_keys=HOPPER_SCALE_KEYS)
+_HOPPER_INT8 = replace(_HOPPER, options=OPTIONS, scale_keys=HOPPER_SCALE_KEYS)
 _HOPPER_PV8 = replace(_HOPPER_INT8, p_types=("u8",), zero_points=False)
 
 #: Tiles for block masks in the portable forms, the only ones of theirs that divide blocks of 64 in
@@ -241,6 +246,18 @@ _PORTABLE_BLOCKS = {128: (Tiles(64, 64, 4, 2),), 256: (Tiles(64, 32, 4, 2),)}
 #: of 128 rows. Both have as many keys on their way. Those of fa_int8 were not measured.
 _HOPPER_BLOCKS = (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4))
 _HOPPER_INT8_BLOCKS = {128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 3),)}
+
+#: Tiles of the portable fa_tc with softcap or bias, where M does not lag. At head_dim 64 a kernel
+#: whose M never lags takes 1.19 times as long in 32 keys a step as in 64 (NOTES.md there, "A lazy
+#: maximum in the portable fa_tc"). At 128 more keys a step spill more. Calls with a mask alone have
+#: the tiles of calls without one, so that a mask of True changes no bit.
+_PORTABLE_SCORED = dict.fromkeys(
+    ("softcap", "bias"),
+    FormTiles(
+        {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
+        block_mask=_PORTABLE_BLOCKS,
+    ),
+)
 
 #: Tiles for P and V in 8 bits: keys in tiles of 32, 64 or 128. Why these:
 #: experiments/results/NOTES.md, "The portable fa_int8". Up to three registers of a loop may not fit
@@ -265,12 +282,36 @@ _FA_WARPS = {
         "attn_fa_warps.cu", FormTiles({128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)})
     ),
 }  # fmt: skip
+#: Tiles of calls with softcap, bias or mask: of those that do not spill, the fastest at head_dim 64
+#: and 128 (NOTES.md there, "Softcap, bias and masks in the Hopper form"). With a softcap or a bias
+#: there is room for a mask beside it, and for a bias beside a softcap.
+_BIAS_BLOCKS = {
+    64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
+}  # fmt: skip
+_FA_TC_SCORED = {
+    "softcap": FormTiles(
+        {64: Tiles(192, 112, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+        block_mask=_BIAS_BLOCKS,
+    ),
+    "bias": FormTiles(
+        {64: Tiles(192, 128, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+        block_mask=_BIAS_BLOCKS,
+    ),
+    "mask": FormTiles(
+        {
+            64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
+            192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
+        },
+        block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
+    ),
+}  # fmt: skip
 _FA_TC = {
     "portable": Form(
         "attn_fa_tc.cu",
         FormTiles(
-            {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
+            {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
             block_mask=_PORTABLE_BLOCKS,
+            scored=_PORTABLE_SCORED,
         ),
     ),
     # Fastest of those in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md
@@ -286,8 +327,9 @@ _FA_TC = {
             other={64: (Tiles(128, 128, 12, 2), 1.29), 128: (Tiles(128, 128, 12, 2), 1.1)},
             block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
             least_keys=64,
+            scored=_FA_TC_SCORED,
         ),
-        replace(_HOPPER, stacks=True),
+        replace(_HOPPER, options=OPTIONS, stacks=True),
         pieces=True,
     ),
     # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their way, as many keys to a step as
@@ -307,6 +349,30 @@ _FA_TC = {
         Takes(options=(), few_rows=True),
     ),
 }  # fmt: skip
+#: The same of the forms of fa_int8, by what leaves its registers: of those that do not spill the
+#: widest steps. None was measured. With a bias there is room for a softcap and a mask beside it.
+_INT8_BIAS_BLOCKS = {
+    64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
+}  # fmt: skip
+_INT8_BIAS = FormTiles(
+    {64: Tiles(192, 64, 16, 3), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+    block_mask=_INT8_BIAS_BLOCKS,
+)
+_PV8_SCORED = FormTiles(
+    {128: Tiles(192, 128, 16, 3), 256: Tiles(128, 128, 12, 2)}, block_mask=_HOPPER_INT8_BLOCKS
+)
+_BY_TILE_SCORED = FormTiles(  # a block mask leaves less room for the bits of a mask
+    {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2)},
+    block_mask={128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 2),)},
+)
+_FP8_SCORED = FormTiles(
+    {96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)},
+    block_mask={96: _HOPPER_BLOCKS, 128: _HOPPER_BLOCKS[1:]},
+)
+_FP8_BIAS = FormTiles(
+    {64: Tiles(128, 96, 12, 3), 96: Tiles(128, 96, 12, 2), 128: Tiles(128, 64, 12, 3)},
+    block_mask={128: (Tiles(128, 64, 12, 3),)},
+)
 _FA_INT8 = {
     "portable": Form(
         "attn_fa_int8.cu",
@@ -320,6 +386,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 96, 12, 2)},
             block_mask=_HOPPER_INT8_BLOCKS,
+            scored={"bias": _INT8_BIAS},
         ),
         _HOPPER_INT8,
         pieces=True,
@@ -346,6 +413,7 @@ _FA_INT8 = {
             },
             other={128: (Tiles(128, 256, 12, 2), 1 / 1.05)},
             block_mask=_HOPPER_INT8_BLOCKS,
+            scored={"bias": _INT8_BIAS, "softcap": _PV8_SCORED, "mask": _PV8_SCORED},
         ),
         replace(_HOPPER_PV8, values=("int8",)),
         pieces=True,
@@ -357,6 +425,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2)},
             block_mask=_HOPPER_INT8_BLOCKS,
+            scored={"bias": _INT8_BIAS, "softcap": _BY_TILE_SCORED, "mask": _BY_TILE_SCORED},
         ),
         replace(_HOPPER_PV8, values=("int8 by group",), value_keys=HOPPER_VALUE_KEYS),
     ),
@@ -366,6 +435,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(128, 192, 12, 3), 96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)},
             block_mask={96: _HOPPER_BLOCKS, 128: _HOPPER_BLOCKS[1:]},
+            scored={"bias": _FP8_BIAS, "softcap": _FP8_SCORED, "mask": _FP8_SCORED},
         ),
         replace(_HOPPER_INT8, values=("fp8",), value_keys=GROUP_ALL),
         block_scales=False,

@@ -26,8 +26,8 @@ TANHF_ERROR = 2.0**-21
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
 #: How far weights may grow before an M that lags rises, in log2 units. P and its sums hold weights
 #: up to one number, whether M's rounding makes them or its lag. That of ``sm90/attn_fa_int8.cu``;
-#: LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_int8.cu`` and ``attn_fa_int8_fused.cu`` is 2 to
-#: its power.
+#: LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``, ``attn_fa_int8.cu`` and
+#: ``attn_fa_int8_fused.cu`` is 2 to its power.
 HEADROOM = LARGEST_EXPONENT
 #: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
 MOST_PIECES = 16
@@ -127,6 +127,10 @@ class Numerics:
     scales_last : bool
         R6, R7. The scale of a channel of V, one for all tiles, multiplies the sum of all and not
         that of each.
+    scored : bool
+        R3, R4. Softcap and bias change scores in the units that the softmax takes: S becomes
+        fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
+        then fma(bias, fl(1 / scale), S). With codes S is in log2 units: log2 e replaces 1 / scale.
     """
 
     q_type: str
@@ -146,15 +150,16 @@ class Numerics:
     sums_operand: bool = False
     shifts: Shifts | None = None
     scales_last: bool = False
+    scored: bool = False
 
     @property
     def subtracts_first(self) -> bool:
         """R4. True: exp2(fl(fl(S - m) * log2 e)), m the largest score itself, in natural units.
 
-        So it is with softcap and bias: a bias of -1e9 in a whole block of keys, subtracted after
-        scaling, would leave exponents of the size of its rounding.
+        So it is with softcap and bias, unless `scored`: a bias of -1e9 in a whole block of keys,
+        subtracted after scaling, would leave exponents of the size of its rounding.
         """
-        return self.softcap or self.bias
+        return (self.softcap or self.bias) and not self.scored
 
     @property
     def by_tile(self) -> bool:
@@ -176,7 +181,7 @@ class Numerics:
         """The rounding points at which this kernel rounds, e.g. ``("R2", "R4", ...)``."""
         tags = ["R1"] if self.q_type == "int8" else []
         tags += [] if self.scores == "int32" else ["R2"]
-        tags += [] if self.scaling == "folded" else ["R3"]
+        tags += [] if self.scaling == "folded" and not (self.softcap or self.bias) else ["R3"]
         tags += ["R4"]
         tags += [] if self.p_type == "float32" else ["R5"]
         return (*tags, "R6", "R7")
@@ -200,10 +205,9 @@ def numerics(
     form : str
         ``"portable"``, ``"sm90"``, ``"split"``, ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``,
         ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the kernel. All have
-        tensor cores of one roundoff; in the Hopper forms and in those of ``int8`` with 16-bit P M
-        does not follow every new maximum, the split form adds up slices of the keys, the fused form
-        rounds where the portable one does, and of the forms with P and V in 8 bits ``"pv8_whole"``
-        and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
+        tensor cores of one roundoff. With 16-bit P M lags, except in the split form, which adds up
+        slices of the keys. The fused form rounds where the portable one does. Of the forms with P
+        and V in 8 bits ``"pv8_whole"`` and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -236,6 +240,8 @@ def numerics(
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     features: dict[str, Any] = {"softcap": softcap, "bias": bias, "splits": form == "split"}
     folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
+    scored = form.startswith("sm90") and (softcap or bias)
+    lags = scored or (form != "split" and not (softcap or bias))
     if family == "unfused":
         return Numerics(
             dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False, **features
@@ -246,8 +252,8 @@ def numerics(
         )
     if family == "tensor_core":
         return Numerics(
-            dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
-            **features, headroom=HEADROOM if form == "sm90" else 0,
+            dtype, dtype, dtype, dtype, "tensor_core", "folded" if scored else folded, dtype,
+            "tensor_core", True, **features, scored=scored, headroom=HEADROOM if lags else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     if family == "int8" and form in of_codes:
@@ -257,7 +263,7 @@ def numerics(
         one_scale = quant is not None and quant.granularity_v == "channel"
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
-            "fp8" if fp8 else "int32", True, **features,
+            "fp8" if fp8 else "int32", True, **features, scored=scored,
             sums_operand=not fp8, shifts={"sm90_pv8": Shifts(), "pv8_whole": WHOLE}.get(form),
             pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
             scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
@@ -266,7 +272,7 @@ def numerics(
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features, headroom=0 if softcap or bias else HEADROOM,
+            **features, scored=scored, headroom=HEADROOM if lags else 0,
             sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     raise ValueError(

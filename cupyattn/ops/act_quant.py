@@ -1,4 +1,4 @@
-"""Activations to INT8 codes, one scale for 128 channels of a row: one launch on a device."""
+"""Activations to INT8 codes, one scale for 128 channels of a row or for all of it: one launch."""
 
 from __future__ import annotations
 
@@ -17,33 +17,44 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.plans.records import Work
+from cupyattn.plans.row_quant import plan_row_quant
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.quant.blocks import BLOCK_SIZE, check_values, quantize_rows
+from cupyattn.quant.blocks import BLOCK_SIZE, check_blocks, check_values, quantize_rows
 
 Array = Any
 
 
 def act_quant(
-    x: Array, block_size: int = BLOCK_SIZE, *, backend: str | None = None
+    x: Array,
+    block_size: int = BLOCK_SIZE,
+    *,
+    strategy: str = "block",
+    backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Quantise activations with a scale for each `block_size` adjacent channels of a row.
+
+    With ``strategy="channel"`` a whole row shares a scale, to go with weights that have a scale for
+    each output channel.
 
     Parameters
     ----------
     x : array, (..., channels), float16, bfloat16 or float32
         NumPy, CuPy, or anything with DLPack.
     block_size : int
-        The last block of a row may be smaller.
+        The last block of a row may be smaller. Only with ``strategy="block"``.
+    strategy : {"block", "channel"}
+        What shares a scale: a block of a row, or the row.
     backend : {"cuda", "mirror", "interpret"}, optional
-        As for `cupyattn.attention`. The kernel, one launch, takes blocks of 128; others take CuPy's
-        own functions on a device, which flush float32 numbers below 2^-126 to zero.
+        As for `cupyattn.attention`. The kernels, one launch, take rows and blocks of 128; other
+        blocks take CuPy's own functions on a device, which flush float32 numbers below 2^-126 to
+        zero.
 
     Returns
     -------
     codes : array, (..., channels), int8
         -127 to 127. Both of the kind of x.
-    scales : array, (..., blocks), float32
-        NaN for a block that holds a NaN or an infinity, whose codes are 0.
+    scales : array, (..., blocks) or (..., 1), float32
+        NaN for a block or row that holds a NaN or an infinity, whose codes are 0.
 
     Raises
     ------
@@ -63,9 +74,13 @@ def act_quant(
     >>> codes, scales = act_quant(np.float32([[0.0, -254.0, 1.0]]), block_size=2)
     >>> codes.tolist(), scales.tolist()
     ([[0, -127, 127]], [[2.0, 0.007874015718698502]])
+    >>> codes, scales = act_quant(np.float32([[0.0, -254.0, 1.0]]), strategy="channel")
+    >>> codes.tolist(), scales.tolist()
+    ([[0, -127, 0]], [[2.0]])
     """
     arrays = {"x": x}
-    codes, scales = run(ACT_QUANT, ActQuantSettings(block_size, backend), arrays, Known(arrays))
+    settings = ActQuantSettings(block_size, backend, strategy=strategy)
+    codes, scales = run(ACT_QUANT, settings, arrays, Known(arrays))
     return codes, scales
 
 
@@ -122,6 +137,7 @@ class ActQuantSettings(NamedTuple):
     backend: str | None
     outliers: int = 0
     dtype: str = ""
+    strategy: str = "block"
 
 
 class _ActQuant:
@@ -133,6 +149,7 @@ class _ActQuant:
         """Check the activations; blocks of other sizes than the kernel's go to the mirror."""
         (x, as_given), size = take("x", arrays["x"]), settings.block_size
         backend = choose(settings.backend, x)
+        check_blocks(settings.strategy, size)
         if backend == "interpret" and size != BLOCK_SIZE:
             raise UnsupportedError(
                 f"the kernel takes blocks of {BLOCK_SIZE}, got block_size={size!r}: use "
@@ -146,7 +163,7 @@ class _ActQuant:
         check_values("x", x, least_axes=1)
         with on_device_of(x):
             rows = contiguous_last_axis(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        blocks = -(-x.shape[-1] // BLOCK_SIZE)
+        blocks = 1 if settings.strategy == "channel" else -(-x.shape[-1] // BLOCK_SIZE)
         operands = {"x": rows}
         results = {
             "codes": Result(x.shape, np.dtype(np.int8)),
@@ -164,6 +181,8 @@ class _ActQuant:
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         x, settings = problem.operands["x"], problem.settled
+        if settings.strategy == "channel":
+            return Work.of(plan_row_quant(Operand.of(x), x.dtype.name))
         how = x.dtype.name, settings.outliers, settings.dtype
         return Work.of(plan_act_quant(Operand.of(x), *how))
 
@@ -180,7 +199,7 @@ class _ActQuant:
             made["kept"][..., : settings.outliers] = values
             x = x.copy()
             x[..., columns] = 0
-        codes, scales = quantize_rows(x, settings.block_size)
+        codes, scales = quantize_rows(x, settings.block_size, settings.strategy)
         return {"codes": codes, "scales": scales, **made}
 
     def restore(

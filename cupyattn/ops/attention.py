@@ -91,7 +91,8 @@ def attention(
         copy; combined with `causal` and `window` by AND.
     bias : array, optional
         float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
-        -inf masks the key.
+        -inf masks the key. The Hopper form takes 16 bits, in rows that begin at multiples of 16
+        bytes, and any type if all keys have one bias.
     rope : (array, array), optional
         Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16: Q and K
         are turned by their positions first, i of key i. The result is attention of the turned

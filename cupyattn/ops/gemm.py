@@ -1,4 +1,4 @@
-"""`int8_gemm`: a matrix product of INT8 codes with block-wise scales."""
+"""`int8_gemm`: a matrix product of INT8 codes with scales of blocks or of channels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from cupyattn.arrays.memory import check_receiver, on_device_of
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
+from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.gemm import (
     OutlierOperands,
     ProductOperands,
+    check_channel_codes,
     check_tiles_of,
     on_hopper,
     plan_gemm,
@@ -28,7 +30,7 @@ from cupyattn.plans.gemm import (
 from cupyattn.plans.records import Work
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.activation import check_activation
-from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
+from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape, strategy_of
 from cupyattn.reference.gemm import gemm_mirror
 
 Array = Any
@@ -44,6 +46,8 @@ def int8_gemm(
     bias: Array | None = None,
     activation: str | None = None,
     outliers: tuple[Array, Array] | None = None,
+    residual: Array | None = None,
+    gate: Array | None = None,
     tiles: GemmTiles | None = None,
     arch: str | None = None,
     backend: str | None = None,
@@ -51,22 +55,30 @@ def int8_gemm(
 ) -> Array:
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
 
+    With `residual` and `gate`: ``residual + gate activation(a b^T + bias)``.
+
     Parameters
     ----------
     a : array, (..., k), int8
         Codes of activations, as `act_quant` makes them. NumPy, CuPy, or anything with DLPack.
         Leading axes that do not follow each other evenly in memory are copied.
-    a_scales : array, (..., ceil(k / 128)), float32
+    a_scales : array, (..., ceil(k / 128)) or (..., 1), float32
+        Of blocks, or with ``strategy="channel"`` of rows; `b_scales` must be of the same strategy.
     b : array, (n, k), int8
         Codes of a weight, as `weight_quant` makes them.
-    b_scales : array, (ceil(n / 128), ceil(k / 128)), float32
+    b_scales : array, (ceil(n / 128), ceil(k / 128)) or (n, 1), float32
     out_dtype : {"float16", "bfloat16", "float32"}
     bias : array, (n,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu"}, optional
         `cupyattn.reference.gemm.activate` defines them.
     outliers : (array, array), optional
         (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
-        quantised.
+        quantised. They go with scales of blocks.
+    residual : array, (..., n), out_dtype, optional
+        What the result is added to; not modified.
+    gate : array, (n,) or (groups, n), out_dtype, optional
+        Factors of the result before it is added to `residual`, which it needs. Every group has as
+        many rows, one after the other: those of a sample, whose modulation the factors are.
     tiles : GemmTiles, optional
         Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``. Where
         several blocks share a tile (`GemmTiles.splits`, `GemmTiles.tail_splits`), the bits follow
@@ -91,7 +103,8 @@ def int8_gemm(
         blocks than k has slices of 128.
     UnsupportedError
         For `tiles` of the Hopper form and operands that it does not take, for tiles that are
-        shared on an architecture without clusters, and for a shared last wave in the portable form.
+        shared on an architecture without clusters, and for a shared last wave in the portable form;
+        with scales of channels for outliers, and for k past 131,071, which int32 cannot sum.
 
     Notes
     -----
@@ -104,7 +117,8 @@ def int8_gemm(
     ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows, and in the last wave
     of many, the blocks of a cluster may share the slices of a tile, and add up their sums in order.
     So the bits of a result depend on the sizes of the product, the form and `tiles`, and on nothing
-    else.
+    else. With scales of channels the sum over all of k is exact, and scaled once:
+    ``c = fl(fl(sum) fl(a_scale b_scale))``. Its bits do not depend on form and tiles.
     `cupyattn.quant.gemm_error` bounds the result element by element.
 
     Examples
@@ -122,6 +136,10 @@ def int8_gemm(
         arrays["bias"] = bias
     if outliers is not None:
         arrays["a_16"], arrays["b_16"] = outliers
+    if residual is not None:
+        arrays["residual"] = residual
+    if gate is not None:
+        arrays["gate"] = gate
     if out is not None:
         arrays["c"] = out
     return run(GEMM, settings, arrays, Known(arrays))
@@ -157,11 +175,14 @@ class _Gemm:
         if out is not None:
             _check_out(out, shape, settings.out_dtype, given)
         if tiles is not None:
+            strategy = strategy_of(a, given["a_scales"], b, given["b_scales"])
             check_kind(tiles, GemmTiles)
-            check_tiles_of(tiles, a.shape[-1], settings.arch)
+            check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
         rows = math.prod(a.shape[:-1])
-        for name in {"a", "a_scales", "a_16"} & given.keys():
+        for name in {"a", "a_scales", "a_16", "residual"} & given.keys():
             given[name] = given[name].reshape(rows, given[name].shape[-1])
+        if "gate" in given and given["gate"].ndim == 1:
+            given["gate"] = given["gate"][None]
         arch = settings.arch
         if backend != "mirror":
             arch, tiles = form_of(given["a"], b, tiles, arch, backend)
@@ -206,7 +227,8 @@ class _Gemm:
         c = gemm_mirror(
             a, given["a_scales"], b, given["b_scales"], settings.out_dtype,
             bias=given.get("bias"), activation=settings.activation,
-            outliers=(given["a_16"], given["b_16"]) if "a_16" in given else None, **sharing,
+            outliers=(given["a_16"], given["b_16"]) if "a_16" in given else None,
+            residual=given.get("residual"), gate=given.get("gate"), **sharing,
         )  # fmt: skip
         if "c" in problem.received:
             problem.received["c"][...] = c
@@ -230,6 +252,40 @@ def form_of(
     return arch, tiles
 
 
+def _check_sum(given: dict[str, Array], out_dtype: str) -> None:
+    """Raise unless what a product is added to, and its factors, fit the result."""
+    rows, n = math.prod(given["a"].shape[:-1]), given["b"].shape[0]
+    if "gate" in given and "residual" not in given:
+        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    for name in ("residual", "gate"):
+        if name in given and given[name].dtype.name != out_dtype:
+            raise TypeError(f"{name} must be {out_dtype} as out_dtype, got {given[name].dtype}")
+    if "residual" in given and tuple(given["residual"].shape) != (*given["a"].shape[:-1], n):
+        raise ValueError(
+            f"residual must have shape {(*given['a'].shape[:-1], n)}, got "
+            f"{tuple(given['residual'].shape)}"
+        )
+    if "gate" in given:
+        shape = tuple(given["gate"].shape)
+        groups = 1 if len(shape) == 1 else shape[0] if shape else 0
+        if not 1 <= len(shape) <= 2 or shape[-1] != n or groups < 1 or rows % groups:
+            raise ValueError(
+                f"gate must be ({n},) or (groups, {n}) with groups that divide the {rows} rows, "
+                f"got {shape}"
+            )
+
+
+def _other_strategy(name: str, given: Mapping[str, Array]) -> str:
+    """Say what scales that fit no strategy together may be short of; "" for other arrays."""
+    if not name.endswith("_scales"):
+        return ""
+    a, n = given["a"], given["b"].shape[0]
+    return (
+        f"; of channels a_scales must be {(*a.shape[:-1], 1)} and b_scales {(n, 1)}, got "
+        f"{tuple(given['a_scales'].shape)} and {tuple(given['b_scales'].shape)}"
+    )
+
+
 def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[str, Array]) -> None:
     check_receiver(out, shape, out_dtype, read)
     if not out.flags.c_contiguous:
@@ -250,11 +306,19 @@ def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
             "a must be (..., k) and b (n, k), got a.shape="
             f"{tuple(a.shape)} and b.shape={tuple(b.shape)}"
         )
+    _check_sum(given, out_dtype)
+    strategy = strategy_of(a, given["a_scales"], b, given["b_scales"])
+    per_row = 1 if strategy == "channel" else -(-a.shape[-1] // BLOCK_SIZE)
     expected = {
-        "a_scales": (*a.shape[:-1], -(-a.shape[-1] // BLOCK_SIZE)),
-        "b_scales": scale_shape(b.shape, BLOCK_SIZE),
+        "a_scales": (*a.shape[:-1], per_row),
+        "b_scales": scale_shape(b.shape, BLOCK_SIZE, strategy),
         "bias": (b.shape[0],),
     }
+    if strategy == "channel" and "a_16" in given:
+        raise UnsupportedError(
+            "outliers go with scales of blocks, got scales of channels: quantise with "
+            "strategy='block'"
+        )
     if "a_16" in given:
         columns = given["a_16"].shape[-1] if given["a_16"].ndim else 0
         expected |= {"a_16": (*a.shape[:-1], columns), "b_16": (b.shape[0], columns)}
@@ -269,7 +333,10 @@ def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
             raise ValueError(
                 f"{name} must have shape {expected[name]} for a.shape={tuple(a.shape)} and "
                 f"b.shape={tuple(b.shape)}, got {tuple(given[name].shape)}"
+                + _other_strategy(name, given)
             )
+    if strategy == "channel":
+        check_channel_codes(a.shape[-1])
     if "bias" in given and given["bias"].dtype.name not in STORAGE:
         raise TypeError(f"bias must be {' or '.join(STORAGE)}, got {given['bias'].dtype.name}")
     largest = max(math.prod(a.shape[:-1]), a.shape[-1], b.shape[0])

@@ -18,7 +18,8 @@ from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import ACTIVATION_SLOPE, check_activation
-from cupyattn.quant.blocks import BLOCK_SIZE, check_codes
+from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
+from cupyattn.reference.gemm import by_row
 
 Array = Any
 Float64 = npt.NDArray[np.float64]
@@ -35,7 +36,8 @@ class Int8Linear:
     codes : array, (out, in), int8
         Of W, as `weight_quant` makes them. NumPy, CuPy, or anything with DLPack; the layer keeps
         NumPy or CuPy arrays of the same memory.
-    scales : array, (ceil(out / 128), ceil(in / 128)), float32
+    scales : array, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
+        Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : array, (out,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu"}, optional
     outlier_columns : sequence of int
@@ -51,13 +53,14 @@ class Int8Linear:
     TypeError, ValueError
         For arrays that do not fit together.
     UnsupportedError
-        For another `block_size`.
+        For another `block_size`, and for outliers beside scales of channels.
 
     Notes
     -----
-    A call takes two launches: codes and dynamic scales of x, then the product, in which outliers,
-    bias and activation are. Which columns are outliers has to be known beforehand: to look for them
-    in every call would take a wait for the device. `outlier_columns` finds them in samples.
+    `strategy`, ``"block"`` or ``"channel"``, says what shares a scale. A call takes two launches:
+    codes and dynamic scales of x, then the product, in which outliers, bias and activation are.
+    Which columns are outliers has to be known beforehand: to look for them in every call would take
+    a wait for the device. `outlier_columns` finds them in samples.
 
     Examples
     --------
@@ -89,14 +92,21 @@ class Int8Linear:
                 "the weight again"
             )
         codes, scales, bias = taken(codes=codes, scales=scales, bias=bias)
-        check_codes(codes, scales, BLOCK_SIZE)
         if codes.ndim != 2:
             raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
+        self.strategy = strategy_of_weight(codes.shape, scales.shape)
+        check_codes(codes, scales, BLOCK_SIZE, self.strategy)
         check_activation(activation or "")
         if bias is not None and tuple(bias.shape) != codes.shape[:1]:
             raise ValueError(f"bias must have shape {codes.shape[:1]}, got {tuple(bias.shape)}")
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
-        self._keep(_columns(outlier_columns, codes.shape[1]), outlier_weight)
+        columns = _columns(outlier_columns, codes.shape[1])
+        if columns.size and self.strategy == "channel":
+            raise UnsupportedError(
+                f"outlier_columns go with scales of blocks, got {columns.size} beside scales of "
+                "channels: use strategy='block', or no outliers"
+            )
+        self._keep(columns, outlier_weight)
 
     def _keep(self, columns: npt.NDArray[np.int32], weight: Array | None) -> None:
         """Take the columns that are kept in 16 bits, padded as the product reads them."""
@@ -123,6 +133,7 @@ class Int8Linear:
         weight: Array,
         bias: Array | None = None,
         *,
+        strategy: str = "block",
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -133,6 +144,9 @@ class Int8Linear:
         ----------
         weight : array, (out, in), float16, bfloat16 or float32
             NumPy, CuPy, or anything with DLPack. Not modified.
+        strategy : {"block", "channel"}
+            What shares a scale: 128 x 128 of the weight and 128 channels of a row of x, or an
+            output channel and a row of x.
         bias, activation, outlier_columns
             As for `Int8Linear`.
         outlier_dtype : {"float16", "bfloat16"}, optional
@@ -162,7 +176,7 @@ class Int8Linear:
             weight = weight.copy()
             weight[:, index] = 0
         return cls(
-            *weight_quant(weight), bias, activation=activation,
+            *weight_quant(weight, strategy=strategy), bias, activation=activation,
             outlier_columns=columns.tolist(), outlier_weight=kept,
         )  # fmt: skip
 
@@ -171,6 +185,8 @@ class Int8Linear:
         x: Array,
         *,
         out_dtype: str | None = None,
+        residual: Array | None = None,
+        gate: Array | None = None,
         arch: str | None = None,
         backend: str | None = None,
     ) -> Array:
@@ -183,6 +199,8 @@ class Int8Linear:
             of their type or float32.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
             The type of x when omitted.
+        residual, gate : array, optional
+            As for `int8_gemm`: the call returns ``residual + gate layer(x)``.
         arch, backend
             As for `int8_gemm`.
 
@@ -202,7 +220,7 @@ class Int8Linear:
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
         outliers = None
         if self.outlier_weight is None:
-            codes, scales = act_quant(x, backend=backend)
+            codes, scales = act_quant(x, strategy=self.strategy, backend=backend)
         else:
             dtype = self.outlier_weight.dtype.name
             if x.dtype.name not in (dtype, "float32"):
@@ -216,11 +234,20 @@ class Int8Linear:
             outliers = kept, self.outlier_weight
         y = int8_gemm(
             codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
-            activation=self.activation, outliers=outliers, arch=arch, backend=backend,
+            activation=self.activation, outliers=outliers, residual=residual, gate=gate,
+            arch=arch, backend=backend,
         )  # fmt: skip
         return as_given(y)
 
-    def error(self, x: Array, weight: Array, out_dtype: str | None = None) -> Float64:
+    def error(
+        self,
+        x: Array,
+        weight: Array,
+        out_dtype: str | None = None,
+        *,
+        residual: Array | None = None,
+        gate: Array | None = None,
+    ) -> Float64:
         """Return how far each element of a call may be from the layer in exact arithmetic.
 
         Parameters
@@ -230,12 +257,14 @@ class Int8Linear:
         weight : array, (out, in)
             What the layer was made of.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
+        residual, gate : array, optional
             As for the call.
 
         Returns
         -------
         numpy.ndarray, (..., out), float64
-            Of ``|layer(x) - activation(x W^T + bias)|``.
+            Of ``|layer(x) - activation(x W^T + bias)|``, or with these of
+            ``|layer(x) - residual - gate activation(x W^T + bias)|``.
 
         Notes
         -----
@@ -248,18 +277,23 @@ class Int8Linear:
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
         if self.outlier_weight is None:
-            (codes, scales), outliers = act_quant(rows), None
+            (codes, scales), outliers = act_quant(rows, strategy=self.strategy), None
         else:
             dtype = self.outlier_weight.dtype.name
             codes, scales, of_x = act_quant_but(rows, kept, self._places, dtype)
             outliers = of_x, self.outlier_weight
+        if residual is not None:
+            residual = residual.reshape(-1, self.codes.shape[0])
         own = gemm_error(
             codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
-            activation=self.activation or "", outliers=outliers,
+            activation=self.activation or "", outliers=outliers, residual=residual, gate=gate,
         )  # fmt: skip
         size_x, size_w = abs(as_float64(rows)), abs(as_float64(weight))
-        error_x = rounding_to_codes(size_x, _spread(scales, size_x.shape, across=False))
-        error_w = rounding_to_codes(size_w, _spread(self.scales, size_w.shape, across=True))
+        step_x, step_w = as_float64(scales), as_float64(self.scales)  # (rows, 1), by channel
+        if self.strategy == "block":
+            step_x = _spread(scales, size_x.shape, across=False)
+            step_w = _spread(self.scales, size_w.shape, across=True)
+        error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
         if outliers is not None:
             for error, exact, given in (
                 (error_x, rows, outliers[0]),
@@ -269,6 +303,8 @@ class Int8Linear:
                 error[:, kept] = abs(rounded - as_float64(exact)[:, kept])
         inputs = size_x @ error_w.T + error_x @ (size_w + error_w).T
         inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
+        if gate is not None:
+            inputs = abs(as_float64(by_row(gate, len(rows)))) * inputs
         return np.asarray((own + inputs).reshape(*x.shape[:-1], self.codes.shape[0]))
 
 

@@ -1,4 +1,4 @@
-"""Weights to INT8 codes, one scale for 128 x 128 of them, and back: one launch on a device."""
+"""Weights to INT8 codes, one scale for 128 x 128 of them or an output channel, and back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.records import Work
+from cupyattn.plans.row_quant import plan_row_quant
 from cupyattn.plans.weights import plan_weight_blocks
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
     as_matrix,
     check_block_size,
+    check_blocks,
     check_codes,
     check_out_dtype,
     check_values,
@@ -36,9 +38,15 @@ MOST_BLOCK = 128
 
 
 def weight_quant(
-    w: Array, block_size: int = BLOCK_SIZE, *, backend: str | None = None
+    w: Array,
+    block_size: int = BLOCK_SIZE,
+    *,
+    strategy: str = "block",
+    backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Quantise a weight with a scale for each block of `block_size` x `block_size`.
+
+    With ``strategy="channel"`` every output channel, a row, has one scale.
 
     Parameters
     ----------
@@ -46,17 +54,20 @@ def weight_quant(
         NumPy, CuPy, or anything with DLPack. A convolution's weight is taken as
         (out, in * height * width).
     block_size : int
-        Blocks at the ends of rows and columns may be smaller.
+        Blocks at the ends of rows and columns may be smaller. Only with ``strategy="block"``.
+    strategy : {"block", "channel"}
+        What shares a scale.
     backend : {"cuda", "mirror", "interpret"}, optional
-        As for `cupyattn.attention`. The kernel, one launch, takes blocks of up to 128; larger ones
-        take CuPy's own functions on a device, which flush float32 numbers below 2^-126 to zero.
+        As for `cupyattn.attention`. The kernels, one launch, take rows and blocks of up to 128;
+        larger blocks take CuPy's own functions on a device, which flush float32 numbers below
+        2^-126 to zero.
 
     Returns
     -------
     codes : array, as w, int8
         -127 to 127. Both of the kind of w.
-    scales : array, (out blocks, in blocks), float32
-        NaN for a block that holds a NaN or an infinity, whose codes are 0.
+    scales : array, (out blocks, in blocks) or (out, 1), float32
+        NaN for a block or channel that holds a NaN or an infinity, whose codes are 0.
 
     Raises
     ------
@@ -80,7 +91,8 @@ def weight_quant(
     ([[127, 1], [0, 1]], [[1.0]])
     """
     arrays = {"w": w}
-    codes, scales = run(WEIGHT_QUANT, WeightSettings(block_size, backend), arrays, Known(arrays))
+    settings = WeightSettings(block_size, backend, strategy=strategy)
+    codes, scales = run(WEIGHT_QUANT, settings, arrays, Known(arrays))
     return codes, scales
 
 
@@ -90,20 +102,24 @@ def weight_dequant(
     block_size: int = BLOCK_SIZE,
     out_dtype: str = "float32",
     *,
+    strategy: str = "block",
     backend: str | None = None,
 ) -> Array:
     """Return the weight that codes and scales stand for: every code times the scale of its block.
+
+    With ``strategy="channel"`` the scale of its row.
 
     Parameters
     ----------
     codes : array, (out, in) or (out, in, ...), int8
         NumPy, CuPy, or anything with DLPack.
-    scales : array, (out blocks, in blocks), float32
+    scales : array, (out blocks, in blocks) or (out, 1), float32
     block_size : int
     out_dtype : {"float32", "bfloat16", "float16"}
         The product is rounded to float32, and that to this type.
+    strategy : {"block", "channel"}
     backend : {"cuda", "mirror", "interpret"}, optional
-        As for `weight_quant`.
+        As for `weight_quant`; channels take CuPy's own functions on a device, as larger blocks do.
 
     Returns
     -------
@@ -123,7 +139,7 @@ def weight_dequant(
     [[63.5, 0.5]]
     """
     arrays = {"codes": codes, "scales": scales}
-    settings = WeightSettings(block_size, backend, out_dtype)
+    settings = WeightSettings(block_size, backend, out_dtype, strategy)
     return run(WEIGHT_DEQUANT, settings, arrays, Known(arrays))
 
 
@@ -133,6 +149,7 @@ class WeightSettings(NamedTuple):
     block_size: int
     backend: str | None
     out_dtype: str = ""
+    strategy: str = "block"
 
 
 class _WeightQuant:
@@ -145,6 +162,7 @@ class _WeightQuant:
         (w, as_given), size = take("w", arrays["w"]), settings.block_size
         backend = choose(settings.backend, w)
         check_values("w", w, least_axes=2)
+        check_blocks(settings.strategy, size)
         if not _takes_kernel(backend, size):
             return Problem(
                 what=self.name, backend="mirror", operands={"w": w}, results={},
@@ -154,7 +172,7 @@ class _WeightQuant:
             matrix = contiguous_last_axis(as_matrix(w))
         results = {
             "codes": Result(tuple(w.shape), np.dtype(np.int8)),
-            "scales": Result(scale_shape(w.shape, size), STORAGE["float32"]),
+            "scales": Result(scale_shape(w.shape, size, settings.strategy), STORAGE["float32"]),
         }
         return Problem(
             what=self.name, backend=backend, operands={"w": matrix}, results=results,
@@ -164,12 +182,15 @@ class _WeightQuant:
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         w, size = problem.operands["w"], problem.settled.block_size
+        if problem.settled.strategy == "channel":
+            return Work.of(plan_row_quant(Operand.of(w), w.dtype.name, "w"))
         codes = Operand.contiguous(w.shape, 1)
         return _work(self.name, Operand.of(w), codes, w.dtype.name, size, problem)
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Return codes and scales by the functions of the array's own library."""
-        codes, scales = quantize_blocks(problem.operands["w"], problem.settled.block_size)
+        size, strategy = problem.settled.block_size, problem.settled.strategy
+        codes, scales = quantize_blocks(problem.operands["w"], size, strategy)
         return {"codes": codes, "scales": scales}
 
     def restore(
@@ -192,7 +213,12 @@ class _WeightDequant:
         backend = choose(settings.backend, codes)
         check_out_dtype(settings.out_dtype)
         given, size = {"codes": codes, "scales": scales}, settings.block_size
-        if not _takes_kernel(backend, size):
+        check_blocks(settings.strategy, size)
+        if settings.strategy == "channel" and backend == "interpret":
+            raise UnsupportedError(
+                "the kernel takes blocks, got strategy='channel': use backend='mirror'"
+            )
+        if settings.strategy == "channel" or not _takes_kernel(backend, size):
             return Problem(
                 what=self.name, backend="mirror", operands=given, results={}, as_given=as_given,
                 settled=settings,
@@ -211,15 +237,15 @@ class _WeightDequant:
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
-        codes, (size, _, dtype) = problem.operands["codes"], problem.settled
+        codes, (size, _, dtype, _) = problem.operands["codes"], problem.settled
         w = Operand.contiguous(codes.shape, STORAGE[dtype].itemsize)
         return _work(self.name, w, Operand.of(codes), dtype, size, problem)
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Return the weight by the functions of the arrays' own library."""
-        size, _, dtype = problem.settled
+        size, _, dtype, strategy = problem.settled
         given = problem.operands
-        return {"w": dequantize_blocks(given["codes"], given["scales"], size, dtype)}
+        return {"w": dequantize_blocks(given["codes"], given["scales"], size, dtype, strategy)}
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
         """Return the weight."""

@@ -124,6 +124,7 @@ def _persistent(
     boxes: Sequence[tuple[str, str, Operand, int]],
     tiles: Tiles,
     form: Form,
+    features: Features,
 ) -> tuple[int, tuple[Any, ...], tuple[Workspace, ...], tile_pieces.Pieces]:
     """Return blocks, further parameters, workspace, and pieces of a form that takes `count` tiles.
 
@@ -133,6 +134,7 @@ def _persistent(
     check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
     uneven = (call.causal and not call.stack) or call.window
     uneven = uneven or call.packed is not None or call.block_mask != (0, 0)
+    uneven = uneven or bool(features.mask_kind) or features.bias_kind == "dense"
     cuts = form.pieces and not uneven
     steps = -(-call.len_kv // tiles.block_kv)
     sharing = HOPPER_BLOCKS if cuts else 1  # one block cuts nothing

@@ -27,6 +27,7 @@ from cupyattn.plans.assemble import (
     widest,
 )
 from cupyattn.plans.records import Launch, Plan, Workspace
+from cupyattn.plans.scored import ScorePlan, plan_scores, score_features
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS
 from cupyattn.problem import stacking
 from cupyattn.problem.form import Kernel
@@ -71,8 +72,10 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     if kernel.codes is not None:
         kernel.codes.check_fused(tiles)
     q, k, v, o = operands.rows.values()
-    quantised = {} if kernel.codes is None else kernel.codes.features
-    features = features_of(call, widest(q, k, v, o), **quantised)
+    added_features = {} if kernel.codes is None else kernel.codes.features
+    if kernel.row.on_hopper:
+        added_features |= score_features(call, operands)
+    features = features_of(call, widest(q, k, v, o), **added_features)
     spec = module_spec(variant, features, tiles, form)
     params = attn_params(call, *operands)
     if math.prod(call.output_shape) == 0:
@@ -87,16 +90,22 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
+    scores = ScorePlan()
     if kernel.row.on_hopper:
         boxes = (
             ("q", call.dtype, q, tiles.block_q), ("k", call.dtype, k, tiles.block_kv),
             ("v", call.dtype, v, tiles.block_kv), ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
-        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row)
+        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row, features)
         merge = _merge_pieces(spec, tiles, cut, (*structs, (QUANT_PARAMS, {})))
-        structs += added
+        scores = plan_scores(
+            call, operands, features, tiles, spec, params, 1 / call.scale, added[0]
+        )
+        structs += added + scores.structs
+        workspace += scores.workspace
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
-    return Plan(variant.name, form, tiles, features, (launch, *merge), workspace, kernel.note)
+    launches = (*scores.passes, launch, *merge)
+    return Plan(variant.name, form, tiles, features, launches, workspace, kernel.note)
 
 
 def _plan_split(

@@ -10,6 +10,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.plans.assemble import (
     HOPPER_STORE_ROWS,
+    LOG2E,
     _merge_pieces,
     _named,
     _persistent,
@@ -21,6 +22,7 @@ from cupyattn.plans.assemble import (
 )
 from cupyattn.plans.codes import Scales, value_box, value_params
 from cupyattn.plans.records import Launch, Plan, Workspace
+from cupyattn.plans.scored import ScorePlan, plan_scores, score_features
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, VALUE_PARAMS
 from cupyattn.problem import support
 from cupyattn.problem.form import Kernel
@@ -70,7 +72,10 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     numbers = _numbers(kernel, codes, scales)
     if values is not None:
         values.check(v, tiles)
-    features = features_of(call, vec, quantize_q=numbers is not None, **codes.features)
+    added_features = score_features(call, operands) if kernel.row.on_hopper else {}
+    features = features_of(
+        call, vec, quantize_q=numbers is not None, **codes.features, **added_features
+    )
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=kernel.note)
@@ -91,6 +96,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
+    scores = ScorePlan()
     if kernel.row.on_hopper:
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
         of_v = value_box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
@@ -98,11 +104,15 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
             of_q, ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
             ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
-        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row)
+        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row, features)
         merge = _merge_pieces(spec, tiles, cut, merged)
-        structs += added
+        # Scores are in log2 units by then.
+        scores = plan_scores(call, operands, features, tiles, spec, params, LOG2E, added[0])
+        structs += added + scores.structs
+        workspace += scores.workspace
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
-    return Plan(variant.name, form, tiles, features, (launch, *merge), workspace, kernel.note)
+    launches = (*scores.passes, launch, *merge)
+    return Plan(variant.name, form, tiles, features, launches, workspace, kernel.note)
 
 
 def _numbers(kernel: Kernel, codes: Codes, scales: Scales) -> Operand | None:

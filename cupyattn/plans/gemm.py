@@ -22,7 +22,7 @@ from cupyattn.plans.records import Launch, TensorMap, Workspace, described
 from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, MOST_CHANNEL_CODES, strategy_of
 
 _log = logging.getLogger("cupyattn")
 
@@ -48,6 +48,8 @@ _SHARED_TILES = {
     16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
     32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
 }
+#: The kernels, by what shares a scale.
+ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
 #: Rows of A up to which tiles are shared; and up to which the portable form, with tiles of 16, is
 #: the faster on Hopper, too, unless there are more than 16 and so many tiles of 128 columns.
 #: Raced: experiments/results/gemm_few_rows.json.
@@ -80,6 +82,8 @@ class GemmFeatures:
     activation : {"", "gelu", "gelu_tanh", "silu"}
     outliers : {"", "float16", "bfloat16"}
         Storage type of columns that are no codes; "": there are none.
+    residual, gate : bool
+        Whether the result is added to a matrix, and multiplied by a factor for each column before.
     """
 
     out_dtype: str
@@ -88,6 +92,8 @@ class GemmFeatures:
     bias: str = ""
     activation: str = ""
     outliers: str = ""
+    residual: bool = False
+    gate: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -102,7 +108,8 @@ class GemmFeatures:
             "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
             "CFG_ACTIVATION": ACTIVATIONS.index(self.activation),
             "CFG_OUTLIERS": 1 + DTYPES.index(self.outliers) if self.outliers else 0,
-        }
+            "CFG_RESIDUAL": int(self.residual), "CFG_GATE": int(self.gate),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +309,8 @@ def _at_a_time(tiles: GemmTiles, blocks: int | None = None) -> int:
 class ProductOperands:
     """Where codes, scales and result lie: the buffers of these names when a plan runs.
 
-    All have two axes, the last one contiguous.
+    All have two axes, the last one contiguous. `residual` (m, n) and `gate` (groups of rows, n) are
+    of the type of c, where there are any.
     """
 
     a: Operand
@@ -310,6 +318,13 @@ class ProductOperands:
     b: Operand
     b_scales: Operand
     c: Operand
+    residual: Operand | None = None
+    gate: Operand | None = None
+
+    @property
+    def strategy(self) -> str:
+        """What shares a scale: one of `cupyattn.quant.blocks.STRATEGIES`."""
+        return strategy_of(self.a, self.a_scales, self.b, self.b_scales)
 
 
 @dataclass(frozen=True)
@@ -369,10 +384,13 @@ def plan_gemm(
     Raises
     ------
     UnsupportedError
-        For more tiles than a grid has blocks, and for `tiles` of the Hopper form and operands that
-        it does not take.
+        For more tiles than a grid has blocks, for `tiles` of the Hopper form and operands that it
+        does not take, and for more codes of a channel than int32 sums.
     """
     (m, k), n = at.a.shape, at.b.shape[0]
+    strategy = at.strategy
+    if strategy == "channel":
+        check_channel_codes(k)
     operands = {"a": (at.a, "int8"), "b": (at.b, "int8")}
     if outliers is not None:
         operands["a_16"] = outliers.a_16, outliers.dtype
@@ -383,17 +401,20 @@ def plan_gemm(
         raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
     if note:
         _log.info("int8_gemm: %s", note)
+    entry = ENTRIES[strategy]
     if tiles is not None:
-        _check_form(tiles, form)
+        _check_form(tiles, form, entry)
     if tiles is None:
         tiles = choose_tiles(m, n, k, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
     features = GemmFeatures(
         out_dtype,
         min(_bytes_per_access(x) for x, _ in operands.values()),
-        max(width for width in (1, 2, 4, 8) if at.c.allows(width)),
+        _elements_per_access(at),
         bias,
         activation,
         outliers.dtype if outliers else "",
+        at.residual is not None,
+        at.gate is not None,
     )
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=note)
@@ -406,6 +427,10 @@ def plan_gemm(
         "C_stride": at.c.row_strides[0],
         "A_16_stride": _row_bytes(outliers.a_16) if outliers else 0,
         "B_16_stride": _row_bytes(outliers.b_16) if outliers else 0,
+        "residual": "residual" if at.residual else None, "gate": "gate" if at.gate else None,
+        "residual_stride": at.residual.row_strides[0] if at.residual else 0,
+        "gate_stride": at.gate.row_strides[0] if at.gate else 0,
+        "gate_rows": m // at.gate.shape[0] if at.gate else m,
         "m": m, "n": n, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
     }  # fmt: skip
     alone = tiles_alone(m, n, tiles, blocks)
@@ -417,7 +442,7 @@ def plan_gemm(
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
     defines = {**tiles.defines(), **features.defines()}
     folder = "" if form == "portable" else f"{form}/"
-    spec = ModuleSpec(f"linear/{folder}gemm_int8.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec(f"linear/{folder}{entry}.cu", tuple(sorted(defines.items())))
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
@@ -426,10 +451,10 @@ def plan_gemm(
             tensor_map_of(name, dtype, _with_four_axes(x), rows[name[0]])
             for name, (x, dtype) in operands.items()
         ]
-        # Without outliers their maps are not looked at, and say something that holds.
-        structs += tuple(maps if outliers else maps * 2)
+        # In blocks without outliers their maps are not looked at, and say something that holds.
+        structs += tuple(maps if outliers or strategy == "channel" else maps * 2)
         grid = min(grid, _at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
-    launch = Launch(spec, "gemm_int8", grid, tiles.num_threads, True, structs)
+    launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
     plan = GemmPlan(
         features=features, launches=(launch,), form=form, tiles=tiles, alone=alone, shared=shared,
         note=note,
@@ -438,7 +463,16 @@ def plan_gemm(
     return plan
 
 
-def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None) -> None:
+def check_channel_codes(k: int) -> None:
+    """Raise UnsupportedError for more codes that share a scale than int32 sums."""
+    if k > MOST_CHANNEL_CODES:
+        raise UnsupportedError(
+            f"int32 sums at most {MOST_CHANNEL_CODES} products of codes that share a scale, got "
+            f"k={k}: quantise in blocks, with strategy='block'"
+        )
+
+
+def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None, strategy: str = "block") -> None:
     """Raise ValueError unless a caller's tiles suit the kernel and every block has work.
 
     Parameters
@@ -448,8 +482,9 @@ def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None) -> None:
         Codes of a row. Every block that shares a tile needs a slice of them.
     arch : str or None
         On ``"sm_90a"`` the tiles are those of the Hopper form.
+    strategy : {"block", "channel"}
     """
-    _check_form(tiles, "sm90" if arch == "sm_90a" else "portable")
+    _check_form(tiles, "sm90" if arch == "sm_90a" else "portable", ENTRIES[strategy])
     most = max(min(_slices(k), MOST_SPLITS), 1)
     if tiles.cluster > most:
         name = "splits" if tiles.splits > 1 else "tail_splits"
@@ -459,15 +494,15 @@ def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None) -> None:
         )
 
 
-def _check_form(tiles: GemmTiles, form: str) -> None:
-    """Raise unless the kernel of a form, ``"portable"`` or ``"sm90"``, takes tiles."""
+def _check_form(tiles: GemmTiles, form: str, entry: str) -> None:
+    """Raise unless a kernel's form, ``"portable"`` or ``"sm90"``, takes tiles."""
     if form == "portable" and tiles.tail_splits > 1:
         raise UnsupportedError(
             "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
             f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
         )
     folder = "" if form == "portable" else f"{form}/"
-    spec = ModuleSpec(f"linear/{folder}gemm_int8.cu", tuple(sorted(tiles.defines().items())))
+    spec = ModuleSpec(f"linear/{folder}{entry}.cu", tuple(sorted(tiles.defines().items())))
     check_tiles(spec, tiles, f"int8_gemm ({form})")
 
 
@@ -492,6 +527,19 @@ def _with_four_axes(x: Operand) -> Operand:
 
 def _row_bytes(x: Operand) -> int:
     return x.row_strides[0] * x.itemsize
+
+
+def _elements_per_access(at: ProductOperands) -> int:
+    """Return how many elements of a row of C are stored at a time.
+
+    More than one means that scales of columns are read in pairs, too, where columns have scales.
+    """
+    scales = at.b_scales
+    paired = scales.row_strides[:1] == (1,) and scales.misalignment % 8 == 0
+    if at.strategy == "channel" and not paired:
+        return 1
+    together = [x for x in (at.c, at.residual, at.gate) if x is not None]
+    return max(width for width in (1, 2, 4, 8) if all(x.allows(width) for x in together))
 
 
 def _bytes_per_access(x: Operand) -> int:

@@ -64,6 +64,17 @@ SPLIT_PARAMS = _struct([
     ("rows", "i4"), ("row_warps", "i4"),
 ])  # fmt: skip
 
+#: ``struct ScoreParams`` of kernels_cu/prims/params.cuh.
+SCORE_PARAMS = _struct([
+    ("mask_bits", "u8"), ("tile_classes", "u8"), ("tile_steps", "u8"),
+    ("mask_batch", "i8"), ("mask_head", "i8"), ("list_batch", "i8"), ("list_head", "i8"),
+    ("mask_q", "i4"), ("list_q", "i4"), ("mask_heads", "i4"), ("mask_rows", "i4"),
+    ("list_heads", "i4"), ("list_rows", "i4"), ("key_tiles", "i4"), ("mask_aligned", "i4"),
+    ("bias_batch", "i4"), ("bias_head", "i4"), ("bias_factor", "f4"),
+    ("tanh_factor", "f4", 5), ("largest_square", "f4"), ("tanh_exponent", "f4"),
+    ("softcap_unit", "f4"),
+])  # fmt: skip
+
 #: ``struct PieceParams`` of kernels_cu/prims/params.cuh.
 PIECE_PARAMS = _struct([
     ("O", "u8"), ("rows", "u8"), ("whole", "i4"), ("cut", "i4"), ("steps", "i4"), ("share", "i4"),
@@ -132,10 +143,12 @@ UNPACK_PARAMS = _struct([
 #: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh.
 GEMM_PARAMS = _struct([
     ("A", "u8"), ("B", "u8"), ("A_scale", "u8"), ("B_scale", "u8"), ("C", "u8"),
-    ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("A_stride", "i8"), ("B_stride", "i8"),
+    ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("residual", "u8"), ("gate", "u8"),
+    ("A_stride", "i8"), ("B_stride", "i8"),
     ("A_scale_stride", "i8"), ("B_scale_stride", "i8"), ("C_stride", "i8"),
-    ("A_16_stride", "i8"), ("B_16_stride", "i8"),
+    ("A_16_stride", "i8"), ("B_16_stride", "i8"), ("residual_stride", "i8"), ("gate_stride", "i8"),
     ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"), ("alone", "i4"),
+    ("gate_rows", "i4"),
 ])  # fmt: skip
 
 #: ``struct ActQuantParams`` of kernels_cu/linear/act_quant.cu.
@@ -143,6 +156,12 @@ ACT_QUANT_PARAMS = _struct([
     ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("kept", "u8"), ("place", "u8"),
     ("X_stride", "i8"), ("rows", "i4"), ("channels", "i4"), ("outliers", "i4"),
     ("kept_stride", "i4"),
+])  # fmt: skip
+
+#: ``struct RowQuantParams`` of kernels_cu/linear/row_quant.cu.
+ROW_QUANT_PARAMS = _struct([
+    ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("X_stride", "i8"), ("rows", "i4"),
+    ("channels", "i4"),
 ])  # fmt: skip
 
 #: ``struct WeightParams`` of kernels_cu/linear/weight_blocks.cu.

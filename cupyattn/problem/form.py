@@ -162,7 +162,8 @@ def _choose(variant: Variant, offer: support.Offer) -> tuple[str, str, bool]:
     for name, form in support.candidates(variant, offer):
         found = support.takes(name, form, offer)
         if found.supported:
-            stacked = _stacking(variant, offer) if form.takes.few_rows else ""
+            few = form.takes.few_rows or (form.takes.stacks and _has_few_rows(offer))
+            stacked = _stacking(variant, offer) if few else ""
             if stacked:
                 return stacked, stacking.describe(offer.call), True
             return name, note, False
@@ -171,6 +172,13 @@ def _choose(variant: Variant, offer: support.Offer) -> tuple[str, str, bool]:
     if found.reason:
         raise UnsupportedError(f"{variant.name} takes no such call: {found.reason}")
     raise _no_kernel(variant, offer.values)
+
+
+def _has_few_rows(offer: support.Offer) -> bool:
+    """Whether a call of few rows is left to a form for more by softcap, mask or bias."""
+    call = offer.call
+    scored = bool(call.softcap or call.mask or call.bias) and call.block_mask == (0, 0)
+    return scored and call.packed is None and splits.applies(call.len_q, call.len_kv)
 
 
 def _stacking(variant: Variant, offer: support.Offer) -> str:
@@ -209,6 +217,7 @@ def _tiles(
         call.head_dim, tiles, form=form, lengths=lengths, causal=call.causal,
         block_mask=call.block_mask,
         rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
+        options=support.options_of(call),
     )  # fmt: skip
 
 

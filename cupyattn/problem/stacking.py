@@ -35,16 +35,29 @@ def stacked_call(call: AttentionSpec) -> AttentionSpec:
 def possible(operands: Operands) -> bool:
     """Whether rows of a head are as far apart as the last of one head and the first of the next.
 
-    So they are in layout BHSD as they are made, and in any layout where a head has one row.
+    So they are in layout BHSD as they are made, and in any layout where a head has one row. Mask
+    and bias have to be of keys: the same for all heads and rows.
     """
-    return all(x.shape[2] == 1 or x.strides[1] == x.shape[2] * x.strides[2]
-               for x in (operands.q, operands.o))  # fmt: skip
+    scores = (x for x in (operands.mask, operands.bias) if x is not None)
+    of_keys = all(x.steps[1:3] == (0, 0) and x.steps[3] for x in scores)
+    return of_keys and all(
+        x.shape[2] == 1 or x.strides[1] == x.shape[2] * x.strides[2]
+        for x in (operands.q, operands.o)
+    )
 
 
 def stacked_operands(call: AttentionSpec, operands: Operands) -> Operands:
     """Return the operands of a call with heads of q and o stacked, where that is possible."""
-    group = heads_of_one(call)
-    return operands._replace(q=_stacked(operands.q, group), o=_stacked(operands.o, group))
+    group, shape = heads_of_one(call), stacked_call(call).score_shape
+    scores: dict[str, Operand] = {}
+    for name in ("mask", "bias"):
+        x: Operand | None = getattr(operands, name)
+        if x is not None:  # the same for all rows that are stacked
+            steps = (x.strides[0], 0, 0, x.strides[3])
+            scores[name] = replace(x, shape=shape, strides=steps)
+    return operands._replace(
+        q=_stacked(operands.q, group), o=_stacked(operands.o, group), **scores
+    )
 
 
 def _stacked(x: Operand, group: int) -> Operand:

@@ -6,6 +6,7 @@ with a call. Operands of Hopper forms are moved by the copy engine, which has it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,13 @@ from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
+
+#: A softcap in the units of scores, in the Hopper forms: powers of it up to the eighth stay in
+#: float32.
+LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
+#: The largest head_dim for which the shared memory of fa_tc has room for both.
+MOST_MASKED_BIAS = 192
+LOG2E = math.log2(math.e)
 
 #: What messages call an option, if not by its name.
 _WORDS = {"packed": "packed sequences"}
@@ -36,6 +44,12 @@ class Support(NamedTuple):
 
 
 SUPPORTED = Support(True)
+
+
+def options_of(call: AttentionSpec) -> tuple[str, ...]:
+    """Return those of `cupyattn.kernels.forms.OPTIONS` that a call has."""
+    given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.packed
+    return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
 
 
 class Offer(NamedTuple):
@@ -68,9 +82,7 @@ class Offer(NamedTuple):
     @property
     def options(self) -> tuple[str, ...]:
         """Those of `cupyattn.kernels.forms.OPTIONS` that it has."""
-        call = self.call
-        given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.packed
-        return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
+        return options_of(self.call)
 
 
 def candidates(variant: Variant, offer: Offer) -> Iterator[tuple[str, Form]]:
@@ -160,15 +172,49 @@ def _of_options(form: Form, offer: Offer) -> str:
     left = [name for name in offer.options if name not in form.takes.options]
     if left:
         return f"takes no {' and no '.join(_WORDS.get(name, name) for name in left)}"
+    if form.on_hopper and offer.operands is not None:
+        reason = _of_scores(offer, offer.operands.bias)
+        if reason:
+            return reason
     if not form.on_hopper or call.block_mask == (0, 0):
         return ""  # NOTE: tiles that do not divide the blocks raise in `Variant.tiles_for`
     if call.packed is not None:
         return "takes no block mask of packed sequences"
-    if form.tiles.for_blocks(call.head_dim, call.block_mask) is None:
-        rows = form.tiles.with_blocks(call.head_dim)[0].block_q
+    tiles = form.tiles.with_options(offer.options)
+    if tiles.for_blocks(call.head_dim, call.block_mask) is None:
+        rows = tiles.with_blocks(call.head_dim)[0].block_q
         return (
             f"takes block masks of {rows} query rows, got blocks of "
             f"{call.block_mask[0]} x {call.block_mask[1]}"
+        )
+    return ""
+
+
+def _of_scores(offer: Offer, bias: Operand | None) -> str:
+    """Return why a Hopper form does not take softcap or bias of a call; "" if it does."""
+    call, coded = offer.call, offer.codes is not None
+    cap = call.softcap * LOG2E if coded else call.softcap / call.scale
+    if call.softcap and not LEAST_CAP <= cap <= MOST_CAP:
+        what = "softcap*log2(e)" if coded else "softcap/scale"
+        return f"takes {what} from 2**-10 to 2**14, got {cap:g}"
+    if bias is None:
+        return ""
+    if call.mask and not coded and call.head_dim > MOST_MASKED_BIAS:
+        most = MOST_MASKED_BIAS
+        return f"takes mask and bias together up to head_dim {most}, got {call.head_dim}"
+    if not coded and not 1 / MOST_CAP <= call.scale <= MOST_CAP:
+        return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
+    *rows, key = bias.steps
+    if key == 0:  # the same for every key: it is read row by row
+        return ""
+    if call.bias == "float32":
+        return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
+    if key != 1 or bias.misalignment or any(s < 0 or s * bias.itemsize % 16 for s in rows):
+        steps = tuple(s * bias.itemsize for s in bias.steps)
+        return (
+            "copies a bias whose keys are contiguous, and whose address and strides are positive "
+            f"multiples of 16 bytes, got 16 n + {bias.misalignment} with strides of {steps} bytes: "
+            "allocate len_kv rounded up to 8 and give the slice [..., :len_kv]"
         )
     return ""
 

@@ -1,7 +1,8 @@
-"""Block-wise INT8 of weights and activations: codes, scales, and how far they may be off.
+"""INT8 of weights and activations, in blocks or channels: codes, scales, how far they may be off.
 
-A weight has one float32 scale for each block of 128 x 128, an activation one for each 128 adjacent
-channels of a row, so that a matrix product of codes meets one pair of scales in each step of 128.
+In blocks a weight has one float32 scale for each block of 128 x 128, an activation one for each 128
+adjacent channels of a row, so that a matrix product of codes meets one pair of scales in each step
+of 128. With one scale for each row of both, it meets a pair for each element, at the end.
 Scale and code are those of `cupyattn.quant.quantizers.quantize_symmetric`.
 """
 
@@ -22,6 +23,11 @@ Array = Any
 
 #: Rows and columns that share a scale where nothing is said.
 BLOCK_SIZE = 128
+#: What shares a scale: 128 x 128 of a weight and 128 adjacent channels of an activation's row, or
+#: an output channel of a weight (a row) and a row of activations.
+STRATEGIES = ("block", "channel")
+#: Codes along k whose products int32 sums without overflow: -128 times -128 is 2^14.
+MOST_CHANNEL_CODES = (2**31 - 1) // 2**14
 #: Types that weights which are not quantised are narrowed to, by their short names.
 FALLBACK_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -52,6 +58,9 @@ class Int8Config:
         Least ratio of the signal without outliers to quantisation noise, decibels, that such a
         weight may have: a few enormous outliers are no share of it, and yet fill the range of their
         blocks.
+    strategy : {"block", "channel"}
+        What shares a scale: a block, or a row of a weight, which is an output channel; activations
+        have a scale for each 128 channels of a row, or for each row.
 
     Raises
     ------
@@ -73,8 +82,10 @@ class Int8Config:
     fallback_dtype: str = "bf16"
     fp32_patterns: Sequence[str] = ()
     min_sqnr_db: float = 20.0
+    strategy: str = "block"
 
     def __post_init__(self) -> None:
+        check_strategy(self.strategy)
         check_block_size(self.block_size)
         if self.block_size != BLOCK_SIZE:
             raise UnsupportedError(
@@ -118,24 +129,49 @@ class Int8Config:
         object.__setattr__(self, "fp32_patterns", tuple(patterns))
 
 
-def quantize_rows(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
+def quantize_rows(
+    x: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
+) -> tuple[Array, Array]:
     """Do what `cupyattn.act_quant` does, with the functions of the array's library."""
     check_values("x", x, least_axes=1)
     check_block_size(block_size)
     xp = array_namespace(x)
+    by_row = strategy == "channel"
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values = x.astype(np.float32)
-        scales, inverse = scale_of_absmax(block_max(xp.abs(values), block_size))
-        codes = _codes(values, _by_column(inverse, block_size, x.shape[-1]))
+        largest = row_max(xp.abs(values)) if by_row else block_max(xp.abs(values), block_size)
+        scales, inverse = scale_of_absmax(largest)
+        codes = _codes(values, inverse if by_row else _by_column(inverse, block_size, x.shape[-1]))
     return codes, scales.astype(np.float32, copy=False)
 
 
-def quantize_blocks(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
+def row_scales(x: Array) -> tuple[Array, Array]:
+    """Return the scale of each row of a matrix and its inverse, (rows, 1), both float32.
+
+    What codes are multiplied by, and what numbers are before they are rounded to codes.
+    """
+    xp = array_namespace(x)
+    scales, inverses = (xp.empty((x.shape[0], 1), np.float32) for _ in range(2))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for rows in row_strips(x.shape):
+            largest = row_max(xp.abs(x[rows].astype(np.float32)))
+            scales[rows], inverses[rows] = scale_of_absmax(largest)
+    return scales, inverses
+
+
+def quantize_blocks(
+    w: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
+) -> tuple[Array, Array]:
     """Do what `cupyattn.weight_quant` does, with the functions of the array's library."""
     check_values("w", w, least_axes=2)
     check_block_size(block_size)
     xp = array_namespace(w)
     matrix = as_matrix(w)
+    if strategy == "channel":
+        codes, scales = xp.empty(matrix.shape, np.int8), xp.empty((w.shape[0], 1), np.float32)
+        for rows in row_strips(matrix.shape):
+            codes[rows], scales[rows] = quantize_rows(matrix[rows], strategy=strategy)
+        return codes.reshape(w.shape), scales
     codes = xp.empty(matrix.shape, np.int8)
     scales = xp.empty(scale_shape(w.shape, block_size), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -149,15 +185,26 @@ def quantize_blocks(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Arra
 
 
 def dequantize_blocks(
-    codes: Array, scales: Array, block_size: int = BLOCK_SIZE, out_dtype: str = "float32"
+    codes: Array,
+    scales: Array,
+    block_size: int = BLOCK_SIZE,
+    out_dtype: str = "float32",
+    strategy: str = "block",
 ) -> Array:
     """Do what `cupyattn.weight_dequant` does, with the functions of the arrays' library."""
     check_block_size(block_size)
     check_out_dtype(out_dtype)
-    check_codes(codes, scales, block_size)
+    check_codes(codes, scales, block_size, strategy)
     xp = array_namespace(codes, scales)
     matrix = as_matrix(codes)
     w = xp.empty(matrix.shape, STORAGE[out_dtype])
+    if strategy == "channel":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for rows in row_strips(matrix.shape):
+                values = matrix[rows].astype(np.float32)
+                values *= scales[rows]
+                w[rows] = values.astype(STORAGE[out_dtype], copy=False)
+        return w.reshape(codes.shape)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part, blocks in panels(matrix.shape, block_size):
             values = by_line(matrix[part].astype(np.float32), block_size)
@@ -180,14 +227,20 @@ def as_matrix(w: Array) -> Array:
     return w.reshape(w.shape[0], columns)
 
 
-def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
-    """Return how many blocks a weight of such a shape has, down and across.
+def scale_shape(
+    shape: tuple[int, ...], block_size: int, strategy: str = "block"
+) -> tuple[int, int]:
+    """Return how many scales a weight of such a shape has, down and across.
 
     Examples
     --------
     >>> scale_shape((129, 256), 128), scale_shape((8, 3, 3, 3), 16), scale_shape((0, 5), 16)
     ((2, 2), (1, 2), (0, 1))
+    >>> scale_shape((129, 256), 128, "channel")
+    (129, 1)
     """
+    if strategy == "channel":
+        return shape[0], 1
     columns = 1
     for size in shape[1:]:
         columns *= size
@@ -237,6 +290,17 @@ def panels(
                 yield (rows, columns), (line, blocks)
 
 
+def row_strips(shape: tuple[int, ...], elements: int = 2**17) -> Iterator[slice]:
+    """Cut the rows of a matrix into parts of about so many elements.
+
+    Examples
+    --------
+    >>> [(rows.start, rows.stop) for rows in row_strips((5, 3), 8)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return strips(shape[0], max(1, elements // max(1, shape[1])))
+
+
 def by_line(part: Array, block_size: int) -> Array:
     """View a part that `panels` cut as (lines of blocks, rows of a line, columns)."""
     return part.reshape(-1, min(part.shape[0], block_size), part.shape[1])
@@ -254,6 +318,50 @@ def block_max(magnitudes: Array, block_size: int) -> Array:
         magnitudes = padded
     grouped = magnitudes.reshape(*magnitudes.shape[:-1], blocks, block_size)
     return grouped.max(axis=-1)
+
+
+def row_max(magnitudes: Array) -> Array:
+    """Return the largest number of each row, of an empty row 0; NaN where one is."""
+    if magnitudes.shape[-1] == 0:
+        return array_namespace(magnitudes).zeros((*magnitudes.shape[:-1], 1), np.float32)
+    return magnitudes.max(axis=-1, keepdims=True)
+
+
+def strategy_of_weight(shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> str:
+    """Return what shares a scale of a weight (out, in), by the shape of its scales.
+
+    Returns
+    -------
+    str
+        ``"block"``, too, where the shape fits neither, or both: of one row in one block.
+
+    Examples
+    --------
+    >>> strategy_of_weight((300, 256), (300, 1)), strategy_of_weight((300, 256), (3, 2))
+    ('channel', 'block')
+    """
+    if tuple(scales_shape) == scale_shape(shape, BLOCK_SIZE):
+        return "block"
+    return "channel" if tuple(scales_shape) == (shape[0], 1) else "block"
+
+
+def strategy_of(a: Array, a_scales: Array, b: Array, b_scales: Array) -> str:
+    """Return what shares a scale of a product's codes, by the shapes of its scales.
+
+    Parameters
+    ----------
+    a : array, (..., k)
+    a_scales : array, (..., ceil(k / 128)) or (..., 1)
+    b : array, (n, k)
+    b_scales : array, (ceil(n / 128), ceil(k / 128)) or (n, 1)
+
+    Returns
+    -------
+    str
+        ``"block"``, too, where the shapes fit neither.
+    """
+    of_rows = tuple(a_scales.shape) == (*a.shape[:-1], 1)
+    return strategy_of_weight(b.shape, b_scales.shape) if of_rows and len(b.shape) == 2 else "block"
 
 
 def _by_column(scales: Array, block_size: int, columns: int) -> Array:
@@ -277,17 +385,37 @@ def check_values(name: str, x: Array, *, least_axes: int) -> None:
         raise ValueError(f"{name} must have {least_axes} or more axes, got shape {tuple(x.shape)}")
 
 
-def check_codes(codes: Array, scales: Array, block_size: int) -> None:
+def check_codes(codes: Array, scales: Array, block_size: int, strategy: str = "block") -> None:
     """Raise TypeError or ValueError unless these are codes of a weight and their scales."""
     if codes.dtype != np.int8 or codes.ndim < 2 or scales.dtype != np.float32:
         raise TypeError(
             "codes must be int8 with two axes or more and scales float32, got "
             f"{codes.dtype} {tuple(codes.shape)} and {scales.dtype}"
         )
-    if tuple(scales.shape) != scale_shape(codes.shape, block_size):
+    expected = scale_shape(codes.shape, block_size, strategy)
+    if tuple(scales.shape) != expected:
+        kind = f"in blocks of {block_size}" if strategy == "block" else "by channel"
         raise ValueError(
-            f"scales of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
-            f"{scale_shape(codes.shape, block_size)}, got {tuple(scales.shape)}"
+            f"scales of codes {tuple(codes.shape)} {kind} must have shape {expected}, got "
+            f"{tuple(scales.shape)}"
+        )
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise ValueError for a name that is none of `STRATEGIES`."""
+    if strategy not in STRATEGIES:
+        names = " or ".join(map(repr, STRATEGIES))
+        raise ValueError(f"strategy must be {names}, got {strategy!r:.40}")
+
+
+def check_blocks(strategy: str, block_size: int) -> None:
+    """Raise ValueError unless a strategy and a size of its blocks go together."""
+    check_strategy(strategy)
+    check_block_size(block_size)
+    if strategy == "channel" and block_size != BLOCK_SIZE:
+        raise ValueError(
+            f"block_size goes with strategy='block', got {block_size} and strategy='channel': "
+            "leave it out"
         )
 
 

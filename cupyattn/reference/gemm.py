@@ -1,6 +1,6 @@
-"""What a block-wise INT8 product is, how the kernels round it, and how far that may be off.
+"""What a product of INT8 codes is, how the kernels round it, and how far that may be off.
 
-All of it on NumPy arrays. The tags G1 to G5 are those of the kernels and of docs/MATH_REFERENCE.md.
+All of it on NumPy arrays. The tags G1 to G6 are those of the kernels and of docs/MATH_REFERENCE.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scipy.special import erf, expit
 
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import STORAGE, as_float64
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of
 from cupyattn.reference.rounding import fma32
 
 Array = Any
@@ -45,10 +45,17 @@ def activate(x: Float64, activation: str) -> Float64:
         return np.asarray(x * expit(x)) if activation == "silu" else x
 
 
-def _slices(
-    a: Array, a_scales: Array, b: Array, b_scales: Array
-) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-    """Yield of every 128 codes along k their products, whole numbers, and the scales of both."""
+Terms = Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+
+
+def scaled_terms(a: Array, a_scales: Array, b: Array, b_scales: Array) -> Terms:
+    """Yield whole numbers, exact sums of products of codes, and both scales of each.
+
+    In blocks of every 128 codes along k, in float32; of channels once, of all codes, in float64.
+    """
+    if strategy_of(a, a_scales, b, b_scales) == "channel":
+        yield as_float64(a) @ as_float64(b).T, a_scales, b_scales.T
+        return
     of_b = b_scales.repeat(BLOCK_SIZE, axis=0)[: b.shape[0]]
     for number in range(a_scales.shape[1]):
         here = slice(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE)
@@ -69,22 +76,36 @@ def product_operands(
     return (*taken, outliers)
 
 
+def sum_operands(residual: Array | None, gate: Array | None) -> tuple[Any, Any]:
+    """Return what a product is added to and its factors as `product_operands` does."""
+    if gate is not None and residual is None:
+        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    residual, gate = operands(residual=residual, gate=gate)
+    return residual, gate
+
+
 def gemm_exact(
     a: Array, a_scales: Array, b: Array, b_scales: Array, *, bias: Array | None = None,
     activation: str = "", outliers: tuple[Array, Array] | None = None,
+    residual: Array | None = None, gate: Array | None = None,
 ) -> Float64:  # fmt: skip
     """Return the product of what codes stand for, in float64.
 
     Parameters
     ----------
     a : array, (m, k), int8
-    a_scales : array, (m, ceil(k / 128)), float32
+    a_scales : array, (m, ceil(k / 128)) or (m, 1), float32
     b : array, (n, k), int8
-    b_scales : array, (ceil(n / 128), ceil(k / 128)), float32
+    b_scales : array, (ceil(n / 128), ceil(k / 128)) or (n, 1), float32
+        In blocks, or of channels: `cupyattn.quant.blocks.strategy_of`.
     bias : array, (n,), optional
     activation : {"", "gelu", "gelu_tanh", "silu"}
     outliers : (array, array), optional
         (m, outliers) and (n, outliers), 16-bit: further columns, which have no scales.
+    residual : array, (m, n), optional
+        What the result is added to.
+    gate : array, (n,) or (groups, n), optional
+        Factors of the result beforehand, for as many rows to each group.
 
     Returns
     -------
@@ -99,31 +120,38 @@ def gemm_exact(
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
     )
+    residual, gate = sum_operands(residual, gate)
     c = np.zeros((a.shape[0], b.shape[0]))
     with np.errstate(invalid="ignore"):
-        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+        for dot, of_a, of_b in scaled_terms(a, a_scales, b, b_scales):
             c += as_float64(dot) * (as_float64(of_a) * as_float64(of_b))
         if outliers is not None:
             c += as_float64(outliers[0]) @ as_float64(outliers[1]).T
         if bias is not None:
             c += as_float64(bias)
-        return activate(c, activation)
+        c = activate(c, activation)
+        if residual is not None:
+            factor = 1.0 if gate is None else as_float64(by_row(gate, len(c)))
+            c = as_float64(residual) + factor * c
+        return c
 
 
 def gemm_mirror(
     a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
     bias: Array | None = None, activation: str = "",
-    outliers: tuple[Array, Array] | None = None, splits: int = 1, shared: Array | None = None,
+    outliers: tuple[Array, Array] | None = None, residual: Array | None = None,
+    gate: Array | None = None, splits: int = 1, shared: Array | None = None,
 ) -> Array:  # fmt: skip
     """Return the product as the kernels round it.
 
     Parameters
     ----------
-    a, a_scales, b, b_scales, bias, activation, outliers
+    a, a_scales, b, b_scales, bias, activation, outliers, residual, gate
         As for `gemm_exact`.
     out_dtype : {"float16", "bfloat16", "float32"}
     splits : int
-        Thread blocks that share a tile: `cupyattn.kernels.tiles.GemmTiles`.
+        Thread blocks that share a tile: `cupyattn.kernels.tiles.GemmTiles`. The sums of channels
+        are exact, whoever adds them up.
     shared : array, (m, n), bool, optional
         Elements whose tiles are shared, all when omitted: `cupyattn.plans.gemm.where_shared`.
 
@@ -136,10 +164,15 @@ def gemm_mirror(
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
     )
-    if shared is not None:
+    residual, gate = sum_operands(residual, gate)
+    by_channel = strategy_of(a, a_scales, b, b_scales) == "channel"
+    if shared is not None and not by_channel:
         (shared,) = operands(shared=shared)
         after: dict[str, Any]
-        after = {"bias": bias, "activation": activation, "outliers": outliers}
+        after = {
+            "bias": bias, "activation": activation, "outliers": outliers, "residual": residual,
+            "gate": gate,
+        }  # fmt: skip
         alone, parts = (
             gemm_mirror(a, a_scales, b, b_scales, out_dtype, **after, splits=s) for s in (1, splits)
         )
@@ -148,7 +181,10 @@ def gemm_mirror(
     ends = {rank * slices // splits for rank in range(1, splits)}
     c, part = None, np.zeros((a.shape[0], b.shape[0]), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for number, (dot, of_a, of_b) in enumerate(_slices(a, a_scales, b, b_scales), 1):
+        for number, (dot, of_a, of_b) in enumerate(scaled_terms(a, a_scales, b, b_scales), 1):
+            if by_channel:
+                part = dot.astype(np.float32) * (of_a * of_b)  # G1, G2
+                continue
             part = fma32(dot, of_a * of_b, part)  # G1, G2
             if number in ends:
                 c, part = part if c is None else c + part, np.zeros_like(part)  # G2
@@ -159,4 +195,19 @@ def gemm_mirror(
         if bias is not None:
             c = c + bias.astype(np.float32)  # G3
         c = activate(as_float64(c), activation).astype(np.float32)  # G4
+        if residual is not None:
+            factor = np.float32(1) if gate is None else by_row(gate, len(c)).astype(np.float32)
+            c = fma32(c, factor, residual.astype(np.float32))  # G6
         return c.astype(STORAGE[out_dtype])  # G5
+
+
+def by_row(gate: Array, rows: int) -> Array:
+    """Return the factors of each row: as many rows, one after the other, share a row of `gate`.
+
+    Examples
+    --------
+    >>> by_row(np.float32([[1], [2]]), 4).tolist()
+    [[1.0], [1.0], [2.0], [2.0]]
+    """
+    groups = gate if gate.ndim == 2 else gate[None]
+    return groups.repeat(max(1, rows // max(1, len(groups))), axis=0)[:rows]

@@ -10,6 +10,7 @@ thread order: inside one product or one sum the order is NumPy's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -336,6 +337,8 @@ def run_kernel(
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         # S0 locate, S1 load Q
         scores = prepare_scores(q, k, sigma, scoring, n, quantized)
+        if kernel.row.on_hopper:
+            scores = replace(scores, listed_rows=tiles.block_q)
         steps: list[Step] = []
         if n.shifts and quantized is not None:
             O, state = by_shifts(scores, quantized, n.shifts, tiles, steps)
@@ -432,7 +435,8 @@ def _over_keys(
         # NOTE: tiles of query rows that attend to nothing here skip the step. It changes no bit
         # unless V is not finite.
         rows = scores.visitors(kv0, tiles)
-        O[..., rows, :] += scores.kept(P[..., rows, :] @ V_tile, rows, kv0)  # R6
+        products = scores.kept(P[..., rows, :] @ V_tile, rows, kv0)
+        O[..., rows, :] += scores.listed(products, rows, slice(kv0, kv1))  # R6
         if steps is not None:
             merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
             steps.append(Step(kv0, *merged))

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from cupyattn.arrays.kinds import FINITE_MAX, STORAGE
 from cupyattn.kernels.numerics import EX2_FLUSH, P_CODE_ONE
+from cupyattn.kernels.softcap import LARGEST_Y, tanh_factors
 
 
 def round_to(x: npt.ArrayLike, fmt: str) -> npt.NDArray[np.float32]:
@@ -133,6 +134,33 @@ def tanh(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     [0.0, 0.7615941762924194, -1.0]
     """
     return np.tanh(np.asarray(x, np.float32).astype(np.float64)).astype(np.float32)
+
+
+def small_and_large_softcap(S: npt.NDArray[np.float32], cap: float) -> npt.NDArray[np.float32]:
+    """Return cap * tanh(S / cap) as ``prims/score/softcap.cuh`` computes it.
+
+    Parameters
+    ----------
+    S : array, float32
+    cap : float
+        In the units of S.
+
+    Examples
+    --------
+    >>> small_and_large_softcap(np.float32([0.0, 10.0, 1000.0]), 50.0).round(3).tolist()
+    [0.0, 9.869, 50.0]
+    """
+    unit, exponent = np.float32(cap), np.float32(2 / np.log(2) / cap)
+    factors = [np.float32(factor) for factor in tanh_factors(cap)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = S * S
+        total = np.full_like(S, factors[-1])
+        for factor in factors[-2::-1]:
+            total = fma32(total, square, factor)
+        power = ex2(np.abs(S) * exponent)
+        large = fma32(np.float32(-2) * unit, np.float32(1) / (power + np.float32(1)), unit)
+        small = square <= np.float32((LARGEST_Y * cap) ** 2)
+        return np.where(small, S * total, np.copysign(large, S))
 
 
 def codes_of_p(p: npt.NDArray[np.float32], p_type: str) -> npt.NDArray[np.float32]:

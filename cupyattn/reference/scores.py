@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,7 +15,7 @@ from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.scoring import EVERYWHERE, Scoring
 from cupyattn.quant.operand_protocol import Quantized, codes_less_zero
-from cupyattn.reference.rounding import fma32, round_to, tanh
+from cupyattn.reference.rounding import fma32, round_to, small_and_large_softcap, tanh
 from cupyattn.reference.softmax_state import LOG2E, Float32
 
 
@@ -32,6 +33,8 @@ class Scores:
     exponent_factor: np.float32  # times S gives log2 units
     subtracts_first: bool
     scoring: Scoring
+    unit: float = 0.0  # of natural scores in those of S, where softcap and bias know no other
+    listed_rows: int = 0  # of a tile that takes the steps in which the mask admits a key; 0: all
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -47,10 +50,13 @@ class Scores:
         if self.row_factor is not None:
             S = S * self.row_factor  # R3
         rows, keys, softcap = slice(0, S.shape[-2]), slice(kv0, kv1), self.scoring.softcap
-        if softcap:
+        if softcap and self.unit:
+            S = small_and_large_softcap(S, softcap * self.unit)  # R3
+        elif softcap:
             S = np.float32(softcap) * tanh(S * np.float32(1 / softcap))  # R3
         if self.scoring.bias is not None:
-            S = S + self.scoring.bias_at(EVERYWHERE, rows, keys).astype(np.float32)  # R3
+            bias = self.scoring.bias_at(EVERYWHERE, rows, keys).astype(np.float32)
+            S = fma32(bias, np.float32(self.unit), S) if self.unit else S + bias  # R3
         return cast(Float32, self.scoring.select(S, EVERYWHERE, rows, keys))
 
     def slope(self, kv0: int, kv1: int) -> Float32:
@@ -92,6 +98,22 @@ class Scores:
         return np.where(kept, products, np.float32(0))
 
 
+    def listed(self, products: Float32, rows: slice, keys: slice) -> Float32:
+        """P V of some rows and of keys in one step, where their tiles take it; else 0.
+
+        `rows` begin with a tile.
+        """
+        if not self.listed_rows or self.scoring.mask is None:
+            return products
+        admitted = self.scoring.mask[..., rows, keys].any(axis=-1)
+        tiles = np.arange(0, admitted.shape[-1], self.listed_rows)
+        if not tiles.size:
+            return products
+        taken = np.logical_or.reduceat(admitted, tiles, axis=-1)
+        taken = taken.repeat(self.listed_rows, axis=-1)[..., : admitted.shape[-1], None]
+        return np.where(taken, products, np.float32(0))
+
+
 def prepare_scores(
     q: Array, k: Array, scale: float, scoring: Scoring, n: Numerics, quantized: Quantized | None
 ) -> Scores:
@@ -102,6 +124,7 @@ def prepare_scores(
             f"scaling {n.scaling!r} does not go with {have}: quantize first, or only there"
         )
     row_factor = key_factor = None
+    unit = 1 / scale if quantized is None else math.log2(math.e)
     exponent_factor = np.float32(scale * np.log2(np.e))
     if n.scaling == "natural" or n.subtracts_first:
         row_factor, exponent_factor = np.asarray(scale, np.float32), LOG2E
@@ -121,5 +144,5 @@ def prepare_scores(
         exponent_factor = LOG2E if n.subtracts_first else np.float32(1)
     return Scores(
         split_heads(Q, k.shape[1]), K[:, :, None], row_factor, key_factor, exponent_factor,
-        n.subtracts_first, scoring,
+        n.subtracts_first, scoring, unit if n.scored else 0.0,
     )  # fmt: skip

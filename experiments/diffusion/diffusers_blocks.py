@@ -2,17 +2,20 @@
 
 Varies       model of diffusers: Flux, Wan 14B, Kandinsky 5 Lite (and Wan 1.3B, where it is named),
              with one block of each kind it has; what runs in it: attention as it is, in 16 bits of
-             ours (fa_tc), in INT8 (balanced); linear layers as they are or INT8; both
+             ours (fa_tc), in INT8 (balanced); linear layers as they are or INT8; both; and all of
+             these with the whole model compiled, ``model.compile(fullgraph=True)``
 Holds fixed  random weights in the sizes of the models, bfloat16 but for what from_pretrained keeps
              in float32; N(0, 1) latents and prompts, batch 1; no VAE, text encoder or guidance
 Measures     a pass of the model, and 10 steps of FlowMatchEulerDiscreteScheduler round it: time in
              turns, the ratio to native with its 95 % interval; bytes of parameters and buffers,
-             peak memory of a pass; relative L2 of the output to native and to float32
-Beside       torch's attention by cuDNN, which is forced, and cuBLAS: native
+             peak memory of a pass; relative L2 of the output to native and to float32; the first
+             call of compiled models, which compiles
+Beside       torch's attention by cuDNN, which is forced, and cuBLAS: native; native compiled, for
+             compiled models
 Expect       both INT8 1.2 of native in Flux and Kandinsky, 1.3 in Wan; weights at 0.66 to 0.71 of
              their bytes, by count: modulation, time and embeddings keep their type
 Run          python -m experiments.diffusion.diffusers_blocks [--quick] [--json FILE]
-             [--models NAME ...] [--loop-rounds N] [--update-docs] [--stored]
+             [--models NAME ...] [--mode MODE] [--loop-rounds N] [--update-docs] [--stored]
 
 The loop is the scheduler's and no pipeline's: what a pipeline adds outside of the transformer is
 the same in every way. experiments/diffusion/kandinsky_block.py has the parts of a block by
@@ -26,6 +29,7 @@ import argparse
 import contextlib
 import copy
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,15 +46,25 @@ BEGIN, END = "<!-- blocks: begin -->", "<!-- blocks: end -->"
 STEPS, QUICK_STEPS, LOOP_ROUNDS, PROMPT = 10, 2, 5, 512
 HEADER = ["", "pass", "of native", f"{STEPS} steps", "of native", "weights", "peak",
           "to native", "to float32"]  # fmt: skip
-NATIVE = "native"
-#: What is replaced, by way: the policy of attention, and whether linear layers are INT8.
-WAYS: dict[str, tuple[str | None, bool]] = {
+NATIVE, COMPILED = "native", ", compiled"
+COMPILED_HEADER = [*HEADER[:2], f"of {NATIVE}{COMPILED}", HEADER[3], f"of {NATIVE}{COMPILED}",
+                   "first call", *HEADER[5:]]  # fmt: skip
+#: What is replaced: the policy of attention, and whether linear layers are INT8.
+REPLACED: dict[str, tuple[str | None, bool]] = {
     NATIVE: (None, False),
     "attention in 16 bits": ("precision", False),
     "INT8 attention": ("balanced", False),
     "INT8 linear layers": (None, True),
     "both INT8": ("balanced", True),
 }
+#: The same, and whether the model is compiled, by way.
+WAYS = {
+    f"{name}{COMPILED if compiled else ''}": (policy, linear, compiled)
+    for compiled in (False, True)
+    for name, (policy, linear) in REPLACED.items()
+}
+#: Of ``torch.compile``.
+MODES = ("default", "reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
@@ -275,21 +289,37 @@ class Way:
         if self.attention is not None:
             report = self.attention.report()
             found |= {"modes": report.modes, "native": report.native,
-                      "fallbacks": report.fallbacks}  # fmt: skip
+                      "fallbacks": report.fallbacks | report.compiled_fallbacks,
+                      "compiled": sorted({x for one in report.layers for x in one.compiled}),
+                      }  # fmt: skip
         return found
 
 
-def ways(transformer: Any) -> dict[str, Way]:
-    """Return the model in every way; they share what they have in common."""
+def baseline(name: str) -> str:
+    """Return what a way is compared with."""
+    return f"{NATIVE}{COMPILED}" if name.endswith(COMPILED) else NATIVE
+
+
+def ways(transformer: Any, compiler: Mapping[str, Any]) -> dict[str, Way]:
+    """Return the model in every way; they share what they have in common.
+
+    Parameters
+    ----------
+    transformer : Module
+    compiler : mapping
+        What ``torch.compile`` is given beside ``fullgraph=True``.
+    """
     from cupyattn.interop.diffusers import replace_attention_with_int8
     from cupyattn.interop.torch import replace_linear_with_int8
 
     int8 = shared(transformer)
     linear = replace_linear_with_int8(int8, originals="drop")
     found = {}
-    for name, (policy, with_linear) in WAYS.items():
+    for name, (policy, with_linear, compiled) in WAYS.items():
         own = shared(int8 if with_linear else transformer)
         handle = None if policy is None else replace_attention_with_int8(own, policy=policy)
+        if compiled:
+            own.compile(fullgraph=True, **compiler)
         found[name] = Way(own, handle, linear if with_linear else None)
     return found
 
@@ -320,9 +350,12 @@ def judged(name: str, way: Way, outputs: Sequence[Any]) -> str:
     """Return why a way may not be timed; "": it may."""
     if not all(bool(x.isfinite().all()) for x in outputs):
         return f"{name} gives numbers that are not finite"
-    said = way.said()
-    if way.attention is not None and (said["native"] or said["fallbacks"] or not said["modes"]):
-        return f"{name} left attention to others: {said}"
+    policy, _, compiled = WAYS[name]
+    if policy is not None:
+        said = way.said()
+        ran = said["compiled"] if compiled else [*said["modes"]]
+        if said["native"] or said["fallbacks"] or ran != [policy]:
+            return f"{name} left attention to others: {said}"
     return ""
 
 
@@ -334,9 +367,12 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     transformer = make(model, where, args.seed)
     latents, arguments = inputs(model, where, args.seed)
-    step = arguments(latents, torch.full((1,), 700.0, device=where))
+    step = arguments(latents, torch.full((), 700.0, device=where).expand(1))  # as of a loop
     exact = output_in_float32(transformer, step)
-    found = ways(transformer)
+    torch._dynamo.reset()
+    # All models share functions of diffusers, for each of which torch keeps 8 graphs.
+    torch._dynamo.config.recompile_limit = 8 * len(WAYS)
+    found = ways(transformer, {"mode": args.mode} if on_device else {"backend": "eager"})
     row: dict[str, Any] = {
         "model": name, "class": CLASSES[model.family], "tokens": model.tokens,
         "prompt": model.prompt, "parameters": sum(x.numel() for x in transformer.parameters()),
@@ -345,20 +381,22 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]
     del transformer
     results: dict[str, tuple[Any, Any]] = {}
     for label, way in found.items():
-        peak = None
+        peak, start = None, time.perf_counter()
+        way.transformer(**step, return_dict=False)  # compiles
         if on_device:
-            way.transformer(**step)  # compiles
             torch.cuda.synchronize()
+        first = time.perf_counter() - start
+        if on_device:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        one = way.transformer(**step, return_dict=False)[0]
+        one = way.transformer(**step, return_dict=False)[0].clone()  # of a CUDA graph's memory
         if on_device:
             torch.cuda.synchronize()
             peak = way.weight_bytes + torch.cuda.max_memory_allocated() - before
         results[label] = one, denoise(way.transformer, scheduler, latents, arguments, steps)
         native = results[NATIVE]
         row["ways"][label] = {
-            "weight_bytes": way.weight_bytes, "peak_bytes": peak,
+            "weight_bytes": way.weight_bytes, "peak_bytes": peak, "first_seconds": first,
             "to_native": relative(one, native[0]), "to_float32": relative(one, exact),
             "steps_to_native": relative(results[label][1], native[1]),
             "refused": judged(label, way, results[label]), **way.said(),
@@ -409,8 +447,9 @@ def timed(
             row["ways"][name] |= {
                 f"{kind}seconds": timing.median(times[name]).median, f"{kind}samples": times[name],
             }  # fmt: skip
-            if name != NATIVE and NATIVE in times:
-                ratio = timing.paired_ratio(times[NATIVE], times[name]).to_list()
+            other = baseline(name)
+            if name != other and other in times:
+                ratio = timing.paired_ratio(times[other], times[name]).to_list()
                 row["ways"][name][f"{kind}ratio"] = ratio
     return {"clocks": device.clocks()}
 
@@ -418,10 +457,18 @@ def timed(
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def cells(row: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of a model's table."""
+def tables(row: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
+    """Return headers and rows of a model's tables: compiled first, where it was, then eager."""
+    compiled = {name: way for name, way in row["ways"].items() if name.endswith(COMPILED)}
+    eager = {name: way for name, way in row["ways"].items() if name not in compiled}
+    both = (COMPILED_HEADER, cells(compiled)), (HEADER, cells(eager))
+    return [(header, lines) for header, lines in both if lines]
+
+
+def cells(ways_of_a_kind: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of a table."""
     lines = []
-    for name, way in row["ways"].items():
+    for name, way in ways_of_a_kind.items():
         times = [
             cell
             for kind in ("", "steps_")
@@ -432,7 +479,8 @@ def cells(row: Mapping[str, Any]) -> list[list[str]]:
         ]
         peak = "-" if way["peak_bytes"] is None else format_bytes(way["peak_bytes"])
         errors = [f"{way['to_native']:.1e}" if name != NATIVE else "-", f"{way['to_float32']:.1e}"]
-        lines.append([name, *times, format_bytes(way["weight_bytes"]), peak, *errors])
+        first = [format_seconds(way["first_seconds"])] if name.endswith(COMPILED) else []
+        lines.append([name, *times, *first, format_bytes(way["weight_bytes"]), peak, *errors])
     return lines
 
 
@@ -448,7 +496,9 @@ def section(record: Mapping[str, Any]) -> str:
     """Return what docs/INTEROP.md says was measured."""
     environment, lines = record["environment"], []
     for row in record["rows"]:
-        lines += [f"{title(row)}:", "", *recording.markdown(HEADER, cells(row)), ""]
+        lines += [f"{title(row)}:", ""]
+        for header, of_table in tables(row):
+            lines += [*recording.markdown(header, of_table), ""]
     where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
     return "\n".join([*lines, f"`{recording.command_now(record)}` on {where}, "
                       f"torch {record['torch']}, diffusers {record['diffusers']}."])  # fmt: skip
@@ -480,11 +530,13 @@ def run(args: argparse.Namespace) -> int:
                         raise
                     raise UnsupportedError(f"cuDNN's attention does not take {name}") from error
             print(f"\n{title(rows[-1])}")
-            output.print_table(HEADER, cells(rows[-1]))
+            for header, lines in tables(rows[-1]):
+                output.print_table(header, lines)
             for way in rows[-1]["ways"].values():
                 if way["refused"]:
                     print(f"not timed: {way['refused']}")
     content = {"rows": rows, "torch": torch.__version__, "diffusers": diffusers.__version__,
+               "mode": args.mode,
                "rounds": 0 if args.quick else args.rounds,
                "loop_rounds": 0 if args.quick else args.loop_rounds}  # fmt: skip
     backend = "mirror" if args.quick else "cuda"
@@ -500,6 +552,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(rounds=recording.LEAST_ROUNDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT, metavar="NAME",
                         help=", ".join(MODELS))  # fmt: skip
+    parser.add_argument("--mode", choices=MODES, default=MODES[0],
+                        help="of torch.compile")
     parser.add_argument("--loop-rounds", type=int, default=LOOP_ROUNDS, metavar="N",
                         help=f"samples of {STEPS} steps")  # fmt: skip
     parser.add_argument("--update-docs", action="store_true", help="rewrite the tables of the page")

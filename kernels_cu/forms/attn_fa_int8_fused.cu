@@ -27,10 +27,8 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/codes/zero_points.cuh"
 
-constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
-constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-constexpr int CHUNKS = HEAD_DIM_PAD / 8;           // 16-byte chunks per row of V
-constexpr float LARGEST_SUM = 256.0f;  // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row of V
+constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -154,14 +152,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
         if constexpr (NATURAL_SCORES) return x * row_factor(Q_factor[r][i / 2], scale);  // R3
         return x + 0.0f * scale;                                                         // exact
       });
-      // NOTE: a scale that is NaN has reached the keys of its part, and spares those masked.
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i)
-        if (part_scale[i] != part_scale[i]) part_scale[i] = 1.0f;
+      spare_masked(part_scale);
     }
     uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
+      auto factor = [&](int h, int n) {  // to log2 units
+        return row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+      };
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
       auto weigh = [&](const float (&M)[2], bool anew) {
 #pragma unroll
@@ -169,12 +167,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
           sum[h] = 0.0f;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            const float* pair = S_acc[r][n] + 2 * h;                                 // [2]
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h], anew));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h], anew));  // R4
-            sum[h] += x, sum[h] += y;                                                // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);               // R5
+            const float* pair = S_acc[r][n] + 2 * h;                                       // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor(h, n), -M[h], anew));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor(h, n), -M[h], anew));  // R4
+            sum[h] += x, sum[h] += y;                                                      // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);                     // R5
           }
         }
       };
@@ -184,17 +181,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
       bool small[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) small[h] = !NATURAL_SCORES && sum[h] <= LARGEST_SUM;
-      if (!__all_sync(FULL_WARP, small[0] && small[1])) {
+      if (NATURAL_SCORES || !__all_sync(FULL_WARP, small[0] && small[1])) {
         float m[2];  // the largest score that this lane holds of a row, where M has to rise
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          m[h] = NEG_INF;
-#pragma unroll
-          for (int n = 0; n < MMA_KEYS; ++n) {
-            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]);
-            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            m[h] = fmaxf(m[h], row_maximum_of_any_size(largest, factor));
-          }
+          find_largest(m[h], S_acc[r], h, factor);
           if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }
         if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {

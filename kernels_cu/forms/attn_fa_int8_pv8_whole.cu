@@ -30,10 +30,6 @@
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
 
-constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
-constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-// Codes per global access: as many bytes as an access of O, where rows allow it.
-constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
 constexpr int V_CHUNKS = BLOCK_KV / 16;  // 16-byte chunks per channel of V
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
 constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;

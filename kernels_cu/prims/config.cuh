@@ -37,6 +37,11 @@
 #ifndef CFG_STACKED  // heads by themselves
 #define CFG_STACKED 0
 #endif
+#ifndef CFG_SCORED  // the softmax takes products as they are
+#define CFG_SCORED 0
+#define CFG_MASK_KIND 0
+#define CFG_BIAS_KIND 0
+#endif
 #ifndef CFG_QUANTIZE_Q  // codes of Q are there
 #define CFG_QUANTIZE_Q 0
 #endif
@@ -73,6 +78,10 @@
 #define CFG_ACTIVATION 0
 #define CFG_OUTLIERS 0
 #endif
+#ifndef CFG_RESIDUAL  // what a product is added to
+#define CFG_RESIDUAL 0
+#define CFG_GATE 0
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -88,6 +97,18 @@
 #define CLUSTER_OF_SPLITS __cluster_dims__(CFG_SPLITS* CFG_TAIL_SPLITS)
 #else
 #define CLUSTER_OF_SPLITS
+#endif
+
+// Parameters of a scored kernel alone, and how they reach its code (prims/score/score_hook.cuh).
+#if CFG_SCORED
+#define SCORE_PARAMETERS \
+  , const __grid_constant__ ScoreParams score_params, const __grid_constant__ TensorMap bias_map
+#define SCORE_ARGUMENTS {score_params, bias_map}
+#else
+#define SCORE_PARAMETERS
+#define SCORE_ARGUMENTS \
+  {                     \
+  }
 #endif
 
 // tiles
@@ -121,8 +142,15 @@ constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without pa
 constexpr bool STACKED = CFG_STACKED;             // heads that share a key head are one
 constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0, z of a group of its own
 constexpr bool QUANTIZE_Q = CFG_QUANTIZE_Q;       // Q comes as numbers: the kernel makes its codes
-// Softcap and bias work on scores in natural units, and so does then the softmax.
-constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
+// Softcap, bias or mask change the scores between both products of a Hopper form, in the units in
+// which its softmax takes them.
+constexpr bool SCORED = CFG_SCORED;
+enum class MaskKind { NONE, ROWS, KEYS };  // KEYS: the same for every query row
+constexpr MaskKind MASK_KIND = MaskKind(CFG_MASK_KIND);
+enum class BiasKind { NONE, DENSE, KEYS, ROWS };  // ROWS: the same for every key
+constexpr BiasKind BIAS_KIND = BiasKind(CFG_BIAS_KIND);
+// Elsewhere softcap and bias work on scores in natural units, and so does then the softmax.
+constexpr bool NATURAL_SCORES = (SOFTCAP || BIAS) && !SCORED;
 
 // What P is as an operand of P V: NONE is a number of 16 or 32 bits, all others are codes.
 enum class PType { NONE, U8, S8, E4M3 };
@@ -157,6 +185,8 @@ constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
 constexpr int SPLITS = CFG_SPLITS;              // blocks that share the k of every tile, or keys
 constexpr int TAIL_SPLITS = CFG_TAIL_SPLITS;    // that share the k of a tile of the last wave
 constexpr int CLUSTER = SPLITS * TAIL_SPLITS;   // thread blocks of a cluster
+constexpr bool RESIDUAL = CFG_RESIDUAL;         // a product is added to another matrix
+constexpr bool GATE = CFG_GATE;                 // times a factor for each column, beforehand
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
 constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
 

@@ -75,6 +75,35 @@ struct PieceParams {
   int32_t share;  // steps that a block takes of those that are cut
 };
 
+// A scored kernel appends, and so do the passes that pack its mask (prims/score/mask_bits.cuh). A
+// mask tile is one of query rows, BLOCK_Q of them or all, of one batch entry and head of the mask.
+// A list of steps is of the same, or of each tile where a block mask tells them apart.
+struct ScoreParams {
+  uint32_t* mask_bits;    // [mask tiles, key_tiles, MASK_TILE_WORDS]
+  uint8_t* tile_classes;  // [mask tiles, key_tiles] of TileClass
+  int32_t* tile_steps;    // [lists, 1 + key_tiles]: how many tiles of keys are not empty, then
+                          // 2 * tile + (is it mixed?) of each, rising
+  int64_t mask_batch;  // mask tiles from one batch entry, head or tile of query rows to the next:
+  int64_t mask_head;   // 0 where the mask is the same
+  int64_t list_batch;  // the same of lists
+  int64_t list_head;
+  int32_t mask_q;
+  int32_t list_q;
+  int32_t mask_heads;  // that the mask has, and tiles of query rows
+  int32_t mask_rows;
+  int32_t list_heads;  // that have lists of their own, and tiles of query rows
+  int32_t list_rows;
+  int32_t key_tiles;
+  int32_t mask_aligned;  // rows of the mask can be read 8 keys at a time
+  int32_t bias_batch;    // 1, or 0 where the bias is the same for all batch entries
+  int32_t bias_head;
+  float bias_factor;     // natural units to those of the scores
+  float tanh_factor[5];  // of S^(2 k + 1): the polynomial's coefficient / unit^(2 k)
+  float largest_square;  // of an S for which the polynomial holds
+  float tanh_exponent;   // 2 log2(e) / unit
+  float softcap_unit;    // S becomes tanh(S / unit) * unit: the softcap in the units of S
+};
+
 // A form that splits the keys appends: slices of [first_key, end_key), and what those of a block
 // came to; one part is the result itself.
 struct SplitParams {

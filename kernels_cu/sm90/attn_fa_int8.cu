@@ -29,9 +29,11 @@
 //              whom a tile is known two steps before it begins: 0.90 of a call whose pass makes
 //              them, where 1.04 to 1.05 is this. Those of K, in the background: they cost 30 to
 //              60 us, and the pass 32. (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 16 bits,
-//              R6 alpha, l and the tensor core over keys, R7 times 1/l and store
+// Scores       With softcap, bias or mask the integers of a step become scores in log2 units first,
+//              which score_hook.cuh changes; the softmax takes them with a factor of 1.
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
+//              to 16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
@@ -42,6 +44,7 @@
 #include "prims/schedule/pieces.cuh"
 #include "prims/codes/quantize_q.cuh"
 #include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
 #include "prims/score/step_scores.cuh"
 #include "prims/io/varlen.cuh"
 #include "prims/schedule/work_tile.cuh"
@@ -49,6 +52,7 @@
 #include "sm90/int8/producer.cuh"
 #include "sm90/int8/products.cuh"
 #include "sm90/int8/rows.cuh"
+#include "sm90/int8/scored_step.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
 constexpr int V_BOX_COLS = 64;                           // columns of V per box
@@ -73,7 +77,8 @@ constexpr int INPUT_BYTES =
     (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES + V_BOXES + SUM_BOXES) * BLOCK_KV);
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
-    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
+    ELEM_IS_16_BIT &&
+    INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
 
 struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][Q_BOXES][BLOCK_Q * BOX_BYTES];
@@ -84,8 +89,9 @@ struct SharedStorage {
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
-  int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
+  int step[NUM_STAGES];                          // of that K; not read unless LISTED
   float K_scale[NUM_STAGES][SCALES];             // of its keys
+  ScorePlaces<SCORED> places;                    // of softcap, bias and mask
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + SHARED_ZEROS_BYTES;
 constexpr int K_BYTES = sizeof(SharedStorage::K[0]);  // that arrive for a step
@@ -103,7 +109,8 @@ struct LoadStage {
       const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
     Mbarrier& full = smem.full[at.stage];
     mbarrier_arrive_expect_tx(
-        full, (step.index < tile.steps ? K_BYTES : 0) + (step.index > 0 ? V_BYTES : 0));
+        full, (step.index < tile.steps ? K_BYTES : 0) + (step.index > 0 ? V_BYTES : 0) +
+                  step.score_bytes);
     if (step.index < tile.steps) load_K(smem.K[at.stage], K_map, full, tile, step.kv0);
     for (int b = 0; b < V_BOXES && step.index > 0; ++b)
       cp_async_bulk_tensor_4d(
@@ -220,20 +227,49 @@ __device__ __forceinline__ void softmax(
   }
   state[0].l += sum[0], state[1].l += sum[1];  // R6
 }
+// The same of scores that are numbers in log2 units, those masked -inf.
+template <bool FIRST>
+__device__ __forceinline__ void softmax(
+    RowState (&state)[2], float (&O_acc)[PV_COLS / 2], const float (&S_acc)[BLOCK_KV / 2],
+    uint32_t (&P_frag)[BLOCK_KV / 16][4]) {
+  Factors one;
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j) one[j][0] = one[j][1] = 1.0f;
+  float M[2] = {state[0].M, state[1].M};
+  float sum[2];  // this lane's part
+  const bool stays = !FIRST && weigh<false>(M, S_acc, one, P_frag, sum);
+  wgmma_use(P_frag);
+  if (!stays) {
+    float m[2], alpha[2];
+    row_maxima(m, S_acc, one);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {  // row, then row + 8
+      alpha[h] = state[h].advance(shfl_max<4>(m[h]));
+      M[h] = state[h].M_finite();
+    }
+#pragma unroll
+    for (int i = 0; i < PV_COLS / 2 && !FIRST; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
+    weigh<true>(M, S_acc, one, P_frag, sum);
+  }
+  state[0].l += sum[0], state[1].l += sum[1];  // R6
+}
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap O_map,
-    const __grid_constant__ ScheduleParams schedule, const __grid_constant__ PieceParams pieces) {
+    const __grid_constant__ ScheduleParams schedule,
+    const __grid_constant__ PieceParams pieces SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   auto& zeros = *reinterpret_cast<SharedZeros*>(shared_bytes + sizeof(SharedStorage));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const Scoring<SCORED> scoring SCORE_ARGUMENTS;
 
   if (threadIdx.x == 0) {
     init_ring(smem.Q_full, 1, smem.Q_empty, CONSUMER_WARPS + PRODUCERS - 1);  // all other warps
     init_ring(smem.full, PRODUCERS, smem.empty, CONSUMER_WARPS);
+    smem.places.init(CONSUMER_WARPS);
     fence_mbarrier_init();
   }
   if constexpr (SUM_BOXES) {
@@ -246,10 +282,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if constexpr (ZERO_POINTS)
-      if (warp_id() == 1) zeros.load_keys<1>(smem, smem.full, smem.empty, call, quant);
+      if (warp_id() == 1) zeros.load_keys<1>(smem, smem.full, smem.empty, call, quant, scoring);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     produce<elem16_t>(
-        smem, smem.empty, call, quant, Q_map, schedule, cut_if_alike(pieces),
+        smem, smem.full, smem.empty, call, quant, Q_map, schedule, scoring, cut_if_alike(pieces),
         LoadStage{smem, K_map, V_map});
     return;
   }
@@ -263,6 +299,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> at;  // of K of a step and V of the one before
+  ScoreChange<SCORED> change_scores;
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_n_major(smem.V[0][0], BLOCK_KV * BOX_BYTES));
 
@@ -283,6 +320,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     RowState state[2];              // of row and row + 8
     float O_acc[PV_COLS / 2] = {};  // [PV_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];      // [BLOCK_KV / 8][4]
+    float S_acc[BLOCK_KV / 2];      // likewise; SCORED
     uint32_t P_frag[BLOCK_KV / 16][4] = {};
     float K_scale[SCALES];
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
@@ -293,16 +331,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const float* Q_scale = scales_of_rows(call, quant, tile);  // [ceil(len_q / GROUP_Q)]
     make_row_factors(Q_factor, p, Q_scale, tile.q0 + row);
     zeros.load_rows(call, quant, Q_scale, tile, row, p.len_q);
+    change_scores.begin(p, tile, tile.q0 + row);
 
     // The last steps of a causal tile are for rows of the other warpgroups.
-    constexpr bool SOME_STEPS = CAUSAL && !VARLEN && !BLOCK_MASK;
+    constexpr bool SOME_STEPS = CAUSAL && !VARLEN && !LISTED;
     const int own_keys = kv_end(p, tile.q0 + row0, 64) - kv0;
     const int steps =
         SOME_STEPS ? min(max(1, ceil_div(own_keys, BLOCK_KV)), tile.steps) : tile.steps;
 
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
-    if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+    int step_word = LISTED ? smem.step[at.stage] : 0;
+    if (LISTED) kv0 = first_key(step_word);
     zeros.begin(dot, at.stage);
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
@@ -310,15 +350,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     copy_scales(K_scale, smem.K_scale[at.stage]);
     wgmma_wait_group<0>();
     wgmma_use(dot);
-    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-    at.advance();
-    softmax<true>(p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
+    if constexpr (SCORED) {
+      score_step(
+          S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, at.stage,
+          warp_row, kv0, step_word, unmasked, smem.empty[at.stage]);
+      at.advance();
+      softmax<true>(state, O_acc, S_acc, P_frag);
+    } else {
+      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      at.advance();
+      softmax<true>(p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
+    }
 
     for (int step = 1; step < steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
-      kv0 = BLOCK_MASK ? smem.kv0[at.stage] : kv0 + BLOCK_KV;
+      step_word = LISTED ? smem.step[at.stage] : 0;
+      kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;
       zeros.begin(dot, at.stage);
       if (IN_TURN) turn.take();
       start_scores(dot, Q_rows, K_rows);
@@ -328,9 +377,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       wgmma_wait_group<0>();
       wgmma_use(dot);
       wgmma_use(O_acc);
-      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-      at.advance();
-      softmax<false>(p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
+      if constexpr (SCORED) {
+        score_step(
+            S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, at.stage,
+            warp_row, kv0, step_word, unmasked, smem.empty[at.stage]);
+        at.advance();
+        softmax<false>(state, O_acc, S_acc, P_frag);
+      } else {
+        if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+        at.advance();
+        softmax<false>(
+            p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
+      }
     }
     if (!QUANTIZE_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
@@ -347,6 +405,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
     at.advance();
     for (int step = steps; SOME_STEPS && step < tile.steps; ++step) {
+      change_scores.skip(smem.places);                       // K of this step came with the last V
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // or an arrival would count before
       if (IN_TURN) turn.take(), turn.pass();
       if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);

@@ -13,10 +13,11 @@
 //              form. Packed sequences and block masks as in the Hopper form of fa_tc; a code of 0
 //              times codes, none of which is NaN, is 0: nothing of the next sequence has to be
 //              silenced.
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
-//              to e4m3, R6 alpha, beta, l, the tensor core within a tile and the sum over tiles, R7
-//              times the channel's scale and 1/l, plus the mean, and store
+// Scores       With softcap, bias or mask as in the form by tile (attn_fa_int8_pv8_by_tile.cu).
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 M, up, and
+//              exp2, R5 P to e4m3, R6 alpha, beta, l, the tensor core within a tile and the sum
+//              over tiles, R7 times the channel's scale and 1/l, plus the mean, and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
@@ -28,6 +29,7 @@
 #include "prims/params.cuh"
 #include "prims/codes/quantize_q.cuh"
 #include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
 #include "prims/score/step_scores.cuh"
 #include "prims/io/varlen.cuh"
 #include "prims/schedule/work_tile.cuh"
@@ -35,6 +37,8 @@
 #include "sm90/int8/producer.cuh"
 #include "sm90/int8/products.cuh"
 #include "sm90/int8/rows.cuh"
+#include "sm90/int8/scored_codes.cuh"
+#include "sm90/int8/scored_step.cuh"
 #include "sm90/int8/value_codes.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
@@ -42,7 +46,8 @@ constexpr int BEHIND_ALL = 1 << 30;  // key that no V has: the copy engine bring
 
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
-    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
+    ELEM_IS_16_BIT &&
+    INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
 
 struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][Q_BOXES][BLOCK_Q * BOX_BYTES];
@@ -54,9 +59,10 @@ struct SharedStorage {
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
-  int kv0[NUM_STAGES];                // first key of that K; not read unless BLOCK_MASK
+  int step[NUM_STAGES];               // of that K; not read unless LISTED
   float K_scale[NUM_STAGES][SCALES];  // of its keys
   ChannelScales<O_COLS> V_scales[CONSUMERS][Q_STAGES];
+  ScorePlaces<SCORED> places;  // of softcap, bias and mask
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + SHARED_ZEROS_BYTES;
 
@@ -77,7 +83,7 @@ struct LoadStage {
   }
   __device__ __forceinline__ void operator()(
       const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
-    mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
+    mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]) + step.score_bytes);
     load_K(smem.K[at.stage], K_map, smem.K_full[at.stage], tile, step.kv0);
     // NOTE: rows that keep no key get V from behind all of it: zeros. Unwritten memory may be NaN,
     // and 0 times NaN is NaN.
@@ -117,6 +123,14 @@ __device__ __forceinline__ bool choose_M(
   }
   tile_M[0] = shfl_max<4>(tile_M[0]), tile_M[1] = shfl_max<4>(tile_M[1]);
   return masked;
+}
+
+// The same of scores that are numbers in log2 units, those masked -inf.
+__device__ __forceinline__ void choose_M(float (&tile_M)[2], const float (&S_acc)[BLOCK_KV / 2]) {
+  float m[2];
+  largest_of_rows(m, S_acc);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) tile_M[h] = M_of_codes(shfl_max_nan<4>(m[h]), 1.0f);  // R4
 }
 
 // O += sum of a tile, in the unit of M.
@@ -169,31 +183,45 @@ __device__ __forceinline__ void weigh(
 #pragma unroll
   for (int h = 0; h < 2; ++h) state[h].l = fmaf(l[h], beta[h], state[h].l);  // R6
 }
+// The same of scores that are numbers in log2 units, those masked -inf.
+__device__ __forceinline__ void weigh(
+    RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],
+    const float (&S_acc)[BLOCK_KV / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4]) {
+  uint32_t codes[2];
+  float l[2];
+  const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};
+  weigh_scores(S_acc, M, P_frag, codes, l);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) state[h].l = fmaf(l[h], beta[h], state[h].l);  // R6
+}
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
+    const __grid_constant__ TensorMap O_map,
+    const __grid_constant__ ScheduleParams schedule SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   auto& zeros = *reinterpret_cast<SharedZeros*>(shared_bytes + sizeof(SharedStorage));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const Scoring<SCORED> scoring SCORE_ARGUMENTS;
 
   if (threadIdx.x == 0) {
     init_ring(smem.Q_full, 1, smem.Q_empty, CONSUMER_WARPS + PRODUCERS - 1);  // all other warps
     init_ring(smem.K_full, PRODUCERS, smem.K_empty, CONSUMER_WARPS);
     init_ring(smem.V_full, 1, smem.V_empty, CONSUMER_WARPS);
+    smem.places.init(CONSUMER_WARPS);
     fence_mbarrier_init();
   }
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if constexpr (ZERO_POINTS)
-      if (warp_id() == 1) zeros.load_keys<0>(smem, smem.K_full, smem.K_empty, call, quant);
+      if (warp_id() == 1) zeros.load_keys<0>(smem, smem.K_full, smem.K_empty, call, quant, scoring);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     produce<int8_t>(
-        smem, smem.K_empty, call, quant, Q_map, schedule, WholeTiles{},
+        smem, smem.K_full, smem.K_empty, call, quant, Q_map, schedule, scoring, WholeTiles{},
         LoadStage{smem, K_map, V_map});
     return;
   }
@@ -207,6 +235,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  ScoreChange<SCORED> change_scores;
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
 
@@ -225,6 +254,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     float sum[O_COLS / 2];         // likewise, of one tile
     int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
+    float S_acc[BLOCK_KV / 2];     // likewise; SCORED
     uint32_t P_frag[BLOCK_KV / 32][4];
     Factors factor;
     float K_scale[SCALES], tile_M[2], beta[2];
@@ -238,10 +268,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     V_scales.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
     make_row_factors(Q_factor, p, Q_scale, tile.q0 + row);
     zeros.load_rows(call, quant, Q_scale, tile, row, p.len_q);
+    change_scores.begin(p, tile, tile.q0 + row);
 
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-    if (BLOCK_MASK) kv0 = smem.kv0[K_at.stage];
+    int step_word = LISTED ? smem.step[K_at.stage] : 0;
+    if (LISTED) kv0 = first_key(step_word);
     zeros.begin(dot, K_at.stage);
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
@@ -249,22 +281,34 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     copy_scales(K_scale, smem.K_scale[K_at.stage]);
     wgmma_wait_group<0>();
     wgmma_use(dot);
-    if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+    if constexpr (SCORED)
+      score_step(
+          S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, K_at.stage,
+          warp_row, kv0, step_word, unmasked, smem.K_empty[K_at.stage]);
+    else if (lane_id() == 0)
+      mbarrier_arrive(smem.K_empty[K_at.stage]);
     V_at = K_at;
     K_at.advance();
-    const bool first_masked =
-        choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
-    follow(state, tile_M, O_acc, beta);
-    if (first_masked)
-      weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
-    else
-      weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+    if constexpr (SCORED) {
+      choose_M(tile_M, S_acc);
+      follow(state, tile_M, O_acc, beta);
+      weigh(state, tile_M, beta, S_acc, P_frag);
+    } else {
+      const bool first_masked =
+          choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+      follow(state, tile_M, O_acc, beta);
+      if (first_masked)
+        weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+      else
+        weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+    }
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
       const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-      kv0 = BLOCK_MASK ? smem.kv0[K_at.stage] : kv0 + BLOCK_KV;
+      step_word = LISTED ? smem.step[K_at.stage] : 0;
+      kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;
       zeros.begin(dot, K_at.stage);
       mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
       turn.take();
@@ -274,9 +318,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       copy_scales(K_scale, smem.K_scale[K_at.stage]);
       wgmma_wait_group<1>();  // the scores are there: their maximum is found while P V is summed
       wgmma_use(dot);
-      if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
-      const bool masked =
-          choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+      bool masked = false;
+      if constexpr (SCORED) {
+        score_step(
+            S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, K_at.stage,
+            warp_row, kv0, step_word, unmasked, smem.K_empty[K_at.stage]);
+        choose_M(tile_M, S_acc);
+      } else {
+        if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+        masked = choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+      }
       wgmma_wait_group<0>();
       wgmma_use(sum);
       wgmma_use(P_frag);
@@ -285,7 +336,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       K_at.advance();
       add_tile(O_acc, sum, beta);
       follow(state, tile_M, O_acc, beta);
-      if (masked)
+      if constexpr (SCORED)
+        weigh(state, tile_M, beta, S_acc, P_frag);
+      else if (masked)
         weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
       else
         weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);

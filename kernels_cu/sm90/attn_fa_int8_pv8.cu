@@ -26,10 +26,12 @@
 //              keys: all factors kept in registers 0.70 to 0.75, where 230 to 320 bytes spill. The
 //              few of 64 keys made anew, 0.99; their scales kept and not the factors, 0.88 at
 //              head_dim 256. (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits,
-//              R6 l, and what shifts drop of O, R7 O to float, times the channel's scale, times
-//              1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
+// Scores       With softcap, bias or mask as in that form: M follows the largest of the numbers
+//              that come of it. A row with one that is NaN or +inf becomes NaN by way of l.
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
+//              to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times the channel's
+//              scale, times 1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"
@@ -41,6 +43,7 @@
 #include "prims/schedule/pieces.cuh"
 #include "prims/codes/quantize_q.cuh"
 #include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
 #include "prims/score/shift_state.cuh"
 #include "prims/score/step_scores.cuh"
 #include "prims/io/varlen.cuh"
@@ -48,6 +51,8 @@
 #include "sm90/int8/producer.cuh"
 #include "sm90/int8/products.cuh"
 #include "sm90/int8/rows.cuh"
+#include "sm90/int8/scored_codes.cuh"
+#include "sm90/int8/scored_step.cuh"
 #include "sm90/int8/value_codes.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
@@ -57,7 +62,8 @@ constexpr int WATCH_STEPS = 6;           // how often l is looked at
 
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
-    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
+    ELEM_IS_16_BIT &&
+    INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
 
 struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][Q_BOXES][BLOCK_Q * BOX_BYTES];
@@ -68,9 +74,10 @@ struct SharedStorage {
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K, its scales and V of a step
-  int kv0[NUM_STAGES];                           // its first key; not read unless BLOCK_MASK
+  int step[NUM_STAGES];                          // as its first key; not read unless LISTED
   float K_scale[NUM_STAGES][SCALES];             // of its keys
   ChannelScales<O_COLS> V_scales[CONSUMERS][Q_STAGES];
+  ScorePlaces<SCORED> places;  // of softcap, bias and mask
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 constexpr int STEP_BYTES = sizeof(SharedStorage::K[0]) + sizeof(SharedStorage::V[0]);
@@ -90,7 +97,7 @@ struct LoadStage {
   __device__ __forceinline__ void operator()(
       const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
     Mbarrier& full = smem.full[at.stage];
-    mbarrier_arrive_expect_tx(full, STEP_BYTES);
+    mbarrier_arrive_expect_tx(full, STEP_BYTES + step.score_bytes);
     load_K(smem.K[at.stage], K_map, full, tile, step.kv0);
     load_V(smem.V[at.stage], V_map, full, tile, V_first + step.kv0);
   }
@@ -207,6 +214,34 @@ __device__ __forceinline__ void weigh(
   for (int h = 0; h < 2; ++h) state[h].l += float(sum[h]);  // R6
 }
 
+// S4 of scores that are numbers in log2 units, those masked -inf. A row with one that is NaN or
+// +inf becomes NaN by way of l: no code is.
+__device__ __forceinline__ void choose_M(
+    ShiftState (&state)[2], const float (&S_acc)[BLOCK_KV / 2], int (&shift)[2], bool watched) {
+  float m[2];
+  largest_of_rows(m, S_acc);
+  m[0] = shfl_max_nan<4>(m[0]), m[1] = shfl_max_nan<4>(m[1]);
+  if (watched) state[0].keep_in_range(), state[1].keep_in_range();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    shift[h] = state[h].advance(m[h]);
+    if (!(m[h] < -NEG_INF)) state[h].l = m[h] - m[h];  // NaN
+  }
+}
+__device__ __forceinline__ void weigh(
+    ShiftState (&state)[2], const float (&S_acc)[BLOCK_KV / 2],
+    uint32_t (&P_frag)[BLOCK_KV / 32][4]) {
+  const float M[2] = {state[0].M, state[1].M};
+  uint32_t codes[2];
+  float weights[2];
+  weigh_scores(S_acc, M, P_frag, codes, weights);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    state[h].l += float(codes[h]);            // R6
+    if (LSE) state[h].exact_l += weights[h];  // R6
+  }
+}
+
 // O to another M.
 __device__ __forceinline__ void shift_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
   const int right[2] = {right_shift(shift[0]), right_shift(shift[1])};
@@ -219,14 +254,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule,
-    const __grid_constant__ PieceParams pieces) {
+    const __grid_constant__ PieceParams pieces SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const Scoring<SCORED> scoring SCORE_ARGUMENTS;
 
   if (threadIdx.x == 0) {
     init_ring(smem.Q_full, 1, smem.Q_empty, CONSUMER_WARPS);
     init_ring(smem.full, 1, smem.empty, CONSUMER_WARPS);
+    smem.places.init(CONSUMER_WARPS);
     fence_mbarrier_init();
   }
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
@@ -234,7 +271,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     produce<int8_t>(
-        smem, smem.empty, call, quant, Q_map, schedule, cut_if_alike(pieces),
+        smem, smem.full, smem.empty, call, quant, Q_map, schedule, scoring, cut_if_alike(pieces),
         LoadStage{smem, K_map, V_map});
     return;
   }
@@ -248,6 +285,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   if (IN_TURN && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> at;  // of K and V
+  ScoreChange<SCORED> change_scores;
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
 
@@ -266,6 +304,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     ShiftState state[2];             // of row and row + 8
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
+    float S_acc[BLOCK_KV / 2];       // likewise; SCORED
     uint32_t P_frag[BLOCK_KV / 32][4];
     StepFactors factors;
     int shift[2];
@@ -279,12 +318,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     ChannelScales<O_COLS>& V_scales = smem.V_scales[warpgroup - 1][Q_at.stage];
     V_scales.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
     make_row_factors(Q_factor, p, Q_scale, tile.q0 + row);
+    change_scores.begin(p, tile, tile.q0 + row);
 
     for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K, its scales and V have arrived
-      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+      const int step_word = LISTED ? smem.step[at.stage] : 0;
+      if (LISTED) kv0 = first_key(step_word);
       if (CAUSAL && kv0 >= own_end) {  // the last steps are for rows of the other warpgroups
         if (IN_TURN) turn.take(), turn.pass();
+        change_scores.skip(smem.places);
         if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
         at.advance();
         continue;
@@ -293,15 +335,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       factors.begin(smem.K_scale[at.stage]);
       wgmma_wait_group<0>();
       wgmma_use(dot);
-      const bool masked = choose_M(
-          p, state, dot, shift, factors, tile.q0 + row, kv0, unmasked,
-          may_overflow && step % WATCH_STEPS == 0);
-      shift_output(O_acc, shift);
-      if (IN_TURN) turn.take();
-      if (masked)
-        weigh<true>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
-      else
-        weigh<false>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
+      const bool watched = may_overflow && step % WATCH_STEPS == 0;
+      if constexpr (SCORED) {
+        score_step(
+            S_acc, dot, Q_factor, smem.K_scale[at.stage], change_scores, scoring, smem.places, p,
+            tile, at.stage, warp_row, kv0, step_word, unmasked);
+        choose_M(state, S_acc, shift, watched);
+        shift_output(O_acc, shift);
+        if (IN_TURN) turn.take();
+        weigh(state, S_acc, P_frag);
+      } else {
+        const bool masked =
+            choose_M(p, state, dot, shift, factors, tile.q0 + row, kv0, unmasked, watched);
+        shift_output(O_acc, shift);
+        if (IN_TURN) turn.take();
+        if (masked)
+          weigh<true>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
+        else
+          weigh<false>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
+      }
       if (IN_TURN) turn.pass();
       start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
       wgmma_wait_group<0>();

@@ -25,10 +25,13 @@
 //              to 0.83. One for 16 keys: 1.20, 0.97 and 0.73 of that form, whose 192 and 256 keys
 //              spill then, and 0.96 of the e4m3 form at 128. Two warpgroups at 128, with 2 or 3
 //              stages: 0.93 and 0.92 of a call.
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
-//              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
-//              to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact within a
-//              tile, and the sum over tiles, R7 1/l, plus the mean, and store
+// Scores       With softcap, bias or mask as there: the maximum of a tile is one of the keys that
+//              are admitted, and a row that admits none of the tile has weights of 0 and a beta of
+//              0.
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
+//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 M, up, and
+//              exp2, R5 P to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact
+//              within a tile, and the sum over tiles, R7 1/l, plus the mean, and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
@@ -40,12 +43,15 @@
 #include "prims/params.cuh"
 #include "prims/codes/quantize_q.cuh"
 #include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
 #include "prims/score/step_scores.cuh"
 #include "prims/io/varlen.cuh"
 #include "prims/schedule/work_tile.cuh"
 #include "sm90/int8/producer.cuh"
 #include "sm90/int8/products.cuh"
 #include "sm90/int8/rows.cuh"
+#include "sm90/int8/scored_codes.cuh"
+#include "sm90/int8/scored_step.cuh"
 #include "sm90/int8/value_codes.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
@@ -54,7 +60,8 @@ constexpr bool IN_TURN = HEAD_DIM > 64;  // at the exponentials
 
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
-    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 208 * 1024;
+    ELEM_IS_16_BIT &&
+    INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 208 * 1024;
 
 // What a lane's two rows carry from step to step, its part of their sums.
 struct alignas(8) OwnRows {
@@ -71,11 +78,12 @@ struct SharedStorage {
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];        // K, V and their scales of a step
-  int kv0[NUM_STAGES];                                 // its first key; not read unless BLOCK_MASK
+  int step[NUM_STAGES];                                // as its first key; not read unless LISTED
   float K_scale[NUM_STAGES][SCALES];                   // of its keys
   alignas(16) float V_scale[NUM_STAGES][O_COLS];       // of its channels
   ChannelScales<O_COLS> V_means[CONSUMERS][Q_STAGES];  // the scales are 1
   OwnRows rows[CONSUMERS * WARPGROUP];                 // each thread's
+  ScorePlaces<SCORED> places;                          // of softcap, bias and mask
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 constexpr int V_SCALE_BYTES = HEAD_DIM * sizeof(float);
@@ -105,7 +113,7 @@ struct LoadStage {
   __device__ __forceinline__ void operator()(
       const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
     Mbarrier& full = smem.full[at.stage];
-    mbarrier_arrive_expect_tx(full, STEP_BYTES);
+    mbarrier_arrive_expect_tx(full, STEP_BYTES + step.score_bytes);
     load_K(smem.K[at.stage], K_map, full, tile, step.kv0);
     load_V(smem.V[at.stage], V_map, full, tile, V_first + step.kv0);
     // NOTE: a step that may be without keys gets any scales, as it does of K.
@@ -148,6 +156,14 @@ __device__ __forceinline__ bool choose_M(
   return masked;
 }
 
+// The same of scores that are numbers in log2 units, those masked -inf.
+__device__ __forceinline__ void choose_M(float (&tile_M)[2], const float (&S_acc)[BLOCK_KV / 2]) {
+  float m[2];
+  largest_of_rows(m, S_acc);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) tile_M[h] = M_of_codes(shfl_max_nan<4>(m[h]), 1.0f);  // R4
+}
+
 // The row's M rises to that of the tile, and l and O follow.
 __device__ __forceinline__ void follow(
     RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2],
@@ -161,9 +177,20 @@ __device__ __forceinline__ void follow(
   }
 }
 
+// l by the weights of a tile, whose unit beta brings to that of the row.
+__device__ __forceinline__ void add_weights(
+    RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2], float (&beta)[2],
+    const uint32_t (&sum)[2], const float (&weight)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    beta[h] = ex2_approx_ftz(tile_M[h] - state[h].M_finite());   // R4
+    state[h].l = fmaf(float(sum[h]), beta[h], state[h].l);       // R6
+    if (LSE) exact_l[h] = fmaf(weight[h], beta[h], exact_l[h]);  // R6
+  }
+}
+
 // Its second half: codes P of the scores' weights, those of four keys in a register, the left
-// operand of P V, where a key that is masked weighs 0. Beta brings the weights of the tile to the
-// unit of the row.
+// operand of P V, where a key that is masked weighs 0.
 // NOTE: integers become floats between the exponentials, which leave the other pipes free for most
 // of the time: before them they would take as long again. Factors are made anew: kept from the
 // first half on they would take two registers for every scale.
@@ -193,12 +220,17 @@ __device__ __forceinline__ void weigh(
     P_frag[i / 4][i % 4] = codes;
     sum[h] = __dp4a(codes, 0x01010101u, sum[h]);  // exact
   }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    beta[h] = ex2_approx_ftz(tile_M[h] - state[h].M_finite());   // R4
-    state[h].l = fmaf(float(sum[h]), beta[h], state[h].l);       // R6
-    if (LSE) exact_l[h] = fmaf(weight[h], beta[h], exact_l[h]);  // R6
-  }
+  add_weights(state, exact_l, tile_M, beta, sum, weight);
+}
+// The same of scores that are numbers in log2 units, those masked -inf.
+__device__ __forceinline__ void weigh(
+    RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2], float (&beta)[2],
+    const float (&S_acc)[BLOCK_KV / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4]) {
+  uint32_t sum[2];
+  float weight[2];
+  const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};
+  weigh_scores(S_acc, M, P_frag, sum, weight);
+  add_weights(state, exact_l, tile_M, beta, sum, weight);
 }
 
 // O += sum, columns `col0` on, with the scales of these channels in this tile, in the unit of M.
@@ -224,14 +256,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
+    const __grid_constant__ TensorMap O_map,
+    const __grid_constant__ ScheduleParams schedule SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const Scoring<SCORED> scoring SCORE_ARGUMENTS;
 
   if (threadIdx.x == 0) {
     init_ring(smem.Q_full, 1, smem.Q_empty, CONSUMER_WARPS);
     init_ring(smem.full, 1, smem.empty, CONSUMER_WARPS);
+    smem.places.init(CONSUMER_WARPS);
     fence_mbarrier_init();
   }
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
@@ -239,7 +274,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     produce<int8_t>(
-        smem, smem.empty, call, quant, Q_map, schedule, WholeTiles{},
+        smem, smem.full, smem.empty, call, quant, Q_map, schedule, scoring, WholeTiles{},
         LoadStage{smem, K_map, V_map, values});
     return;
   }
@@ -253,6 +288,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
   if (IN_TURN && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> at;  // of K and V
+  ScoreChange<SCORED> change_scores;
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
 
@@ -275,6 +311,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     exact_l[0] = exact_l[1] = 0.0f;
     float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
+    float S_acc[BLOCK_KV / 2];     // likewise; SCORED
     int32_t sum[2][SUM_COLS / 2];  // [SUM_COLS / 8][4], of some columns and of the next
     uint32_t P_frag[BLOCK_KV / 32][4];
     float tile_M[2], beta[2];
@@ -287,12 +324,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     ChannelScales<O_COLS>& V_means = smem.V_means[warpgroup - 1][Q_at.stage];
     V_means.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
     make_row_factors(Q_factor, p, Q_scale, tile.q0 + row);
+    change_scores.begin(p, tile, tile.q0 + row);
 
     for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K, V and their scales have arrived
-      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+      const int step_word = LISTED ? smem.step[at.stage] : 0;
+      if (LISTED) kv0 = first_key(step_word);
       if (CAUSAL && kv0 >= own_end) {  // the last steps are for rows of the other warpgroups
         if (IN_TURN) turn.take(), turn.pass();
+        change_scores.skip(smem.places);
         if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
         at.advance();
         continue;
@@ -301,15 +341,26 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const float (&K_scale)[SCALES] = smem.K_scale[at.stage];
-      const bool masked = choose_M(p, tile_M, dot, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
-      follow(state, exact_l, tile_M, O_acc);
-      if (IN_TURN) turn.take();
-      if (masked)
-        weigh<true>(
-            p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
-      else
-        weigh<false>(
-            p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+      if constexpr (SCORED) {
+        score_step(
+            S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, at.stage,
+            warp_row, kv0, step_word, unmasked);
+        choose_M(tile_M, S_acc);
+        follow(state, exact_l, tile_M, O_acc);
+        if (IN_TURN) turn.take();
+        weigh(state, exact_l, tile_M, beta, S_acc, P_frag);
+      } else {
+        const bool masked =
+            choose_M(p, tile_M, dot, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+        follow(state, exact_l, tile_M, O_acc);
+        if (IN_TURN) turn.take();
+        if (masked)
+          weigh<true>(
+              p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+        else
+          weigh<false>(
+              p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+      }
       if (IN_TURN) turn.pass();
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
       start_tile_sums<WgmmaU8<SUM_COLS>>(sum[0], P_frag, V_rows);

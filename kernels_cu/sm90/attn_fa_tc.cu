@@ -7,9 +7,8 @@
 // Differs from the portable form: registers move from the copying to the computing warpgroups; Q
 //              and K are read from shared memory by wgmma itself; a block takes one tile of query
 //              rows after another, the next Q already on its way; O goes out through the place of
-//              its Q; and M is lazy: it rises only where weights get large, so that most steps look
-//              for no maximum and rescale nothing. Tiles of the last wave that are alike are cut
-//              along the keys, that no block is idle (pieces.cuh).
+//              its Q; and M, lazy in both, rises for all rows of a warp at once. Tiles of the last
+//              wave that are alike are cut along the keys, that no block is idle (pieces.cuh).
 // Kept simple  Nothing of a warpgroup's own runs beside its softmax. Of packed sequences the copy
 //              engine brings rows of the next one, too, which become zeros before they count; of a
 //              block mask all warpgroups take the same blocks.
@@ -20,8 +19,12 @@
 //              Waiting at once for O to have left: 0.95 at 128. Tiles dealt out beforehand under a
 //              causal mask: 0.75 to 0.9. A Q of its own for each warpgroup: no change. The next
 //              tile fetched into L2 ahead: 0.8 at length 512. (experiments/results/NOTES.md)
-// Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
-//              core over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
+// Scores       Softcap, bias and mask change S before the softmax (score_hook.cuh). The bias comes
+//              beside K; of a mask, made into bits beforehand, only steps that are neither full nor
+//              empty need them. A bias of -inf masks a NaN: it is read again where a sum is NaN.
+// Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
+//              alpha, l and the tensor core over keys, R7 times 1/l and store
+//              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"
@@ -30,6 +33,7 @@
 #include "prims/params.cuh"
 #include "prims/schedule/pieces.cuh"
 #include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
 #include "prims/io/varlen.cuh"
 #include "prims/schedule/work_tile.cuh"
 
@@ -43,13 +47,17 @@ constexpr int O_COLS =
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
-constexpr bool UNEVEN = (CAUSAL && !STACKED) || WINDOW || VARLEN || BLOCK_MASK;
+constexpr bool UNEVEN = (CAUSAL && !STACKED) || WINDOW || VARLEN || BLOCK_MASK || SCORES_UNEVEN;
+constexpr bool LISTED = BLOCK_MASK || MASKED;  // steps are those of a list
 constexpr bool PIECES = !UNEVEN;       // or they are alike, and those of the last wave may be cut
 constexpr float LARGEST_SUM = 256.0f;  // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 
 constexpr int ROW_BYTES = BOXES * BOX_BYTES;
 constexpr int Q_STAGES =
-    (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES <= 225 * 1024 ? 2 : 1;
+    (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES + NUM_STAGES * SCORE_STAGE_BYTES <=
+            225 * 1024
+        ? 2
+        : 1;
 // O leaves through the place of its Q, but where the next Q has no other place to go to.
 constexpr bool O_TAKES_Q = Q_STAGES == 2;
 
@@ -60,7 +68,8 @@ struct SharedStorage {
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
-  int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
+  int step[NUM_STAGES];                          // of that K; not read unless LISTED
+  ScorePlaces<SCORED> places;                    // of what comes with it
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::K[0]);              // of K, and of V
@@ -115,8 +124,8 @@ __device__ __forceinline__ void start_output(
 // to be multiplied by alpha. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool softmax(
     const AttnParams& p, RowState (&state)[2], float (&S_acc)[BLOCK_KV / 2],
-    uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], int q, int kv0, int unmasked,
-    bool rises) {
+    uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], const WorkTile& tile, int q, int kv0,
+    int unmasked, bool rises) {
   if (!ScoreMask::admits_all(p, q, kv0, unmasked)) {
     const ScoreMask mask(p, q, kv0);
 #pragma unroll
@@ -125,8 +134,10 @@ __device__ __forceinline__ bool softmax(
   }
   float to_log2 = p.scale_log2;
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
+  bool advanced = false, looked_at_bias = false;
   while (true) {
-    if (rises) {
+    if (rises && !(BIAS && advanced)) {
+      advanced = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // row, then row + 8
         float m = NEG_INF;
@@ -145,6 +156,15 @@ __device__ __forceinline__ bool softmax(
       const float y = ex2_approx_ftz(exponent(S_acc[2 * i + 1], to_log2, -M[h]));  // R4
       sum[h] += x, sum[h] += y;                                                    // R6
       P_frag[i / 4][i % 4] = pack_rn<elem_t>(x, y);                                // R5
+    }
+    if constexpr (BIAS) {
+      if (!looked_at_bias && __any_sync(FULL_WARP, isnan(sum[0]) || isnan(sum[1]))) {
+        uint32_t bits[2];
+        BiasInMemory(p, tile.batch, tile.head).admitted(bits, q, kv0);
+        apply_mask(S_acc, bits);
+        looked_at_bias = true;
+        continue;
+      }
     }
     // NOTE: a NaN is no more than anything, so that it is asked whether the sums are small.
     if (rises || __all_sync(FULL_WARP, sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM)) {
@@ -165,11 +185,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule,
-    const __grid_constant__ PieceParams pieces) {
+    const __grid_constant__ PieceParams pieces SCORE_PARAMETERS) {
   extern __shared__ unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(
       (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const Scoring<SCORED> scoring SCORE_ARGUMENTS;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
@@ -180,6 +201,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       mbarrier_init(smem.full[s], 1);
       mbarrier_init(smem.empty[s], CONSUMERS * 4);
     }
+    smem.places.init(CONSUMERS * 4);
     fence_mbarrier_init();
   }
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
@@ -189,6 +211,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
     RingPosition<NUM_STAGES> at;  // of K and V
+    ScoreLoads<SCORED> load_scores;
     int index = blockIdx.x;
     while (true) {
       const Piece piece(pieces, index, blockIdx.x, gridDim.x);
@@ -207,6 +230,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
       tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
+      TileSteps<MASKED> listed(scoring, p, tile);
+      if (MASKED) tile.steps = listed.steps();
       if constexpr (PIECES) {
         number = piece.first * BLOCK_KV;
         tile.steps = piece.steps, tile.first = piece.first, tile.slot = piece.slot;
@@ -230,10 +255,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         const int V_kv0 = kv0;
         // NOTE: rows that keep no block get their one step from behind the last key: zeros.
         kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
+        const int step_word = MASKED ? listed.take() : kv0;
+        if (MASKED) kv0 = first_key(step_word);
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
-        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
+        if (LISTED) smem.step[at.stage] = step_word;
         mbarrier_arrive_expect_tx(
-            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES);
+            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES +
+                                     (step < tile.steps ? load_scores.bytes(step_word) : 0));
         for (int b = 0; b < BOXES && step < tile.steps; ++b)
           cp_async_bulk_tensor_4d(
               smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_COLS, tile.first_key() + kv0,
@@ -243,6 +271,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
           cp_async_bulk_tensor_4d(
               smem.V[at.stage][b], V_map, smem.full[at.stage], b * BOX_COLS,
               tile.first_key() + V_kv0, tile.head_kv, tile.entry());
+        if (SCORED && step < tile.steps)
+          load_scores(scoring, smem.places, at.stage, smem.full[at.stage], tile, step_word);
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -258,6 +288,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> at;  // of K of a step and V of the one before
+  ScoreChange<SCORED> change_scores;
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_n_major(smem.V[0][0], BLOCK_KV * BOX_BYTES));
 
@@ -278,18 +309,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     float S_acc[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 16][4];
     float alpha[2];
+    change_scores.begin(p, tile, tile.q0 + row);
 
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
-    if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+    int step_word = LISTED ? smem.step[at.stage] : 0;
+    if (LISTED) kv0 = first_key(step_word);
     turn.take();
     start_scores(S_acc, Q_rows, K_first.stage(at.stage, STAGE_BYTES));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(S_acc);
-    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    change_scores(
+        scoring, smem.places, p, S_acc, at.stage, warp_row, tile.q0 + row, step_word,
+        smem.empty[at.stage]);  // R3
     at.advance();
-    softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
+    softmax(p, state, S_acc, P_frag, alpha, tile, tile.q0 + row, kv0, unmasked, true);
     if (leaving && lane_id() == 0) {
       cp_async_bulk_wait_group_read();
       mbarrier_arrive(smem.Q_empty[Q_at.stage ^ 1]);
@@ -299,7 +334,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       const Descriptor K_rows = K_first.stage(at.stage, STAGE_BYTES);
       const Descriptor V_rows = V_first.stage(at.stage, STAGE_BYTES);
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
-      const int kept = BLOCK_MASK ? smem.kv0[at.stage] : 0;  // first key of this step
+      step_word = LISTED ? smem.step[at.stage] : 0;
       turn.take();
       start_scores(S_acc, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
@@ -307,10 +342,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       wgmma_wait_group<0>();
       wgmma_use(S_acc);
       wgmma_use(O_acc);
-      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      change_scores(
+          scoring, smem.places, p, S_acc, at.stage, warp_row, tile.q0 + row, step_word,
+          smem.empty[at.stage]);
       at.advance();
-      kv0 = BLOCK_MASK ? kept : kv0 + BLOCK_KV;
-      if (softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, false))
+      kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;
+      if (softmax(p, state, S_acc, P_frag, alpha, tile, tile.q0 + row, kv0, unmasked, false))
         rescale(O_acc, alpha);
     }
     if (!O_TAKES_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);

@@ -418,8 +418,8 @@ def test_a_folder_of_someone_else(tmp_path: Path) -> None:
 def test_wrong_codes_are_found(tmp_path: Path, monkeypatch, fault: str) -> None:  # type: ignore[no-untyped-def]
     seen: list[Any] = []
 
-    def wrong(w: Any, block_size: int) -> Any:
-        codes, scales = ca.weight_quant(w, block_size)
+    def wrong(w: Any, block_size: int, strategy: str) -> Any:
+        codes, scales = ca.weight_quant(w, block_size, strategy=strategy)
         seen.append(w)
         if len(seen) > 1:
             return codes, scales

@@ -18,16 +18,21 @@ from cupyattn.quant import weight_error
 from tests.checkpoints.checkpoint_files import model, write
 
 SMALL = ca.Int8Config(min_elements_for_int8=100)
+CHANNEL = ca.Int8Config(min_elements_for_int8=100, strategy="channel")
 
 
 @pytest.mark.frameworks
-@pytest.mark.parametrize("limit", [100_000, 10**9])
-def test_compressed_tensors_dequantises_to_the_same_numbers(tmp_path: Path, limit: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "config"), [(100_000, SMALL), (10**9, SMALL), (100_000, CHANNEL)], ids=str
+)
+def test_compressed_tensors_dequantises_to_the_same_numbers(
+    tmp_path: Path, limit: int, config: ca.Int8Config
+) -> None:
     torch = pytest.importorskip("torch")
     library = pytest.importorskip("safetensors.torch")
     converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
     path = write(tmp_path / "model" / "model.safetensors", model(width=200))
-    convert(path.parent, tmp_path / "int8", SMALL, max_shard_bytes=limit)
+    convert(path.parent, tmp_path / "int8", config, max_shard_bytes=limit)
     dequantize(tmp_path / "int8", tmp_path / "mine", dtype="float32")
     files = sorted((tmp_path / "int8").glob("*.safetensors"))
     assert len(files) == (1 if limit == 10**9 else 6)
@@ -42,11 +47,12 @@ def test_compressed_tensors_dequantises_to_the_same_numbers(tmp_path: Path, limi
 
 
 @pytest.mark.frameworks
-def test_compressed_tensors_takes_the_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [SMALL, CHANNEL], ids=["block", "channel"])
+def test_compressed_tensors_takes_the_configuration(tmp_path: Path, config: ca.Int8Config) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     torch = pytest.importorskip("torch")
     write(tmp_path / "model.safetensors", model())
-    convert(tmp_path / "model.safetensors", tmp_path / "int8", SMALL)
+    convert(tmp_path / "model.safetensors", tmp_path / "int8", config)
     record = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]
     found = quantization.QuantizationConfig.model_validate(record)
     root = torch.nn.ModuleDict({"patch": torch.nn.Conv2d(3, 72, 5)})
@@ -107,6 +113,44 @@ def test_what_compressed_tensors_wrote_is_read_as_it_reads_it(
     mine = open_checkpoint(tmp_path / "back")
     assert set(mine.tensors) == {"fc.weight"}
     np.testing.assert_array_equal(mine.read("fc.weight"), theirs.numpy())
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_what_compressed_tensors_wrote_runs_on_its_codes(tmp_path: Path, strategy: str) -> None:
+    """W8A8 with dynamic activations per token, scales in BF16: the layers' weights are its own."""
+    torch = pytest.importorskip("torch")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    library = pytest.importorskip("safetensors.torch")
+    from cupyattn.interop.torch import load_int8
+    from cupyattn.interop.torch.linear import dequantised
+
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"], "format": "int-quantized", "weights": {**int8, "strategy": strategy},
+        "input_activations": {**int8, "strategy": "token", "dynamic": True},
+    }  # fmt: skip
+    scheme = quantization.QuantizationScheme(**group)
+    settings = scheme.model_dump(mode="json")  # as it is in files, every setting named
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 40, dtype=torch.bfloat16)
+    w = linear.weight.detach()
+    largest = w.abs().amax(1, keepdim=True) if strategy == "channel" else w.abs().amax().reshape(1)
+    state = {"weight": w, "weight_scale": largest / 127}
+    codec = compressors.BaseCompressor.get_value_from_registry("int-quantized")
+    compressed = codec.compress(dict(state), scheme)
+    theirs = codec.decompress(dict(compressed), scheme)["weight"]
+    (tmp_path / "x").mkdir()
+    tensors = {f"fc.{key}": x.contiguous() for key, x in compressed.items()}
+    library.save_file(tensors | {"fc.bias": linear.bias.detach()}, tmp_path / "x/model.safetensors")
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": settings}}
+    (tmp_path / "x" / "config.json").write_text(json.dumps({"quantization_config": config}))
+    module = torch.nn.ModuleDict({"fc": torch.nn.Linear(96, 40, dtype=torch.bfloat16)})
+    layer = load_int8(module, tmp_path / "x", backend="mirror")["fc"]
+    assert torch.equal(dequantised(layer.weight, layer.weight_scale, torch.bfloat16), theirs)
+    x = torch.randn(9, 96, dtype=torch.bfloat16)
+    assert (layer(x) - linear(x)).norm() < 0.03 * linear(x).norm()
 
 
 def models() -> dict[str, dict[str, Any]]:

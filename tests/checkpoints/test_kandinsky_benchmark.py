@@ -84,12 +84,14 @@ def test_the_command(
     pytest.importorskip("cupy")
     monkeypatch.setattr(device, "device_missing", lambda: "")
 
-    def on_host(source: Any, found: Any, _: Any, *, tokens: int) -> list[benchmark.Part]:
-        return benchmark.benchmark_block(source, found, np, tokens=tokens, text_tokens=20)
+    def on_host(source: Any, found: Any, _: Any, **options: Any) -> list[benchmark.Part]:
+        assert options["strategy"] == "channel"
+        return benchmark.benchmark_block(source, found, np, text_tokens=20, **options)
 
     monkeypatch.setattr(kandinsky, "benchmark_block", on_host)
     said = tmp_path / "said.json"
-    assert cli.main([*given, "--tokens", "50", "--json", str(said)]) == 0
+    options = ["--tokens", "50", "--strategy", "channel", "--json", str(said)]
+    assert cli.main([*given, *options]) == 0
     printed = capsys.readouterr().out
     assert "Wrote and checked" in printed and "6 x projections of tokens" in printed
     assert [p["count"] for p in json.loads(said.read_text())["benchmark"]] == [6, 2, 1, 1, 1, 1]

@@ -94,7 +94,7 @@ def test_a_finding_is_status_1_and_names_everything(
 def test_a_result_out_of_its_bound_is_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plant("alpha_not_applied_to_O", tmp_path, monkeypatch)
+    plant("P_halves_exchanged", tmp_path, monkeypatch)
     assert status("interpret", "fa_tc", "--len", "200", "--head-dim", "16") == 1
     printed = capsys.readouterr().out
     assert "> 1, relative error" in printed and "FAILED: no findings" in printed

@@ -28,9 +28,9 @@ def test_the_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, object] = {}
-    exec(block, names)
+    exec("\n".join(blocks), names)
     assert "INT8: 1 tensor," in capsys.readouterr().out
     assert ca.checkpoints.open_checkpoint(tmp_path / "back").tensors.keys() == {
         "blocks.0.mlp.fc1.weight"

@@ -10,7 +10,7 @@ import pytest
 from cupyattn.kernels.ladder import VARIANTS
 from docs import write_tutorial
 from experiments._harness import recording
-from tests.test_structure import changed
+from tests.kernels.test_kernel_sources import changed
 
 PAGE = write_tutorial.PAGE.read_text(encoding="utf-8")
 STEPS = list(pairwise(VARIANTS))

@@ -211,17 +211,19 @@ def test_what_is_left_to_the_portable_form() -> None:
 
 # ---- mistakes ------------------------------------------------------------------------------------
 
-_LEFT = "        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;\n"
+_LEFT = "        if (LISTED) smem.step[at.stage] = step_word;\n"
 _COUNTED = (
     "        mbarrier_arrive_expect_tx(\n"
-    "            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES);\n"
+    "            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES +\n"
+    f"{37 * ' '}(step < tile.steps ? load_scores.bytes(step_word) : 0));\n"
 )
 _WITHOUT_KEYS = "number >= keys.end ? ", "number >= keys.end ? 0 * ", AssertionError
 _WITHOUT_KEYS_OF_CODES = "!kept ? ", "!kept ? 0 * ", AssertionError
 #: What may be wrong: (text of the kernel, what stands there instead, how it is seen).
 WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        "kv0 = BLOCK_MASK ? kept : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;", AssertionError),
+        "kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
+        AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS,
     "the key of a step is left behind when its K may be there": (
         _LEFT + _COUNTED, _COUNTED + _LEFT, KernelFault),
@@ -229,13 +231,13 @@ WRONG: dict[str, tuple[str, str, type[Exception]]] = {
 #: The same of codes, and of codes of V.
 WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        "kv0 = BLOCK_MASK ? smem.kv0[at.stage] : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
+        "kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
         AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS_OF_CODES,
 }  # fmt: skip
 WRONG_VALUES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        "      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];\n", "", AssertionError),
+        "      if (LISTED) kv0 = first_key(step_word);\n", "", AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS_OF_CODES,
 }  # fmt: skip
 ALL_WRONG = [

@@ -338,7 +338,7 @@ def test_what_is_left_to_the_portable_form() -> None:
     plan = planned(inputs, ends, max_len_k=5)
     assert plan.form == "portable" and "there are no keys for the copy engine" in plan.note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1)
-    assert "takes no softcap" in planned(inputs, ends, softcap=2.0).note
+    assert planned(inputs, ends, softcap=2.0).form == "sm90"
     blocks = BlockMask(np.ones((2, 1, 1, 1), bool), 128, 128)
     kept = planned(inputs, ends, block_mask=blocks)
     assert kept.form == "portable" and "takes no block mask of packed sequences" in kept.note

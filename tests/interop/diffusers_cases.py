@@ -210,6 +210,22 @@ def kandinsky5_call() -> dict[str, Any]:
     return both | negative | {"height": 128, "width": 128, "num_frames": 5, "guidance_scale": 5.0}
 
 
+def qwen_image() -> Any:
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    return diffusers.QwenImagePipeline(
+        **parts(transformer=transformer), scheduler=diffusers.FlowMatchEulerDiscreteScheduler()
+    )
+
+
+def qwen_image_call() -> dict[str, Any]:
+    both = {"prompt_embeds": noise(1, 7, 32), "prompt_embeds_mask": torch.ones(1, 7).bool()}
+    negative = {f"negative_{name}": x * 1 for name, x in both.items()}
+    return both | negative | {"height": 256, "width": 256, "true_cfg_scale": 3.0}
+
+
 CASES = {
     "sd15": Case(stable_diffusion, stable_diffusion_call),
     "sdxl": Case(sdxl, sdxl_call),
@@ -220,6 +236,7 @@ CASES = {
     "hunyuan_video": Case(hunyuan_video, hunyuan_video_call),
     "cogvideox": Case(cogvideox, cogvideox_call),
     "kandinsky5": Case(kandinsky5, kandinsky5_call),
+    "qwen_image": Case(qwen_image, qwen_image_call),
 }
 
 

@@ -14,7 +14,14 @@ import pytest
 from cupyattn.measure.words import format_seconds
 from experiments._harness.others import format_comparison
 from experiments.diffusion import diffusers_blocks as experiment
-from experiments.diffusion.diffusers_blocks import DEFAULT, MODELS, NATIVE, QUICK_MODELS, WAYS
+from experiments.diffusion.diffusers_blocks import (
+    COMPILED,
+    DEFAULT,
+    MODELS,
+    NATIVE,
+    QUICK_MODELS,
+    WAYS,
+)
 
 
 def test_what_blocks_win_is_what_its_record_says() -> None:
@@ -51,17 +58,23 @@ def libraries() -> None:
 CLOSE = 0.02
 
 
-def judge_record(record: dict[str, Any], names: tuple[str, ...]) -> None:
+def judge_record(
+    record: dict[str, Any], names: tuple[str, ...], ways: dict[str, tuple[Any, bool, bool]]
+) -> None:
     assert tuple(row["model"] for row in record["rows"]) == names
     for row in record["rows"]:
         found = row["ways"]
-        assert row["ok"] and set(found) == set(WAYS)
+        assert row["ok"] and set(found) == set(ways)
         assert found[NATIVE]["to_native"] == 0 < found[NATIVE]["to_float32"] < CLOSE
-        for name, (policy, linear) in WAYS.items():
+        for name, (policy, linear, compiled) in ways.items():
             way = found[name]
             assert way["refused"] == "" and way["to_native"] < CLOSE and way["to_float32"] < CLOSE
-            assert (way["to_native"] > 0) == (way["steps_to_native"] > 0) == (name != NATIVE)
-            assert set(way.get("modes", ())) == ({policy} if policy else set())
+            native = policy is None and not linear
+            assert (way["to_native"] > 0) == (way["steps_to_native"] > 0) == (not native)
+            assert set(way.get("modes", ())) == ({policy} if policy and not compiled else set())
+            assert way.get("compiled", []) == ([policy] if policy and compiled else [])
+            eager = found[name.removesuffix(COMPILED)]  # what is traced is not changed
+            assert way["to_native"] == eager["to_native"]
             assert (way["weight_bytes"] < found[NATIVE]["weight_bytes"]) == linear
             assert (way.get("int8_layers", 0) > 4) == linear
         bits, int8 = (found[n]["to_native"] for n in ("attention in 16 bits", "both INT8"))
@@ -70,15 +83,26 @@ def judge_record(record: dict[str, Any], names: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("libraries")
 @pytest.mark.parametrize(
-    "names",
-    [("Wan 14B",), pytest.param(("Flux", "Kandinsky 5 Lite"), marks=pytest.mark.slow)],
+    ("names", "compiled"),
+    [
+        (("Wan 14B",), False),
+        pytest.param(("Flux", "Wan 14B", "Kandinsky 5 Lite"), True, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-def test_it_runs_in_small(names: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
+def test_it_runs_in_small(
+    names: tuple[str, ...],
+    compiled: bool,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = {name: way for name, way in WAYS.items() if compiled or not way[2]}
+    monkeypatch.setattr(experiment, "WAYS", ways)
     file = tmp_path / "blocks.json"
     assert experiment.main(["--quick", "--json", str(file), "--models", *names]) == 0
     record = json.loads(file.read_text())
-    judge_record(record, names)
+    judge_record(record, names, ways)
     assert "both INT8" in capsys.readouterr().out
     timed = copy.deepcopy(record)
     timed["environment"] |= {"device": {"name": "some device"}, "revision": "0123456789abcdef"}
@@ -92,6 +116,9 @@ def test_it_runs_in_small(names: tuple[str, ...], tmp_path: Path, capsys: Any) -
     cells = [format_seconds(0.01), format_comparison([1.25, 1.24, 1.26]), format_seconds(0.1)]
     assert len(lines) == len(names)
     assert all(line.startswith(f"| both INT8 | {' | '.join(cells)} | ") for line in lines)
+    assert said.count("| of native, compiled |") == 2 * compiled * len(names)
+    if compiled:
+        assert said.index("| both INT8, compiled | ") < said.index("| both INT8 | ")
 
 
 @pytest.mark.usefixtures("libraries")
@@ -100,23 +127,28 @@ def test_a_way_that_is_not_what_it_says_is_refused() -> None:
 
     def way(**said: Any) -> Any:
         found = experiment.Way(None, attention=object())
-        found.said = lambda: {"modes": {"balanced": 2}, "native": {}, "fallbacks": {}} | said  # type: ignore[method-assign]
+        good = {"modes": {"balanced": 2}, "native": {}, "fallbacks": {}, "compiled": []}
+        found.said = lambda: good | said  # type: ignore[method-assign]
         return found
 
-    good = (torch.ones(3),)
-    assert experiment.judged("x", way(), good) == ""
+    good, name = (torch.ones(3),), "both INT8"
+    assert experiment.judged(name, way(), good) == ""
     for said in ({"native": {"attention mask": 1}}, {"fallbacks": {"float32": 1}}, {"modes": {}}):
-        assert "left attention to others" in experiment.judged("x", way(**said), good)
-    assert "not finite" in experiment.judged("x", way(), (*good, torch.tensor([torch.nan])))
+        assert "left attention to others" in experiment.judged(name, way(**said), good)
+    assert "not finite" in experiment.judged(name, way(), (*good, torch.tensor([torch.nan])))
+    compiled = f"{name}{COMPILED}"
+    assert experiment.judged(compiled, way(compiled=["balanced"]), good) == ""
+    for ran in ([], ["balanced", "native: attention mask"]):
+        assert "left attention to others" in experiment.judged(compiled, way(compiled=ran), good)
 
 
 @pytest.mark.usefixtures("libraries")
 def test_ways_share_what_they_have_in_common() -> None:
     made = experiment.make(QUICK_MODELS["Wan 14B"], "cpu", 0)
     before = {name: x.clone() for name, x in made.named_parameters()}
-    found = experiment.ways(made)
+    found = experiment.ways(made, {"backend": "eager"})
     own = {x.data_ptr() for x in made.parameters()}
-    for name, (_, linear) in WAYS.items():
+    for name, (_, linear, _) in WAYS.items():
         tensors = {x.data_ptr() for x in found[name].transformer.parameters()}
         assert (tensors < own) if linear else (tensors == own)
     assert all(bool((x == before[name]).all()) for name, x in made.named_parameters())
@@ -161,6 +193,8 @@ def test_what_is_timed_takes_turns_and_what_was_refused_is_not(
     assert set(calls) == set(WAYS) - {"INT8 attention"}
     assert all(len(steps) == 1 + experiment.STEPS for steps in calls.values())
     assert all(steps[1:] == sorted(steps[1:], reverse=True) for steps in calls.values())
+    assert "ratio" not in row["ways"][f"{NATIVE}{COMPILED}"]
+    assert row["ways"][f"both INT8{COMPILED}"]["ratio"] == [1.0, 1.0, 1.0]  # native compiled's time
     both = row["ways"]["both INT8"]
     assert both["ratio"] == both["steps_ratio"] == [2.0, 2.0, 2.0]
     assert "ratio" not in row["ways"][NATIVE] and len(both["steps_samples"]) == 5

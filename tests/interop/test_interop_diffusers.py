@@ -463,25 +463,6 @@ def test_a_failure_in_a_layer_closes_its_call(flux: Any) -> None:
     assert flux.transformer.transformer_blocks[0].attn.processor._attention_backend is None
 
 
-@pytest.mark.slow
-def test_compiled_code_stays_native_and_says_so() -> None:
-    model, x = torch.nn.ModuleDict({"attn": attention()}), torch.randn(1, 64, 32)
-
-    def call(x: Any) -> Any:
-        return model["attn"](x)
-
-    with torch.no_grad():
-        expected = call(x)
-        with interop.replace_attention_with_int8(model, policy="balanced", **SHORT) as handle:
-            assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(x), expected)
-            assert not torch.equal(call(x), expected)
-    said = "attn: 1 balanced; native and not counted in compiled code"
-    assert str(handle.report()).endswith(said)
-    model["attn"].compile(backend="eager")
-    with pytest.raises(ValueError, match="the model is compiled by torch.compile"):
-        interop.replace_attention_with_int8(torch.compile(model, backend="eager"))
-
-
 def test_a_copy_counts_for_itself(flux: Any) -> None:
     with interop.replace_attention_with_int8(flux, policy="balanced", **SHORT) as handle:
         cases.generate(flux, "flux", steps=3)

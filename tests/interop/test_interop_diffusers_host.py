@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 layers = importlib.import_module("cupyattn.interop.diffusers.layers")
+steps = importlib.import_module("cupyattn.interop.diffusers.steps")
 Schedule = importlib.import_module("cupyattn.interop.diffusers.noise").Schedule
 
 HEADS, LENGTH, HEAD_DIM = 4, 70, 64
@@ -57,12 +58,12 @@ def layer(driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  
     monkeypatch.setattr(layers, "Tensor", Tensor)
     monkeypatch.setattr(torch, "empty_like", Tensor)
     shared = {"quant": None, "backend": None, "arch": "sm_90"}
-    return layers.Layer("x", None, Policy(), layers.Step(), 0, **shared)
+    return layers.Layer("x", None, Policy(), steps.Step(), 0, **shared)
 
 
 def attend(layer: Any, schedule: Any, ratio: float) -> tuple[dict[str, Any], Any]:
     """Call a layer at a noise level; return arrays of its operands and of its result."""
-    layer._step.noise = schedule, ratio
+    layer._step.set((schedule, ratio))
     given = {name: Tensor() for name in "qkv"}
     o = layer.attend(*given.values(), None, NO_OPTIONS)
     return {name: x.array for name, x in given.items()}, o.array
@@ -140,9 +141,9 @@ def test_what_a_model_hands_over_transposed_is_copied_first(
             copied.append(Tensor())
             return copied[-1]
 
-    layer._step.noise = Schedule(RATIOS, None), 0.25
+    layer._step.set((Schedule(RATIOS, None), 0.25))
     monkeypatch.setattr(recent.CALLS, "remember", lambda *_: None)
     q, k = Tensor(), Transposed()
-    given = layer._run(q, k, Tensor(), None)
+    given = layer._run(q, k, Tensor(), None, "precision")
     made = planned(example[:3], example[3], variant="fa_tc", arch="sm_90")
     check(driver, made, {"q": q.array, "k": copied[0].array, "o": given.array})

@@ -18,6 +18,7 @@ from cupyattn.runtime.ready import Conversion
 from tests.problem.test_host_calls import (  # noqa: F401
     CASES,
     SHAPES,
+    Done,
     Driver,
     array,
     check,
@@ -146,6 +147,37 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
     if added == "out":
         with pytest.raises(ValueError, match="out must not share memory with q"):
             calls.forward(calls.Settings(**options), given, given["q"])
+
+
+def test_a_graph_of_the_caller_gets_the_launches_and_memory_of_torch(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that a graph of our own stands for is launched by kernels where a caller captures."""
+    options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
+    out, asked = OnDevice(array(SHAPES[0])), []
+    made = planned([x.array for x in given.values()], out.array, **options)
+    driver.expect(made)
+    scratch = OnDevice(array((1 << 20,), "uint8"))
+
+    def empty(nbytes: int, **_: Any) -> OnDevice:
+        asked.append(nbytes)
+        return scratch
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for _ in range(4):
+        calls.forward(calls.Settings(**options), given, out)
+    assert driver.replays and len(driver.graphs) == 1
+    replays, before = len(driver.replays), len(asked)
+    driver.launches.clear()
+    driver.recording[driver.stream] = theirs = Done()
+    calls.forward(calls.Settings(**options), given, out)
+    assert len(driver.replays) == replays and not driver.launches
+    assert len(driver.graphs) == 1 and len(asked) == before + 1 and asked[-1] > 0
+    driver.launches += theirs.launches
+    check(driver, made, {"v": given["v"].array, "o": out.array})
 
 
 @pytest.mark.parametrize("way", ["plain", "strided", "BSHD", "packed"])

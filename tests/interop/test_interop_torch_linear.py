@@ -371,15 +371,13 @@ def test_what_loading_refuses(converted: tuple[Any, Path], tmp_path: Path) -> No
         interop.load_int8(Model(), save(model(), tmp_path / "plain"))
 
 
-@pytest.mark.parametrize("kind", ["in blocks of 64 x 64", "with zero points", "with scales of"])
+@pytest.mark.parametrize("kind", ["in blocks of 64 x 64", "with zero points"])
 def test_codes_that_the_products_do_not_take_are_refused(tmp_path: Path, kind: str) -> None:
     size = 64 if "64" in kind else 128
     scales = torch.ones(256 // size, 256 // size)
     tensors = {"fc.weight": torch.ones(256, 256, dtype=torch.int8), "fc.weight_scale": scales}
     if "zero" in kind:
         tensors["fc.weight_zero_point"] = torch.ones(scales.shape, dtype=torch.int8)
-    if "scales" in kind:
-        tensors["fc.weight_scale"] = scales.bfloat16()
     (tmp_path / "x").mkdir()
     torch.save(tensors, tmp_path / "x" / "model.bin")
     weights = {
@@ -393,6 +391,106 @@ def test_codes_that_the_products_do_not_take_are_refused(tmp_path: Path, kind: s
     (tmp_path / "x" / "config.json").write_text(text)
     with pytest.raises(UnsupportedError, match=f"products take .* 'fc.weight' are {kind}"):
         interop.load_int8(nn.ModuleDict({"fc": nn.Linear(256, 256)}), tmp_path / "x")
+
+
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def of_others(
+    folder: Path, strategy: str, activations: dict[str, Any] | None, **more: Any
+) -> tuple[Any, Any]:
+    """Write a W8A8 model as LLM Compressor does, scales in BF16; return its weight and a model."""
+    torch.manual_seed(3)
+    codes = torch.randint(-127, 128, (48, 64), dtype=torch.int8)
+    shape = {"channel": (48, 1), "tensor": (1,), "group": (48, 2), "block": (1, 1)}[strategy]
+    scales = (torch.rand(shape) / 100 + 0.001).bfloat16()
+    bias = torch.randn(48, dtype=torch.bfloat16)
+    tensors = {"fc.weight": codes, "fc.weight_scale": scales, "fc.bias": bias, **more}
+    folder.mkdir()
+    torch.save(tensors, folder / "model.bin")
+    weights = {"strategy": strategy, "num_bits": 8, "type": "int", "symmetric": True}
+    weights |= {"group": {"group_size": 32}, "block": {"block_structure": [128, 128]}}.get(
+        strategy, {}
+    )
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    groups = {"g": group, **({"h": more_group(strategy)} if "two.weight" in more else {})}
+    text = json.dumps({"quantization_config": {**config, "config_groups": groups}})
+    (folder / "config.json").write_text(text)
+    layers = {"fc": nn.Linear(64, 48)}
+    if "two.weight" in more:
+        layers["two"] = nn.Linear(64, 48)
+    return codes.float() * scales.float() if strategy != "group" else None, nn.ModuleDict(layers)
+
+
+def more_group(strategy: str) -> dict[str, Any]:
+    other = "tensor" if strategy == "channel" else "channel"
+    return {
+        "targets": ["two"], "weights": {"strategy": other, "symmetric": True},
+        "input_activations": TOKENS,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
+def test_codes_of_others_are_loaded(tmp_path: Path, strategy: str) -> None:
+    activations = TOKENS
+    if strategy == "block":
+        activations = {**TOKENS, "strategy": "group", "group_size": 128}
+    weight, module = of_others(tmp_path / "x", strategy, activations)
+    layer = interop.load_int8(module, tmp_path / "x", backend="mirror")["fc"]
+    assert layer.strategy == ("block" if strategy == "block" else "channel")
+    assert layer.weight_scale.dtype == torch.float32
+    x = torch.randn(9, 64, dtype=torch.bfloat16)
+    exact = x.double() @ weight.double().T + layer.bias.double()
+    assert (layer(x) - exact).norm() < 0.012 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "activations", "said"),
+    [
+        ("channel", {**TOKENS, "dynamic": False}, "those of 'fc.weight' are to have static scales"),
+        ("channel", {**TOKENS, "strategy": "tensor"}, "have the strategy 'tensor'"),
+        ("channel", {**TOKENS, "symmetric": False}, "are to have zero points"),
+        ("channel", {**TOKENS, "num_bits": 4}, "have 4 bits of type 'int'"),
+        ("group", TOKENS, "the codes of 'fc.weight' are in blocks of 1 x 32"),
+    ],
+)
+def test_what_products_do_not_do_is_refused(tmp_path: Path, strategy, activations, said) -> None:  # type: ignore[no-untyped-def]
+    _, module = of_others(tmp_path / "x", strategy, activations)
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    with pytest.raises(UnsupportedError, match=said):
+        interop.load_int8(module, tmp_path / "x")
+    assert type(module["fc"]) is nn.Linear
+    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
+
+
+def test_mixed_strategies_and_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    two = {
+        "two.weight": torch.ones(48, 64, dtype=torch.int8), "two.bias": torch.ones(48),
+        "two.weight_scale": torch.ones(1),
+    }  # fmt: skip
+    _, module = of_others(tmp_path / "x", "channel", TOKENS, **two)
+    with pytest.raises(UnsupportedError, match="mix the strategies channel and tensor"):
+        interop.load_int8(module, tmp_path / "x")
+    _, module = of_others(
+        tmp_path / "y", "channel", TOKENS, **{"fc.weight_scale": torch.ones(47, 1)}
+    )
+    with pytest.raises(ValueError, match=r"must have scales \(48, 1\) .* got 'fc.weight_scale'"):
+        interop.load_int8(module, tmp_path / "y")
+
+
+def test_a_model_by_channel_there_and_back(tmp_path: Path) -> None:
+    """Converted and loaded, or replaced in place: the same layers."""
+    source, config = model(), ca.Int8Config(strategy="channel")
+    ca.checkpoints.convert(save(source, tmp_path / "model"), tmp_path / "int8", config)
+    x = torch.randn(9, 128, dtype=torch.bfloat16)
+    with interop.replace_linear_with_int8(source, config=config, backend="mirror") as handle:
+        expected = source(x)
+        layers = [m for m in source.modules() if isinstance(m, interop.Int8Linear)]
+        assert len(layers) == len(handle.replaced)
+        assert {layer.strategy for layer in layers} == {"channel"}
+    module = interop.load_int8(Model(), tmp_path / "int8", backend="mirror")
+    assert torch.equal(module(x), expected)
 
 
 @pytest.mark.slow

@@ -60,6 +60,14 @@ def test_the_operator_of_the_backward_pass_is_what_it_says() -> None:
     torch.library.opcheck(backward, (o, o, lse, *arguments))
 
 
+def test_operators_get_the_strides_that_were_traced() -> None:
+    """Inductor pads rows otherwise: another call for us, and a result of other strides."""
+    names = ("attention", "attention_qkv", "attention_varlen", "int8_attention", "int8_linear")
+    for name in (*names, "attention_backward", "int8_attention_backward"):
+        tags = getattr(torch.ops.cupyattn, name).default.tags
+        assert torch.Tag.needs_exact_strides in tags, name
+
+
 def test_settings_survive_a_schema() -> None:
     near = BlockMask.from_window(64, 64, (5, 0))
     quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.1, 2.0), pv="fp8")

@@ -49,6 +49,9 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "merge/merge_splits.cu": Tiles(16, 32, 4, 3),
     "linear/gemm_int8.cu": GemmTiles(64, 128, 4, 2),
     "linear/sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
+    "linear/gemm_int8_channel.cu": GemmTiles(64, 128, 4, 2),
+    "linear/sm90/gemm_int8_channel.cu": GemmTiles(128, 256, 12, 2),
+    "linear/row_quant.cu": GemmTiles(2, 2048, 4, 1),
     "merge/merge_partials.cu": Tiles(64, 1, 4),
     "linear/weight_blocks.cu": GemmTiles(128, 128, 8, 1),
     "pruning/key_importance.cu": Tiles(32, 128, 4, 2),
@@ -57,6 +60,8 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "pruning/gather_rows.cu": Tiles(32, 1, 4),
 }
 #: Source, what is changed, and the sentence that must come back.
+#: A kernel with softcap, bias or mask before its softmax.
+SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
     ("attn_fa.cu", {"HEAD_DIM": 0}, "HEAD_DIM must be 1 to 256"),
@@ -260,6 +265,17 @@ BROKEN = [
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
     ("sm90/attn_fa_tc.cu", {"STACKED": 1, "WINDOW": 1}, "stacked heads take no window, packed"),
+    (
+        "sm90/attn_fa_tc.cu",
+        {**SCORED, "STACKED": 1, "MASK": 1, "MASK_KIND": 1},
+        "stacked heads take a mask or bias that is the same for all of them and their rows",
+    ),
+    ("sm90/attn_fa_tc.cu", {**SCORED, "BLOCK_KV": 144}, "BLOCK_KV must be at most 128 with"),
+    (
+        "sm90/attn_fa_tc.cu",
+        {**SCORED, "BIAS": 3, "BIAS_KIND": 1},
+        "a bias that the copy engine loads is float16 or bfloat16",
+    ),
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
     ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),
@@ -335,6 +351,18 @@ BROKEN = [
         {"NUM_WARPS": 8},
         "NUM_WARPS must be 4 for every 64 rows of BLOCK_M",
     ),
+    ("linear/gemm_int8_channel.cu", {"OUTLIERS": 1}, "columns in 16 bits go with scales of blocks"),
+    ("linear/gemm_int8_channel.cu", {"BLOCK_N": 32}, "a warp must have a multiple of 16 columns"),
+    ("linear/sm90/gemm_int8_channel.cu", {"BLOCK_M": 192}, "BLOCK_M must be 64 or 128: one or two"),
+    ("linear/sm90/gemm_int8_channel.cu", {"BLOCK_N": 192}, "BLOCK_N must be 64, 128 or 256"),
+    ("linear/sm90/gemm_int8_channel.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows"),
+    (
+        "linear/sm90/gemm_int8_channel.cu",
+        {"TAIL_SPLITS": 2},
+        "NUM_STAGES of slices must have room for a tile in int32",
+    ),
+    ("linear/row_quant.cu", {"NUM_WARPS": 3}, "NUM_WARPS must be a multiple of BLOCK_M"),
+    ("linear/row_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of VEC numbers"),
     (
         "linear/weight_blocks.cu",
         {"BLOCK_N": 100},

@@ -407,8 +407,8 @@ def test_explain_says_what_happens_to_the_scores() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"softcap": 3.0}, "takes no softcap"),
-        ({"mask": np.ones(1, bool), "bias": np.zeros(1, "f4")}, "takes no mask and no bias"),
+        ({"softcap": 1e6}, "takes softcap/scale from 2**-10 to 2**14, got 8e+06"),
+        ({"mask": np.ones(1, bool), "bias": np.zeros(64, "f4")}, "takes a bias of float16 or"),
     ],
 )
 def test_the_hopper_form_leaves_these_to_the_portable_one(

@@ -109,6 +109,19 @@ def test_within_the_bound(cell: tuple[Any, ...]) -> None:
     runs.run(rung, inputs, arch="sm_90a", backend="interpret").check()
 
 
+@pytest.mark.usefixtures("few_blocks")
+def test_softcap_and_biases_of_keys_in_pieces() -> None:
+    """Tiles of a mask or a dense bias differ in work, or share a bias: they are whole."""
+    inputs = runs.normal((1, 1, 70, 64), (1, 1, 704, 64))
+    bias = np.random.default_rng(0).standard_normal((1, 704)).astype(np.float16)
+    options = {"softcap": 3.0, "bias": bias}
+    plan = planned("fa_tc@sm90", inputs, **options)
+    assert [one.entry for one in plan.launches] == ["attn_fa_tc", "merge_pieces"]
+    runs.run("fa_tc@sm90", inputs, arch="sm_90a", backend="interpret", **options).check()
+    for whole in ({"bias": bias.repeat(70, axis=0)}, {"mask": bias[0] > 0}):
+        assert planned("fa_tc@sm90", inputs, **whole).launches[-1].entry == "attn_fa_tc"
+
+
 def small() -> Any:
     return runs.normal((1, 3, 200, 32), (1, 1, 500, 32))
 

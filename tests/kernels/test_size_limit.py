@@ -330,8 +330,8 @@ def test_the_command_shows_sets_and_keeps_to_the_limit(
     assert json.loads(said.read_text())["limit_bytes"] == 2**30
     assert main(["cache", "--limit", "2KiB"]) == 0
     printed = capsys.readouterr().out
-    assert "deleted 1 kernels, 1.0 KiB" in printed and keys() == named("young")
-    assert "1 kernels, 1.0 KiB; 2.0 KiB at most (cupyattn cache --limit)" in printed
+    assert "deleted 1 kernel, 1.0 KiB" in printed and keys() == named("young")
+    assert "1 kernel, 1.0 KiB; 2.0 KiB at most (cupyattn cache --limit)" in printed
     assert main(["cache", "--limit", "none"]) == 0
     assert "no limit (cupyattn cache --limit)" in capsys.readouterr().out
     assert main(["cache", "--limit", "default"]) == 0

@@ -79,6 +79,35 @@ def test_what_is_stacked_and_what_is_not() -> None:
     assert Operand.of(q).strides[1] == 8 * Operand.of(q).strides[2]
 
 
+KEYS = np.arange(600) % 7 != 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 4.0, "mask": KEYS[None, None, None]},
+        {"bias": np.where(KEYS, np.float16(0.5), np.float16(-np.inf)), "causal": True},
+    ],
+    ids="-".join,
+)
+def test_softcap_and_masks_and_biases_of_keys(options: dict[str, Any]) -> None:
+    inputs = inputs_of((1, 8, 1, 9, 600, 64, "float16", {}))
+    assert "stacked as rows of one" in str(explain(*inputs, variant="fa_tc", **HOPPER, **options))
+    one = runs.run("fa_tc", inputs, **HOPPER, **options)
+    assert one.form == "sm90"
+    one.check()
+
+
+def test_scores_that_differ_by_row_or_head_are_not_stacked() -> None:
+    inputs = inputs_of((1, 8, 1, 9, 600, 64, "float16", {}))
+    for options in (
+        {"mask": np.ones((9, 600), bool)}, {"bias": np.zeros((8, 1, 600), np.float16)},
+        {"bias": np.zeros((1, 1), np.float16)},
+    ):  # fmt: skip
+        text = str(explain(*inputs, variant="fa_tc", **HOPPER, **options))
+        assert "fa_tc (sm90)" in text and "stacked" not in text
+
+
 def test_nothing_beside_the_rows_is_written() -> None:
     q, k, v = inputs_of((1, 10, 1, 7, 520, 40, "float16", {}))
     before = [bits(x) for x in (q, k, v)]

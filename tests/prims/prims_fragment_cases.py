@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import QUANT_PARAMS, pack
+from cupyattn.reference.softmax_state import row_maximum
 from tests.prims.prim import Arguments, Prim, defines, normal
 
 #: Query rows of two packed sequences, of which a scale has four.
@@ -20,29 +20,22 @@ ENDS = np.array([0, 18, 30], np.int32)
 
 
 def mma_tiles_expected(**_: Any) -> dict[str, np.ndarray]:
-    return {"constants": np.array([80, 2, 6, 10], np.int32)}
+    return {"constants": np.array([80, 2, 6, 10, 96, 6, 8], np.int32)}
 
 
 def fragment_rows_arguments() -> Arguments:
     x = normal(32, 3, 4)
     x[0, 0, 0], x[1, :, 2:] = np.nan, -np.inf
-    return {
-        "x": x, "largest": np.zeros((32, 2), np.float32), "scaled": np.zeros_like(x),
-        "fragments": np.zeros((32, 4), np.uint32),
-    }  # fmt: skip
+    x[2, 1, 2] = 2.0**27 - 8  # five times that is no number
+    return {"x": x, "largest": np.zeros((32, 2), np.float32), "scaled": np.zeros_like(x)}
 
 
-def fragment_rows_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        scaled = x.copy()
-        scaled[..., :2] *= np.float32(1.5)
-        rounded = x[:, 1:].reshape(32, 8).astype(STORAGE[dtype])
-        return {
-            "largest": np.stack([np.fmax.reduce(x[..., h : h + 2], (1, 2)) for h in (0, 2)], 1),
-            "scaled": scaled, "fragments": rounded.view(np.uint32),
-        }  # fmt: skip
-
-    return expected
+def fragment_rows_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    scaled = x.copy()
+    scaled[..., :2] *= np.float32(1.5)
+    of_tiles = np.stack([np.fmax.reduce(x[..., h : h + 2], 2) for h in (0, 2)], 1)
+    factors = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    return {"largest": np.fmax.reduce(row_maximum(of_tiles, factors), 2), "scaled": scaled}
 
 
 def head_scales_arguments(varlen: bool) -> Callable[[], Arguments]:
@@ -73,16 +66,13 @@ def head_scales_expected(
 
 FRAGMENT_PRIMS = [
     Prim(
-        "mma_tiles", "mma_tiles", "mma_tiles", 32, lambda: {"constants": np.zeros(4, np.int32)},
+        "mma_tiles", "mma_tiles", "mma_tiles", 32, lambda: {"constants": np.zeros(7, np.int32)},
         mma_tiles_expected, defines=defines(Tiles(64, 48, 2, 2), Features("float16", 72, vec=8)),
     ),
-    *(
-        Prim(
-            f"fragment_rows_{dtype}", "fragment_rows", "fragment_rows", 32,
-            fragment_rows_arguments, fragment_rows_expected(dtype),
-            defines=defines(Tiles(16, 32, 1, 2), Features(dtype, 24, vec=8)),
-        )
-        for dtype in ("float16", "bfloat16")
+    Prim(
+        "fragment_rows", "fragment_rows", "fragment_rows", 32, fragment_rows_arguments,
+        fragment_rows_expected,
+        defines=defines(Tiles(16, 32, 1, 2), Features("float16", 24, vec=8)),
     ),
     *(
         Prim(

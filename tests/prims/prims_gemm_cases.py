@@ -1,4 +1,4 @@
-"""The kernel of ``gemm.cuh``: types of C, widths of its accesses, activations, edges."""
+"""The kernels of ``gemm*.cuh``: types of C, widths of accesses, activations, scales, edges."""
 
 from __future__ import annotations
 
@@ -85,4 +85,67 @@ GEMM_PRIMS = [
     prim(GemmFeatures("float32", 4, 2, "bfloat16", "gelu_tanh", "bfloat16"), 22),
     prim(GemmFeatures("float32", 1, 4, "float16"), 32),
     prim(GemmFeatures("float16", 1, 1), 19),
+]
+
+
+# ---- scales of rows and columns, and slices ------------------------------------------------------
+
+
+def channel(features: GemmFeatures, n: int, stride: int = 1) -> Prim:
+    """Return sums up to 2^31, most of which float32 rounds, times scales of 7 rows, n columns."""
+
+    def arguments() -> Arguments:
+        largest = 2 ** np.arange(24, 32).reshape(8, 1) - 1
+        sums = np.int64(rng().uniform(-1, 1, (8, 32)) * largest).astype(np.int32)
+        row, column = (np.exp(rng().normal(size=s)).astype(np.float32) for s in (ROWS, n * stride))
+        params = {
+            "m": ROWS, "n": n, "C_stride": 32, "A_scale_stride": 1, "B_scale_stride": stride,
+        }  # fmt: skip
+        C = np.zeros((8, 32), STORAGE[features.out_dtype])
+        given = pack(GEMM_PARAMS, params, {})
+        return {"given": given, "sums": sums, "A_scale": row, "B_scale": column, "C": C}
+
+    def expected(
+        sums: np.ndarray, A_scale: np.ndarray, B_scale: np.ndarray, **_: Any
+    ) -> dict[str, np.ndarray]:
+        C = np.zeros((8, 32), STORAGE[features.out_dtype])
+        factor = A_scale[:, None] * B_scale[None, ::stride]
+        with np.errstate(over="ignore"):
+            C[:ROWS, :n] = sums[:ROWS, :n].astype(np.float32) * factor
+        return {"C": C.astype(np.float32)}
+
+    name = f"gemm-channel-{features.out_dtype}-{features.vec}-{stride}"
+    defines = tuple(sorted({**TILES.defines(), **features.defines()}.items()))
+    return Prim(name, "gemm_channel", "channel", 32, arguments, expected, defines=defines)
+
+
+def slices(tiles: GemmTiles, access_bytes: int, valid: tuple[int, int, int]) -> Prim:
+    """Return a slice of which `valid` rows, columns and bytes exist: what lies past them is 0."""
+    rows, columns, codes = valid
+
+    def arguments() -> Arguments:
+        A, B = (rng().integers(-127, 128, (s, 128)).astype(np.int8) for s in (rows, columns))
+        C = np.zeros((tiles.block_m, tiles.block_n), np.int32)
+        return {"A": A, "B": B, "valid": np.array(valid, np.int32), "C": C}
+
+    def expected(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        C = np.zeros((tiles.block_m, tiles.block_n), np.int32)
+        C[:rows, :columns] = A[:, :codes].astype(np.int32) @ B[:, :codes].astype(np.int32).T
+        return {"C": C}
+
+    features = GemmFeatures("float16", access_bytes, 8)
+    defines = tuple(sorted({**tiles.defines(), **features.defines()}.items()))
+    name = f"gemm-mma-{tiles.block_m}x{tiles.block_n}-{access_bytes}"
+    return Prim(
+        name, "gemm_mma", "slice", tiles.num_threads, arguments, expected, defines=defines
+    )  # fmt: skip
+
+
+GEMM_PRIMS += [
+    channel(GemmFeatures("float32", 16, 4), 32),
+    channel(GemmFeatures("bfloat16", 16, 8), 24),
+    channel(GemmFeatures("float32", 1, 1), 19, stride=3),
+    slices(GemmTiles(32, 64, num_warps=2, num_stages=2), 16, (30, 64, 112)),
+    slices(GemmTiles(128, 32, num_warps=2, num_stages=2), 4, (100, 17, 128)),
+    slices(GemmTiles(16, 32, num_warps=2, num_stages=2), 1, (16, 30, 77)),
 ]

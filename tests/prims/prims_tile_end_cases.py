@@ -52,14 +52,16 @@ def places_expected(sizes: Sequence[int]) -> Callable[..., dict[str, np.ndarray]
 def parts_expected(group: int) -> Callable[..., dict[str, np.ndarray]]:
     """Return what comes of a step of `KEYS` keys, `group` of which share a scale."""
 
-    def expected(**_: Any) -> dict[str, np.ndarray]:
+    def expected(scale: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         together = math.gcd(group, KEYS)
         by_key = together % 8 != 0
         parts = 1 if by_key else KEYS // together
         part = np.zeros(KEYS) if by_key else np.arange(KEYS) // together
         scales = KEYS if by_key else parts
+        spared = np.where(np.isnan(scale) & (np.arange(scale.size) < parts), 1, scale)
         return {
-            "part": part.astype(np.int32), "counts": np.array([parts, scales, by_key], np.int32)
+            "part": part.astype(np.int32), "counts": np.array([parts, scales, by_key], np.int32),
+            "scale": spared.astype(np.float32),
         }  # fmt: skip
 
     return expected
@@ -168,7 +170,10 @@ TILE_END_PRIMS = [
     *(
         Prim(
             f"key_parts-{group}", "key_parts", "key_parts", 32,
-            lambda: {"part": np.full(KEYS, -1, np.int32), "counts": np.zeros(3, np.int32)},
+            lambda: {
+                "part": np.full(KEYS, -1, np.int32), "counts": np.zeros(3, np.int32),
+                "scale": np.array([np.nan, 2, np.nan, 0.5, -np.inf, np.nan], np.float32),
+            },
             parts_expected(group),
             defines=defines(
                 Tiles(BLOCK_Q, KEYS, 1), Features("float16", 8, group_q=1, group_kv=group)

@@ -33,6 +33,8 @@ class Product:
     bias: Any = None
     activation: str = ""
     outliers: tuple[Any, Any] | None = None
+    residual: Any = None
+    gate: Any = None
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -40,7 +42,10 @@ class Product:
 
     @property
     def after(self) -> dict[str, Any]:
-        return {"bias": self.bias, "activation": self.activation, "outliers": self.outliers}
+        return {
+            "bias": self.bias, "activation": self.activation, "outliers": self.outliers,
+            "residual": self.residual, "gate": self.gate,
+        }  # fmt: skip
 
     def run(self, **options: Any) -> Any:
         after = {**self.after, "activation": self.activation or None}
@@ -101,8 +106,13 @@ def product(
     bias: bool = False,
     activation: str = "",
     outliers: int = 0,
+    strategy: str = "block",
+    gates: int | None = None,
 ) -> Product:
-    """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight."""
+    """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight.
+
+    With `gates` it is added to a residual; not 0, factors of so many groups of rows come before.
+    """
     m, n, k = shape
     rng = np.random.default_rng(seed)
     regime = regime if k else "normal"  # which channel is an outlier is drawn
@@ -113,6 +123,8 @@ def product(
         of_type = np.float16 if seed % 2 else ml_dtypes.bfloat16
         pair = tuple(rng.standard_normal((s, outliers)).astype(of_type) for s in (m, n))
     return Product(
-        *ca.act_quant(x), *ca.weight_quant(w), out_dtype,
+        *ca.act_quant(x, strategy=strategy), *ca.weight_quant(w, strategy=strategy), out_dtype,
         rng.standard_normal(n).astype(ml_dtypes.bfloat16) if bias else None, activation, pair,
+        None if gates is None else rng.standard_normal((m, n)).astype(STORAGE[out_dtype]),
+        rng.standard_normal((gates, n)).astype(STORAGE[out_dtype]) if gates else None,
     )  # fmt: skip

@@ -73,6 +73,11 @@ CASES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
         LAYER,
         lambda g: ca.Int8Linear(g["codes"], g["scales"], g["bias"])(g["x"]),
     ),
+    "act_quant by channel": ({"x": X}, lambda g: ca.act_quant(g["x"], strategy="channel")),
+    "Int8Linear by channel": (
+        {"w": W, "bias": BIAS, "x": X},
+        lambda g: ca.Int8Linear.from_weight(g["w"], g["bias"], strategy="channel")(g["x"]),
+    ),
     "Int8Linear.from_weight": (
         {"w": W, "x": X},
         lambda g: ca.Int8Linear.from_weight(

@@ -174,21 +174,25 @@ def test_a_scale_that_is_nan_poisons_what_it_belongs_to() -> None:
 
 # ---- the source, robbed of a line ----------------------------------------------------------------
 
+#: File, line, what comes in its place, and what must be found: a hazard, or "": a wrong result.
+OWN, SHARED = "linear/gemm_int8.cu", "prims/codes/gemm_mma.cuh"
 THEFTS = {
-    "no barrier": ("    __syncthreads();  // this step's", "    // this step's", "race"),
-    "a wait too few": ("group<NUM_STAGES - 2>", "group<NUM_STAGES - 1>", "in flight"),
-    "rows past the end": ("row < rows_valid && ", "", "out of bounds"),
-    "codes past the end": (" && byte < bytes_valid", "", "between the rows of a"),
-    "scale of the first slice": ("* p.A_scale_stride + slice;", "* p.A_scale_stride;", ""),
-    "rows exchanged": ("row0 + r * 16 + g + h * 8] * B_scale", "row0 + r * 16 + g] * B_scale", ""),
-    "scale past the end": ("min(m0 + i, p.m - 1)", "(m0 + i)", "out of bounds"),
-}
+    "no barrier": (OWN, "    __syncthreads();  // this step's", "    // this step's", "race"),
+    "a wait too few": (OWN, "group<NUM_STAGES - 2>", "group<NUM_STAGES - 1>", "in flight"),
+    "rows past the end": (SHARED, "row < rows_valid && ", "", "out of bounds"),
+    "codes past the end": (SHARED, " && byte < bytes_valid", "", "between the rows of a"),
+    "scale of the first slice": (OWN, "* p.A_scale_stride + slice;", "* p.A_scale_stride;", ""),
+    "rows exchanged": (
+        OWN, "row0 + r * 16 + g + h * 8] * B_scale", "row0 + r * 16 + g] * B_scale", "",
+    ),
+    "scale past the end": (OWN, "min(m0 + i, p.m - 1)", "(m0 + i)", "out of bounds"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("theft", THEFTS)
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
-    line, instead, finding = THEFTS[theft]
-    put_a_line_in_place("linear/gemm_int8.cu", line, instead, tmp_path, monkeypatch)
+    source, line, instead, finding = THEFTS[theft]
+    put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
     p = product(8, (40, 33, 392))
     a, b = (np.full((x.shape[0], 400), 127, np.int8) for x in (p.a, p.b))
     a[:, :392], b[:, :392] = p.a, p.b
@@ -204,13 +208,15 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 
 def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]
-    blocks = -(-k // BLOCK_SIZE)
+    blocks, lines = -(-k // BLOCK_SIZE), -(-n // BLOCK_SIZE)
+    if options.pop("strategy", "block") == "channel":
+        blocks, lines = 1, n
     if options.pop("outliers", False):
         of_16 = (Operand.contiguous((s, 64), 2) for s in (m, n))
         options["outliers"] = OutlierOperands(*of_16, "bfloat16")
     operands = ProductOperands(
         Operand.contiguous((m, k), 1), Operand.contiguous((m, blocks), 4),
-        Operand.contiguous((n, k), 1), Operand.contiguous((-(-n // BLOCK_SIZE), blocks), 4),
+        Operand.contiguous((n, k), 1), Operand.contiguous((lines, blocks), 4),
         Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
     )  # fmt: skip
     return plan_gemm(operands, out_dtype, **options)
@@ -265,7 +271,7 @@ def test_more_tiles_than_an_int_counts_are_refused() -> None:
 
 
 def test_tiles_that_cannot_be_are_refused() -> None:
-    wrong = GemmTiles(block_m=32, block_n=24, num_warps=2, num_stages=2)
+    wrong = GemmTiles(block_m=32, block_n=32, num_warps=4, num_stages=2)
     for backend in ("mirror", "interpret"):
         with pytest.raises(ValueError, match="multiple of 16 columns"):
             product(0, (8, 8, 8)).run(backend=backend, tiles=wrong)

@@ -75,28 +75,36 @@ def watched(
 def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # noqa: F811
     planners = (
         (gemm, "plan_gemm"), (act_quant, "plan_act_quant"), (weights, "plan_weight_blocks"),
+        (act_quant, "plan_row_quant"), (weights, "plan_row_quant"),
     )  # fmt: skip
     with watched(driver, monkeypatch, *planners) as found:
         yield found
 
 
-def operands(m: int) -> dict[str, Any]:
+def operands(m: int, strategy: str = "block") -> dict[str, Any]:
+    a_scales, b_scales = (m, K // 128), (N // 128, K // 128)
+    if strategy == "channel":
+        a_scales, b_scales = (m, 1), (N, 1)
     return {
-        "a": array((m, K), "int8"), "a_scales": array((m, K // 128), "float32"),
-        "b": array((N, K), "int8"), "b_scales": array((N // 128, K // 128), "float32"),
+        "a": array((m, K), "int8"), "a_scales": array(a_scales, "float32"),
+        "b": array((N, K), "int8"), "b_scales": array(b_scales, "float32"),
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("strategy", ["block", "channel"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
-def test_a_product_that_comes_again_gets_the_new_addresses(host: Host, arch: str) -> None:
+def test_a_product_that_comes_again_gets_the_new_addresses(
+    host: Host, arch: str, strategy: str
+) -> None:
     for turn in range(3):
-        given, bias = operands(5), array((N,), "float32")
+        given, bias = operands(5, strategy), array((N,), "float32")
         given = {name: x[None] if name[0] == "a" else x for name, x in given.items()}
         c = ca.int8_gemm(*given.values(), bias=bias, activation="silu", arch=arch)
         assert c.shape == (1, 5, N) and c.dtype == np.float16
         entry, found = host.passed(turn)
         known = {**given, "bias": bias, "c": c}
-        assert entry == "gemm_int8" and found.keys() - known.keys() <= {"a of a map", "b of a map"}
+        assert entry == {"block": "gemm_int8", "channel": "gemm_int8_channel"}[strategy]
+        assert found.keys() - known.keys() <= {"a of a map", "b of a map"}
         for name, x in known.items():
             assert found[name] == x.data.ptr, name
         if arch == "sm_90a":
@@ -178,6 +186,18 @@ def test_activations_that_come_again(host: Host) -> None:
         assert found == {"x": x.data.ptr, "codes": codes.data.ptr, "scales": scales.data.ptr}
         codes, scales, kept = act_quant_but(x, columns, place, "float16")
         assert kept.shape == (2, 5, 8) and kept.dtype == np.float16
+    assert len(host.driver.launches) == 6 and len(recent.CALLS) == 2
+
+
+def test_rows_that_come_again(host: Host) -> None:
+    """Activations and weights by channel: one kernel, each with its own operand."""
+    for turn in range(3):
+        for number, function in enumerate((ca.act_quant, ca.weight_quant)):
+            x = array((N, K))
+            codes, scales = function(x, strategy="channel")
+            entry, found = host.passed(2 * turn + number)
+            assert entry == "row_quant" and (codes.shape, scales.shape) == ((N, K), (N, 1))
+            assert set(found.values()) == {x.data.ptr, codes.data.ptr, scales.data.ptr}
     assert len(host.driver.launches) == 6 and len(recent.CALLS) == 2
 
 

@@ -1,8 +1,14 @@
-"""Which attention module is being called, and its calls of torch's attention function."""
+"""Which attention module is being called, and its calls of torch's attention function.
+
+Replaced modules have a class of the same name, which sends attention to the module's layer
+(`class_of_layers`). That class is also why code that was compiled before is not used any more: its
+guards ask for the class that the module had. Hooks would not do: torch guards a hook by a number
+of its own, so that blocks could not share their graph.
+"""
 
 from __future__ import annotations
 
-import sys
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -13,6 +19,10 @@ import torch.overrides
 from torch import Tensor
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+#: The attribute of a module that holds its layer.
+ATTRIBUTE = "_int8_layer"
+#: The attribute of a replaced module's class that is the module's own class.
+_OWN = "_int8_own_class"
 
 
 class Layer(Protocol):
@@ -20,6 +30,7 @@ class Layer(Protocol):
 
     module: Any
     own_backend: Any
+    is_eager: bool
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
@@ -27,8 +38,30 @@ class Layer(Protocol):
         """Return O; None where the model's own attention is to run."""
         ...
 
+    def attend_in_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Return O in a graph of torch; None where the model's own attention is to run."""
+        ...
+
     def stays_native(self, reason: str) -> None:
         """Count a call that the model's own attention runs."""
+        ...
+
+    def note(self, ran: str) -> bool:
+        """Remember, while torch traces, what a graph has of the layer."""
+        ...
+
+    def before(self) -> None:
+        """Begin to take attention of the module's call."""
+        ...
+
+    def after(self) -> None:
+        """End it."""
+        ...
+
+    def release(self) -> None:
+        """Give the processor its own backend back."""
         ...
 
 
@@ -42,48 +75,23 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def open_call(layer: Layer) -> None:
-    """Remember that a layer's module is being called."""
-    forget_interrupted(layer)
+    """Begin to take attention of an eager call of a layer's module."""
     _calls.open.append(layer)
+    layer.before()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def close_call(layer: Layer) -> None:
-    """Forget it again."""
+    """End it, also where it failed or was interrupted."""
+    layer.after()
     _calls.open = [other for other in _calls.open if other is not layer]
 
 
-def forget_interrupted(layer: Layer | None = None) -> None:
-    """Forget calls that never closed: torch runs no hooks after a KeyboardInterrupt.
-
-    Parameters
-    ----------
-    layer : Layer, optional
-        Whose module begins to be called, so that an older call of it has ended.
-    """
-    _calls.open = [x for x in _calls.open if x is not layer and _is_running(x.module)]
-    while isinstance(mode := torch.overrides._get_current_function_mode(), AttentionCalls):
-        if any(mode.layer is x for x in _calls.open):
-            break
-        mode.__exit__(None, None, None)
-
-
 def running_layer() -> Layer | None:
-    """Return the layer whose module is being called, None outside of all."""
-    if _calls.open and _is_running(_calls.open[-1].module):
-        return _calls.open[-1]
-    return None
-
-
-def _is_running(module: Any) -> bool:
-    """Whether a module's call is on this thread's stack."""
-    code, frame = torch.nn.Module._call_impl.__code__, sys._getframe(1)
-    above: Any = frame
-    while above is not None:
-        if above.f_code is code and above.f_locals.get("self") is module:
-            return True
-        above = above.f_back
-    return False
+    """Return the layer whose module this thread calls eagerly, None outside of all."""
+    return _calls.open[-1] if _calls.open else None
 
 
 class AttentionCalls(torch.overrides.TorchFunctionMode):
@@ -103,15 +111,16 @@ class AttentionCalls(torch.overrides.TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, or the layer in its place."""
         kwargs = kwargs or {}
-        if func is _ATTENTION and running_layer() is self.layer:
-            o = _attend(self.layer, *args, **kwargs)
+        eager = not torch.compiler.is_compiling()
+        if func is _ATTENTION and eager and running_layer() is self.layer:
+            o = _attend(self.layer.attend, *args, **kwargs)
             if o is not None:
                 return o
         return func(*args, **kwargs)
 
 
 def _attend(
-    layer: Layer,
+    attend: Callable[..., Tensor | None],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -122,4 +131,99 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-    return layer.attend(query, key, value, scale, options)
+    return attend(query, key, value, scale, options)
+
+
+# ---- the module's class --------------------------------------------------------------------------
+
+
+def _eager(
+    layer: Layer, function: Callable[..., Any], module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a module's call or forward, its attention sent to the module's layer."""
+    if running_layer() is layer:  # its call, and now its forward
+        return function(module, *args, **kwargs)
+    try:
+        open_call(layer)
+        return function(module, *args, **kwargs)
+    finally:
+        close_call(layer)
+
+
+def _traced(
+    layer: Layer, forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a module's forward while torch traces it, its attention sent to the module's layer.
+
+    Torch looks up its attention function when it traces the call, and finds the layer there. The
+    function is in its place again when the graph runs. A mode, as of eager calls, would be traced
+    with every function of torch, and torch cannot trace all methods of tensors in one.
+    """
+    own, found = torch.nn.functional.scaled_dot_product_attention, 0
+
+    def attention(*operands: Any, **options: Any) -> Any:
+        nonlocal found
+        # Code that torch could not trace runs with this in place, that of other threads, too.
+        if torch.compiler.is_compiling() or running_layer() is layer:
+            found += 1
+            o = _attend(layer.attend_in_graph, *operands, **options)
+            if o is not None:
+                return o
+        return own(*operands, **options)
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+    try:
+        result = forward(module, *args, **kwargs)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = own
+    if not found:
+        layer.note("native: no call of torch's attention function")
+    return result
+
+
+def replace_class(module: Any, layer: Layer) -> None:
+    """Let a module send its attention to a layer in code that torch compiles from now on."""
+    setattr(module, ATTRIBUTE, layer)
+    own: Any = type(module)
+    module.__class__ = class_of_layers(own)
+
+
+def restore_class(module: Any) -> None:
+    """Undo `replace_class`."""
+    own = vars(type(module)).get(_OWN)
+    if own is not None:  # or another library has replaced the class since
+        module.__class__ = own
+    delattr(module, ATTRIBUTE)
+
+
+@functools.cache
+def class_of_layers(own: Any) -> Any:
+    """Return a class of the same name, whose calls send attention to the module's layer.
+
+    ``forward`` is what torch traces of a module that is compiled by itself. ``__call__`` runs what
+    other libraries put in the place of a module's ``forward``.
+    """
+    # NOTE: diffusers lets torch trace no attribute of some classes.
+    own_call, own_forward = own.__call__, own.forward
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, ATTRIBUTE, None)
+        if layer is None or torch.compiler.is_compiling():
+            return own_call(self, *args, **kwargs)
+        return _eager(layer, own_call, self, args, kwargs)
+
+    @functools.wraps(own_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, ATTRIBUTE, None)
+        if layer is None:
+            return own_forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            layer.is_eager = True
+            return _eager(layer, own_forward, self, args, kwargs)
+        layer.release()  # of a module that is compiled by itself, the call is eager
+        return _traced(layer, own_forward, self, args, kwargs)
+
+    names = {"forward": forward, "__call__": call, "__doc__": own.__doc__, _OWN: own}
+    made = type(own.__name__, (own,), names)
+    made.__module__, made.__qualname__ = own.__module__, own.__qualname__
+    return made

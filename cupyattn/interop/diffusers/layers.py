@@ -3,60 +3,35 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cupyattn.diffusion import schedules
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.policy import MODES
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.diffusers import backends, interception
-from cupyattn.interop.diffusers.noise import Noise, Schedule
+from cupyattn.interop.diffusers import backends, interception, operator
+from cupyattn.interop.diffusers.noise import Schedule
 from cupyattn.interop.diffusers.report import LayerReport
+from cupyattn.interop.diffusers.steps import Step
 from cupyattn.interop.torch import calls, transforms
 
 _log = logging.getLogger("cupyattn")
 
 #: Steps of the schedule that a layer of a single mode is told: it looks at none.
 _ANY_STEPS = 2
+#: Why a policy that follows the noise level does not say a mode.
+UNKNOWN = "the timestep lies on the device alone, the noise level is not known"
+#: What is counted of calls in compiled code.
+_COUNTED = (*MODES, "native")
 #: Types that are taken, and their names.
 _NAMES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
 }  # fmt: skip
-
-
-class Step:
-    """What a model knows of the step that it is called for.
-
-    Parameters
-    ----------
-    source : Noise, optional
-        Where it knows it from.
-    """
-
-    def __init__(self, source: Noise | None = None) -> None:
-        self._source = source
-        #: Schedule and noise-to-signal ratio of the call that runs.
-        self.noise: tuple[Schedule, float] | None = None
-
-    def before(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Look, before the model runs."""
-        if self._source is None or torch.compiler.is_compiling():
-            return
-        given = _signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
-        self.noise = self._source.at(given["timestep"]) if "timestep" in given else None
-
-
-@functools.lru_cache(maxsize=16)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
 
 
 class Layer:
@@ -82,34 +57,34 @@ class Layer:
     ) -> None:
         self.name, self.module = name, module
         self.own_backend: Any = None
+        self.is_eager = False  # whether the call that runs is no graph's
         self._mode: interception.AttentionCalls | None = None
         self._policy, self._step = policy, step
+        self._choice = step.choice(policy)
         self._min_length, self._options = min_length, options
-        self._fixed = policy if isinstance(policy, str) and policy in MODES else None
         self._schedule: Schedule | None = None
         self._attention: dict[tuple[int, int, float | None], Int8Attention] = {}
-        self._calls = 0  # all that were counted
+        self._calls = self._seen = 0  # all that were counted, and those before the call that runs
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
-        self._noise: tuple[Schedule, float] | None = None
-        self._at: schedules.Step | None = None  # what that noise means
-        self._compiled = False
+        of_one_mode = Int8Attention(1, 1, _ANY_STEPS, **options)
+        self._any_step = of_one_mode.step(0)
+        self._texts = _texts(of_one_mode)
+        self._compiled: dict[str, None] = {}  # in the order of graphs
+        self._counts: Tensor | None = None  # (len(_COUNTED),), int64; None unless asked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return the layer of a copied module, which counts for itself."""
         module, step = copy.deepcopy(self.module, memo), copy.deepcopy(self._step, memo)
         return Layer(self.name, module, self._policy, step, self._min_length, **self._options)
 
-    # ---- hooks: around every call of the module --------------------------------------------------
+    # ---- around every eager call of the module ---------------------------------------------------
 
-    def before(self, module: Any, args: Any) -> None:
+    def before(self) -> None:
         """Begin to take attention of the module's call."""
-        if torch.compiler.is_compiling():
-            self._compiled = True
-            return
-        interception.open_call(self)
-        self._seen, self._mode, processor = self._calls, None, module.processor
+        self.is_eager = False
+        self._seen, self._mode, processor = self._calls, None, self.module.processor
         if not hasattr(processor, "_attention_backend"):
             self._mode = interception.AttentionCalls(self)
             self._mode.__enter__()
@@ -117,17 +92,14 @@ class Layer:
             self.own_backend = processor._attention_backend
             processor._attention_backend = backends.backend()
 
-    def after(self, module: Any, args: Any, output: Any) -> None:
+    def after(self) -> None:
         """End it, also where the call failed."""
-        if torch.compiler.is_compiling():
-            return
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
         self.release()
-        interception.close_call(self)
-        if self._calls == self._seen:
-            kind = type(module.processor).__name__
+        if self.is_eager and self._calls == self._seen:
+            kind = type(self.module.processor).__name__
             self.stays_native(f"{kind} calls no attention function of torch or diffusers")
 
     def release(self) -> None:
@@ -154,13 +126,14 @@ class Layer:
         -------
         Tensor, or None where the model's own attention is to run; it is counted with the reason.
         """
-        reason = self._obstacle(q, k, v, options)
-        if reason is None:
+        reason = _transform(q, k, v) or self._obstacle(q, k, v, options)
+        mode = self._choice.mode
+        if reason is None and mode is not None:
             try:
-                return self._run(q, k, v, scale)
+                return self._run(q, k, v, scale, mode)
             except UnsupportedError as error:
                 reason = str(error)
-        self.stays_native(reason)
+        self.stays_native(reason or UNKNOWN)
         return None
 
     def stays_native(self, reason: str) -> None:
@@ -171,19 +144,15 @@ class Layer:
         _log.log(level, "%s stays native: %s", self.name, reason)
 
     def _obstacle(self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
-        """Return why INT8 does not take a call, None where it does."""
+        """Return why INT8 does not take a call, None where it does; torch may trace this."""
         if options["attn_mask"] is not None:
             return "attention mask"
         if options["is_causal"]:
             return "causal"
         if options["dropout_p"]:
             return "dropout"
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return "gradients"
-        if transforms.active() or transforms.forward_mode():
-            return "a transform of torch.func, or forward-mode derivatives"
-        if not all(type(x) is Tensor for x in (q, k, v)):
-            return f"operands of type {type(q).__name__}"
         if not q.ndim == k.ndim == v.ndim == 4:
             return f"{q.ndim} axes"
         if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
@@ -197,17 +166,14 @@ class Layer:
             return f"head size {' and '.join(map(str, sizes))}"
         if min(q.shape[2], k.shape[2]) < self._min_length:
             return f"fewer than {self._min_length} queries or keys"
-        if self._fixed is None and self._step.noise is None:
-            return "the timestep lies on the device alone, the noise level is not known"
         return None
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        noise = None if self._fixed else self._step.noise
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: str
+    ) -> Tensor:
+        noise = None if self._choice.is_fixed else self._step.noise
         attention = self._attention_for(noise, q.shape[1], q.shape[3], scale)
-        if noise is not self._noise or self._at is None:  # all layers' calls of a pass have one
-            where: Any = {"timestep": 0} if noise is None else {"sigma": noise[1]}
-            self._noise, self._at = noise, attention.step(**where)
-        mode = self._fixed or attention.mode_at(self._at)
+        at = (None if noise is None else self._step.at) or self._any_step
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         given = {"q": q, "k": k, "v": v}
         o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
@@ -216,7 +182,7 @@ class Layer:
             return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
 
         found = attention.in_mode(
-            mode, self._at, run,
+            mode, at, run,
             device=q.get_device(), dtype=_NAMES[q.dtype], heads_kv=k.shape[1],
         )  # fmt: skip
         self._calls += 1
@@ -238,24 +204,101 @@ class Layer:
         form = heads, head_dim, scale
         if form not in self._attention:
             falling = None if schedule is None else schedule.falling
-            # A fixed mode is given in every call, so the policy is not asked.
-            policy = "adaptive" if self._fixed else self._policy
             self._attention[form] = Int8Attention(
                 heads, head_dim, _ANY_STEPS if falling is None else falling.size, sigmas=falling,
-                precision_policy=policy, scale=scale, **self._options,
+                scale=scale, **self._options,
             )  # fmt: skip
         return self._attention[form]
+
+    # ---- in graphs of torch ----------------------------------------------------------------------
+
+    def attend_in_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Put attention into the graph that torch makes; arguments and result as of `attend`.
+
+        A graph is of the mode of its step: torch traces again for another mode, once.
+        """
+        reason = self._obstacle(q, k, v, options)
+        mode = self._choice.mode
+        if reason is None and not (self._choice.is_fixed or self._step.is_seen):
+            reason = "the step of a model within a compiled function is not known"
+        if reason is None and mode is not None and mode not in self._texts:
+            reason = "static scales, which follow the step, in compiled code"
+        if reason is not None or mode is None:
+            self.note(f"native: {reason or UNKNOWN}")
+            self._count("native")
+            return None
+        self.note(mode)
+        self._count(mode)
+        q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
+        return operator.attend(q, k, v, scale, self._texts[mode])
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def note(self, ran: str) -> bool:
+        """Remember, while torch traces, what a graph has of this layer; return True."""
+        if ran not in self._compiled:
+            _log.info("%s in compiled code: %s", self.name, ran)
+        self._compiled[ran] = None
+        return True
+
+    def count_on(self, device: torch.device) -> None:
+        """Count calls in compiled code from now on, on a device."""
+        if self._counts is not None and self._counts.device == device:
+            return
+        with torch.inference_mode(False):
+            if self._counts is None:
+                self._counts = torch.zeros(len(_COUNTED), dtype=torch.int64, device=device)
+            else:
+                self._counts = self._counts.to(device)
+        torch._dynamo.mark_static_address(self._counts, guard=False)  # for CUDA graphs
+
+    def _count(self, ran: str) -> None:
+        """Add 1 on the device, in the graph; an exported program counts nothing."""
+        if self._counts is not None and not torch.compiler.is_exporting():
+            self._counts[_COUNTED.index(ran)].add_(1)
 
     def _all_fallbacks(self) -> Counter[str]:
         """Return fallbacks of schedules that were, and of the one that is."""
         return sum((Counter(one.fallbacks) for one in self._attention.values()), self._fallbacks)
 
     def report(self) -> LayerReport:
-        """Return what was counted."""
+        """Return what was counted; counts on a device are waited for."""
+        counts = [] if self._counts is None else self._counts.tolist()
+        counted = {name: n for name, n in zip(_COUNTED, counts, strict=False) if n}
         return LayerReport(
             self.name,
             dict(self._modes),
             dict(self._native),
             dict(self._all_fallbacks()),
-            self._compiled,
+            tuple(self._compiled),
+            counted,
         )
+
+
+def _transform(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why an eager call on these tensors is not one on memory, None where it is."""
+    if transforms.active() or transforms.forward_mode():
+        return "a transform of torch.func, or forward-mode derivatives"
+    if not all(type(x) is Tensor for x in (q, k, v)):
+        return f"operands of type {type(q).__name__}"
+    return None
+
+
+def _texts(attention: Int8Attention) -> dict[str, str]:
+    """Return settings by mode as the operator takes them: of modes that are the same at all steps.
+
+    Static scales of INT8 follow the step.
+    """
+
+    def form(**settings: Any) -> str:
+        return operator.text_of(calls.TensorSettings.of(**settings))
+
+    static = attention.quant.static
+    return {
+        mode: attention.in_mode(
+            mode, attention.step(0), form, device=-1, dtype="float16", heads_kv=1
+        )
+        for mode in MODES
+        if mode == "precision" or not static
+    }

@@ -17,11 +17,11 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.diffusion.arguments import check_count
 from cupyattn.diffusion.policy import MODES, as_policy
-from cupyattn.interop.diffusers import backends, interception
-from cupyattn.interop.diffusers.layers import Layer, Step
+from cupyattn.interop.diffusers import backends, interception, operator, steps
+from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
-from cupyattn.interop.handle import Handle, target_of
+from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, compiled
 from cupyattn.quant.config import QuantConfig
 
@@ -53,17 +53,19 @@ class Int8Replacement(Handle):
 
     def report(self) -> Report:
         """Return what ran where since attention was replaced."""
-        return Report(tuple(layer.report() for layer in self._handle_layers))
+        layers = tuple(layer.report() for layer in self._handle_layers)
+        compiled = any(layer.compiled for layer in layers)
+        return Report(layers, dict(operator.fallbacks) if compiled else {})
 
     def restore(self) -> None:
         """Give the modules their own attention back. Counts stay; a second call does nothing."""
         while self._handle_hooks:
             self._handle_hooks.pop().remove()
-        interception.forget_interrupted()
         for layer in self._handle_layers:
             if layer.module in _replaced:
                 _replaced.discard(layer.module)
                 layer.release()
+                interception.restore_class(layer.module)
 
 
 def replace_attention_with_int8(
@@ -77,6 +79,7 @@ def replace_attention_with_int8(
     quant: QuantConfig | None = None,
     backend: str | None = None,
     arch: str | None = None,
+    count_compiled: bool = False,
 ) -> Int8Replacement:
     """Let the attention modules of a pipeline or a model run `cupyattn.Int8Attention`.
 
@@ -100,6 +103,9 @@ def replace_attention_with_int8(
         How the INT8 modes quantise.
     backend, arch : str, optional
         As for `cupyattn.attention`.
+    count_compiled : bool
+        Count the calls of each layer in compiled code, too, on the device: one addition a call.
+        `report` waits for the device to read them.
 
     Returns
     -------
@@ -112,20 +118,26 @@ def replace_attention_with_int8(
     TypeError
         For what is neither a pipeline nor a module.
     ValueError
-        For what is no regular expression, if no module is chosen, one is already replaced, a model
-        is compiled, or a policy needs a noise level and there is no scheduler.
+        For what is no regular expression, if no module is chosen, one is already replaced, or a
+        policy needs a noise level and there is no scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
 
     Notes
     -----
-    Only hooks are added: weights, processors and what `save_pretrained` writes stay as they are.
+    Only a hook of the model and the class of its attention modules are new, the latter by the same
+    name: weights, processors and what `save_pretrained` writes stay as they are.
     Calls with an attention mask, causal ones, with dropout, gradients, too few queries or keys, or
     heads of other sizes than 1 to 256 run the model's own attention, bit for bit, and are counted
     with the reason. Guidance needs nothing: of a batch of both branches, or of two passes, each
-    call runs at its step's noise level. A model is called from one thread at a time. What
-    `torch.compile` compiles afterwards runs the model's own attention, which the report says.
+    call runs at its step's noise level. A model is called from one thread at a time.
+
+    A model may be compiled before or after: by ``torch.compile(model)``, ``model.compile()`` or
+    ``compile_repeated_blocks``, with ``fullgraph=True``. Attention is an operator of the graph.
+    There is one graph for every mode that the policy takes; a step of a mode that ran before
+    compiles nothing. In a caller's own function that is compiled and calls the model, and in
+    ``torch.export``, only a policy of one mode takes calls: no code of the host sees the steps.
 
     Examples
     --------
@@ -169,18 +181,21 @@ def replace_attention_with_int8(
         noise = Noise(owner)
     if any(hasattr(module.processor, "_attention_backend") for *_, module in chosen):
         backends.backend()
-    steps = {id(model): Step(noise) for model in models.values()}
+    for model in models.values():
+        setattr(model, steps.ATTRIBUTE, steps.Step(noise))
     layers = [
-        Layer(name, module, _policy_of(name, policies), steps[id(model)], **shared)
+        Layer(name, module, _policy_of(name, policies), getattr(model, steps.ATTRIBUTE), **shared)
         for model, name, module in chosen
     ]
+    if count_compiled:
+        for (model, *_), layer in zip(chosen, layers, strict=True):
+            getattr(model, steps.ATTRIBUTE).counted.append(layer)
     hooks = [
-        model.register_forward_pre_hook(steps[id(model)].before, with_kwargs=True)
+        model.register_forward_pre_hook(steps.before_model, with_kwargs=True)
         for model in models.values()
     ]
     for layer in layers:
-        hooks.append(layer.module.register_forward_pre_hook(layer.before))
-        hooks.append(layer.module.register_forward_hook(layer.after, always_call=True))
+        interception.replace_class(layer.module, layer)
         _replaced.add(layer.module)
     return Int8Replacement(pipe_or_model, layers, hooks)
 
@@ -188,11 +203,10 @@ def replace_attention_with_int8(
 def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
     if _is_pipeline(pipe_or_model):
-        for name, part in pipe_or_model.components.items():
-            _check_not_compiled(name, part)
+        parts = {f"{n}.": uncompiled(part) for n, part in pipe_or_model.components.items()}
         models = {
-            f"{name}.": part
-            for name, part in pipe_or_model.components.items()
+            prefix: part
+            for prefix, part in parts.items()
             if isinstance(part, torch.nn.Module) and _takes_timestep(part)
         }
         if not models:
@@ -200,8 +214,7 @@ def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
         if scheduler is None:
             return pipe_or_model, models
     elif isinstance(pipe_or_model, torch.nn.Module):
-        _check_not_compiled("the model", pipe_or_model)
-        models = {"": pipe_or_model}
+        models = {"": uncompiled(pipe_or_model)}
     else:
         raise TypeError(
             "pipe_or_model must be a DiffusionPipeline or a torch.nn.Module, got "
@@ -216,15 +229,6 @@ def _is_pipeline(given: Any) -> bool:
     return home is not None and isinstance(given, home.DiffusionPipeline)
 
 
-def _check_not_compiled(name: str, model: Any) -> None:
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
-    if compiled or hasattr(model, "_orig_mod"):
-        raise ValueError(
-            f"{name} is compiled by torch.compile, and compiled code runs the model's own "
-            "attention: give the model as it was before"
-        )
-
-
 def _takes_timestep(model: Any) -> bool:
     return "timestep" in inspect.signature(model.forward).parameters
 
@@ -232,7 +236,7 @@ def _takes_timestep(model: Any) -> bool:
 def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, _ATTENTION) and hasattr(module, "processor"):
-            yield prefix + name, module
+            yield prefix + name.replace(COMPILED, ""), module
 
 
 def _check_chosen(

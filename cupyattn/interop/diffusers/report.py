@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cupyattn.measure.words import counted
 
@@ -23,16 +23,20 @@ class LayerReport:
         Calls that the model's own attention ran, by reason.
     fallbacks : mapping of str to int
         Of those in `modes`, calls in an INT8 mode that ran in the input's own type, by reason.
-    compiled : bool
-        Whether the module was compiled by `torch.compile`: calls in compiled code run the model's
-        own attention, and nothing counts them.
+    compiled : tuple of str
+        What graphs of `torch.compile` and `torch.export` have of the module, known since they were
+        traced: modes, and ``"native: "`` with a reason. Of blocks that share a graph, as of
+        ``compile_repeated_blocks``, the first stands for all.
+    compiled_calls : mapping of str to int
+        Calls in compiled code, by mode or ``"native"``, where ``count_compiled=True`` asked for it.
     """
 
     name: str
     modes: Mapping[str, int]
     native: Mapping[str, int]
     fallbacks: Mapping[str, int]
-    compiled: bool = False
+    compiled: tuple[str, ...] = ()
+    compiled_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ class Report:
     ----------
     layers : tuple of LayerReport
         In the order of the model; modules that were not called have no counts.
+    compiled_fallbacks : mapping of str to int
+        Calls in compiled code of this process that were of an INT8 mode and ran in the input's own
+        type, by reason. Those that a CUDA graph replays are not counted.
 
     Examples
     --------
@@ -53,6 +60,7 @@ class Report:
     """
 
     layers: tuple[LayerReport, ...]
+    compiled_fallbacks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def modes(self) -> dict[str, int]:
@@ -87,8 +95,11 @@ class Report:
             said = [_listed(layer.modes)] if layer.modes else []
             said += [f"native: {_listed(layer.native)}"] if layer.native else []
             said += [f"in its own type: {_listed(layer.fallbacks)}"] if layer.fallbacks else []
-            said += ["native and not counted in compiled code"] if layer.compiled else []
+            in_graphs = _listed(layer.compiled_calls) or ", ".join(layer.compiled)
+            said += [f"in compiled code: {in_graphs}"] if in_graphs else []
             lines.append(f"{layer.name}: {'; '.join(said) or 'not called'}")
+        if self.compiled_fallbacks:
+            lines.append(f"compiled code, in its own type: {_listed(self.compiled_fallbacks)}")
         return "\n".join(lines)
 
 

@@ -24,8 +24,9 @@ from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import plan_act_quant
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.plans.records import Stage, Work, Workspace
+from cupyattn.plans.row_quant import plan_row_quant
 from cupyattn.quant.activation import check_activation
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape, strategy_of_weight
 from cupyattn.runtime.ready import Ready
 from cupyattn.runtime.recent import CALLS
 
@@ -78,7 +79,8 @@ def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Read
     between = (
         Workspace("a", codes.shape, "int8"), Workspace("a_scales", scales.shape, "float32"),
     )  # fmt: skip
-    return Ready(Work((Stage(plan_act_quant(x, dtype), made), Stage(product)), between), arch)
+    quantising = plan_row_quant if at.strategy == "channel" else plan_act_quant
+    return Ready(Work((Stage(quantising(x, dtype), made), Stage(product)), between), arch)
 
 
 def run(
@@ -100,7 +102,8 @@ def run(
             return _again(ready, addresses, x, weight)
     with on_device_of(x):
         arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
-        codes, scales = act_quant(arrays["x"], backend=backend)
+        strategy = strategy_of_weight(weight.shape, weight_scale.shape)
+        codes, scales = act_quant(arrays["x"], strategy=strategy, backend=backend)
         y = _fake(x, weight)  # torch's own memory: its CUDA graphs take it back by themselves
         arrays |= {"codes": codes, "scales": scales, "y": as_array(y)}
         int8_gemm(
@@ -157,6 +160,8 @@ def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
 def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return codes times scales, as `cupyattn.weight_dequant` has them, bit for bit."""
     rows, columns = weight.shape
+    if strategy_of_weight(weight.shape, weight_scale.shape) == "channel":
+        return (weight.to(torch.float32) * weight_scale).to(dtype)
     scale = weight_scale.repeat_interleave(BLOCK_SIZE, 0)[:rows]
     scale = scale.repeat_interleave(BLOCK_SIZE, 1)[:, :columns]
     return (weight.to(torch.float32) * scale).to(dtype)
@@ -177,8 +182,9 @@ class Int8Linear(torch.nn.Module):
     Parameters
     ----------
     weight : Tensor, (out, in), int8
-        Codes, in blocks of 128 x 128.
-    weight_scale : Tensor, (ceil(out / 128), ceil(in / 128)), float32
+        Codes.
+    weight_scale : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
+        Of blocks of 128 x 128, or of output channels: then x gets a scale for each row.
     bias : Tensor or Parameter, (out,), optional
         A parameter stays one, and may be trained.
     activation : {"gelu", "gelu_tanh", "silu"}, optional
@@ -225,11 +231,12 @@ class Int8Linear(torch.nn.Module):
                 f"weight must be torch.int8 of shape (out, in), got {weight.dtype} "
                 f"{tuple(weight.shape)}"
             )
-        blocks = tuple(-(-n // BLOCK_SIZE) for n in weight.shape)
-        if weight_scale.dtype != torch.float32 or tuple(weight_scale.shape) != blocks:
+        blocks, channels = scale_shape(weight.shape, BLOCK_SIZE), (weight.shape[0], 1)
+        shape = tuple(weight_scale.shape)
+        if weight_scale.dtype != torch.float32 or shape not in (blocks, channels):
             raise ValueError(
-                f"weight_scale must be torch.float32 of shape {blocks}, got {weight_scale.dtype} "
-                f"{tuple(weight_scale.shape)}"
+                f"weight_scale must be torch.float32 of shape {blocks}, or {channels} by channel, "
+                f"got {weight_scale.dtype} {shape}"
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(
@@ -242,16 +249,21 @@ class Int8Linear(torch.nn.Module):
             bias = torch.nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
         self.out_features, self.in_features = weight.shape
+        self.strategy = strategy_of_weight(weight.shape, shape)
         self.activation, self.arch, self.backend = activation, arch, backend
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> Int8Linear:
+    def from_linear(
+        cls, linear: torch.nn.Linear, *, strategy: str = "block", **options: Any
+    ) -> Int8Linear:
         """Quantise the weight of a layer, where it lies; the bias is the same parameter.
 
         Parameters
         ----------
         linear : Linear
             Weight in float16, bfloat16 or float32. Not modified.
+        strategy : {"block", "channel"}
+            As for `cupyattn.Int8Linear.from_weight`.
         **options
             activation, arch and backend.
 
@@ -260,7 +272,8 @@ class Int8Linear(torch.nn.Module):
         Int8Linear
         """
         with on_device_of(linear.weight):
-            codes, scales = map(as_tensor, weight_quant(as_array(linear.weight)))
+            made = weight_quant(as_array(linear.weight), strategy=strategy)
+            codes, scales = map(as_tensor, made)
         return cls(codes, scales, linear.bias, **options)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Int8Linear:
@@ -313,7 +326,11 @@ class Int8Linear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Name sizes and settings."""
-        named = {"activation": self.activation, "arch": self.arch, "backend": self.backend}
+        by = None if self.strategy == "block" else self.strategy
+        named = {
+            "strategy": by, "activation": self.activation, "arch": self.arch,
+            "backend": self.backend,
+        }  # fmt: skip
         said = [f"{name}={x!r}" for name, x in named.items() if x is not None]
         return ", ".join(
             [f"in_features={self.in_features}, out_features={self.out_features}",

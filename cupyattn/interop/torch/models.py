@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from cupyattn.checkpoints.analysis import analyze
+from cupyattn.checkpoints.codes import scales_of
 from cupyattn.checkpoints.conversion import layout_of
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT
-from cupyattn.checkpoints.schemes import find_codes
+from cupyattn.checkpoints.schemes import Codes, find_codes
 from cupyattn.checkpoints.shards import Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.handle import Handle, target_of
+from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
@@ -147,7 +148,7 @@ def replace_linear_with_int8(
     Norms, embeddings, modulation, time and final layers keep their type, by their names
     (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
     has hooks. A layer in several places stays one. Code of the model that reads ``layer.weight`` by
-    itself finds codes there: exclude such layers.
+    itself finds codes there: exclude such layers. A model may be compiled by torch before or after.
 
     Examples
     --------
@@ -168,7 +169,8 @@ def replace_linear_with_int8(
         raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
     selection = Selection.of(include, exclude)
     candidates, kept = {}, {}
-    for name, linear in _linear_layers(model):
+    own = uncompiled(model)
+    for name, linear in _linear_layers(own):
         if name not in selection:
             kept[name] = "excluded"
         elif reason := _unfit(linear):
@@ -184,7 +186,7 @@ def replace_linear_with_int8(
     if not made:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
-    places = _put(model, {id(candidates[name]): layer for name, layer in made.items()})
+    places = _put(own, {id(candidates[name]): layer for name, layer in made.items()})
     if originals == "cpu":
         for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
             linear.weight.data = linear.weight.data.to("cpu")
@@ -227,11 +229,13 @@ def load_int8(
     TypeError
         For a model that is neither.
     UnsupportedError
-        For blocks of another size than 128 x 128.
+        For weights in groups or in blocks of another size than 128 x 128, packed codes, zero
+        points, activations with scales that are not made in each call, and several strategies.
     """
-    model = target_of(model)
+    given = target_of(model)
+    model = uncompiled(given)
     source = open_checkpoint(checkpoint)
-    scales_of = _scales_of(source)
+    codes, parts = _codes_of(source)
     made_here = isinstance(model, type)
     if made_here:
         with _parameters_without_memory():
@@ -243,7 +247,7 @@ def load_int8(
         )
     layers = dict(_linear_layers(model))
     replaced: dict[int, Int8Linear] = {}
-    for weight in scales_of:
+    for weight in codes:
         name = weight.removesuffix(WEIGHT)
         if name not in layers:
             raise ValueError(
@@ -252,10 +256,10 @@ def load_int8(
             )
         linear = layers[name]
         options = {"arch": arch, "backend": backend}
-        replaced[id(linear)] = _layer_of(source, name, scales_of, linear, options)
+        replaced[id(linear)] = _layer_of(source, codes[weight], linear, options)
     _put(model, replaced)
-    _load_rest(model, source, scales_of)
-    return model.eval() if made_here else model
+    _load_rest(model, source, parts | codes.keys())
+    return model.eval() if made_here else given
 
 
 # ---- which layers --------------------------------------------------------------------------------
@@ -265,7 +269,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield every layer that is a linear one, once, by its first name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name:
-            yield name, module
+            yield name.replace(COMPILED, ""), module
 
 
 def _unfit(linear: nn.Linear) -> str:
@@ -311,7 +315,8 @@ def _quantised(
     for report in analyze(_Weights(candidates), config).tensors:
         name = report.name.removesuffix(WEIGHT)
         if report.verdict == "int8":
-            made[name] = Int8Linear.from_linear(candidates[name], **options)
+            strategy = (config or Int8Config()).strategy
+            made[name] = Int8Linear.from_linear(candidates[name], strategy=strategy, **options)
             reasons[name] = report.reason
         else:
             kept[name] = report.reason
@@ -321,53 +326,72 @@ def _quantised(
 def _from_checkpoint(candidates: dict[str, nn.Linear], path: Path, options: dict[str, Any]) -> Made:
     """Return layers of the codes that a checkpoint has."""
     source = open_checkpoint(path)
-    scales_of = _scales_of(source)
+    codes, _ = _codes_of(source)
     made, reasons, kept = {}, {}, {}
     for name, linear in candidates.items():
-        if f"{name}{WEIGHT}" in scales_of:
-            made[name] = _layer_of(source, name, scales_of, linear, options)
+        if f"{name}{WEIGHT}" in codes:
+            made[name] = _layer_of(source, codes[f"{name}{WEIGHT}"], linear, options)
             reasons[name] = f"codes of {source.path.name}"
         else:
             kept[name] = f"{source.path.name} has no codes of it"
     return made, reasons, kept
 
 
-def _scales_of(source: Source) -> dict[str, str]:
-    """Return the scales of the weights that are codes as `Int8Linear` takes them."""
+def _codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
+    """Return the weights that are codes as `Int8Linear` takes them, by name, and their parts.
+
+    In blocks of 128 x 128, by channel, or as a whole, whose scale is that of each channel.
+    """
     known = layout_of(source)
-    found, _ = find_codes(source, known.schemes, ours=known.ours)
+    found, parts = find_codes(source, known.schemes, ours=known.ours)
     if not found:
         raise ValueError(f"{source.path} has no weights with scales: is it a model of INT8 codes?")
     for one in found.values():
-        if (one.scheme.rows, one.scheme.columns) != (BLOCK_SIZE, BLOCK_SIZE):
+        scheme = one.scheme
+        in_blocks = scheme.strategy in ("block", "group")
+        if in_blocks and (scheme.rows, scheme.columns) != (BLOCK_SIZE, BLOCK_SIZE):
             kind = f"in blocks of {one.block[0]} x {one.block[1]}"
-        elif one.scheme.packed or one.zero_points:
-            kind = "packed" if one.scheme.packed else "with zero points"
-        elif (dtype := source.tensors[one.scales].dtype) != "F32":
-            kind = f"with scales of type {dtype}"
+        elif scheme.packed or one.zero_points or scheme.bits != 8:
+            kind = "with zero points" if one.zero_points else "packed, or of fewer than 8 bits"
+        elif scheme.activations:
+            raise UnsupportedError(
+                f"{source.path}: products take activations with scales made in each call, "
+                f"symmetric, a scale for each row (or 128 channels, where weights are in blocks); "
+                f"those of {one.weight!r} are to have {scheme.activations}: dequantize the model, "
+                "and convert the result"
+            )
         else:
             continue
         raise UnsupportedError(
-            f"{source.path}: products take blocks of {BLOCK_SIZE} without zero points, with "
-            f"float32 scales; the codes of {one.weight!r} are {kind}: dequantize the model, and "
-            "convert the result"
+            f"{source.path}: products take blocks of {BLOCK_SIZE} x {BLOCK_SIZE} or channels, "
+            f"without zero points; the codes of {one.weight!r} are {kind}: dequantize the model, "
+            "and convert the result"
         )
-    return {weight: one.scales for weight, one in found.items()}
+    if len(strategies := {one.scheme.strategy for one in found.values()}) > 1:
+        raise UnsupportedError(
+            f"{source.path}: its weights mix the strategies {' and '.join(sorted(strategies))}: "
+            "dequantize the model, and convert the result"
+        )
+    return found, parts
 
 
 def _layer_of(
-    source: Source, name: str, scales_of: dict[str, str], linear: nn.Linear, options: dict[str, Any]
+    source: Source, codes: Codes, linear: nn.Linear, options: dict[str, Any]
 ) -> Int8Linear:
     """Return a layer of a checkpoint's codes with the bias of the one that it replaces."""
-    weight = f"{name}{WEIGHT}"
-    shape, expected = source.tensors[weight].shape, (linear.out_features, linear.in_features)
-    if shape != expected:
+    expected = (linear.out_features, linear.in_features)
+    if codes.shape != expected:
         raise ValueError(
-            f"{source.path}: {weight!r} has shape {shape}, the model's layer has {expected}"
+            f"{source.path}: {codes.weight!r} has shape {codes.shape}, the model's layer has "
+            f"{expected}"
         )
-    found = (as_tensor(source.read(n)) for n in (weight, scales_of[weight]))
-    codes, scales = (x.to(_home(linear.weight.device)) for x in found)
-    layer = Int8Linear(codes, scales, **options)
+    scales = scales_of(source, codes)
+    if codes.scheme.strategy == "tensor":
+        scales = scales.repeat(expected[0], axis=0)
+    home = _home(linear.weight.device)
+    layer = Int8Linear(
+        *(as_tensor(x).to(home) for x in (source.read(codes.codes), scales)), **options
+    )
     layer.bias = linear.bias
     return layer
 
@@ -423,9 +447,8 @@ def _parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def _load_rest(model: nn.Module, source: Source, scales_of: dict[str, str]) -> None:
-    """Load all that is no codes; every tensor must have its place, every place its tensor."""
-    loaded = {*scales_of, *scales_of.values()}
+def _load_rest(model: nn.Module, source: Source, loaded: frozenset[str]) -> None:
+    """Load all that is not `loaded`; every tensor must have its place, every place its tensor."""
     own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     codes = {id(layer) for layer in model.modules() if isinstance(layer, Int8Linear)}
     filled = {

@@ -99,8 +99,13 @@ def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> A
         Of its schema.
     kernel, fake : callable
         What it does on a CPU or a CUDA device, and on tensors of which only shapes are known.
+
+    Notes
+    -----
+    Kernels get operands of the strides that were traced: Inductor would pad some, which then would
+    be other calls, and results of other strides than the fake kernel said.
     """
-    tags = (torch.Tag.pt2_compliant_tag,)
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     library.define(f"{name}({arguments}) -> {results}", tags=tags)
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)

@@ -8,8 +8,8 @@ Measures     equality with exact sums, rounded in the kernel's order, on every p
              and spills; time and TOP/s, calls in turn on operands that are not in the L2 cache; the
              same back to back for a second, with clock and power; at 8192^3 without copies and
              without stores
-Beside       today's product with scales of blocks, torch._int_mm (no scales), torch's bfloat16
-             product
+Beside       the library's products with scales of channels and of blocks, torch._int_mm (no
+             scales), torch's bfloat16 product
 Expect       1,500 TOP/s at 8192^3 and 1.6 times torch._int_mm; the header of the kernel says more
 Run          python -m experiments.tuning.channel_product.channel_race [--quick | --interpret]
              [--only LABEL] [--rounds N] [--json FILE]
@@ -50,7 +50,8 @@ from experiments.tuning.channel_product.exact_products import (
 )
 from experiments.tuning.channel_product.interpreted_products import interpret, replaced
 
-BLOCKS, INT_MM, BF16 = "int8_gemm, blocks", "torch._int_mm", "torch bfloat16"
+CHANNELS, BLOCKS = "int8_gemm, channels", "int8_gemm, blocks"
+INT_MM, BF16 = "torch._int_mm", "torch bfloat16"
 NAME = "channel_product"
 
 
@@ -134,6 +135,10 @@ def calls_of(size: Size, x: Mapping[str, Any], names: Iterable[str], probes: Map
     calls[BLOCKS] = in_turn([
         lambda s=s: ca.int8_gemm(s["a"], scales[0], s["b"], scales[1]) for s in sets
     ])  # fmt: skip
+    calls[CHANNELS] = in_turn([
+        lambda s=s: ca.int8_gemm(s["a"], s["a_scales"][:, None], s["b"], s["b_scales"][:, None])
+        for s in sets
+    ])  # fmt: skip
     codes = [tuple(torch.from_dlpack(s[name]) for name in ("a", "b")) for s in sets]
     if size.m > 16 and size.n % 8 == 0 and size.k % 8 == 0:  # what it takes
         calls[INT_MM] = in_turn([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in codes])
@@ -201,7 +206,7 @@ def measure(size: Size, args: argparse.Namespace, good: Sequence[Candidate],
     row["ratios"] = {
         other: {name: timing.paired_ratio(samples[other], samples[name]).to_list()
                 for name in exact if name in samples}
-        for other in (INT_MM, BF16, BLOCKS) if other in samples
+        for other in (INT_MM, BF16, BLOCKS, CHANNELS) if other in samples
     }  # fmt: skip
     row |= {"samples": samples, "clocks": device.clocks()}
     if size.label in SUSTAINED:
@@ -215,7 +220,7 @@ def measure(size: Size, args: argparse.Namespace, good: Sequence[Candidate],
 # ---- compiling -----------------------------------------------------------------------------------
 
 #: The candidate whose probes are timed.
-PROBED = CANDIDATES[1]
+PROBED = CANDIDATES[0]
 
 
 def probe_sources(folder: Path) -> dict[str, Path]:

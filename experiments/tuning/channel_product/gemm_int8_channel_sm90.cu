@@ -1,4 +1,5 @@
-// gemm_int8_channel -- Hopper: INT8 product with one scale for each row of A and each row of B.
+// gemm_int8_channel -- Hopper: INT8 product with one scale for each row of A and each row of B, by
+//              pairs of blocks. The library's kernel of this name is a block by itself.
 //
 // Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum stays in int32
 //              to the end, so the loop holds nothing but wgmma: no conversion, no fma, no shuffle.
@@ -31,7 +32,7 @@
 //              about 50 other instructions; nothing is spilled without a bias.
 // Measured     At 8192^3 on an H100, TOP/s in turn with the others; experiments/results/NOTES.md
 //              says what was learnt. "Pair" is a pair of 128 x 256 if no tile is named.
-//                128 x 256 alone         predicted 1250 to 1350, measured 1608: to be built
+//                128 x 256 alone         predicted 1250 to 1350, measured 1608: the library's
 //                its L2 cache reads      predicted 33 to 36 bytes a clock and SM, measured 41
 //                pair                    predicted 1450 to 1550, measured 1092
 //                pair, slots or lead     predicted 1 to 2 % more, measured 1 % more

@@ -23,31 +23,31 @@ FAULTY_CASE = Case(300, 528, 1168)
 
 #: Three-line faults, every one of which must be found: the candidate that has it, the change.
 FAULTS: dict[str, tuple[Candidate, tuple[tuple[str, str], ...]]] = {
-    "the pair's other block is not waited for": (CANDIDATES[1], (
+    "the pair's other block is not waited for": (CANDIDATES[0], (
         ("mbarrier_init(smem.empty[s], PAIR * TEAM * 4);",
          "mbarrier_init(smem.empty[s], TEAM * 4);"),
         ("if (lane_id() < PAIR) mbarrier_arrive_cluster(empty, lane_id());",
          "if (lane_id() == 0) mbarrier_arrive(empty);"),
     )),
-    "a stage is released before its products end": (CANDIDATES[1], (
+    "a stage is released before its products end": (CANDIDATES[0], (
         ("wgmma_wait_group<1>();", "wgmma_wait_group<1>(); release(smem.empty[at.stage]);"),
         ("if (step > 0) release(smem.empty[last.stage]);", ""),
         ("release(smem.empty[last.stage]);", ""),
     )),
-    "the producer waits for no stage": (CANDIDATES[1], (
+    "the producer waits for no stage": (CANDIDATES[0], (
         ("mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);", ""),
     )),
-    "a block ends before the other one arrives there": (CANDIDATES[1], (
+    "a block ends before the other one arrives there": (CANDIDATES[0], (
         ("if constexpr (PAIR > 1) cluster_sync();\n}", "}"),
     )),
-    "a slot is overwritten while it is stored": (CANDIDATES[3], (
+    "a slot is overwritten while it is stored": (CANDIDATES[2], (
         ("if (lane_id() == 0) cp_async_bulk_wait_group_read_but<SLOTS - 1>();", ""),
     )),
-    "a team waits for slices of two phases later": (CANDIDATES[8], (
+    "a team waits for slices of two phases later": (CANDIDATES[7], (
         ("if constexpr (TEAMS > 1) turn.take();", ""),
         ("if constexpr (TEAMS > 1) turn.pass();", ""),
     )),
-    "the scale of the next column": (CANDIDATES[1], (
+    "the scale of the next column": (CANDIDATES[0], (
         ("B_scale[i].v[j]", "B_scale[i].v[1 - j]"),
     )),
 }  # fmt: skip

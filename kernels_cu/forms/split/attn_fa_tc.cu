@@ -7,7 +7,8 @@
 //              what each came to.
 // Differs from ../attn_fa_tc.cu: the rows of a tile are those of all query heads that share a key
 //              head, so K and V are read once for all of them; Q waits in registers; only warps
-//              that share a slice wait for one another, one by itself for its lanes.
+//              that share a slice wait for one another, one by itself for its lanes. M is the
+//              largest score so far.
 // Kept simple  Slices are cut by sizes alone: the same call gives the same bits on every run. Rows
 //              past the end are computed with the others, and not stored.
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor

@@ -19,7 +19,8 @@
 // Kept simple  Scales are read from global memory, one slice ahead: a line of 128 bytes has those
 //              of 32 slices. C goes to its rows at once.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
-//              outliers; G3 bias; G4 activation; G5 store (docs/MATH_REFERENCE.md)
+//              outliers; G3 bias; G4 activation; G6 residual; G5 store
+//              (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for outliers and activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"

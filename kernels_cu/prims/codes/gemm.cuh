@@ -20,12 +20,14 @@ constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of
 struct GemmParams {
   const int8_t* A;       // [m, k]
   const int8_t* B;       // [n, k]
-  const float* A_scale;  // [m, ceil(k / SLICE)]
-  const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]
+  const float* A_scale;  // [m, ceil(k / SLICE)]; of channels [m, 1]
+  const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]; of channels [n, 1]
   void* C;               // [m, n] of elem_t
   const void* bias;      // [n] of bias_t; not read unless BIAS
   const int8_t* A_16;    // [m, outliers] of outlier_t, as bytes; not read unless OUTLIERS, nor is
   const int8_t* B_16;    // [n, outliers] of outlier_t, as bytes       what follows of them
+  const void* residual;  // [m, n] of elem_t; not read unless RESIDUAL
+  const void* gate;      // [ceil(m / gate_rows), n] of elem_t; not read unless GATE
   int64_t A_stride;      // from one row to the next: bytes
   int64_t B_stride;
   int64_t A_scale_stride;  // elements
@@ -33,11 +35,14 @@ struct GemmParams {
   int64_t C_stride;
   int64_t A_16_stride;  // bytes
   int64_t B_16_stride;
+  int64_t residual_stride;  // elements
+  int64_t gate_stride;
   int32_t m;
   int32_t n;
   int32_t k;
   int32_t outliers;
-  int32_t alone;  // tiles that have a block of their own; not read unless TAIL_SPLITS > 1
+  int32_t alone;      // tiles that have a block of their own; not read unless TAIL_SPLITS > 1
+  int32_t gate_rows;  // of C, that share a row of gate
 };
 
 // Slices of codes, then of outliers: the steps of the loop over k.
@@ -115,7 +120,35 @@ __device__ __forceinline__ float finished(const GemmParams& p, float x, int col)
   return activated<ACTIVATION>(x);                                                           // G4
 }
 
-// G3 to G5: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
+// Elements col, which is even, and col + 1 of a row [n]; past the last column others.
+__device__ __forceinline__ Vec<float, 2> pair_of(const GemmParams& p, const elem_t* row, int col) {
+  if constexpr (VEC >= 2) {
+    const auto x = *reinterpret_cast<const Vec<elem_t, 2>*>(row + min(col, p.n - 2));
+    return {{to_float(x.v[0]), to_float(x.v[1])}};
+  } else {
+    return {{to_float(row[min(col, p.n - 1)]), to_float(row[min(col + 1, p.n - 1)])}};
+  }
+}
+
+// G3, G4, G6: columns col, which is even, and col + 1 of a row of C, in float32.
+__device__ __forceinline__ Vec<float, 2> finished_pair(
+    const GemmParams& p, int row, int col, float x0, float x1) {
+  Vec<float, 2> y = {{finished(p, x0, col), finished(p, x1, col + 1)}};
+  if constexpr (RESIDUAL) {
+    const int own = min(row, p.m - 1);  // past the last row that of the last
+    const auto residual =
+        pair_of(p, static_cast<const elem_t*>(p.residual) + own * p.residual_stride, col);
+    Vec<float, 2> gate = {{1.0f, 1.0f}};
+    if constexpr (GATE)
+      gate =
+          pair_of(p, static_cast<const elem_t*>(p.gate) + own / p.gate_rows * p.gate_stride, col);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) y.v[j] = fmaf(gate.v[j], y.v[j], residual.v[j]);  // G6
+  }
+  return y;
+}
+
+// G3 to G6: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
 // x(i, j), column 8 i + 2 (lane % 4) + j. All lanes of a warp come here.
 template <int TILES, typename X>
 __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0, X x) {
@@ -128,8 +161,8 @@ __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int col = col0 + (i + j) * 8 + t * 2;
-        packed[j] = pack_rn<elem16_t>(
-            finished(p, x(i + j, 0), col), finished(p, x(i + j, 1), col + 1));  // G5
+        const Vec<float, 2> y = finished_pair(p, row, col, x(i + j, 0), x(i + j, 1));
+        packed[j] = pack_rn<elem16_t>(y.v[0], y.v[1]);  // G5
       }
       shfl_transpose(packed);
       const int col = col0 + (i + t) * 8;
@@ -142,15 +175,15 @@ __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
       const int col = col0 + i * 8 + t * 2;
+      if (col >= p.n) continue;
+      const Vec<float, 2> y = finished_pair(p, row, col, x(i, 0), x(i, 1));
       if constexpr (VEC >= 2) {
-        if (col < p.n)
-          *reinterpret_cast<Vec<elem_t, 2>*>(C + col) = {
-              {from_float<elem_t>(finished(p, x(i, 0), col)),
-               from_float<elem_t>(finished(p, x(i, 1), col + 1))}};  // G5
+        *reinterpret_cast<Vec<elem_t, 2>*>(C + col) = {
+            {from_float<elem_t>(y.v[0]), from_float<elem_t>(y.v[1])}};  // G5
       } else {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          if (col + j < p.n) C[col + j] = from_float<elem_t>(finished(p, x(i, j), col + j));  // G5
+          if (col + j < p.n) C[col + j] = from_float<elem_t>(y.v[j]);  // G5
       }
     }
   }
@@ -164,26 +197,25 @@ __device__ constexpr int merged_at_once(int columns, int fragments) {
   return columns % 4 == 0 && share % 4 == 0 ? 4 : columns % 2 == 0 && share % 2 == 0 ? 2 : 1;
 }
 
-// G2, from block to block: adds up what the blocks of a tile came to, in their order. A thread has
-// FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets the sums of a share of
-// these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS threads of all blocks
-// come here.
-template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Of, typename Store>
+// G2, from block to block: adds up what the blocks of a tile came to, in their order, in float32 or
+// in int32. A thread has FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets
+// the sums of a share of these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS
+// threads of all blocks come here.
+template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Sum, typename Of, typename Store>
 __device__ __forceinline__ void merge_parts(
-    float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
+    Sum (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
   static_assert(
       FRAGMENTS % CLUSTER == 0,
       "SPLITS and TAIL_SPLITS must divide the tiles of 16 x 8 of a warp: blocks add up as many");
   constexpr int SHARE = FRAGMENTS / CLUSTER;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; ++f)
-    *reinterpret_cast<Vec<float, 4>*>(partial[f][thread]) = {
-        of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
+    *reinterpret_cast<Vec<Sum, 4>*>(partial[f][thread]) = {of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
   cluster_sync();  // the partial sums of all blocks are visible
 #pragma unroll
   for (int f0 = 0; f0 < SHARE; f0 += AT_ONCE) {
     const int f = rank * SHARE + f0;
-    Vec<float, 4> sums[AT_ONCE], x[AT_ONCE];
+    Vec<Sum, 4> sums[AT_ONCE], x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) sums[i] = load_from_block(partial[f + i][thread], 0);
 #pragma unroll

@@ -10,3 +10,11 @@ constexpr bool BY_KEY = SCALE_KEYS % 8 != 0;
 constexpr int PARTS = BY_KEY ? 1 : BLOCK_KV / SCALE_KEYS;
 constexpr int SCALES = BY_KEY ? BLOCK_KV : PARTS;  // of K, per step
 __device__ __forceinline__ constexpr int part_of(int key) { return BY_KEY ? 0 : key / SCALE_KEYS; }
+
+// A scale that is NaN has reached the scores of its part: masked keys, whose score is -inf, are
+// spared.
+__device__ __forceinline__ void spare_masked(float (&part_scale)[PARTS]) {
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i)
+    if (part_scale[i] != part_scale[i]) part_scale[i] = 1.0f;
+}

@@ -11,6 +11,7 @@
 #include "prims/params.cuh"
 #include "prims/codes/quantize_q.cuh"
 #include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
 #include "prims/score/step_scores.cuh"
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
@@ -42,7 +43,7 @@ struct SharedZeros {
   template <int V_STEPS, typename SharedStorage>
   __device__ __forceinline__ void load_keys(
       SharedStorage& smem, Mbarrier (&full)[NUM_STAGES], Mbarrier (&empty)[NUM_STAGES],
-      const AttnParams& call, const QuantParams& quant) {
+      const AttnParams& call, const QuantParams& quant, const Scoring<SCORED>& scoring) {
     RingPosition<Q_STAGES> Q_at;
     RingPosition<NUM_STAGES> at;
     while (true) {
@@ -64,10 +65,12 @@ struct SharedZeros {
       const KeptKeys keys(
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV) + tile.first * BLOCK_KV;  // of a step
+      TileSteps<MASKED> listed(scoring, p, tile);
 #pragma unroll 1  // there are registers for one
       for (int step = 0; step < tile.steps + V_STEPS; ++step, number += BLOCK_KV, at.advance()) {
         // Keys past the end are masked: they get what the last one has.
-        const int kv0 = keys.key(number), last = max(p.len_kv - 1, 0);
+        const int kv0 = MASKED ? first_key(listed.take()) : keys.key(number);
+        const int last = max(p.len_kv - 1, 0);
         constexpr int LANE_KEYS = ceil_div(BLOCK_KV, WARP_SIZE);
         int32_t sum[LANE_KEYS];
 #pragma unroll

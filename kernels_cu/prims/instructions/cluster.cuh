@@ -28,14 +28,19 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// Two or four floats of shared memory, of which every block has its own, as block `rank` of the
-// cluster has them. They begin at a multiple of their size.
+// Where something of shared memory, of which every block has its own, lies in block `rank` of the
+// cluster.
+__device__ __forceinline__ uint32_t address_in_block(const void* own, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+  return address;
+}
+
+// Two or four floats, or four integers, of shared memory as block `rank` of the cluster has them.
+// They begin at a multiple of their size.
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_from_block(const float (&own)[N], int rank) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(shared_address(&own)), "r"(rank));
+  const uint32_t address = address_in_block(&own, rank);
   Vec<float, N> x;
   if constexpr (N == 2)
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
@@ -47,5 +52,14 @@ __device__ __forceinline__ Vec<float, N> load_from_block(const float (&own)[N], 
                  : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
                  : "r"(address)
                  : "memory");
+  return x;
+}
+__device__ __forceinline__ Vec<int32_t, 4> load_from_block(const int32_t (&own)[4], int rank) {
+  const uint32_t address = address_in_block(&own, rank);
+  Vec<int32_t, 4> x;
+  asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+               : "r"(address)
+               : "memory");
   return x;
 }

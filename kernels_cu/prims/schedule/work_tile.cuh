@@ -27,8 +27,11 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * BYTES;
   const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
-  const int head = place.batch_head % p.heads;
-  return {sequences, place.q0, head, VARLEN ? sequence : place.batch_head / p.heads,
+  // NOTE: batch entries of a head follow one another where they may share its bias in the L2 cache.
+  constexpr bool BY_HEAD = SCORED && BIAS_KIND == BiasKind::DENSE && !VARLEN;
+  const int head = BY_HEAD ? place.batch_head / p.batch : place.batch_head % p.heads;
+  const int batch = BY_HEAD ? place.batch_head % p.batch : place.batch_head / p.heads;
+  return {sequences, place.q0, head, VARLEN ? sequence : batch,
           0,         0,        -1,   head / (p.heads / p.heads_kv)};
 }
 

@@ -4,14 +4,19 @@
 #pragma once
 
 #include "prims/config.cuh"
-#include "prims/instructions/mma.cuh"
+#include "prims/score/score.cuh"
 
-// m becomes the largest number that this lane holds of a row. NaN is ignored, as fmaxf ignores it.
-template <int N>
-__device__ __forceinline__ void find_largest(float& m, const float (&S)[N][4], int h) {
+// m becomes the largest score that this lane holds of a row, in the units of M and of any size.
+// factor(h, n) brings the scores of tile n to log2 units. NaN is ignored, as fmaxf ignores it.
+template <int N, typename Factor>
+__device__ __forceinline__ void find_largest(
+    float& m, const float (&S)[N][4], int h, Factor factor) {
   m = NEG_INF;
 #pragma unroll
-  for (int n = 0; n < N; ++n) m = fmaxf(m, fmaxf(S[n][2 * h], S[n][2 * h + 1]));
+  for (int n = 0; n < N; ++n) {
+    const float largest = fmaxf(S[n][2 * h], S[n][2 * h + 1]);
+    m = fmaxf(m, row_maximum_of_any_size(largest, factor(h, n)));
+  }
 }
 
 // Brings a row of O to another M.
@@ -21,16 +26,5 @@ __device__ __forceinline__ void scale_row(float (&O)[N][4], int h, float alpha) 
   for (int c = 0; c < N; ++c) {
     O[c][2 * h] *= alpha;      // R6
     O[c][2 * h + 1] *= alpha;  // R6
-  }
-}
-
-// Fragment A of the second product: two neighbouring tiles of P are one k step.
-template <typename T>
-__device__ __forceinline__ void pack_tiles(
-    uint32_t (&P_frag)[4], const float (&left)[4], const float (&right)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* pair = (i / 2 ? right : left) + i % 2 * 2;  // [2]
-    P_frag[i] = pack_rn<T>(pair[0], pair[1]);                // R5
   }
 }

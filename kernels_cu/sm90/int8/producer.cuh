@@ -11,6 +11,7 @@
 #include "prims/schedule/pieces.cuh"
 #include "prims/schedule/work_tile.cuh"
 #include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
 #include "prims/score/step_scores.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
@@ -61,6 +62,7 @@ struct KeyStep {
   int kv0;    // its first key
   bool kept;  // false: it has no key, and kv0 lies behind the last one
   int len_kv;
+  int score_bytes;  // that come with its K for softcap, bias and mask
 };
 
 // K of the step whose first key is kv0.
@@ -74,16 +76,18 @@ __device__ __forceinline__ void load_K(
 }
 
 // Loads Q of every tile, and with every step of it the scales of its keys and what `load_stage`
-// loads into that stage once `empty` has completed: K, V, and what goes with V. Value is the
-// storage type of V.
+// loads into that stage once `empty` has completed: K, V, and what goes with V. Bias and bits of a
+// mask follow, which arrive at `full` as K does. Value is the storage type of V.
 template <typename Value, typename SharedStorage, typename TileParts, typename LoadStage>
 __device__ __forceinline__ void produce(
-    SharedStorage& smem, Mbarrier (&empty)[NUM_STAGES], const AttnParams& call,
-    const QuantParams& quant, const TensorMap& Q_map, const ScheduleParams& schedule,
-    TileParts part_of, LoadStage load_stage) {
+    SharedStorage& smem, Mbarrier (&full)[NUM_STAGES], Mbarrier (&empty)[NUM_STAGES],
+    const AttnParams& call, const QuantParams& quant, const TensorMap& Q_map,
+    const ScheduleParams& schedule, const Scoring<SCORED>& scoring, TileParts part_of,
+    LoadStage load_stage) {
   TileRange tiles(call);
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> at;  // of K and V
+  ScoreLoads<SCORED> load_scores;
   int index = blockIdx.x;
   while (true) {
     const auto part = part_of(index);
@@ -101,6 +105,8 @@ __device__ __forceinline__ void produce(
         p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
     int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
     tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
+    TileSteps<MASKED> listed(scoring, p, tile);
+    if (MASKED) tile.steps = listed.steps();
     part.narrow(tile, number);
     // S1 load Q
     mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
@@ -121,14 +127,20 @@ __device__ __forceinline__ void produce(
     for (int step = 0; step < steps; ++step, number += BLOCK_KV, at.advance()) {
       // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box of
       // codes of V begins at whole 16 bytes, or is an illegal instruction.
-      const bool kept = number < keys.end;
-      const int kv0 = BLOCK_MASK && !kept ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
+      bool kept = number < keys.end;
+      int kv0 = BLOCK_MASK && !kept ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
+      const int step_word = MASKED ? listed.take() : kv0;
+      if (MASKED) kv0 = first_key(step_word), kept = kv0 < p.len_kv;
+      const bool has_K = step < tile.steps;
       float scale[SCALES];
       load_scales(scale, K_scale, kv0, p.len_kv);
       mbarrier_wait_parity(empty[at.stage], at.parity ^ 1);  // this stage was read
-      if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
+      if (LISTED) smem.step[at.stage] = step_word;
       copy_scales(smem.K_scale[at.stage], scale);
-      load_stage(tile, at, KeyStep{step, kv0, kept, p.len_kv});
+      load_stage(
+          tile, at, KeyStep{step, kv0, kept, p.len_kv, has_K ? load_scores.bytes(step_word) : 0});
+      if (SCORED && has_K)
+        load_scores(scoring, smem.places, at.stage, full[at.stage], tile, step_word);
     }
     index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "prims/config.cuh"
+#include "prims/score/score_hook.cuh"
 
 constexpr int WARPGROUP = 128;           // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;  // warpgroups that compute
@@ -12,7 +13,8 @@ constexpr int O_COLS =
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
-constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
+constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK || SCORES_UNEVEN;
+constexpr bool LISTED = BLOCK_MASK || MASKED;  // steps are those of a list
 
 static_assert(
     BLOCK_Q == 128 || BLOCK_Q == 192,

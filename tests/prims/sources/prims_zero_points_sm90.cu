@@ -28,7 +28,8 @@ extern "C" __global__ void zero_points_sm90(
       mbarrier_init(smem.full[s], PRODUCERS - 1), mbarrier_init(smem.empty[s], 1);
   }
   __syncthreads();  // the barriers are initialised before anyone waits or arrives
-  if (warp_id() == 1) return zeros.load_keys<V_STEPS>(smem, smem.full, smem.empty, call, quant);
+  if (warp_id() == 1)
+    return zeros.load_keys<V_STEPS>(smem, smem.full, smem.empty, call, quant, Scoring<SCORED>());
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> at;
   const int row = lane_id() / 4, col = lane_id() % 4 * 2;

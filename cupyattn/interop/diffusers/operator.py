@@ -1,0 +1,69 @@
+"""``torch.ops.cupyattn.diffusers_attention``: a layer's attention in a graph of torch.
+
+Its result lies as its queries do, as in eager calls: what models do next then takes no copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch.calls import TensorSettings, forward
+from cupyattn.interop.torch.checks import check_tensors
+from cupyattn.interop.torch.ops import define
+from cupyattn.interop.torch.schema import ATTENTION_QKV
+
+_log = logging.getLogger("cupyattn")
+
+#: Calls of this process in compiled code that fell back to 16 bits, by reason.
+fallbacks: Counter[str] = Counter()
+
+
+def text_of(settings: TensorSettings) -> str:
+    """Return settings as the operator takes them, all but the scale."""
+    return str(ATTENTION_QKV.flat({}, settings)[-1])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, text: str) -> Tensor:
+    """Run attention in a graph.
+
+    Parameters
+    ----------
+    q, k, v : Tensor, (batch, heads, len, head_dim)
+    scale : float, optional
+    text : str
+        Of `text_of`.
+    """
+    o: Tensor = torch.ops.cupyattn.diffusers_attention(q, k, v, scale, 0, False, text)
+    return o
+
+
+def _attention(*arguments: Any) -> Tensor:
+    tensors, settings = ATTENTION_QKV.given(arguments), ATTENTION_QKV.settings(arguments)
+    o = torch.empty_like(tensors["q"])
+    try:
+        forward(settings, tensors, o)
+    except UnsupportedError as error:
+        call = settings.of_call
+        if call.variant != "fa_int8":
+            raise
+        fallbacks[str(error)] += 1
+        level = logging.WARNING if fallbacks[str(error)] == 1 else logging.DEBUG
+        _log.log(level, "compiled attention fell back to 16 bits: %s", error)
+        sixteen = call._replace(variant="auto", quant=None)
+        forward(settings._replace(of_call=sixteen), tensors, o)
+    return o
+
+
+def _attention_fake(*arguments: Any) -> Tensor:
+    tensors = ATTENTION_QKV.given(arguments)
+    check_tensors("diffusers_attention", tensors)
+    return torch.empty_like(tensors["q"])
+
+
+define("diffusers_attention", f"{ATTENTION_QKV}", "Tensor", _attention, _attention_fake)

@@ -1,0 +1,162 @@
+"""Which step a model is called for, and the mode that each policy takes there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from cupyattn.diffusion import schedules
+from cupyattn.diffusion.policy import MODES, PrecisionPolicy, as_policy, check_mode
+from cupyattn.diffusion.steps import Steps
+from cupyattn.interop.diffusers.noise import Noise, Schedule
+
+#: The attribute of a model that holds its `Step`.
+ATTRIBUTE = "_int8_step"
+
+
+class Counted(Protocol):
+    """A layer whose calls in compiled code are counted."""
+
+    def count_on(self, device: torch.device) -> None:
+        """Let the counts lie on a device."""
+        ...
+
+
+class Choice:
+    """The mode that a policy takes at the step that runs.
+
+    Compiled code reads `mode` alone, a string: torch compiles a graph for each mode that it meets.
+
+    Parameters
+    ----------
+    policy : object
+        As `cupyattn.Int8Attention` takes it.
+
+    Attributes
+    ----------
+    mode : str or None
+        None: the noise level is not known.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.is_fixed = isinstance(policy, str) and policy in MODES
+        self.mode: str | None = policy if self.is_fixed else None
+        self._schedule: Schedule | None = None
+        self._rule: PrecisionPolicy | None = None
+
+    def decide(self, schedule: Schedule, at: schedules.Step) -> None:
+        """Ask the policy for the mode of a step."""
+        if self.is_fixed:
+            return
+        if self._rule is None or schedule is not self._schedule:
+            self._schedule = schedule
+            self._rule = as_policy(self.policy, schedule.falling.size)
+        self.mode = check_mode(self._rule.mode(at.timestep, at.ratio))
+
+    def forget(self) -> None:
+        """Remember no mode: the noise level is not known."""
+        if not self.is_fixed:
+            self.mode = None
+
+
+class Step:
+    """What a model knows of the step that it is called for.
+
+    Parameters
+    ----------
+    source : Noise, optional
+        Where it knows it from.
+
+    Attributes
+    ----------
+    noise : (Schedule, float) or None
+        Schedule and noise-to-signal ratio.
+    at : cupyattn.diffusion.schedules.Step or None
+        The step of that schedule.
+    counted : list of Layer
+        Layers whose calls in compiled code are counted on the model's device.
+    is_seen : bool
+        Whether `before` ran for this call of the model. It does not where a function that torch
+        compiles calls the model: no code of the host then runs between two steps.
+    """
+
+    def __init__(self, source: Noise | None = None) -> None:
+        self._source = source
+        self._choices: list[Choice] = []
+        self._steps: tuple[Schedule, Steps] | None = None
+        self.noise: tuple[Schedule, float] | None = None
+        self.at: schedules.Step | None = None
+        self.counted: list[Counted] = []
+        self.is_seen = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Return the step of a copied model, whose layers name their own policies."""
+        return Step(self._source)
+
+    def choice(self, policy: Any) -> Choice:
+        """Return the choice of a policy; layers of one policy share one."""
+        for known in self._choices:
+            if known.policy is policy:
+                return known
+        self._choices.append(Choice(policy))
+        return self._choices[-1]
+
+    def before(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Look up the noise level, before the model runs."""
+        self.is_seen = True
+        if self.counted:
+            where = next(model.parameters()).device
+            for layer in self.counted:
+                layer.count_on(where)
+        if self._source is None:
+            return
+        given = _signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+        self.set(self._source.at(given["timestep"]) if "timestep" in given else None)
+
+    def set(self, noise: tuple[Schedule, float] | None) -> None:
+        """Take a noise level, None where it is not known, and ask every policy for its mode."""
+        self.noise = noise
+        if noise is None:
+            self.at = None
+            for choice in self._choices:
+                choice.forget()
+            return
+        schedule, ratio = noise
+        if self._steps is None or self._steps[0] is not schedule:
+            falling = schedule.falling
+            self._steps = schedule, Steps(falling, falling.size)
+        self.at = self._steps[1].find(None, ratio)
+        for choice in self._choices:
+            choice.decide(schedule, self.at)
+
+
+@functools.lru_cache(maxsize=16)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def before_model(model: Any, args: Any, kwargs: Any) -> None:
+    """Look up the noise level of a model's call: the model's hook.
+
+    Torch runs it before the code that it compiled of ``torch.compile(model)`` and of
+    ``model.compile()``.
+    """
+    step = getattr(model, ATTRIBUTE)
+    if torch.compiler.is_compiling():  # torch.export runs hooks as Python, on tensors of no memory
+        step.is_seen = False
+    else:
+        step.before(model, args, kwargs)
+
+
+@torch.compiler.substitute_in_graph(  # type: ignore[untyped-decorator]
+    before_model, skip_signature_check=True
+)
+def _before_model_in_graph(model: Any, args: Any, kwargs: Any) -> None:
+    """Say that no code looks, in the graph of a function that calls the model."""
+    getattr(model, ATTRIBUTE).is_seen = False

@@ -1,0 +1,71 @@
+"""Plans the pass that quantises rows with a scale for each."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.limits import INT32_MAX, MAX_LENGTH
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.gemm import GemmFeatures, OneLaunch
+from cupyattn.plans.records import Launch
+from cupyattn.plans.structs import ROW_QUANT_PARAMS
+
+#: Accesses that a lane has to a row of middling length, and that it keeps at most; the most warps
+#: that share a row, and of a thread block with short ones.
+_ACCESSES, _MOST_HELD, _MOST_WARPS, _WARPS = 4, 16, 8, 4
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
+    """Plan the quantisation of rows with a scale for each.
+
+    Parameters
+    ----------
+    x : Operand
+        (rows, channels), contiguous last axis.
+    dtype : {"float16", "bfloat16", "float32"}
+        Its storage type.
+    buffer : str
+        Its name.
+
+    Returns
+    -------
+    OneLaunch
+        Without launches where there are no rows. It names the buffers ``"codes"`` and ``"scales"``,
+        too.
+
+    Raises
+    ------
+    UnsupportedError
+        For more rows or channels than the kernel counts.
+    """
+    rows, channels = x.shape
+    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    features = GemmFeatures(dtype, 1, vec)
+    if rows == 0:
+        return OneLaunch(features=features)
+    if channels > MAX_LENGTH or rows > INT32_MAX:
+        raise UnsupportedError(
+            f"{rows} rows of {channels} exceed {INT32_MAX} rows or 2^30 channels: split them"
+        )
+    accesses = max(1, -(-channels // vec))
+    warps = 1
+    while warps < _MOST_WARPS and warps * 32 * _ACCESSES < accesses:
+        warps *= 2
+    held = min(-(-accesses // (32 * warps)), _MOST_HELD)
+    rows_of_block = max(1, _WARPS // warps)
+    tiles = GemmTiles(rows_of_block, held * 32 * warps * vec, rows_of_block * warps, num_stages=1)
+    defines = {**tiles.defines(), **features.defines()}
+    spec = ModuleSpec("linear/row_quant.cu", tuple(sorted(defines.items())))
+    params: dict[str, Any] = {
+        "X": buffer, "codes": "codes", "scales": "scales", "X_stride": x.row_strides[0],
+        "rows": rows, "channels": channels,
+    }  # fmt: skip
+    grid = -(-rows // rows_of_block)
+    structs = ((ROW_QUANT_PARAMS, params),)
+    launch = Launch(spec, "row_quant", grid, tiles.num_threads, False, structs)
+    return OneLaunch(features=features, launches=(launch,))

@@ -1,0 +1,176 @@
+"""Plans softcap, bias and masks of the Hopper forms: parameters, the passes that pack a mask, and
+the tensor map of a bias. Pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.softcap import LARGEST_Y, tanh_factors
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.assemble import check_grid, tensor_map_of
+from cupyattn.plans.records import Launch, TensorMap, Workspace
+from cupyattn.plans.structs import ATTN_PARAMS, SCORE_PARAMS
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.operands import Operands
+
+#: Threads of a block of ``pack_keys``, and query rows of a warp of ``pack_mask``, as
+#: ``prepare/pack_mask.cu`` has them.
+KEYS_THREADS, MASK_GROUP = 1024, 16
+WARP = 32
+
+
+def score_features(call: AttentionSpec, operands: Operands) -> dict[str, Any]:
+    """Return the fields of `Features` that a Hopper form has for softcap, bias and mask."""
+    if not (call.softcap or call.mask or call.bias):
+        return {}
+    return {
+        "scored": True,
+        "mask_kind": _kind(operands.mask, "rows"),
+        "bias_kind": _kind(operands.bias, "dense"),
+    }
+
+
+def _kind(x: Operand | None, whole: str) -> str:
+    """Return of what kind a mask or bias is: `whole`, or what it is the same for all others of."""
+    if x is None:
+        return ""
+    _, _, by_row, by_key = x.steps
+    if whole == "dense" and by_key == 0:
+        return "rows"
+    return "keys" if by_row == 0 else whole
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    """What softcap, bias and mask add to a plan.
+
+    Parameters
+    ----------
+    passes : tuple of Launch
+        Before the kernel.
+    structs : tuple
+        What the kernel takes beside its other parameters, last of all.
+    workspace : tuple of Workspace
+    """
+
+    passes: tuple[Launch, ...] = ()
+    structs: tuple[Any, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
+
+
+def plan_scores(
+    call: AttentionSpec,
+    operands: Operands,
+    features: Features,
+    tiles: Tiles,
+    spec: ModuleSpec,
+    params: Mapping[str, Any],
+    unit: float,
+    unread: TensorMap,
+) -> ScorePlan:
+    """Plan softcap, bias and mask of a call.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    operands : Operands
+    features : Features
+        Those of the kernel, `score_features` among them.
+    tiles : Tiles
+        Those of the kernel: a mask is packed for them.
+    spec : ModuleSpec
+        The kernel's, whose macros the passes take.
+    params : mapping
+        Its ``struct AttnParams``.
+    unit : float
+        A natural unit of scores in the units that the kernel's scores have.
+    unread : TensorMap
+        Passed where no bias is copied.
+    """
+    if not features.scored:
+        return ScorePlan()
+    values: dict[str, Any] = {"bias_factor": unit}
+    if call.softcap:
+        cap = call.softcap * unit
+        values |= {
+            "tanh_factor": tanh_factors(cap), "largest_square": (LARGEST_Y * cap) ** 2,
+            "tanh_exponent": 2 / math.log(2) / cap, "softcap_unit": cap,
+        }  # fmt: skip
+    bias_map = unread
+    if operands.bias is not None:
+        bias = _narrowed(operands.bias)
+        values |= {"bias_batch": int(bias.shape[0] > 1), "bias_head": int(bias.shape[1] > 1)}
+        if features.bias_kind != "rows":
+            rows = tiles.block_q if features.bias_kind == "dense" else 1
+            bias_map = tensor_map_of("bias", call.bias, bias, rows)
+    if operands.mask is None:
+        return ScorePlan((), ((SCORE_PARAMS, values), bias_map))
+    packed, workspace = _packed_mask(
+        call, operands.mask, operands.kept_blocks, features.mask_kind, tiles
+    )
+    values |= packed
+    structs = ((ATTN_PARAMS, params), (SCORE_PARAMS, values))
+    passes = _passes(features, tiles, spec.defines, structs, workspace)
+    return ScorePlan(passes, (structs[1], bias_map), workspace)
+
+
+def _narrowed(x: Operand) -> Operand:
+    """Return a broadcast array as it lies in memory: one entry where all are the same."""
+    shape = tuple(1 if step == 0 else n for n, step in zip(x.shape, x.steps, strict=True))
+    return replace(x, shape=shape)
+
+
+def _packed_mask(
+    call: AttentionSpec, mask: Operand, kept_blocks: Operand | None, kind: str, tiles: Tiles
+) -> tuple[dict[str, Any], tuple[Workspace, ...]]:
+    """Return where the bits of a mask and the lists of its steps lie."""
+    q_tiles, key_tiles = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
+    batches, heads = _narrowed(mask).shape[:2]
+    rows = q_tiles if kind == "rows" else 1
+    list_batches, list_heads, list_rows = batches, heads, rows
+    if kept_blocks is not None:
+        kept = _narrowed(kept_blocks).shape
+        list_batches, list_heads = max(batches, kept[0]), max(heads, kept[1])
+        list_rows = q_tiles
+    aligned = mask.steps[3] == 1 and not any(s % 8 for s in mask.steps[:3])
+    values = {
+        "mask_bits": "mask_bits", "tile_classes": "tile_classes", "tile_steps": "tile_steps",
+        "mask_batch": heads * rows * (batches > 1), "mask_head": rows * (heads > 1),
+        "mask_q": int(rows > 1), "mask_heads": heads, "mask_rows": rows,
+        "list_batch": list_heads * list_rows * (list_batches > 1),
+        "list_head": list_rows * (list_heads > 1), "list_q": int(list_rows > 1),
+        "list_heads": list_heads, "list_rows": list_rows, "key_tiles": key_tiles,
+        "mask_aligned": int(aligned and mask.misalignment % 8 == 0),
+    }  # fmt: skip
+    mask_tiles, words = batches * heads * rows, tiles.block_q * 4 if kind == "rows" else 4
+    return values, (
+        Workspace("mask_bits", (mask_tiles, key_tiles, words), "uint32"),
+        Workspace("tile_classes", (mask_tiles, key_tiles), "uint8"),
+        Workspace("tile_steps", (list_batches * list_heads * list_rows, 1 + key_tiles), "int32"),
+    )
+
+
+def _passes(
+    features: Features,
+    tiles: Tiles,
+    defines: tuple[tuple[str, int], ...],
+    structs: tuple[Any, ...],
+    workspace: tuple[Workspace, ...],
+) -> tuple[Launch, ...]:
+    """Plan the passes that pack a mask and list its steps."""
+    module, (bits, _, lists) = ModuleSpec("prepare/pack_mask.cu", defines), workspace
+    listing = Launch(
+        module, "list_steps", check_grid("listing", lists.shape[0]), WARP, False, structs
+    )
+    if features.mask_kind == "rows":
+        grid = check_grid("packing the mask", *bits.shape[:2])
+        threads = tiles.block_q // MASK_GROUP * WARP
+        return Launch(module, "pack_mask", grid, threads, False, structs), listing
+    packing = Launch(module, "pack_keys", bits.shape[0], KEYS_THREADS, False, structs)
+    return (packing, listing) if features.block_mask != (0, 0) else (packing,)

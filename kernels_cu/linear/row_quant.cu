@@ -1,0 +1,91 @@
+// row_quant -- rows to INT8 codes with a float scale for each: activations, of which a row is a
+//              token, or a weight, of which it is an output channel.
+//
+// Idea         Memory decides, as in act_quant.cu: a row is read once, and BLOCK_N numbers of it
+//              stay in registers until its largest magnitude is known. Warps share a row so that
+//              a lane has a few accesses, all under way before the first is looked at.
+// Differs from act_quant.cu, whose groups of 128 numbers fit into a few neighbouring lanes: a row
+//              has any length, so that warps meet in shared memory.
+// Kept simple  What a row has past BLOCK_N is read twice, the second time from the L2 cache.
+// Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh)
+// Mirror       cupyattn.quant.blocks.quantize_rows with strategy="channel", to the bit
+// Bound        docs/MATH_REFERENCE.md, Q1: half a scale
+#include "prims/config.cuh"
+#include "prims/codes/quant.cuh"
+#include "prims/instructions/warp.cuh"
+
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
+struct RowQuantParams {
+  const void* X;  // [rows, channels] of elem_t
+  int8_t* codes;  // [rows, channels], contiguous
+  float* scales;  // [rows], contiguous
+  int64_t X_stride;
+  int32_t rows;
+  int32_t channels;
+};
+
+constexpr int ROW_WARPS = NUM_WARPS / BLOCK_M;  // that share a row
+constexpr int LANES = ROW_WARPS * WARP_SIZE;    // the same
+constexpr int HELD = BLOCK_N / (LANES * VEC);   // accesses to a row that a lane keeps
+
+static_assert(
+    ROW_WARPS >= 1 && ROW_WARPS * BLOCK_M == NUM_WARPS,
+    "NUM_WARPS must be a multiple of BLOCK_M: as many warps for every row");
+static_assert(
+    HELD >= 1 && HELD * LANES * VEC == BLOCK_N,
+    "BLOCK_N must be a multiple of VEC numbers for every lane of a row");
+
+using Access = Words<elem_t, VEC>;
+
+// R1: codes of an access to a row, from a channel on.
+__device__ __forceinline__ void store_codes(int8_t* codes, const Access& x, float inverse) {
+  int c[VEC];
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) c[j] = code_s8(x.element(j), inverse);
+  store_s8(codes, c);
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void row_quant(
+    const __grid_constant__ RowQuantParams p) {
+  __shared__ uint32_t of_warp[NUM_WARPS];  // bits of largest magnitudes
+  const int lane = thread_id() % LANES;
+  const int64_t row = int64_t(blockIdx.x) * BLOCK_M + warp_id() / ROW_WARPS;
+  const int channels = row < p.rows ? p.channels : 0;  // of a row past the last nothing is read
+  const elem_t* X = static_cast<const elem_t*>(p.X) + row * p.X_stride;  // [channels]
+
+  Access x[HELD];
+#pragma unroll
+  for (int a = 0; a < HELD; ++a) {
+    x[a] = {};
+    const int channel = (a * LANES + lane) * VEC;
+    if (channel < channels) x[a] = *reinterpret_cast<const Access*>(X + channel);
+  }
+#pragma unroll
+  for (int a = 0; a < HELD; ++a) x[a].use_from_here();
+  Reach reach = reach_of(x);
+  for (int channel = BLOCK_N + lane * VEC; channel < channels; channel += LANES * VEC) {
+    const Access rest[1] = {*reinterpret_cast<const Access*>(X + channel)};
+    reach.admit(reach_of(rest));
+  }
+
+  uint32_t absmax = shfl_max<WARP_SIZE>(reach.bits[0]);
+  if constexpr (ROW_WARPS > 1) {
+    if (lane_id() == 0) of_warp[warp_id()] = absmax;
+    __syncthreads();  // the largest magnitudes of all warps are visible
+    const int first = warp_id() / ROW_WARPS * ROW_WARPS;
+#pragma unroll
+    for (int warp = 0; warp < ROW_WARPS; ++warp) absmax = max(absmax, of_warp[first + warp]);
+  }
+  if (row >= p.rows) return;
+  const Scale scale = scale_of_absmax(absmax);  // R1
+  if (lane == 0) p.scales[row] = scale.scale;
+
+  int8_t* codes = p.codes + row * p.channels;  // [channels]
+#pragma unroll
+  for (int a = 0; a < HELD; ++a) {
+    const int channel = (a * LANES + lane) * VEC;
+    if (channel < channels) store_codes(codes + channel, x[a], scale.inverse);
+  }
+  for (int channel = BLOCK_N + lane * VEC; channel < channels; channel += LANES * VEC)
+    store_codes(codes + channel, *reinterpret_cast<const Access*>(X + channel), scale.inverse);
+}

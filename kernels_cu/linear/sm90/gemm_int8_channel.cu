@@ -1,0 +1,158 @@
+// gemm_int8_channel -- Hopper form: wgmma over INT8 codes, slices by the copy engine, blocks that
+//                      stay.
+//
+// Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum is int32 to
+//              the end, so the loop holds nothing but wgmma: no conversion, no fma, no shuffle.
+// Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
+//              int32; a block takes one tile after the other, and slices of the next arrive during
+//              the store. With TAIL_SPLITS it is the tiles of the last wave that clusters share. A
+//              tile that is shared is the last of its blocks.
+//              (diff ../gemm_int8_channel.cu gemm_int8_channel.cu)
+// Counts       A slice of 128 x 256 in clocks of an SM: products 1024; shared memory 1024, 5/8 of
+//              it read by wgmma; L2 cache 48 bytes a clock. At k = 8192 the store is 3 % of a tile.
+// Tried        Raced on an H100, at 8192^3: this block alone 1608 TOP/s; pairs of blocks that share
+//              copies (multicast) 837 to 1177, stores by the copy engine and leads between the
+//              warpgroups 1 % more. (experiments/results/NOTES.md)
+// Kept simple  Scales are read from global memory in the store, C goes to its rows at once.
+// Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
+//              activation; G6 residual; G5 store (docs/MATH_REFERENCE.md)
+// Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
+// Bound        cupyattn.quant.gemm_error
+#include "prims/config.cuh"
+#include "prims/codes/gemm_channel.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/instructions/tma.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/instructions/wgmma.cuh"
+
+constexpr int WARPGROUP = 128;           // threads
+constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that compute
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = 240;
+constexpr int COMPUTING = CONSUMERS * WARPGROUP;  // threads
+constexpr int FRAGMENTS = BLOCK_N / 8;            // tiles of 16 x 8 of a warp
+
+using Partial = int32_t[FRAGMENTS][COMPUTING][4];  // what a part of k comes to, for other blocks
+
+struct SharedStorage {
+  alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];  // in the end the Partial, where one is made
+  alignas(1024) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+
+static_assert(!OUTLIERS, "columns in 16 bits go with scales of blocks: OUTLIERS must be 0");
+static_assert(
+    (CONSUMERS == 1 || CONSUMERS == 2) && CONSUMERS * 64 == BLOCK_M,
+    "BLOCK_M must be 64 or 128: one or two warpgroups of 64 rows");
+static_assert(
+    BLOCK_N == 64 || BLOCK_N == 128 || BLOCK_N == 256,
+    "BLOCK_N must be 64, 128 or 256: columns of a wgmma");
+static_assert(
+    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
+    "NUM_WARPS must be 4 for every 64 rows of BLOCK_M and 4 that copy");
+static_assert(
+    CLUSTER == 1 || sizeof(Partial) <= NUM_STAGES * (BLOCK_M + BLOCK_N) * SLICE,
+    "NUM_STAGES of slices must have room for a tile in int32, where blocks share one");
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void gemm_int8_channel(
+    const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap A_map,
+    const __grid_constant__ TensorMap B_map) {
+  extern __shared__ unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(
+      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < NUM_STAGES; ++s) {
+      mbarrier_init(smem.full[s], 1);
+      mbarrier_init(smem.empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are initialised before anyone waits or arrives
+  RingPosition<NUM_STAGES> at;
+  if (warpgroup == 0) {  // ---- the producer, one thread
+    if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
+      const Part part = part_of(p, index);
+      const GemmTile tile = gemm_tile(p, part.tile);
+#pragma unroll 1
+      for (int step = 0; step < part.codes; ++step, at.advance()) {
+        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these slices were read
+        Mbarrier& full = smem.full[at.stage];
+        mbarrier_arrive_expect_tx(full, sizeof(smem.A[0]) + sizeof(smem.B[0]));
+        const int col = (part.first + step) * SLICE;
+        cp_async_bulk_tensor_4d(smem.A[at.stage], A_map, full, col, tile.m0, 0, 0);
+        cp_async_bulk_tensor_4d(smem.B[at.stage], B_map, full, col, tile.n0, 0, 0);
+      }
+    }
+    return;
+  }
+
+  // ---- the consumers
+  if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
+  const int number = uniform(thread_id_anew() / WARPGROUP) - 1;
+  const int warp_row = number * 64 + warp_id() % 4 * 16;  // this warp's first in the tile
+  const int g = lane_id() / 4;                            // fragment coordinate
+  const Descriptor A_ring = uniform(descriptor_k_major(&smem.A[0][number * 64 * SLICE]));
+  const Descriptor B_ring = uniform(descriptor_k_major(smem.B[0]));
+
+  for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
+    const Part part = part_of(p, index);
+    const GemmTile tile = gemm_tile(p, part.tile);
+    const int row0 = tile.m0 + warp_row + g;
+    int32_t dot[BLOCK_N / 2];  // [BLOCK_N / 8][4]
+    RingPosition<NUM_STAGES> last;
+#pragma unroll 1
+    for (int step = 0; step < part.codes; ++step, at.advance()) {
+      const Descriptor A_rows = A_ring.stage(at.stage, sizeof(smem.A[0]));
+      const Descriptor B_rows = B_ring.stage(at.stage, sizeof(smem.B[0]));
+      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < SLICE; k += 32)
+        WgmmaS8<BLOCK_N>::ss(dot, A_rows + k, B_rows + k, k > 0 || step > 0);
+      wgmma_commit_group();
+      wgmma_wait_group<1>();  // the products of the slice before have read their stage
+      if (step > 0 && lane_id() == 0) mbarrier_arrive(smem.empty[last.stage]);
+      last = at;
+    }
+    const float A_scale[2] = {row_scale(p, row0), row_scale(p, row0 + 8)};  // on their way
+    wgmma_wait_group<0>();
+    wgmma_use(dot);
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[last.stage]);
+
+    if (is_shared(p, index)) {
+      constexpr int AT_ONCE = merged_at_once(FRAGMENTS, FRAGMENTS);
+      named_barrier_sync(1, COMPUTING);  // all slices were read, the Partial may come
+      merge_parts<AT_ONCE>(
+          reinterpret_cast<Partial&>(smem.A), part.rank, int(threadIdx.x) - WARPGROUP,
+          [&](int f, int i) { return dot[f * 4 + i]; },
+          [&](int f, const Vec<int32_t, 4>(&sums)[AT_ONCE]) {
+            Vec<float, 2> B_scale[AT_ONCE];
+            load_column_scales(p, tile.n0 + f * 8, B_scale);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              store_sums(p, row0 + h * 8, tile.n0 + f * 8, A_scale[h], B_scale, [&](int n, int j) {
+                return sums[n].v[2 * h + j];
+              });
+          });
+      // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
+      // of a cluster waits for the thread that copies, too, and that has to be through.
+      continue;
+    }
+    constexpr int TILES = 4;  // of 16 x 8, that store_row stores at once
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; n += TILES) {
+      Vec<float, 2> B_scale[TILES];
+      load_column_scales(p, tile.n0 + n * 8, B_scale);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        store_sums(p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale, [&](int i, int j) {
+          return dot[(n + i) * 4 + 2 * h + j];
+        });
+    }
+  }
+}

@@ -1,0 +1,100 @@
+// mask_bits.cuh -- a mask as bits, packed once a call by prepare/pack_mask.cu, and the steps over
+// keys that it leaves.
+//
+// A word holds the bits of the BLOCK_KV / 4 scores of a step that wgmma leaves in a lane for one
+// row; bit 2 i + j is that of key 8 i + 2 (lane % 4) + j. With MaskKind::ROWS the words of row g
+// and row g + 8 of 16 rows lie side by side, lane by lane; with KEYS a step has those of 4 lanes.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/params.cuh"
+#include "prims/score/score.cuh"
+
+constexpr int MASK_GROUP = 16;  // rows of a warp
+constexpr int MASK_GROUP_WORDS = MASK_KIND == MaskKind::KEYS ? 4 : 2 * WARP_SIZE;
+constexpr int MASK_TILE_WORDS =  // of a mask tile and a step
+    MASK_KIND == MaskKind::KEYS ? MASK_GROUP_WORDS : BLOCK_Q / MASK_GROUP * MASK_GROUP_WORDS;
+static_assert(
+    !SCORED || BLOCK_KV <= 128,
+    "BLOCK_KV must be at most 128 with softcap, bias or mask: a word holds a lane's bits of a row");
+
+enum TileClass : uint8_t { EMPTY, MIXED, FULL };
+
+// The mask tile, and the list of steps, of the query rows at q0.
+__device__ __forceinline__ int64_t mask_tile(const ScoreParams& s, int batch, int head, int q0) {
+  return batch * s.mask_batch + head * s.mask_head + q0 / BLOCK_Q * s.mask_q;
+}
+__device__ __forceinline__ int64_t step_list(const ScoreParams& s, int batch, int head, int q0) {
+  return batch * s.list_batch + head * s.list_head + q0 / BLOCK_Q * s.list_q;
+}
+
+// A step as one number: its first key, which is even, and whether its bits are needed. Without a
+// mask it is the first key.
+__device__ __forceinline__ int first_key(int step) {
+  return MASK_KIND == MaskKind::NONE ? step : step & ~1;
+}
+__device__ __forceinline__ bool is_mixed(int step) {
+  return MASK_KIND != MaskKind::NONE && step % 2 != 0;
+}
+
+// The steps over keys that a tile of query rows takes: those listed that hold one of the keys
+// [begin, end). Rows that attend to nothing get one step from behind the last key: zeros.
+struct ListedSteps {
+  const int32_t* listed;  // [count], rising
+  int count, past;
+
+  __device__ __forceinline__
+  ListedSteps(const ScoreParams& s, int batch, int head, int q0, int begin, int end) {
+    listed = s.tile_steps + step_list(s, batch, head, q0) * (1 + s.key_tiles);
+    count = *listed++;
+    past = s.key_tiles * BLOCK_KV;
+    if constexpr (CAUSAL || VARLEN) count = count_before(end);
+    if constexpr (WINDOW) {
+      const int skipped = count_before(begin - BLOCK_KV + 1);
+      listed += skipped, count = max(0, count - skipped);
+    }
+  }
+  // How many begin before a key.
+  __device__ __forceinline__ int count_before(int key) const {
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (listed[middle] / 2 * BLOCK_KV < key)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+  __device__ __forceinline__ int steps() const { return max(1, count); }
+  __device__ __forceinline__ int operator[](int number) const {
+    if (number >= count) return past;
+    const int tile = listed[number];
+    return tile / 2 * BLOCK_KV + tile % 2;
+  }
+};
+
+// The words of this lane, from those of the mask tile; `row` is the first of its warp's 16 rows.
+__device__ __forceinline__ void load_mask(uint32_t (&bits)[2], const uint32_t* words, int row) {
+  if constexpr (MASK_KIND == MaskKind::KEYS) {
+    bits[0] = bits[1] = words[lane_id() % 4];
+  } else {
+    const auto pair = *reinterpret_cast<const Vec<uint32_t, 2>*>(
+        words + row / MASK_GROUP * MASK_GROUP_WORDS + lane_id() * 2);
+    bits[0] = pair.v[0], bits[1] = pair.v[1];
+  }
+}
+
+// Whether bits of a lane admit its score i.
+__device__ __forceinline__ bool is_admitted(const uint32_t (&bits)[2], int i) {
+  return bits[i / 2 % 2] & 1u << (i / 4 * 2 + i % 2);
+}
+
+// R3: -inf for the scores of a lane that its mask does not admit.
+__device__ __forceinline__ void apply_mask(
+    float (&S_acc)[BLOCK_KV / 2], const uint32_t (&bits)[2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 2; ++i)
+    if (!is_admitted(bits, i)) S_acc[i] = NEG_INF;
+}

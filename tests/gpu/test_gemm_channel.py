@@ -1,0 +1,205 @@
+"""Products with a scale for each row and column on a device: the mirror's bits, the bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupyattn as ca
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES
+from cupyattn.quant.activation import ACTIVATIONS
+from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.reference.gemm import activate
+from tests.gpu.support import arch_of, cupy, on_device
+from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.quant_inputs import operand
+from tests.quant.test_gemm_channel import activations, by_channel
+
+FORMS = ("portable", "sm90")
+#: Of the portable form, on devices that have clusters.
+SHARED = (GemmTiles(32, 64, 4, 6, splits=2), GemmTiles(16, 128, 4, 6, splits=4))
+CELLS = [
+    *(("portable", tiles) for tiles in PORTABLE_TILES),
+    *(("sm90", tiles) for tiles in HOPPER_TILES),
+    *(("portable", tiles) for tiles in SHARED),
+]
+
+
+def run(p: Product, form: str, tiles: GemmTiles | None = None) -> Any:
+    """Run a product of NumPy arrays on the device in one form; return NumPy's array."""
+    arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
+    moved = dict(zip(("a", "a_scales", "b", "b_scales"), on_device(*p.operands), strict=True))
+    if p.bias is not None:
+        (moved["bias"],) = on_device(p.bias)
+    c = p.but(**moved).run(arch=arch, tiles=tiles)
+    assert isinstance(c, cupy.ndarray)
+    return c.get()
+
+
+@pytest.mark.parametrize(("form", "tiles"), CELLS, ids=str)
+@pytest.mark.parametrize("shape", [(500, 700, 1040), (1, 300, 4096), (333, 64, 16)], ids=str)
+def test_the_kernel_is_the_mirror_to_the_bit(form: str, tiles: GemmTiles, shape) -> None:
+    if tiles.splits > 1 and int(cupy.cuda.Device().compute_capability) < 90:
+        pytest.skip("needs clusters of blocks: compute capability 9.0 or later")
+    if tiles.cluster > -(-shape[2] // BLOCK_SIZE):
+        return
+    for seed, out_dtype in enumerate(STORAGE):
+        p = by_channel(seed, shape, out_dtype=out_dtype, bias=seed > 0)
+        assert run(p, form, tiles).tobytes() == p.mirror().tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_tiles_give_the_same_bits_a_hundred_times(form: str) -> None:
+    """Several waves: the ring of stages goes on, and the last wave is shared or not."""
+    p = by_channel(1, (3000, 3200, 1104), out_dtype="float16", bias=True)
+    expected = p.mirror().tobytes()
+    operands = on_device(*p.operands, p.bias)
+    for tiles in HOPPER_TILES[:2] if form == "sm90" else PORTABLE_TILES[:1]:
+        arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
+        for _ in range(100):
+            c = ca.int8_gemm(*operands[:4], "float16", bias=operands[4], tiles=tiles, arch=arch)
+            assert c.get().tobytes() == expected
+
+
+def test_the_form_that_is_chosen() -> None:
+    for m in (1, 16, 33, 64, 512):
+        for n, k in ((1792, 1792), (1792, 7168), (4096, 4096)):
+            p = by_channel(m, (m, n, k), out_dtype="float16", bias=True)
+            moved = on_device(*p.operands, p.bias)
+            c = ca.int8_gemm(*moved[:4], "float16", bias=moved[4])
+            assert c.get().tobytes() == p.mirror().tobytes()
+            for mine, theirs in zip(moved, (*p.operands, p.bias), strict=True):
+                assert mine.get().tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_largest_sums(form: str) -> None:
+    """All codes 127 or -127 over the longest k: int32 wraps nowhere."""
+    k = 131_056
+    a, b = (np.where(np.arange(s)[:, None] % 3 == 0, -127, 127) for s in (70, 136))
+    a, b = (np.broadcast_to(x.astype(np.int8), (len(x), k)).copy() for x in (a, b))
+    scales = [np.full((len(x), 1), 2.0**-15, np.float32) for x in (a, b)]
+    p = Product(a, scales[0], b, scales[1], "float32")
+    assert run(p, form).tobytes() == p.mirror().tobytes()
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 600)),
+    st.sampled_from(REGIMES),
+    st.sampled_from(tuple(STORAGE)),
+    st.sampled_from(ACTIVATIONS),
+    st.sampled_from(FORMS),
+)
+def test_any_shape_holds_its_bound(seed, shape, regime, out_dtype, activation, form) -> None:
+    p = product(
+        seed, shape, regime, out_dtype=out_dtype, bias=bool(seed % 2), activation=activation,
+        strategy="channel",
+    )  # fmt: skip
+    c = run(p, form)
+    assert p.share_of_bound(c) <= 1
+    if not activation:
+        assert c.tobytes() == p.mirror().tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_amid_others(form: str) -> None:
+    """Rows that end within their stride, at odd addresses, NaN in the scales beside those read."""
+    p = by_channel(6, (290, 270, 500))
+    for offset in (1, 4, 16):
+        a, b = (cupy.full((x.shape[0], 560), 127, cupy.int8) for x in (p.a, p.b))
+        a_scales, b_scales = (
+            cupy.full((x.shape[0], 3), cupy.nan, cupy.float32) for x in (p.a, p.b)
+        )
+        views = (a[:, offset : offset + 500], a_scales[:, 1:2], b[:, offset : offset + 500],
+                 b_scales[:, 2:3])  # fmt: skip
+        for view, x in zip(views, p.operands, strict=True):
+            view[...] = cupy.asarray(x)
+        arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
+        c = ca.int8_gemm(*views, "float32", arch=arch)
+        assert c.get().tobytes() == p.mirror().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_are_quantised_as_numpy_does(dtype: str) -> None:
+    for shape in ((1000, 3072), (7, 129), (3, 5, 1000), (20, 40_000), (3, 33_001)):
+        for regime in ("wide", "subnormal", "huge", "signed zeros"):
+            lead = (1,) * (4 - len(shape))
+            x = operand(2, STORAGE[dtype], (*lead, *shape), regime)[(0,) * len(lead)]
+            expected = ca.act_quant(x, strategy="channel")
+            for function in (ca.act_quant, *([ca.weight_quant] if x.ndim == 2 else [])):
+                for mine, theirs in zip(
+                    function(*on_device(x), strategy="channel"), expected, strict=True
+                ):
+                    assert mine.get().tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["normal", "outlier", "sparse", "constant"])
+def test_a_layer_holds_its_bound(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    w = (rng.standard_normal((300, 1000)) / 32).astype(ml_dtypes.bfloat16)
+    x = activations(kind, 300, 1000, 1).astype(ml_dtypes.bfloat16).reshape(2, 150, 1000)
+    for activation in ("", "gelu"):
+        options = {"strategy": "channel", "activation": activation or None}
+        host = ca.Int8Linear.from_weight(w, w[:, 0], **options)
+        layer = ca.Int8Linear.from_weight(*on_device(w, w[:, 0]), **options)
+        for _ in range(2):  # the second is a call that came again
+            y = layer(*on_device(x)).get()
+            exact = activate(as_float64(x) @ as_float64(w).T + as_float64(w[:, 0]), activation)
+            assert (np.abs(as_float64(y) - exact) <= host.error(x, w)).all()
+            assert activation or y.tobytes() == host(x).tobytes()
+        back = ca.weight_dequant(layer.codes, layer.scales, strategy="channel").get()
+        mine = ca.weight_dequant(host.codes, host.scales, strategy="channel")
+        assert back.tobytes() == mine.tobytes()
+
+
+def test_layers_of_torch() -> None:
+    """A call and one that came again are those of NumPy; captured in a graph, too."""
+    torch = pytest.importorskip("torch")
+    from cupyattn.interop.torch import Int8Linear
+
+    linear = torch.nn.Linear(512, 304, dtype=torch.bfloat16)
+    host = Int8Linear.from_linear(linear, strategy="channel", backend="mirror")
+    layer = Int8Linear(host.weight.cuda(), host.weight_scale.cuda(), linear.bias.cuda())
+    x = torch.randn(3, 40, 512, dtype=torch.bfloat16)
+    given = x.cuda()
+    with torch.no_grad():
+        expected = host(x)
+        for _ in range(3):
+            assert torch.equal(layer(given).cpu(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(given)
+        given.copy_(2 * x)
+        graph.replay()
+        assert torch.equal(y.cpu(), host(2 * x))
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_that_is_added_to_another(form: str, strategy: str) -> None:
+    for seed, (out_dtype, gates, activation) in enumerate(
+        (("float16", 2, ""), ("bfloat16", 0, ""), ("float32", 1, ""), ("bfloat16", 5, "gelu"))
+    ):
+        p = product(
+            seed, (500, 712, 1040), out_dtype=out_dtype, bias=True, activation=activation,
+            strategy=strategy, gates=gates,
+        )  # fmt: skip
+        arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
+        names = ("a", "a_scales", "b", "b_scales", "bias", "residual", "gate")
+        given = {name: getattr(p, name) for name in names if getattr(p, name) is not None}
+        moved = dict(zip(given, on_device(*given.values()), strict=True))
+        for _ in range(2):  # the second is a call that came again
+            c = p.but(**moved).run(arch=arch).get()
+            assert p.share_of_bound(c) <= 1
+            if not activation and strategy == "channel":
+                assert c.tobytes() == p.mirror().tobytes()
+        assert moved["residual"].get().tobytes() == p.residual.tobytes()

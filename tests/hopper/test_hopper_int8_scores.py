@@ -1,0 +1,332 @@
+"""Softcap, bias and masks in the Hopper forms of fa_int8, in the interpreter and on the mirror."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import BlockMask, bounds
+from cupyattn.compiler import modules as compiler
+from cupyattn.interpret import KernelFault
+from cupyattn.kernels import tile_pieces
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.numerics import HEADROOM, numerics
+from cupyattn.ops import explain
+from cupyattn.ops.attention import resolved
+from cupyattn.plans.records import Plan
+from cupyattn.quant import QuantConfig
+from tests.faults.fault_patches import put_a_line_in_place
+from tests.hopper.test_hopper_scores import (
+    BFLOAT16,
+    LEN_KV,
+    LEN_Q,
+    MISTAKES,
+    arrays,
+    bias_of,
+    dense,
+    key_mask,
+    row_mask,
+)
+from tests.support import runs
+from tests.support.runs import Arrays, bits, hopper_blocks, packed, run_packed
+
+#: V in 16 bits; whole numbers; by tile; in e4m3.
+RUNGS = ("fa_int8@sm90", "fa_int8@sm90_pv8", "fa_int8@sm90_pv8_by_tile", "fa_int8@sm90_fp8")
+SLOW = pytest.mark.slow
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.5, "causal": True},
+    "mask of rows": {"mask": row_mask()},
+    "mask of keys": {"mask": key_mask(), "window": (100, 20)},
+    "dense bias": {"bias": dense(), "causal": True},
+    "bias of keys": {"bias": bias_of(1, LEN_KV)},
+    "bias of rows": {"bias": bias_of(2, LEN_Q, 1, dtype=np.float32), "softcap": 30.0},
+    "all": {"softcap": 20.0, "bias": dense(BFLOAT16), "mask": row_mask()},
+    "causal mask": {"mask": row_mask(), "causal": True},
+    "block mask": {
+        "mask": key_mask(), "bias": dense(),
+        "block_mask": BlockMask(np.array([[1, 0, 1], [0, 1, 1]], bool)[None, None], 128, 128),
+    },
+}  # fmt: skip
+#: What is run with each form in a quick run of the tests.
+QUICK = dict(zip(RUNGS, ("dense bias", "mask of keys", "all", "mask of rows"), strict=True))
+
+
+def quant_of(rung: str, **changed: Any) -> QuantConfig:
+    return replace(runs.asked_for(rung).get("quant", QuantConfig()), **changed)
+
+
+def run(
+    rung: str, inputs: Arrays, *, backend: str = "interpret", blocks: int = 1, **options: Any
+) -> runs.Run:
+    """Call `attention`; in the interpreter a block takes several tiles, one after the other."""
+    with hopper_blocks(blocks):
+        one = runs.run(rung, inputs, arch="sm_90a", backend=backend, **options)
+    assert one.form == rung.partition("@")[2]
+    return one
+
+
+def planned(rung: str, inputs: Arrays | None = None, **options: Any) -> Plan:
+    asked = {**runs.asked_for(rung), "arch": "sm_90a", "backend": "interpret", **options}
+    return explain.plans(resolved(*(inputs or arrays()), **asked))[-1]
+
+
+def with_speeds(chosen: dict[str, str]) -> list[Any]:
+    """Every form with every of `OPTIONS`; slow but for those that are chosen."""
+    return [
+        pytest.param(rung, name, marks=[] if chosen.get(rung) == name else SLOW)
+        for rung in RUNGS
+        for name in OPTIONS
+    ]
+
+
+# ---- judged --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_judgements_hold_on_the_mirror(rung: str, name: str) -> None:
+    run(rung, arrays(), backend="mirror", **OPTIONS[name]).check()
+
+
+@pytest.mark.parametrize(("rung", "name"), with_speeds(QUICK))
+def test_the_judgements_hold(rung: str, name: str) -> None:
+    one = run(rung, arrays(), **OPTIONS[name])
+    one.check()
+    if "mask" in OPTIONS[name] and OPTIONS[name]["mask"].shape[2] > 1:
+        assert (one.o[:, :, 5] == 0).all() and (one.lse[:, :, 5] == -np.inf).all()
+
+
+@SLOW
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+@pytest.mark.parametrize("name", ["softcap", "mask of rows", "dense bias", "all"])
+def test_they_hold_at_other_head_sizes(rung: str, head_dim: int, name: str) -> None:
+    variant, _, form = rung.partition("@")
+    if head_dim <= lookup(variant).forms[form].tiles.largest_head_dim:
+        run(rung, arrays("bfloat16", head_dim, heads_kv=2), **OPTIONS[name]).check()
+
+
+@pytest.mark.parametrize(
+    "rung", ["fa_int8@sm90", pytest.param("fa_int8@sm90_fp8", marks=SLOW)]
+)
+def test_zero_points_and_the_steps_of_a_mask(rung: str) -> None:
+    """What goes with the keys is loaded for the steps that the mask leaves."""
+    q, k, v = arrays()
+    quant = quant_of(rung, symmetric=False)
+    run(rung, (q + 2, k + 3, v), mask=row_mask(), quant=quant).check()
+
+
+@SLOW
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_sequences_that_are_packed(rung: str, name: str) -> None:
+    inputs, ends = packed(((60, 70), (37, 104), (0, 9), (150, 0)), 2, 1, 64)
+    mask = np.random.default_rng(3).random((4, 1, 150, 104)) < 0.6
+    options: dict[str, Any] = {"mask": mask} if name == "mask" else {"softcap": 8.0}
+    if name == "bias":
+        options["bias"] = bias_of(4, 1, 150, 104)
+    with hopper_blocks(1):
+        found = run_packed(rung, inputs, ends, arch="sm_90a", backend="interpret", **options)
+    for one in found:
+        assert one.form == rung.partition("@")[2]
+        one.check()
+
+
+@SLOW
+@pytest.mark.parametrize("rung", RUNGS[:2])
+def test_tiles_are_cut_into_pieces(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a softcap, and a bias that all rows share, tiles are alike."""
+    monkeypatch.setattr(tile_pieces, "LEAST_SAVED", 1)
+    options: dict[str, Any] = {"softcap": 8.0, "bias": bias_of(1, LEN_KV)}
+    with hopper_blocks(3):
+        assert planned(rung, **options).launches[-1].entry == "merge_pieces"
+    run(rung, arrays(), blocks=3, **options).check()
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [rung.partition("@")[2] for rung in RUNGS])
+def test_scores_are_changed_in_log2_units(form: str) -> None:
+    n = numerics("int8", form, "float16", softcap=True, bias=True)
+    assert n.scored and not n.subtracts_first
+    assert replace(n, softcap=False, bias=False, scored=False) == numerics("int8", form, "float16")
+    assert n.headroom == (HEADROOM if form == "sm90" else 0)
+
+
+def test_counts_come_out_exact() -> None:
+    """Scores of 0, as many keys as a power of two, whole values: no rounding but the last."""
+    q, k, v = arrays()
+    q[:] = 0
+    v[:] = np.random.default_rng(4).integers(-8, 9, v.shape)
+    mask = np.zeros((1, 1, LEN_Q, LEN_KV), bool)
+    for i, row in enumerate(mask[0, 0]):
+        row[np.random.default_rng(i).permutation(LEN_KV)[: 2 ** (i % 9)]] = True
+    expected = mask.astype(float) @ v.astype(float) / mask.sum(axis=-1, keepdims=True)
+    wanted = bits(expected.repeat(2, 1).astype(np.float16))
+    assert bits(run(RUNGS[0], (q, k, v), mask=mask).o) == wanted
+    bias = runs.embedded(np.where(mask, np.float16(0), np.float16(-np.inf)))
+    assert bits(run(RUNGS[0], (q, k, v), bias=bias, softcap=3.0).o) == wanted
+
+
+@pytest.mark.parametrize("rung", [RUNGS[0], *(pytest.param(x, marks=SLOW) for x in RUNGS[1:])])
+def test_what_is_masked_has_no_influence(rung: str) -> None:
+    """Keys that share a scale, which is NaN, and that mask or bias keep out."""
+    q, k, v = arrays()
+    spoilt = k.copy()
+    spoilt[:, :, 32:48] = np.nan
+    mask = row_mask()
+    mask[..., 32:48] = False
+    bias = dense()
+    bias[..., 32:48] = -np.inf
+    quant = quant_of(rung, smooth_k=False)
+    for options in ({"bias": bias, "softcap": 9.0}, {"mask": mask}):
+        one, other = (run(rung, (q, x, v), quant=quant, **options) for x in (k, spoilt))
+        assert np.isfinite(one.o.astype(float)).all()
+        assert bits(one.o) == bits(other.o) and bits(one.lse) == bits(other.lse)
+
+
+@pytest.mark.parametrize("rung", [RUNGS[1], *(pytest.param(x, marks=SLOW) for x in RUNGS[2:])])
+@pytest.mark.parametrize("value", [np.inf, pytest.param(np.nan, marks=SLOW)])
+def test_a_bias_that_is_no_number_is_passed_on(rung: str, value: float) -> None:
+    """To its row alone: no code says so."""
+    bias = np.zeros((1, 1, LEN_Q, LEN_KV), np.float16)
+    bias[:, :, 3, 200] = value
+    for backend in ("interpret", "mirror"):
+        o = run(rung, arrays(), backend=backend, bias=bias).o.astype(float)
+        assert np.isnan(o[:, :, 3]).all() and np.isfinite(np.delete(o, 3, axis=2)).all()
+
+
+@SLOW
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_very_negative_bias_masks(rung: str) -> None:
+    """In whole steps too, over which M is coarse; a row of nothing else gets some finite mean."""
+    bias = np.zeros((1, 1, LEN_Q, LEN_KV), BFLOAT16)
+    bias[..., :200] = bias[:, :, 7] = -1e9
+    inputs = arrays("bfloat16")
+    one = run(rung, inputs, bias=bias)
+    assert np.isfinite(one.o.astype(float)).all()
+    masked = run(rung, inputs, mask=bias[:, :, :1] == 0).o.astype(float)
+    others = np.arange(LEN_Q) != 7
+    np.testing.assert_allclose(one.o.astype(float)[:, :, others], masked[:, :, others], atol=0.03)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_bound_with_all_of_them_stays_near_that_without(rung: str) -> None:
+    variant, _, form = rung.partition("@")
+    q, k, v = arrays()
+    z = run(rung, (q, k, v), backend="mirror", softcap=50.0).quantized
+    given: dict[str, Any] = {"variant": variant, "form": form, "quantized": z}
+    plain = bounds.attention(q, k, v, **given).total
+    bias = np.full((1, 1, 1, LEN_KV), 0.25, np.float16)
+    options: dict[str, Any] = {"softcap": 50.0, "bias": bias, "mask": np.ones(LEN_KV, bool)}
+    scored = bounds.attention(q, k, v, **given, **options).total
+    assert (scored < 1.5 * plain).all()
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+#: What default tiles may spill all the same, in bytes: an address or two of the thread that copies.
+SPILLED = {("fa_int8@sm90_fp8", 128, "bias"): 8}
+
+
+@SLOW
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("softcap", 0), ("mask of rows", 0), ("dense bias", 0), ("all", 0), ("mask of rows", 128),
+     ("all", 128), ("all", 64)],
+)  # fmt: skip
+def test_default_tiles_spill_nothing_and_fit(
+    rung: str, head_dim: int, name: str, blocks: int
+) -> None:
+    variant, _, form = rung.partition("@")
+    if head_dim > lookup(variant).forms[form].tiles.largest_head_dim:
+        return
+    options = {n: x for n, x in OPTIONS[name].items() if n != "causal"}
+    if blocks:
+        kept = np.ones((1, 1, 2, -(-LEN_KV // blocks)), bool)
+        options["block_mask"] = BlockMask(kept, 128, blocks)
+    plan = planned(rung, arrays("bfloat16", head_dim), **options)
+    (launch,) = (one for one in plan.launches if one.entry.startswith("attn_"))
+    binary = compiler.build(launch.module, "sm_90a")
+    taken = binary.kernels[launch.entry]
+    allowed = SPILLED.get((rung, head_dim, name.split()[-1]), 0)
+    assert plan.form == form and "serialized" not in binary.log
+    assert max(taken.spill_stores, taken.spill_loads) <= allowed
+    assert binary.smem_bytes <= 227 * 1024
+
+
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_steps_have_at_most_128_keys(rung: str) -> None:
+    for options in OPTIONS.values():
+        plan = planned(rung, **{n: x for n, x in options.items() if n != "block_mask"})
+        assert plan.form == rung.partition("@")[2] and plan.tiles.block_kv <= 128
+    plain = planned(rung)
+    assert not plain.features.scored and [one.entry for one in plain.launches][-1:] == [
+        lookup("fa_int8").forms[plain.form].entry_point
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"bias": dense(np.float32)}, "takes a bias of float16 or bfloat16, got float32"),
+        ({"bias": np.zeros((LEN_Q, LEN_KV + 1), np.float16)[:, 1:]}, "[..., :len_kv]"),
+        ({"softcap": 2e4}, "takes softcap*log2(e) from 2**-10 to 2**14"),
+    ],
+)
+def test_what_the_portable_form_takes(options: dict[str, Any], reason: str) -> None:
+    quant = QuantConfig(smooth_k=False)
+    plan = planned(RUNGS[0], quant=quant, **options)
+    assert plan.form == "portable" and reason in plan.note
+    assert planned(RUNGS[0], quant=quant, softcap=1e4, scale=1e-6).form == "sm90"
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+OWN_MISTAKES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "scores in natural units": (
+        "sm90/int8/scored_step.cuh",
+        "S_acc[i] = float(dot[i]) * factor[i / PART][i / 2 % 2];",
+        "S_acc[i] = float(dot[i]) * factor[i / PART][i / 2 % 2] * 0.693f;",
+        {"softcap": 2.5},
+    ),
+    "a skipped step keeps its bias": (
+        "sm90/attn_fa_int8.cu", "      change_scores.skip(smem.places);", "",
+        {"bias": dense(), "causal": True},
+    ),
+    "a mixed step taken for a full one": (
+        "sm90/int8/producer.cuh", "if (LISTED) smem.step[at.stage] = step_word;",
+        "if (LISTED) smem.step[at.stage] = step_word & ~1;", {"mask": row_mask()},
+    ),
+}  # fmt: skip
+FOUND = [(rung, name) for rung in RUNGS for name in MISTAKES] + [
+    (RUNGS[0], name) for name in OWN_MISTAKES
+]
+#: One of each, and each form once.
+FOUND_QUICKLY = {*zip(RUNGS, MISTAKES, strict=True), (RUNGS[0], "a skipped step keeps its bias")}
+
+
+@pytest.mark.parametrize(
+    ("rung", "name"),
+    [pytest.param(*x, marks=[] if x in FOUND_QUICKLY else SLOW) for x in FOUND],
+)
+def test_a_mistake_is_found(
+    rung: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, line, instead, options = {**MISTAKES, **OWN_MISTAKES}[name]
+    put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
+    try:
+        one = run(rung, arrays(), **options)
+    except KernelFault as fault:
+        assert fault.finding.kind == "deadlock"
+    else:
+        assert not one.judge().passed
