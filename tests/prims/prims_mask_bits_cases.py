@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,28 +136,30 @@ def steps_expected(place: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
 
 
 def macros(block_kv: int, kind: str, placed: bool = False) -> tuple[tuple[str, int], ...]:
-    features = Features("float16", 64, causal=placed, window=placed, scored=True, mask_kind=kind)
-    return defines(Tiles(BLOCK_Q, block_kv, 2), replace(features, mask=bool(kind)))
+    features = Features(
+        "float16", 64, causal=placed, window=placed, scored=True, mask=bool(kind), mask_kind=kind
+    )
+    return defines(Tiles(BLOCK_Q, block_kv, 2), features)
 
 
 MASK_BITS_PRIMS = [
     *(
         Prim(
-            f"masked-{kind}", "mask_bits", "masked", 64, mask_arguments(kind, block_kv),
+            f"mask_bits-{kind}", "mask_bits", "masked", 64, mask_arguments(kind, block_kv),
             mask_expected(kind, block_kv), grid=16, defines=macros(block_kv, kind, placed),
         )
         for kind, block_kv, placed in (("rows", 128, False), ("keys", 48, True))
     ),
     *(
         Prim(
-            f"step_parts-{kind or 'none'}", "mask_bits", "parts", 8, parts_arguments,
+            f"mask_bits-parts-{kind or 'none'}", "mask_bits", "parts", 8, parts_arguments,
             parts_expected(bool(kind)), defines=macros(48, kind, bool(kind)),
         )
         for kind in ("", "keys")
     ),
     *(
         Prim(
-            f"listed_steps-{'placed' if placed else 'all'}", "mask_bits", "steps",
+            f"mask_bits-steps-{'placed' if placed else 'all'}", "mask_bits", "steps",
             len(steps_arguments(placed)()["count"]), steps_arguments(placed), steps_expected,
             defines=macros(48, "keys" if placed else "", placed),
         )

@@ -98,18 +98,18 @@ def macros(kind: str, dtype: str) -> tuple[tuple[str, int], ...]:
 SCORE_BIAS_PRIMS = [
     *(
         Prim(
-            f"bias-{kind}-{dtype}", "score_bias", "from_boxes", 64, boxes_arguments(kind, dtype),
-            boxes_expected(kind, dtype), defines=macros(kind, dtype),
+            f"score_bias-{kind}-{dtype}", "score_bias", "from_boxes", 64,
+            boxes_arguments(kind, dtype), boxes_expected(kind, dtype), defines=macros(kind, dtype),
         )
         for kind, dtype in (("dense", "float16"), ("dense", "bfloat16"), ("keys", "bfloat16"))
     ),
     Prim(
-        "bias-rows", "score_bias", "by_rows", 64, rows_arguments, rows_expected,
+        "score_bias-rows", "score_bias", "by_rows", 64, rows_arguments, rows_expected,
         defines=macros("dense", "float16"),
     ),
     *(
         Prim(
-            f"bias_admitted-{dtype}-{kv0}", "score_bias", "in_memory", 64,
+            f"score_bias-admitted-{dtype}-{kv0}", "score_bias", "in_memory", 64,
             memory_arguments(dtype, kv0), memory_expected(dtype), defines=macros("dense", dtype),
         )
         for dtype, kv0 in (("float16", 0), ("bfloat16", 40))

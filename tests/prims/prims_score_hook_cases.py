@@ -22,14 +22,14 @@ PLAIN = Features("float16", 64)
 
 HOOK_STEPS, HOOK_KV, HOOK_ROWS = 5, 96, 64
 UNIT, FACTOR = 20.0, 0.75  # of the softcap and of a bias
-BATCH, HEAD, Q0 = 1, 2, 32
+BATCH, HEAD, Q0 = 1, 2, 32  # the last head
 LEN_KV = HOOK_STEPS * HOOK_KV
 #: Steps that a mask leaves, and the one of them that it admits whole.
 TAKEN, FULL = (0, 2, 3, 4), 2
 #: Which of the steps that are taken the last warp skips.
 SKIPPED = 1
-#: Query rows of a sequence that ends in the tile.
-SHORT = 55
+#: Query rows of a sequence that ends among the last rows of the tile's last warp.
+SHORT = 60
 
 
 def hook_mask(kind: str) -> np.ndarray:
@@ -40,14 +40,14 @@ def hook_mask(kind: str) -> np.ndarray:
 
 
 def hook_bias(features: Features) -> np.ndarray:
-    """Return [1, head, row, key], inf where it is masked."""
+    """Return [1, head, row, key], inf where it is masked; one of keys is the same for all heads."""
     rows, keys = {"dense": (HOOK_ROWS, LEN_KV), "keys": (1, LEN_KV), "rows": (HOOK_ROWS, 1)}[
         features.bias_kind
     ]
-    bias = rng().integers(-127, 128, (1, 3, rows, keys)) / 4
+    bias = rng().integers(-127, 128, (1, 1 if features.bias_kind == "keys" else 3, rows, keys)) / 4
     if features.mask_kind:
         mask = hook_mask(features.mask_kind)[HEAD]
-        bias[0, HEAD][~np.broadcast_to(mask, bias.shape[2:])] = np.inf
+        bias[0, -1][~np.broadcast_to(mask, bias.shape[2:])] = np.inf
     return bias.astype(STORAGE[features.bias])
 
 
@@ -65,7 +65,8 @@ def hook_arguments(features: Features) -> Callable[[], Arguments]:
     def arguments() -> Arguments:
         kind, rows = features.mask_kind, features.mask_kind == "rows"
         values = {
-            "bias_factor": FACTOR, "bias_head": 1, "key_tiles": HOOK_STEPS, **softcap_values(UNIT),
+            "bias_factor": FACTOR, "bias_head": int(features.bias_kind == "dense"),
+            "key_tiles": HOOK_STEPS, **softcap_values(UNIT),
             "mask_head": 2 if rows else 1, "mask_q": int(rows),
             "list_head": 2 if rows else 1, "list_q": int(rows),
         }  # fmt: skip
@@ -104,7 +105,7 @@ def hook_expected(features: Features, constants: list[int]) -> Callable[..., dic
         if features.softcap:
             S = UNIT * np.tanh(S / UNIT)
         if features.bias:
-            bias = hook_bias(features)[0, HEAD].astype(np.float64)
+            bias = hook_bias(features)[0, -1].astype(np.float64)
             S = S + FACTOR * (bias if features.bias_kind == "keys" else bias[own])
         if features.mask_kind:
             mask = hook_mask(features.mask_kind)[HEAD]
