@@ -93,13 +93,13 @@ def _broken(text: str, spec: ModuleSpec) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _read(text: str, path: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Return the constants and the contracts of a source and of the headers that it reaches."""
+    """Return the constants and the contracts of the headers that a source reaches, and its own."""
     kernels = compiler.KERNELS
     toolkit = kernels / "no toolkit"  # its headers hold no contract
     headers = (content for _, content in headers_reached(path, text, kernels, toolkit))
     constants: dict[str, str] = {}
     contracts: list[tuple[str, str]] = []
-    for content in (text, *headers):
+    for content in (*headers, text):
         code = _COMMENT.sub("", content)
         for name, value in (*_CONSTANT.findall(code), *_MACRO.findall(code)):
             constants.setdefault(name, value)

@@ -36,6 +36,7 @@ from cupyattn.measure import timing, words
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
 from cupyattn.ops.prepared import Prepared
+from cupyattn.plans.records import Plan
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig
 from cupyattn.testing import verdict
@@ -109,15 +110,22 @@ def kernels(
 ) -> list[tuple[compiler.ModuleSpec, str]]:
     """Return what the calls with each feature compile on a device, and for which architecture.
 
-    Quantising beforehand, as `judged` does, takes no other kernels than a call that quantises.
+    What quantises beforehand, as `judged` does, is among them: the passes of a call that returns
+    the log-sum-exp, which takes codes of Q from a pass, too.
     """
     capability = architectures.capability_of(arch)
-    calls = (
-        resolved(*operands_of(feature, inputs), variant=rung, arch=arch, **given)
-        for rung in rungs
-        for feature, given in options.items()
-    )
-    modules = (one.module for call in calls for plan in plans(call) for one in plan.launches)
+
+    def planned(rung: str, feature: str, **given: Any) -> list[Plan]:
+        return plans(resolved(*operands_of(feature, inputs), variant=rung, arch=arch, **given))
+
+    found = [
+        plan for rung in rungs for feature, given in options.items()
+        for plan in planned(rung, feature, **given)
+    ]  # fmt: skip
+    for rung in rungs:
+        for feature, given in options.items() if ca.VARIANTS[rung].family == "int8" else ():
+            found += planned(rung, feature, **{**given, "return_lse": True})[:-1]
+    modules = (one.module for plan in found for one in plan.launches)
     return [
         (module, compiler.device_architecture(capability, module.hopper))
         for module in dict.fromkeys(modules)

@@ -142,11 +142,10 @@ def test_a_backend_that_does_not_exist() -> None:
 
 ODD = Tiles(17, 33, 3)
 ROWS_OF_MMA = "block_q / num_warps must be a multiple of 16, the rows of an mma"
-STAGES_OF_MMA = "num_stages must be at least 2: the next tile arrives during this one"
 OWN = "(tiles=None takes its own)"
 #: Options of attention, and what is said of the tiles.
 REFUSED_TILES: list[tuple[dict[str, Any], str]] = [
-    ({"tiles": ODD}, f"fa_tc (portable) does not take {ODD}: {STAGES_OF_MMA} {OWN}"),
+    ({"tiles": ODD}, f"fa_tc (portable) does not take {ODD}: {ROWS_OF_MMA} {OWN}"),
     (
         {"tiles": Tiles(64, 24, 4, 2)},
         f"fa_tc (portable) does not take {Tiles(64, 24, 4, 2)}: block_kv must be a multiple of 16, "
@@ -173,7 +172,7 @@ REFUSED_TILES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tiles": ODD, "variant": "fa_int8"},
-        f"fa_int8 (portable) does not take {ODD}: {STAGES_OF_MMA} {OWN}",
+        f"fa_int8 (portable) does not take {ODD}: {ROWS_OF_MMA} {OWN}",
     ),
     (
         {"tiles": Tiles(48, 64, 4, 2), "variant": "fa_int8"},
@@ -195,8 +194,7 @@ REFUSED_TILES: list[tuple[dict[str, Any], str]] = [
     (
         {"tiles": Tiles(128, 128, 12, 2), "arch": "sm_90a", "softcap": 1e9},
         "fa_tc (portable form: the Hopper form takes softcap/scale from 2**-10 to 2**14, got "
-        f"{1e9 / Q.shape[-1] ** -0.5:g}) "
-        "does not take "
+        f"{1e9 / Q.shape[-1] ** -0.5:g}) does not take "
         f"{Tiles(128, 128, 12, 2)}: {ROWS_OF_MMA} {OWN}",
     ),
 ]  # fmt: skip
@@ -317,7 +315,7 @@ def test_sizes_of_numpy_are_numbers_like_others() -> None:
     [
         (
             {"block_q": 17},
-            f"fa_tc (portable) does not take {Tiles(17, 64, 4, 2)}: {ROWS_OF_MMA} {OWN}",
+            f"fa_tc (portable) does not take {Tiles(17, 32, 4, 2)}: {ROWS_OF_MMA} {OWN}",
         ),
         (
             {"block_k": 40},
