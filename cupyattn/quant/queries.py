@@ -47,7 +47,7 @@ def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
     _check(z, rows)
     for name in z.prepared:
         if name not in asked:
-            raise ValueError(f"with_q needs {name}=: the keys were quantised with it, give the same")
+            raise ValueError(f"with_q needs {name}=, as the keys had it before they became codes")
     if "quantize" not in _GIVEN:
         raise RuntimeError("with_q quantises q by cupyattn.ops.quantize: import that module first")
     if z.cu_seqlens_q is None:
