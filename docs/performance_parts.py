@@ -397,8 +397,8 @@ def diffusion(gains: Record) -> list[str]:
 
 
 def tile_choices(*sweeps: Record) -> list[str]:
-    """The registry's tiles beside the fastest others."""
-    lines = ["The registry's tiles beside the fastest others of a sweep, in the same rounds.", ""]
+    """The library's tiles beside the fastest others."""
+    lines = ["The library's tiles beside the fastest others of a sweep, in the same rounds.", ""]
     table = []
     for sweep in sweeps:
         for found in sweep["problems"]:

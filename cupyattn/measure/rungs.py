@@ -15,8 +15,7 @@ import numpy as np
 
 from cupyattn.arrays import interchange
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64
-from cupyattn.kernels import ladder as registry
-from cupyattn.kernels.ladder import Variant
+from cupyattn.kernels.ladder import VARIANTS, Variant, lookup
 from cupyattn.measure import device, timing
 from cupyattn.measure.words import (
     align,
@@ -318,7 +317,7 @@ def ladder(
             f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)}"
         )
     backend = "cuda" if interchange.is_cupy(q) else "mirror"
-    chosen = [registry.lookup(n) for n in (registry.VARIANTS if variants is None else variants)]
+    chosen = [lookup(n) for n in (VARIANTS if variants is None else variants)]
     rows = judged_rows(call, seed)
     rows = array_namespace(q).asarray(rows)
     exact = remembered()
@@ -430,7 +429,7 @@ def _timed(
     calls = {}
     for rung in rungs:
         if rung.judgement is not None and rung.judgement.j2 <= 1:
-            int8 = registry.lookup(rung.variant).family == "int8"
+            int8 = lookup(rung.variant).family == "int8"
             given = dict(options) if int8 else {n: x for n, x in options.items() if n != "quant"}
             calls[rung.variant] = _call(rung.variant, sets, given)
     samples = timing.time_interleaved(calls, rounds=rounds, advance=advance) if calls else {}
@@ -446,7 +445,7 @@ def _timed(
                 rung,
                 seconds=estimate.median,
                 seconds_interval=(estimate.low, estimate.high),
-                ceiling=device.device_ceiling(registry.lookup(rung.variant).family),
+                ceiling=device.device_ceiling(lookup(rung.variant).family),
             )
         )
     return measured

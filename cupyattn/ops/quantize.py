@@ -273,6 +273,7 @@ class CodeFacts(NamedTuple):
     out_dtype: str
     head_dim: int
     sequences: Sequences | None = None
+    prepared: tuple[str, ...] = ()
     as_given: Callable[[Any], Any] = as_it_is
 
 
@@ -341,8 +342,8 @@ class _Quantize:
         found = results.get("whole")
         if found is None:
             found = _gathered(facts, arrays, results)
-        elif facts.as_given is not as_it_is:
-            found = replace(found, as_given=facts.as_given)
+        else:
+            found = replace(found, prepared=facts.prepared, as_given=facts.as_given)
         return found.in_nibbles() if facts.config.qk_bits == 4 else found
 
 
@@ -354,7 +355,10 @@ _NOTHING = dict.fromkeys(("rope", "qk_norm", "cu_seqlens_q", "cu_seqlens_k"))
 def _facts(coding: Coding, q: Array) -> CodeFacts:
     quant, tiles = coding.quant, coding.tiles
     groups = quant.group_q(tiles), quant.group_kv(tiles), quant.group_v(tiles)
-    return CodeFacts(*groups, quant, q.dtype.name, int(q.shape[-1]), coding.sequences)
+    done = {} if coding.preparation is None else vars(coding.preparation)
+    options = {"rope": "rope", "norm": "qk_norm"}
+    prepared = tuple(options[name] for name, given in done.items() if given is not None)
+    return CodeFacts(*groups, quant, q.dtype.name, int(q.shape[-1]), coding.sequences, prepared)
 
 
 def _tiles_of(

@@ -29,6 +29,13 @@ NOT_OFFERED = {
     "cache_seqlens": "cut k and v to the keys that are filled, k[:, :, :length], or pack sequences "
     "of several lengths for attention_varlen with cu_seqlens_k",
     "tensor_layout": "give layout='BHSD' for 'HND', layout='BSHD' for 'NHD'",
+    "max_seqlen_q": "give max_len_q=, the same number, to attention_varlen",
+    "max_seqlen_k": "give max_len_k=, the same number, to attention_varlen",
+    "cu_seqlens_kv": "give cu_seqlens_k=, the same offsets, to attention_varlen",
+    "return_softmax_lse": "give return_lse=, the same value",
+    "logits_soft_cap": "give softcap=, the same number",
+    "attn_bias": "give bias=, the same numbers, or mask= where it is -inf or 0 alone",
+    "key_padding_mask": "give mask=, True where a key is attended to, as (batch, 1, 1, len_kv)",
     "precision_mode": "Int8Attention takes precision_policy and its calls take mode, each of "
     "'aggressive', 'balanced' or 'precision'; attention takes accuracy",
     "v_precision": "V stays in 16 bits unless quant=QuantConfig(pv=...) says otherwise; "
@@ -38,7 +45,8 @@ NOT_OFFERED = {
 _OURS = {
     "softmax_scale": ("scale",), "sm_scale": ("scale",), "is_causal": ("causal",),
     "attn_mask": ("mask", "bias"), "window_size": ("window",), "alibi_slopes": ("bias",),
-    "tensor_layout": ("layout",),
+    "tensor_layout": ("layout",), "return_softmax_lse": ("return_lse",),
+    "logits_soft_cap": ("softcap",), "attn_bias": ("bias", "mask"), "key_padding_mask": ("mask",),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def check_dtype(q: Any, k: Any, v: Any) -> str:
     names = tuple(_NAMES.get(x.dtype) or str(x.dtype) for x in (q, k, v))
     if names[0] not in DTYPES or len(set(names)) != 1:
         raise TypeError(
-            "q, k and v must all be float16, bfloat16 or float32, got "
+            "q, k and v must be of one type, float16, bfloat16 or float32, got "
             + ", ".join(f"{n}.dtype={d}" for n, d in zip("qkv", names, strict=True))
         )
     return names[0]

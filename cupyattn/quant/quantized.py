@@ -87,6 +87,9 @@ class QuantizedQKV:
         else has one; where in it a sequence has its scales and its codes of V, `sequences` knows.
     max_len_q, max_len_k : int
         No sequence is longer; 0 where none are packed.
+    prepared : tuple of str
+        What happened to the rows of Q and K first, of ``"rope"`` and ``"qk_norm"``: other queries
+        need the same (`with_q`).
     as_given : callable
         Turns a result into the kind of array that the queries were.
 
@@ -120,6 +123,7 @@ class QuantizedQKV:
     cu_seqlens_k: Array | None = None
     max_len_q: int = 0
     max_len_k: int = 0
+    prepared: tuple[str, ...] = ()
     as_given: Callable[[Any], Any] = field(default=as_it_is, repr=False)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,9 @@ ARRAYS = (
     "v_scale", "v_mean", "v_zero", "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
 #: Its other fields, beside its configuration, that the header has.
-_PLAIN = ("out_dtype", "group_q", "group_kv", "group_v", "max_len_q", "max_len_k")
+_PLAIN = (
+    "out_dtype", "group_q", "group_kv", "group_v", "max_len_q", "max_len_k", "prepared",
+)  # fmt: skip
 #: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
 UNREADABLE = (
     ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
@@ -77,4 +79,5 @@ def read(path: str | os.PathLike[str], namespace: Any) -> dict[str, Any]:
         scales = arrays.pop("config_q_scale"), arrays.pop("config_k_scale")
         settings["scales"] = tuple(x if x.ndim else float(x) for x in scales)
     plain = {name: header[name] for name in _PLAIN if name in header}
+    plain["prepared"] = tuple(plain.get("prepared", ()))
     return {"v": None, **arrays, **plain, "config": QuantConfig(**settings)}

@@ -45,6 +45,9 @@ def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
     array_namespace(rows, z.k_codes)
     asked = {name: value for name, value in options.items() if value is not None}
     _check(z, rows)
+    for name in z.prepared:
+        if name not in asked:
+            raise ValueError(f"with_q needs {name}=, as the keys had it before they became codes")
     if "quantize" not in _GIVEN:
         raise RuntimeError("with_q quantises q by cupyattn.ops.quantize: import that module first")
     if z.cu_seqlens_q is None:

@@ -17,7 +17,7 @@ import pytest
 from cupyattn import cli
 from cupyattn.cli import cache, inputs, plot, profile, verify
 from cupyattn.compiler import modules as kc
-from cupyattn.kernels import ladder as registry
+from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.measure import device
 from cupyattn.measure import rungs as measure
 from cupyattn.measure.rungs import Judgement
@@ -45,7 +45,7 @@ def test_ladder_says_that_no_device_was_found(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert printed.startswith("No device was found: ")
     assert "mirror" in printed and "Nothing is timed." in printed
-    for name in registry.VARIANTS:
+    for name in VARIANTS:
         assert f"\n{name} " in printed
     assert "TFLOP/s" not in printed
 
@@ -76,7 +76,7 @@ def test_ladder_writes_json_that_says_what_it_printed(
     assert table["input"] == "outlier, seed 3" and table["call"]["causal"]
     assert record["environment"]["device"] is None
     rungs = {rung["variant"]: rung for rung in table["rungs"]}
-    assert list(rungs) == list(registry.VARIANTS)
+    assert list(rungs) == list(VARIANTS)
     assert rungs["fa_tc"]["judgement"] is None  # does not take float32, and says so
     assert "takes float16, bfloat16" in capsys.readouterr().out
     for name in ("fa", "fa_int8"):

@@ -63,7 +63,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ladder --qkv axes.npz", "must be (batch, heads, len, head_dim)"),
         ("ladder --qkv lengths.npz", "k and v must agree on length"),
         ("ladder --qkv wide.npz", "q and k must agree on head_dim"),
-        ("ladder --qkv types.npz", "must all be float16, bfloat16 or float32, got"),
+        ("ladder --qkv types.npz", "must be of one type, float16, bfloat16 or float32, got"),
         ("ladder --qkv f64.safetensors", "add --dtype float16"),
         ("ladder --len 8 --json nowhere/x.json", "--json: there is no folder 'nowhere'"),
         ("ladder --len 8 --plot x", "--plot must end in .png, .svg, .pdf"),

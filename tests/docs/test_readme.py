@@ -10,7 +10,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
-from cupyattn.kernels import ladder as registry
+from cupyattn.kernels import ladder as kernels
 from cupyattn.reference.gemm import activate
 from docs import write_readme
 from experiments._harness import recording
@@ -64,7 +64,7 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     source = (ROOT / "kernels_cu" / "attn_fa.cu").read_text()
     (tmp_path / "attn_mine.cu").write_text(source.replace("attn_fa(", "attn_mine("))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "VARIANTS", dict(registry.VARIANTS))
+    monkeypatch.setattr(kernels, "VARIANTS", dict(kernels.VARIANTS))
     (block,) = code("Add a rung in four lines")
     assert len([line for line in block.splitlines() if line]) <= 4
     exec(block, {})
@@ -153,7 +153,7 @@ def test_the_files_that_it_points_to_exist() -> None:
 
 def test_the_chain_of_diffs_is_the_ladder() -> None:
     steps = re.findall(r"^diff(?: -y)? ([\w/]+)\.cu ([\w/]+)\.cu", README, re.MULTILINE)
-    names = [f"attn_{name}" for name in registry.VARIANTS]
+    names = [f"attn_{name}" for name in kernels.VARIANTS]
     assert steps[:-3] == list(zip(names, names[1:], strict=False))
     last = names[-1]
     pv8, whole, fused = (f"forms/{last}_{form}" for form in ("pv8", "pv8_whole", "fused"))

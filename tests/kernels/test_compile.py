@@ -1,4 +1,4 @@
-"""compile.py without a GPU: what comes out, what the cache notices, what the errors say."""
+"""Compiling without a GPU: what comes out, what the cache notices, what the errors say."""
 
 from __future__ import annotations
 

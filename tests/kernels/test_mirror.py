@@ -390,7 +390,7 @@ def test_says_what_is_wrong() -> None:
         attention_mirror(codes, k, v, variant="fa_int8")
     with pytest.raises(TypeError, match="may only be left out"):
         attention_mirror(q)
-    with pytest.raises(TypeError, match="must all be float16, bfloat16 or float32"):
+    with pytest.raises(TypeError, match="must be of one type, float16, bfloat16 or float32"):
         attention_mirror(q, k, v.astype(np.float32))
     with pytest.raises(ValueError, match="agree on batch and len_kv"):
         weighted_sum_mirror(np.zeros((1, 2, 4, 3), np.float32), v)

@@ -11,7 +11,7 @@ from cupyattn import Tiles, Variant, cli, ladder, register
 from cupyattn.cli import own_kernel, verify
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.errors import KernelCompileError
-from cupyattn.kernels import ladder as registry
+from cupyattn.kernels import ladder as kernels
 from cupyattn.measure import device
 from cupyattn.measure.rungs import NOT_RUN
 from tests.faults.fault_patches import FAULTS, Fault
@@ -30,7 +30,7 @@ def renamed(folder: Path, kernels: Path = KERNELS) -> Path:
 
 
 def of_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "VARIANTS", dict(registry.VARIANTS))
+    monkeypatch.setattr(kernels, "VARIANTS", dict(kernels.VARIANTS))
     tiles = {256: Tiles(16, 16, 4)}
     register(Variant("mine", "an idea", "float32", tiles, dtypes=("float16",)), source=path)
 
@@ -44,7 +44,7 @@ def test_a_copy_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "Assumed: entry point attn_mine; family float32" in printed
     assert "compiles for sm_80" in printed and "in the interpreter" in printed
-    assert "holds" in printed and "mine" not in registry.VARIANTS
+    assert "holds" in printed and "mine" not in kernels.VARIANTS
 
 
 def test_there_are_faults_to_plant() -> None:
@@ -136,6 +136,6 @@ def test_a_registered_rung_among_others_is_interpreted(
 ) -> None:
     """The mirror reads no source, so that it would hold nothing of such a kernel to anything."""
     of_file(renamed(tmp_path), monkeypatch)
-    where = {name: verify._backend(rung, "no driver") for name, rung in registry.VARIANTS.items()}
+    where = {name: verify._backend(rung, "no driver") for name, rung in kernels.VARIANTS.items()}
     assert where.pop("mine") == "interpret" and set(where.values()) == {"mirror"}
-    assert verify._shapes(registry.VARIANTS["mine"], "interpret") == verify.SMALL_SHAPES
+    assert verify._shapes(kernels.VARIANTS["mine"], "interpret") == verify.SMALL_SHAPES

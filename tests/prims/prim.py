@@ -119,6 +119,11 @@ def normal(*shape: int) -> np.ndarray:
     return rng().normal(size=shape).astype(np.float32)
 
 
+def eighths(*shape: int) -> np.ndarray:
+    """Scores of which every sum with a bias is exact in float32."""
+    return (rng().integers(-999, 1000, shape) / 8).astype(np.float32)
+
+
 def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> np.ndarray:
     """Combine over aligned groups of lanes, in the order of ``__shfl_xor_sync``."""
     index, offset = np.arange(len(x)), lanes // 2

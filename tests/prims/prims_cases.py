@@ -21,20 +21,24 @@ from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.reference.rounding import ex2, round_to
 from tests.prims.prim import Arguments, Prim, butterfly, defines, normal, rng
 from tests.prims.prims_cluster_cases import CLUSTER_PRIMS
-from tests.prims.prims_exp2_cases import EXP2_PRIMS
+from tests.prims.prims_exp2_cases import EXP2_PRIMS, RCP_PRIMS
 from tests.prims.prims_finite_cases import FINITE_PRIMS
 from tests.prims.prims_fragment_cases import FRAGMENT_PRIMS
 from tests.prims.prims_gemm_cases import GEMM_PRIMS
 from tests.prims.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims.prims_hopper_cases import hopper_prims
+from tests.prims.prims_mask_bits_cases import MASK_BITS_PRIMS
 from tests.prims.prims_mma_cases import MMA_PRIMS
 from tests.prims.prims_p_cases import P_PRIMS
 from tests.prims.prims_pieces_cases import PIECES_PRIMS
 from tests.prims.prims_prepare_cases import prepare_prims
 from tests.prims.prims_quantize_cases import QUANTIZE_PRIMS
 from tests.prims.prims_rope_cases import rope_prims
+from tests.prims.prims_score_bias_cases import SCORE_BIAS_PRIMS
 from tests.prims.prims_score_cases import SCORE_PRIMS
+from tests.prims.prims_score_hook_cases import SCORE_HOOK_PRIMS
 from tests.prims.prims_shift_cases import SHIFT_PRIMS
+from tests.prims.prims_softcap_cases import SOFTCAP_PRIMS
 from tests.prims.prims_step_cases import STEP_PRIMS
 from tests.prims.prims_tile_end_cases import TILE_END_PRIMS
 from tests.prims.prims_zero_cases import ZERO_PRIMS
@@ -333,7 +337,7 @@ PRIMS = [
         lambda: {"integers": np.zeros(10, np.int32), "floats": np.zeros(3, np.float32)},
         base_expected,
     ),
-    *EXP2_PRIMS,
+    *EXP2_PRIMS, *RCP_PRIMS,
     *FINITE_PRIMS,
     Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
     *MMA_PRIMS,
@@ -342,6 +346,7 @@ PRIMS = [
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
     *SCORE_PRIMS, *SHIFT_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(),
+    *SOFTCAP_PRIMS, *MASK_BITS_PRIMS, *SCORE_BIAS_PRIMS, *SCORE_HOOK_PRIMS,
     *P_PRIMS, *ZERO_PRIMS, *FRAGMENT_PRIMS,
     *CLUSTER_PRIMS, *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
     *QUANTIZE_PRIMS, *TILE_END_PRIMS,

@@ -25,6 +25,9 @@ OURS = {
     "alibi_slopes": "bias=-slopes", "cache_seqlens": "cu_seqlens_k",
     "tensor_layout": "'BHSD' for 'HND', layout='BSHD' for 'NHD'",
     "precision_mode": "precision_policy", "v_precision": r"quant=QuantConfig\(pv=",
+    "max_seqlen_q": "max_len_q=", "max_seqlen_k": "max_len_k=", "cu_seqlens_kv": "cu_seqlens_k=",
+    "return_softmax_lse": "return_lse=", "logits_soft_cap": "softcap=", "attn_bias": "bias=",
+    "key_padding_mask": "mask=, True",
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": lambda **o: ca.attention(X, X, X, **o),

@@ -25,13 +25,13 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q.repeat(2, 0), k, v)", "q, k and v must agree on batch, got q.shape=(2,"),
         (
             "ca.attention(q.astype('f8'), k.astype('f8'), v.astype('f8'))",
-            "q, k and v must all be float16, bfloat16 or float32, got",
+            "q, k and v must be of one type, float16, bfloat16 or float32, got",
         ),
         (
             "ca.attention(q.astype('i4'), k.astype('i4'), v.astype('i4'))",
-            "q, k and v must all be float16, bfloat16 or float32, got",
+            "q, k and v must be of one type, float16, bfloat16 or float32, got",
         ),
-        ("ca.attention(q, k.astype('f4'), v)", "q, k and v must all be float16, bfloat16 or"),
+        ("ca.attention(q, k.astype('f4'), v)", "q, k and v must be of one type, float16,"),
         ("ca.attention(q.tolist(), k, v)", "q must be a NumPy or CuPy array, or have __dlpack__,"),
         ("ca.attention(q, k, None)", "v must be a NumPy or CuPy array, or have __dlpack__, got"),
         ("ca.attention('q', k, v)", "q must be a NumPy or CuPy array, or have __dlpack__, got str"),

@@ -180,6 +180,21 @@ def test_rows_of_packed_queries_have_positions_of_their_own() -> None:
     assert_same(kv.with_q(q, cu_seqlens_q=OFFSETS_Q, rope=rope), expected)
 
 
+def test_queries_need_what_the_keys_had(tmp_path: Path) -> None:
+    """A record knows that its rows were turned or normalised, from a file, too."""
+    angles = np.random.default_rng(3).normal(size=(20, 8)).astype(np.float32)
+    given = {"rope": (np.cos(angles), np.sin(angles)), "qk_norm": (np.ones(16, np.float32),) * 2}
+    for names in (("rope",), ("qk_norm",), ("rope", "qk_norm")):
+        some = {name: given[name] for name in names}
+        ca.quantize(Q, K, V, **some).save(tmp_path / "z.npz")
+        for z in (ca.quantize_kv(K, V, **some), ca.QuantizedQKV.load(tmp_path / "z.npz")):
+            for name in names:
+                others = {n: x for n, x in some.items() if n != name}
+                with pytest.raises(ValueError, match=f"^with_q needs {name}=, as the keys had it"):
+                    z.with_q(Q, **others)
+            assert_same(z.with_q(Q, **some), ca.quantize(Q, K, V, **some))
+
+
 def packed_keys() -> ca.QuantizedQKV:
     return ca.quantize_kv(*PACKED[1:], cu_seqlens_k=OFFSETS)
 

@@ -1,4 +1,4 @@
-// compile_add -- the smallest module with everything that compile.py reads from one: a header, a
+// compile_add -- the smallest module with everything that `cupyattn.compiler` reads from one: a header, a
 // macro, shared memory declared by the kernel, a contract.
 #include "compile_add.cuh"
 
