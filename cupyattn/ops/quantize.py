@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -143,6 +144,16 @@ def quantize(
 
 
 quantise_with(quantize)
+
+
+def _rebuilt(state: dict[str, Any]) -> QuantizedQKV:
+    """Return a record from a pickle; that names this function, so this module is imported."""
+    record = object.__new__(QuantizedQKV)
+    vars(record).update(state)
+    return record
+
+
+copyreg.pickle(QuantizedQKV, lambda record: (_rebuilt, (vars(record),)))
 
 
 @points_to_our_names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -193,6 +195,20 @@ def test_queries_need_what_the_keys_had(tmp_path: Path) -> None:
                 with pytest.raises(ValueError, match=f"^with_q needs {name}=, as the keys had it"):
                     z.with_q(Q, **others)
             assert_same(z.with_q(Q, **some), ca.quantize(Q, K, V, **some))
+
+
+def test_a_record_from_a_pickle_takes_queries() -> None:
+    """In a process that has imported nothing but the package."""
+    code = (
+        "import pickle, sys\nimport numpy as np\nimport cupyattn\n"
+        "kv, q = pickle.load(sys.stdin.buffer)\n"
+        "pickle.dump(np.asarray(kv.with_q(q).q_codes), sys.stdout.buffer)"
+    )
+    given = pickle.dumps((ca.quantize_kv(K, V), Q))
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True)
+    assert not done.returncode, done.stderr.decode()[-600:]
+    np.testing.assert_array_equal(pickle.loads(done.stdout), ca.quantize(Q, K, V).q_codes)
+    assert_same(copy.copy(ca.quantize_kv(K, V)).with_q(Q), ca.quantize(Q, K, V))
 
 
 def packed_keys() -> ca.QuantizedQKV:
