@@ -51,6 +51,8 @@ FORMS = {
     "sm90": race.HOPPER,
     "portable": race.Form(ladder.lookup("fa_tc"), "sm_90"),
 }
+#: Tiles of a form, where its own have no registers for scores that stay from step to step.
+TILES = {"sm90": "", "portable": "@128x32w4s2"}
 
 
 def called(parts: Sequence[str]) -> str:
@@ -87,7 +89,7 @@ def candidates(form: str, folder: Path) -> list[race.Candidate]:
     for parts in LEFT_OUT:
         changed = changes(form, parts, folder / "changes")
         text = f"{called(parts)}={changed}" if parts else called(parts)
-        found.append(race.parse_candidate(text, folder / form, FORMS[form]))
+        found.append(race.parse_candidate(text + TILES[form], folder / form, FORMS[form]))
     return found
 
 

@@ -102,8 +102,9 @@ def test_the_judgements_hold(rung: str, name: str) -> None:
 
 @SLOW
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("head_dim", [80, 128, 256])
-@pytest.mark.parametrize("name", ["softcap", "mask of rows", "dense bias", "all"])
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("all", 80), ("dense bias", 128), ("mask of rows", 256), ("all", 256)]
+)
 def test_they_hold_at_other_head_sizes(rung: str, head_dim: int, name: str) -> None:
     variant, _, form = rung.partition("@")
     if head_dim <= lookup(variant).forms[form].tiles.largest_head_dim:
@@ -236,12 +237,11 @@ SPILLED = {("fa_int8@sm90_fp8", 128, "bias"): 8}
 
 @SLOW
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [("softcap", 0), ("mask of rows", 0), ("dense bias", 0), ("all", 0), ("mask of rows", 128),
-     ("all", 128), ("all", 64)],
-)  # fmt: skip
+    [("softcap", 0), ("mask of rows", 128), ("dense bias", 0), ("all", 0)],
+)
 def test_default_tiles_spill_nothing_and_fit(
     rung: str, head_dim: int, name: str, blocks: int
 ) -> None:

@@ -384,7 +384,7 @@ def drawn(seed: int) -> tuple[Arrays, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_call_is_within_its_bound(seed: int) -> None:
     inputs, options = drawn(seed)
     runs.run(RUNG, inputs, arch="sm_90a", backend="interpret", **options).check()
