@@ -77,7 +77,8 @@ class TcpServer:
     ) -> None:
         self.board = Board(size)
         self._secret, self._limits = secret, limits or Limits()
-        self._gone: set[int] = set()  # ranks that have left, or whose connection closed
+        self._leaving: set[int] = set()  # ranks that have said so
+        self._gone: set[int] = set()  # those that have been answered, or whose connection closed
         self._joined: set[tuple[int, int]] = set()  # ranks and uses of connections, never twice
         self._joining: dict[socket.socket, None] = {}  # in the order in which they came
         self._warned: set[Verdict] = set()
@@ -161,8 +162,8 @@ class TcpServer:
             self._fails(rank, cause)
 
     def _fails(self, rank: int, cause: str) -> None:
-        """Tell the board that a rank has failed, unless it has left or failed before."""
-        if self._leaves(rank):
+        """Tell the board that a rank has failed, unless it is leaving or has failed before."""
+        if self._leaves(rank) and rank not in self._leaving:
             self.board.fail(rank, cause)
 
     def _join(self, connection: socket.socket) -> tuple[int, Channel]:
@@ -219,10 +220,11 @@ class TcpServer:
         while True:
             answer: dict[str, Any] = {}
             values: Sequence[Any] = ()
-            number = expected
+            number, leaves = expected, False
             try:
                 frame = channel.receive(expected, None)
                 values = self._answer(rank, frame)
+                leaves = frame.words["ask"] == "leave"
             except TimeoutError:
                 return "sent half a message, and not the rest in time"
             except (BrokenFrameError, MemoryError) as error:
@@ -241,6 +243,8 @@ class TcpServer:
             channel.send(number, answer, values)
             if number == expected:
                 expected += 1
+            if leaves:  # and not before: with the last to go the process of the server may end
+                self._leaves(rank)
 
     def _answer(self, rank: int, frame: Frame) -> Sequence[Any]:
         board, words, value = self.board, frame.words, frame.value
@@ -256,7 +260,7 @@ class TcpServer:
             case "fail":
                 board.fail(self._rank(words, "of"), _text(words, "cause"))
             case "leave":
-                self._leaves(rank)
+                self._leaving.add(rank)
             case "check":
                 board.check()
             case other:

@@ -22,6 +22,7 @@ from cupyattn.distributed import (
     HostGroup,
     RankError,
 )
+from cupyattn.distributed.frames import Channel
 from cupyattn.distributed.start import rendezvous
 from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
@@ -182,6 +183,30 @@ def test_a_store_behind_a_socket_does_what_a_board_does() -> None:
                 store.check()
         for store in stores:
             store.leave()
+
+
+def test_a_server_stays_until_the_last_to_leave_has_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it does not, the process of rank 0 ends, and rank 1 calls that a failure."""
+    answered = []
+    send = Channel.send
+
+    def slowly(self: Channel, *args: Any) -> None:
+        if threading.current_thread() is not member:  # of the server
+            time.sleep(0.3)
+            answered.append(True)
+        send(self, *args)
+
+    with server(2) as board:
+        store = TcpStore(1, board.address, 5, secret=SECRET)
+        member = threading.Thread(target=store.leave)
+        monkeypatch.setattr(Channel, "send", slowly)
+        member.start()
+        board.close(5)
+        assert answered == [True]
+        member.join()
+        board.board.check()  # to leave is no failure
 
 
 def test_no_server_and_no_address() -> None:
