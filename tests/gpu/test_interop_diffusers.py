@@ -159,13 +159,18 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_family_compiles_to_one_graph(family: str) -> None:
-    """By Inductor; it rounds elsewhere, which moves results by less than INT8 does."""
+    """By Inductor; it adds up in another order, which moves results by less than INT8 does.
+
+    It keeps the model's own roundings: without those of Kandinsky 5, which casts queries and keys
+    to bfloat16 and back, results of its attention in 32 bits would move as much as by INT8.
+    """
     pipe = cases.make(family).to("cuda")
     native = cases.generate(pipe, family, steps=2)
     with interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT) as handle:
         expected = cases.generate(pipe, family, steps=2)
         pipe.transformer.compile(fullgraph=True)
-        latents = cases.generate(pipe, family, steps=2)
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            latents = cases.generate(pipe, family, steps=2)
         layers_of = handle.report().layers
         assert all(layer.compiled for layer in layers_of)
         ran = [layer.name for layer in layers_of if "balanced" in layer.compiled]
