@@ -5,8 +5,9 @@ Varies       the feature: key padding (27 % of the keys of three entries of four
              and head, softcap 30; head_dim in {64, 128}; length in {1024, 4096, 16384}; float16 and
              bfloat16; rung: fa_tc, and fa_int8 with V in 16 bits
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1)
-Measures     J2, of two heads; time of a prepared call, packing of masks included, and in the same rounds its
-             ratio to the plain call, to the fastest other library, and of fa_int8 to fa_tc
+Measures     J2, of two heads; time of a prepared call, packing of masks included, and in the same
+             rounds its ratio to the plain call, to the fastest other library, and of fa_int8 to
+             fa_tc
 Beside       torch's scaled_dot_product_attention with its cuDNN and memory-efficient backends,
              FlexAttention compiled for each case, its block mask made beforehand, and
              FlashAttention-4 where it can be imported

@@ -159,24 +159,26 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_family_compiles_to_one_graph(family: str) -> None:
-    """By Inductor; it adds up in another order, which moves results by less than INT8 does.
+    """By Inductor; what it changes is what it changes in the model's own attention.
 
-    It keeps the model's own roundings: without those of Kandinsky 5, which casts queries and keys
-    to bfloat16 and back, results of its attention in 32 bits would move as much as by INT8.
+    That is less than a tenth of what INT8 does, but in Kandinsky 5: it casts queries and keys to
+    bfloat16 and back, which Inductor leaves out.
     """
     pipe = cases.make(family).to("cuda")
     native = cases.generate(pipe, family, steps=2)
-    with interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT) as handle:
+    with interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT):
         expected = cases.generate(pipe, family, steps=2)
-        pipe.transformer.compile(fullgraph=True)
-        with torch._inductor.config.patch(emulate_precision_casts=True):
-            latents = cases.generate(pipe, family, steps=2)
+    pipe.transformer.compile(fullgraph=True)
+    changed = distance(cases.generate(pipe, family, steps=2), native)
+    with interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT) as handle:
+        latents = cases.generate(pipe, family, steps=2)
         layers_of = handle.report().layers
         assert all(layer.compiled for layer in layers_of)
         ran = [layer.name for layer in layers_of if "balanced" in layer.compiled]
     assert bool(ran) == (family != "hunyuan_video")
     if ran:
-        assert distance(latents, expected) <= 0.1 * distance(expected, native)
+        allowed = 0.1 * distance(expected, native) + 2 * changed
+        assert distance(latents, expected) <= allowed
 
 
 @pytest.mark.parametrize("options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
