@@ -3,7 +3,7 @@
 Varies       the feature: key padding (27 % of the keys of three entries of four), a half-true mask
              (len, len), a float16 bias (heads, len, len) shared over the batch, one of each entry
              and head, softcap 30; head_dim in {64, 128}; length in {1024, 4096, 16384}; float16 and
-             bfloat16; rung: fa_tc, and fa_int8 with V in 16 bits
+             bfloat16; rung: fa_tc, and fa_int8 of the accuracy class "balanced"
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1)
 Measures     J2, of two heads; time of a prepared call, packing of masks included, and in the same
              rounds its ratio to the plain call, to the fastest other library, and of fa_int8 to
@@ -40,6 +40,7 @@ import cupyattn as ca
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import output
 from cupyattn.measure import rungs, timing, words
+from cupyattn.problem.choose import QUANT
 from cupyattn.quant import QuantConfig
 from cupyattn.testing import verdict
 from experiments._harness import merging, recording
@@ -138,16 +139,22 @@ def corner(x: Any) -> Any:
     return x[-1:, :2] if x.ndim == 4 else x
 
 
+def quant_of(rung: str, options: Mapping[str, Any]) -> QuantConfig | None:
+    """Return how the accuracy class "balanced" quantises; a softcap takes keys as they are."""
+    if rung != "fa_int8":
+        return None
+    return replace(QUANT["balanced"], smooth_k="softcap" not in options)
+
+
 def judged(
     rung: str, problem: Problem, inputs: Any, options: Mapping[str, Any], arch: str | None
 ) -> tuple[ca.ops.prepared.Prepared, dict[str, Any]]:
     """Return a prepared call, and what judging some rows of two heads of its result came to."""
-    prepared = ca.plan(*inputs, variant=rung, arch=arch, **options)
-    plan, quantized = prepared.plans[-1], None
+    quant = quant_of(rung, options)
+    prepared = ca.plan(*inputs, variant=rung, quant=quant, arch=arch, **options)
+    plan = prepared.plans[-1]
     few = tuple(map(corner, inputs))
-    if rung == "fa_int8":
-        quant = QuantConfig(smooth_k="softcap" not in options)
-        quantized = ca.quantize(*few, quant=quant, arch=arch)
+    quantized = None if quant is None else ca.quantize(*few, quant=quant, arch=arch)
     scored = {name: x if name == "softcap" else corner(x) for name, x in options.items()}
     call = replace(problem.call, batch=1, heads=2)
     report = verdict.judge(
@@ -383,7 +390,10 @@ def run(args: argparse.Namespace) -> int:
         plain = {}
         if not args.quick:
             sets = timing.rotated(inputs)
-            plain = {r: rotating(ca.plan(*inputs, variant=r), sets) for r in RUNGS}
+            plain = {
+                rung: rotating(ca.plan(*inputs, variant=rung, quant=quant_of(rung, {})), sets)
+                for rung in RUNGS
+            }
         rows: list[dict[str, Any]] = []
         for feature in features_of(problem):
             rows += measure_feature(
