@@ -159,17 +159,17 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_family_compiles_to_one_graph(family: str) -> None:
-    """By Inductor; what it changes is what it changes in the model's own attention.
+    """By Inductor: INT8 is as far from native as in eager calls, and they are close to each other.
 
-    That is less than a tenth of what INT8 does, but in Kandinsky 5: it casts queries and keys to
-    bfloat16 and back, which Inductor leaves out.
+    But for Kandinsky 5, which casts queries and keys to bfloat16 and back: Inductor leaves that
+    out, and other numbers come to other codes.
     """
     pipe = cases.make(family).to("cuda")
     native = cases.generate(pipe, family, steps=2)
     with interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT):
-        expected = cases.generate(pipe, family, steps=2)
+        eager = cases.generate(pipe, family, steps=2)
     pipe.transformer.compile(fullgraph=True)
-    changed = distance(cases.generate(pipe, family, steps=2), native)
+    compiled_native = cases.generate(pipe, family, steps=2)
     with interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT) as handle:
         latents = cases.generate(pipe, family, steps=2)
         layers_of = handle.report().layers
@@ -177,8 +177,9 @@ def test_a_family_compiles_to_one_graph(family: str) -> None:
         ran = [layer.name for layer in layers_of if "balanced" in layer.compiled]
     assert bool(ran) == (family != "hunyuan_video")
     if ran:
-        allowed = 0.1 * distance(expected, native) + 2 * changed
-        assert distance(latents, expected) <= allowed
+        of_int8 = distance(eager, native)
+        assert 0 < distance(latents, compiled_native) <= 1.5 * of_int8
+        assert distance(latents, eager) <= (1.5 if family == "kandinsky5" else 0.1) * of_int8
 
 
 @pytest.mark.parametrize("options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
