@@ -147,14 +147,19 @@ def quant_of(rung: str, options: Mapping[str, Any]) -> QuantConfig | None:
 
 
 def judged(
-    rung: str, problem: Problem, inputs: Any, options: Mapping[str, Any], arch: str | None
+    rung: str,
+    problem: Problem,
+    inputs: Any,
+    options: Mapping[str, Any],
+    arch: str | None,
+    tiles: ca.Tiles | None = None,
 ) -> tuple[ca.ops.prepared.Prepared, dict[str, Any]]:
     """Return a prepared call, and what judging some rows of two heads of its result came to."""
     quant = quant_of(rung, options)
-    prepared = ca.plan(*inputs, variant=rung, quant=quant, arch=arch, **options)
+    prepared = ca.plan(*inputs, variant=rung, quant=quant, arch=arch, tiles=tiles, **options)
     plan = prepared.plans[-1]
     few = tuple(map(corner, inputs))
-    quantized = None if quant is None else ca.quantize(*few, quant=quant, arch=arch)
+    quantized = None if quant is None else ca.quantize(*few, quant=quant, tiles=tiles, arch=arch)
     scored = {name: x if name == "softcap" else corner(x) for name, x in options.items()}
     call = replace(problem.call, batch=1, heads=2)
     report = verdict.judge(
@@ -269,9 +274,7 @@ def measure_feature(
     calls: dict[str, Callable[[int], Any]] = {}
     sets = [] if args.quick else timing.rotated(inputs)
     for rung in RUNGS:
-        prepared, facts = judged(
-            rung, problem, inputs, options, "sm_90a" if args.quick else None
-        )
+        prepared, facts = judged(rung, problem, inputs, options, "sm_90a" if args.quick else None)
         rows.append({"feature": feature, "name": rung, "peer": False, **facts})
         if facts["ok"] and not args.quick:
             calls[rung] = rotating(prepared, sets)
