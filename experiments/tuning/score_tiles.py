@@ -67,7 +67,6 @@ def measure(
     problem = cell.problem(args)
     inputs = problem.draw(on_device=not args.quick)
     options = scores.options_of(feature, problem, array_namespace(inputs[0]))
-    arch = "sm_90a" if args.quick else None
     sets = [] if args.quick else timing.rotated(inputs)
     rows: list[dict[str, Any]] = []
     calls = {}
@@ -76,7 +75,7 @@ def measure(
         name = OWN if tiles is None else named(tiles)
         row: dict[str, Any] = {"rung": rung, "feature": feature, "name": name}
         try:
-            prepared, facts = scores.judged(rung, problem, inputs, options, arch, tiles)
+            prepared, facts = scores.judged(rung, problem, inputs, options, "sm_90a", tiles)
         except (*REFUSALS, ValueError) as error:
             rows.append(row | {"refused": str(error)[:200]})
             continue
