@@ -90,9 +90,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:  # noqa: F811
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=driver.stream)
-    )
+    monkeypatch.setattr(module, "stream_handle", lambda _: driver.stream)
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
     for name, stand_in in (
         ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
@@ -393,10 +391,11 @@ def test_a_linear_layer_on_tensors_is_planned_once(
         made.append(OnDevice(array(shape, dtype)))
         return made[-1]
 
-    stream = SimpleNamespace(cuda_stream=host.driver.stream)
-    cuda = SimpleNamespace(current_device=lambda: 0, current_stream=lambda _: stream)
+    cuda = SimpleNamespace(current_device=lambda: 0)
     torch = SimpleNamespace(cuda=cuda, empty=empty, uint8="uint8")
-    monkeypatch.setattr(importlib.import_module("cupyattn.interop.torch.calls"), "torch", torch)
+    calls = importlib.import_module("cupyattn.interop.torch.calls")
+    monkeypatch.setattr(calls, "torch", torch)
+    monkeypatch.setattr(calls, "stream_handle", lambda _: host.driver.stream)
     for name, stand_in in (
         ("torch", torch),
         ("as_array", lambda x: x.array),
