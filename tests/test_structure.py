@@ -300,7 +300,7 @@ def test_an_option_of_a_call_is_written_once() -> None:
     }
     assert of_attention < fields[own]
     assert {name for name, some in fields.items() if len(some & of_attention) > 2} == {own}
-    holders = {"ops.backward", "distributed.call", "interop.torch.calls"}
+    holders = {"ops.backward", "distributed.agreement", "interop.torch.calls"}
     assert {f"cupyattn.{name}" for name in holders} == {
         module for module, node in classes()
         if any(ast.unparse(one).startswith("of_call: Settings") for one in node.body)

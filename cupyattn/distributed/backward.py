@@ -10,8 +10,8 @@ import numpy as np
 
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.blocks import Block
-from cupyattn.distributed.call import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.blocks import blocks
-from cupyattn.distributed.call import ShardedCall
-from cupyattn.distributed.calls import of_window, run_attention
 from cupyattn.distributed.partition import Range, places
+from cupyattn.distributed.rank_calls import of_window, run_attention
 from cupyattn.distributed.ring import MessageForm, Part
 from cupyattn.ops.quantize import quantize
 from cupyattn.quant.config import QuantConfig

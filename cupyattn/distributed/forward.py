@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, array_namespace
-from cupyattn.distributed.call import ShardedCall
+from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.codes import TravellingCodes
 from cupyattn.distributed.group import Message, Work
 from cupyattn.distributed.mesh import Heads, shares_of_heads

@@ -10,7 +10,6 @@ from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.mirrored import run_mirror
 from cupyattn.ops.operation import run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
@@ -24,6 +23,7 @@ from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import static_scales
+from cupyattn.reference.request import run_mirror
 
 
 @points_to_our_names
@@ -332,6 +332,7 @@ class _Attention:
 
     def mirror(self, request: Request) -> dict[str, Any]:
         """Return O and the log-sum-exp, as the caller has them."""
+        self.plan(request)  # refuses what no kernel takes
         return run_mirror(request)
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:

@@ -26,10 +26,9 @@ from cupyattn.quant.blocks import (
     check_codes,
     check_out_dtype,
     check_values,
-    dequantize_blocks,
-    quantize_blocks,
     scale_shape,
 )
+from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 
 Array = Any
 

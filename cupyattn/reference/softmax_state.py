@@ -17,6 +17,9 @@ Float32 = npt.NDArray[np.float32]
 
 LOG2E = np.float32(np.log2(np.e))
 LN2 = np.float32(np.log(2.0))
+#: From here on the largest score of a whole row stays in natural units: log2(e) times it may
+#: overflow.
+LARGEST_IN_LOG2 = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -182,3 +185,34 @@ class ShiftState(RowState):
     def lse(self) -> Float32:
         """Natural log of the sum of exponentials."""
         return (self.M + np.log2(self.exact_l)) * LN2
+
+
+class _WholeRows(RowState):
+    """The state of whole rows, those in `natural` in natural units."""
+
+    natural: npt.NDArray[np.bool_] | None = None
+
+    def lse(self) -> Float32:
+        """Natural log of the sum of exponentials."""
+        lse = super().lse()
+        if self.natural is None:
+            return lse
+        return np.where(self.natural, fma32(np.log2(self.l), LN2, self.M), lse)
+
+
+def softmax_of_rows(
+    S: Float32, factor: np.float32, subtracts_first: bool
+) -> tuple[Float32, RowState]:
+    """Whole rows: P divided by l, and the final state."""
+    state = _WholeRows(S.shape[:-1], subtracts_first)
+    m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
+    state.advance(m, factor)
+    p = state.exponentials(S, factor)
+    large = (m != NEG_INF) & (np.abs(m) >= LARGEST_IN_LOG2)
+    if large.any() and not subtracts_first:
+        other = RowState(m.shape, subtracts_first=True)
+        other.advance(m, factor)
+        p = np.where(large[..., None], other.exponentials(S, factor), p)
+        state.M, state.l = np.where(large, m, state.M), np.where(large, other.l, state.l)
+        state.natural = large
+    return p * state.inverse_l()[..., None], state  # R6

@@ -23,8 +23,8 @@ from cupyattn.measure import rungs as measure
 from cupyattn.measure.rungs import Judgement
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.form import Kernel
+from cupyattn.reference import attention as reference_mirror
 from cupyattn.reference import exact
-from cupyattn.reference import mirror as reference_mirror
 from cupyattn.testing.verdict import Report
 
 SMALL = ["--heads", "2", "--len", "40", "--head-dim", "24"]

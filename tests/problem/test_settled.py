@@ -26,7 +26,7 @@ from cupyattn.ops.explain import kernel_form
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.support import SUPPORTED, Support
-from cupyattn.reference import mirror
+from cupyattn.reference import attention as mirror
 from cupyattn.testing import verdict
 from tests.problem.settled_calls import Call, calls
 
@@ -167,12 +167,13 @@ def test_who_asks_for_form_and_tiles() -> None:
     )  # fmt: skip
     in_core = {"settle_request": ["problem/request.py"], "settle": ["problem/form.py"] * 2}
     in_core["settle"] += ["unfused.py"]
-    of_arrays = ["bounds/kernel.py", "reference/mirror.py", "testing/verdict.py"]
+    of_arrays = ["bounds/kernel.py", "reference/attention.py", "testing/verdict.py"]
     wanted = in_core | {"settle_arrays": of_arrays}
     assert found == Counter((name, place) for name, places in wanted.items() for place in places)
 
 
-def test_an_operation_has_plans_of_its_name() -> None:
+def test_an_operation_is_three_files_of_one_name() -> None:
+    """But the mirror of the backward pass is in gradients/, beside what gradients are."""
     package = Path(ca.__file__).parent
     operations = {
         path.name
@@ -182,7 +183,11 @@ def test_an_operation_has_plans_of_its_name() -> None:
         and {"resolve", "plan", "mirror"} <= {getattr(one, "name", "") for one in node.body}
     }  # fmt: skip
     assert len(operations) >= 6
-    assert operations <= {path.name for path in (package / "plans").glob("*.py")}
+    plans, mirrors = (
+        {path.name for path in (package / name).glob("*.py")} for name in ("plans", "reference")
+    )
+    assert operations <= plans and operations - mirrors == {"backward.py"}
+    assert {"unfused.py"} <= plans & mirrors  # whose steps stand below ops/
 
 
 def test_support_says_why_not() -> None:

@@ -1,4 +1,4 @@
-"""Attention on the mirror: NumPy, with the kernels' blocks and rounding points."""
+"""The mirror of a request: of the whole call, or of each of its packed sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import with_lengths
@@ -20,7 +19,7 @@ from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference import mirror
+from cupyattn.reference import attention
 from cupyattn.reference.quantize import quantize_mirror
 
 
@@ -43,7 +42,6 @@ def run_mirror(request: Request) -> dict[str, Any]:
 
     The caller's ``out`` receives O.
     """
-    stages(request)  # refuses what no kernel takes
     call, kernel = request.call, request.kernel
     if call.packed is None:
         whole = Entry(
@@ -114,12 +112,12 @@ def _mirror(request: Request, kernel: Kernel, entry: Entry) -> tuple[Any, Any]:
             )  # fmt: skip
             coded = coded.in_nibbles() if quant.qk_bits == 4 else coded
         coded = coded.unpacked()
-        operands = mirror.coded_arrays(coded)
+        operands = attention.coded_arrays(coded)
     elif request.preparation is not None:
         operands = (*request.preparation.stored(entry.q, entry.k), entry.v)
     scores = ScoreOptions(
         settings.causal, settings.causal_align, settings.window, settings.softcap, entry.mask,
         entry.bias, entry.block_mask,
     )  # fmt: skip
-    o, lse, _ = mirror.run_kernel(kernel, operands, scores, quantized=coded)
+    o, lse, _ = attention.run_kernel(kernel, operands, scores, quantized=coded)
     return o, lse

@@ -14,17 +14,14 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from cupyattn.arrays.groups import merge_heads, scale_of_row, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
-from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
-from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import check_dtype, check_scale
+from cupyattn.problem.checks import check_dtype
 from cupyattn.problem.form import Kernel, settle_arrays
 from cupyattn.problem.rope import Rope, check_turned_before
 from cupyattn.problem.score_options import ScoreOptions
@@ -34,134 +31,10 @@ from cupyattn.quant.operand_protocol import (
     check_one_sequence,
     codes_less_zero,
 )
-from cupyattn.reference.mirror_8bit import by_shifts, by_tile
+from cupyattn.reference.attention_8bit import by_shifts, by_tile
 from cupyattn.reference.rounding import ex2, fma32, from_sum, round_to
 from cupyattn.reference.scores import Scores, prepare_scores
-from cupyattn.reference.softmax_state import LN2, LOG2E, Float32, RowState, Step, inverse
-
-#: From here on the largest score of a whole row stays in natural units: log2(e) times it may
-#: overflow.
-LARGEST_IN_LOG2 = 2.0**126
-
-
-class _WholeRows(RowState):
-    """The state of whole rows, those in `natural` in natural units."""
-
-    natural: npt.NDArray[np.bool_] | None = None
-
-    def lse(self) -> Float32:
-        """Natural log of the sum of exponentials."""
-        lse = super().lse()
-        if self.natural is None:
-            return lse
-        return np.where(self.natural, fma32(np.log2(self.l), LN2, self.M), lse)
-
-
-def _softmax(S: Float32, factor: np.float32, subtracts_first: bool) -> tuple[Float32, RowState]:
-    """Whole rows: P divided by l, and the final state."""
-    state = _WholeRows(S.shape[:-1], subtracts_first)
-    m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
-    state.advance(m, factor)
-    p = state.exponentials(S, factor)
-    large = (m != NEG_INF) & (np.abs(m) >= LARGEST_IN_LOG2)
-    if large.any() and not subtracts_first:
-        other = RowState(m.shape, subtracts_first=True)
-        other.advance(m, factor)
-        p = np.where(large[..., None], other.exponentials(S, factor), p)
-        state.M, state.l = np.where(large, m, state.M), np.where(large, other.l, state.l)
-        state.natural = large
-    return p * state.inverse_l()[..., None], state  # R6
-
-
-def scores_mirror(
-    q: Array,
-    k: Array,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
-) -> Float32:
-    """S3 of the unfused rung: the scores, in float32.
-
-    Parameters
-    ----------
-    q, k, scale, causal, causal_align, window, softcap, mask, bias, block_mask
-        As for `attention_mirror`.
-
-    Returns
-    -------
-    S : (batch, heads, len_q, len_kv) array, float32
-        fl(dot * scale), softcapped, with the bias; -inf where masked.
-
-    Examples
-    --------
-    >>> x = np.full((1, 1, 2, 4), 0.5, np.float16)
-    >>> scores_mirror(x, x, causal=True)[0, 0].tolist()
-    [[0.5, -inf], [0.5, 0.5]]
-    """
-    _, _, _, _, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
-    n = compose_numerics("unfused", "portable", _storage_name(q, k, k))
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    scoring = Scoring.of(q, k, options)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scores = prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
-        return cast(Float32, merge_heads(scores.block(0, len_kv)))
-
-
-def softmax_mirror(S: Float32) -> tuple[Float32, Float32]:
-    """S4 of the unfused rung: P = softmax(S) and the log-sum-exp, in float32.
-
-    Parameters
-    ----------
-    S : (..., len_kv) array, float32
-
-    Returns
-    -------
-    P : (..., len_kv) array, float32
-    lse : (...) array, float32
-
-    Examples
-    --------
-    >>> P, lse = softmax_mirror(np.zeros((1, 4), np.float32))
-    >>> P.tolist(), lse.round(5).tolist()
-    ([[0.25, 0.25, 0.25, 0.25]], [1.3862899541854858])
-    """
-    require_numpy(S)
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        P, state = _softmax(S, LOG2E, False)
-        return P, state.lse()
-
-
-def weighted_sum_mirror(P: Float32, v: Array) -> Array:
-    """S5 and S6 of the unfused rung: O = P V, stored in v's type.
-
-    Parameters
-    ----------
-    P : (batch, heads, len_q, len_kv) array, float32
-    v : (batch, heads_kv, len_kv, head_dim) array, float16, bfloat16 or float32
-
-    Returns
-    -------
-    o : (batch, heads, len_q, head_dim) array, v's dtype
-
-    Examples
-    --------
-    >>> v = np.arange(4, dtype=np.float16).reshape(1, 1, 4, 1)
-    >>> weighted_sum_mirror(np.full((1, 1, 1, 4), 0.25, np.float32), v).tolist()
-    [[[[1.5]]]]
-    """
-    require_numpy(P)
-    out_type = _storage_name(v, v, v)
-    if P.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
-        raise ValueError(f"P and v must agree on batch and len_kv, got {P.shape=} {v.shape=}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        O = split_heads(P, v.shape[1]) @ v[:, :, None].astype(np.float32)  # R6
-        return merge_heads(round_to(O, out_type)).astype(STORAGE[out_type])  # R7
+from cupyattn.reference.softmax_state import Float32, RowState, Step, inverse, softmax_of_rows
 
 
 def require_numpy(*arrays: Array) -> None:
@@ -170,7 +43,7 @@ def require_numpy(*arrays: Array) -> None:
         raise TypeError("the mirror computes on NumPy arrays: bring CuPy arrays over with .get()")
 
 
-def _storage_name(q: Array, k: Array, v: Array) -> str:
+def storage_name(q: Array, k: Array, v: Array) -> str:
     """Return the one storage type of three NumPy arrays."""
     require_numpy(q, k, v)
     return check_dtype(q, k, v)
@@ -270,7 +143,7 @@ def attention_mirror(
     else:
         if k is None or v is None:
             raise TypeError("k and v may only be left out where q is a QuantizedQKV")
-        _storage_name(q, k, v)
+        storage_name(q, k, v)
         arrays = q, k, v
     options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
     kernel = settle_arrays(
@@ -448,7 +321,7 @@ def _whole_rows(
 ) -> tuple[Float32, RowState]:
     """The three kernels of the unfused rung: one step over all keys, and P divided by l in it."""
     S = scores.block(0, V.shape[-2])  # S3 scores
-    P, state = _softmax(S, scores.exponent_factor, scores.subtracts_first)  # S4 softmax
+    P, state = softmax_of_rows(S, scores.exponent_factor, scores.subtracts_first)  # S4 softmax
     P = round_to(P, n.p_type)  # R5
     finite = np.isfinite(V) | (scores.scoring.kept is None)
     O = P @ np.where(finite, V, np.float32(0))  # S5 output, R6
