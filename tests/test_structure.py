@@ -20,6 +20,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.compiler.modules import KERNELS
+from cupyattn.ops.attention import ATTENTION
+from cupyattn.problem.resolve import resolve
 from docs import write_api, write_house, write_tests
 
 ROOT = Path(__file__).parents[1]
@@ -264,17 +266,26 @@ def test_functions_of_the_core_take_eight_parameters_at_most() -> None:
     assert many <= set(public_functions())
 
 
-def test_a_call_is_resolved_in_one_place() -> None:
-    """All else asks the operation, which is how `cupyattn.ops` runs every call; but a judge, which
-    stands above it, asks which kernel it takes."""
-    found = [
-        f"{dotted(path)}:{node.lineno}"
+def callers(name: str) -> list[str]:
+    """The modules that call a function by its bare name, once for each call."""
+    return [
+        dotted(path)
         for path in MODULES
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "resolve"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == name
     ]
-    places = {one.partition(":")[0] for one in found}
-    assert len(found) == 2 and places == {"cupyattn.ops.attention", "cupyattn.testing.verdict"}
+
+
+def test_a_call_is_resolved_in_one_place() -> None:
+    """`resolve` is itself the first step of attention's operation, by which `cupyattn.ops` runs
+    every call. It is called for a judge, who asks which kernel "auto" takes."""
+    assert ATTENTION.resolve is resolve
+    assert callers("resolve") == ["cupyattn.problem.received"]
+    # Mirror, bounds and judge take a record, which their public functions ask for.
+    assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.request"]
+    ask = ("bounds.kernel", "reference.attention", "testing.verdict")
+    assert callers("receive") == [f"cupyattn.{module}" for module in ask]
+    assert callers("settle_request") == ["cupyattn.problem.request"]
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:

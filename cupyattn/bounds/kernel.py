@@ -54,10 +54,10 @@ from cupyattn.kernels.splits import Splits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.form import Kernel, settle_arrays
-from cupyattn.problem.rope import Rope, check_turned_before
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.received import Received, receive
+from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.scoring import check_smoothing
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
@@ -152,42 +152,32 @@ def attention(
     check_values("rows", rows)
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    kernel = settle_arrays(
-        variant, (q, k, v), scale, options, quantized=quantized, tiles=tiles, form=form
-    )
-    call = kernel.call
-    turn = Rope.of(
-        rope, rope_interleaved, rope_offset_q, call.len_q, call.len_kv, call.head_dim
-    )
-    if turn is not None:
+    settings = Settings(
+        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+        tiles=tiles,
+    )  # fmt: skip
+    arrays = {
+        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
+    }  # fmt: skip
+    received = receive(settings, arrays, quantized=quantized, form=form)
+    if received.preparation is not None:
         check_turned_before(quantized)
-        q, k = turn.turned(q, k)
-    return bound_kernel(
-        kernel, (q, k, v), options, rows=rows, quantized=quantized, numerics=numerics
-    )
+    return bound_kernel(received, rows=rows, numerics=numerics)
 
 
 def bound_kernel(
-    kernel: Kernel,
-    arrays: Any,
-    options: ScoreOptions,
-    *,
-    rows: Array | None = None,
-    quantized: Any = None,
-    numerics: Numerics | None = None,
+    received: Received, *, rows: Array | None = None, numerics: Numerics | None = None
 ) -> Bound:
     """Bound what a kernel does to the operands that it received.
 
     Parameters
     ----------
-    kernel : Kernel
-    arrays : (array, array, array)
-        q, k, v, prepared where the kernel takes such; not looked at where `quantized` is given.
-    options : ScoreOptions
-    rows, quantized, numerics
+    received : Received
+    rows, numerics
         As for `attention`.
     """
+    kernel, options, quantized = received.kernel, received.scores, received.quantized
     call = kernel.call
     n = numerics or kernel.numerics(quantized and quantized.config)
     check_features(n, options.softcap, options.bias)
@@ -200,7 +190,7 @@ def bound_kernel(
         )
         raise ValueError(f"{kernel.variant.name} {way_out}")
     if quantized is None:
-        q, k, v = arrays
+        q, k, v = received.prepared
     else:
         quantized = quantized.unpacked()
         q, k, v = kernel_operands(quantized)

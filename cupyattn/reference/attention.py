@@ -22,10 +22,11 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_dtype
-from cupyattn.problem.form import Kernel, settle_arrays
-from cupyattn.problem.rope import Rope, check_turned_before
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.form import Kernel
+from cupyattn.problem.received import Received, receive
+from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.scoring import Scoring, check_smoothing
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.operand_protocol import (
     Quantized,
     check_one_sequence,
@@ -139,26 +140,23 @@ def attention_mirror(
         if k is not None or v is not None:
             raise ValueError("k and v must be None where q holds all three quantised operands")
         quantized = q.unpacked()
-        arrays = coded_arrays(quantized)
+        coded_arrays(quantized)
     else:
         if k is None or v is None:
             raise TypeError("k and v may only be left out where q is a QuantizedQKV")
         storage_name(q, k, v)
-        arrays = q, k, v
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    kernel = settle_arrays(
-        variant, arrays, scale, options, quantized=quantized, tiles=tiles, form=form
-    )
-    turn = Rope.of(
-        rope, rope_interleaved, rope_offset_q, kernel.call.len_q, kernel.call.len_kv,
-        kernel.call.head_dim,
+    settings = Settings(
+        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+        tiles=tiles,
     )  # fmt: skip
-    if turn is not None:
+    arrays = {
+        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
+    }  # fmt: skip
+    received = receive(settings, arrays, quantized=quantized, form=form)
+    if received.preparation is not None:
         check_turned_before(quantized)
-        arrays = (*turn.turned(*arrays[:2]), arrays[2])
-    o, lse, steps = run_kernel(
-        kernel, arrays, options, quantized=quantized, numerics=numerics, trace=trace
-    )
+    o, lse, steps = run_kernel(received, numerics=numerics, trace=trace)
     results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
     return results if len(results) > 1 else o
 
@@ -172,24 +170,13 @@ def coded_arrays(quantized: Quantized) -> tuple[Array, Array, Array]:
 
 
 def run_kernel(
-    kernel: Kernel,
-    arrays: tuple[Array, Array, Array],
-    options: ScoreOptions,
-    *,
-    quantized: Quantized | None = None,
-    numerics: Numerics | None = None,
-    trace: bool = False,
+    received: Received, *, numerics: Numerics | None = None, trace: bool = False
 ) -> tuple[Array, Float32, list[Step]]:
     """Compute attention as a kernel does.
 
     Parameters
     ----------
-    kernel : Kernel
-    arrays : (array, array, array)
-        q, k, v, prepared where the kernel takes such, or `coded_arrays`.
-    options : ScoreOptions
-    quantized : QuantizedQKV, optional
-        What the codes come from, INT8.
+    received : Received
     numerics : Numerics, optional
         Rounding points in place of the kernel's own.
     trace : bool
@@ -201,7 +188,12 @@ def run_kernel(
     steps : list of Step
         Of a kernel with P and V in 8 bits always, of others with `trace`.
     """
-    q, k, v = arrays
+    kernel, options, quantized = received.kernel, received.scores, received.quantized
+    if quantized is None:
+        q, k, v = received.prepared
+    else:
+        quantized = quantized.unpacked()
+        q, k, v = coded_arrays(quantized)
     tiles, sigma = kernel.tiles, kernel.call.scale
     n = numerics or kernel.numerics(quantized and quantized.config)
     check_features(n, options.softcap, options.bias)

@@ -14,9 +14,9 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import with_lengths
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.received import Received
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference import attention
@@ -102,22 +102,16 @@ def _own_call(call: AttentionSpec, request: Request, entry: Entry) -> AttentionS
 def _mirror(request: Request, kernel: Kernel, entry: Entry) -> tuple[Any, Any]:
     """Return O and the log-sum-exp of a call, or of one sequence, as a kernel computes them."""
     settings, coded = request.settings, entry.quantized
-    operands: tuple[Any, ...] = (entry.q, entry.k, entry.v)
+    preparation = request.preparation
     if request.variant.family == "int8":
         if coded is None:
             quant = entry.quant or QuantConfig()
             coded = quantize_mirror(
-                entry.q, entry.k, entry.v, quant, request.scale_tiles,
-                preparation=request.preparation,
-            )  # fmt: skip
+                entry.q, entry.k, entry.v, quant, request.scale_tiles, preparation=preparation
+            )
             coded = coded.in_nibbles() if quant.qk_bits == 4 else coded
-        coded = coded.unpacked()
-        operands = attention.coded_arrays(coded)
-    elif request.preparation is not None:
-        operands = (*request.preparation.stored(entry.q, entry.k), entry.v)
-    scores = ScoreOptions(
-        settings.causal, settings.causal_align, settings.window, settings.softcap, entry.mask,
-        entry.bias, entry.block_mask,
-    )  # fmt: skip
-    o, lse, _ = attention.run_kernel(kernel, operands, scores, quantized=coded)
+        preparation = None
+    arrays = entry.q, entry.k, entry.v
+    received = Received(kernel, arrays, settings.scores(vars(entry)), coded, preparation)
+    o, lse, _ = attention.run_kernel(received)
     return o, lse
