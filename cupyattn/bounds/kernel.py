@@ -343,8 +343,8 @@ def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], 
     if n.pieces > 1 and n.shifts and block_mean is not None:  # a piece leaves l times the mean
         fits &= xp.abs(block_mean) * 2.0**n.shifts.sum_bits <= MAX_FLOAT
 
-    shares = _shares(P, score)
-    terms = {tag: share * delta_o for tag, share in zip(TERMS, shares, strict=False)}
+    of_score_errors = _shares(P, score)
+    terms = {tag: share * delta_o for tag, share in zip(TERMS, of_score_errors, strict=False)}
     terms["R4"] = terms["R4"] + flushed
     terms |= {"R5": r5, "R6": r6, "R7": r7}
 
@@ -382,9 +382,9 @@ def _mantissa_share(score: Perturbed) -> Array:
 def _shares(P: Array, score: Perturbed) -> list[Array]:
     """Split the effect of the scores' perturbation among R2, R3 and R4, by Σ p_j d_j."""
     xp = array_namespace(P)
-    parts = [(P * r).sum(axis=-1, keepdims=True) for r in (score.r2, score.r3, score.r4)]
-    whole = sum(parts)
-    return [xp.where(whole > 0, part / xp.where(whole > 0, whole, 1.0), 1 / 3) for part in parts]
+    errors = [(P * r).sum(axis=-1, keepdims=True) for r in (score.r2, score.r3, score.r4)]
+    whole = sum(errors)
+    return [xp.where(whole > 0, part / xp.where(whole > 0, whole, 1.0), 1 / 3) for part in errors]
 
 
 def _lse_bound(

@@ -62,7 +62,7 @@ class TravellingCodes:
             for form in self._forms_of_length(end - begin)
         ]
 
-    def parts(self, owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
+    def results_of(self, owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         """Yield rows, O and lse of attention to the keys of one rank."""
         coded = self._call.calls.settings._replace(variant="auto", quant=None)
         count, rows_here = len(self._names), self._call.rows

@@ -247,21 +247,21 @@ def _slices(
     cut = kernel.cut
     found = [_over_keys(scores, V, n, kernel.tiles, steps, keys) for keys in cut.ranges()]
     many = cut.block_slices
-    parts = [_together(found[i : i + many]) for i in range(0, cut.slices, many)]
-    O, state = _together(parts)
+    of_blocks = [_together(found[i : i + many]) for i in range(0, cut.slices, many)]
+    O, state = _together(of_blocks)
     return O * state.inverse_l()[..., None], state  # R7
 
 
-def _together(parts: Sequence[tuple[Float32, RowState]]) -> tuple[Float32, RowState]:
+def _together(partials: Sequence[tuple[Float32, RowState]]) -> tuple[Float32, RowState]:
     """Bring together what parts of the keys came to; one by itself stays what it is."""
-    O, first = parts[0]
-    if len(parts) == 1:
+    O, first = partials[0]
+    if len(partials) == 1:
         return O, first
     state = RowState(first.M.shape, first.subtracts_first)
-    for _, part in parts:
+    for _, part in partials:
         state.M = np.fmax(state.M, part.M)
     O = np.zeros_like(O)
-    for part_O, part in parts:
+    for part_O, part in partials:
         weight = ex2(part.M - state.M_finite())  # R4
         state.l = fma32(weight, part.l, state.l)  # R6
         O = fma32(weight[..., None], part_O, O)  # R6

@@ -102,7 +102,7 @@ def by_shifts(
         codes = np.fmin(np.rint(np.where(unknown, np.float32(0), p)), 255)  # R5
         state.add_codes(codes, by)  # R6
         # NOTE: no code is NaN.
-        state.parts[unknown.any(axis=-1)] = np.nan
+        state.lane_sums[unknown.any(axis=-1)] = np.nan
         state.l = np.where(unknown.any(axis=-1), np.float32(np.nan), state.l)
 
         # S5 output
