@@ -22,14 +22,14 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
 from cupyattn.ops.operation import run
-from cupyattn.plans import attention
 from cupyattn.plans.records import Work
+from cupyattn.plans.unfused import plan_unfused_step
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import settle
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.reference import mirror
+from cupyattn.reference import unfused as mirror
 
 
 def scores(
@@ -172,7 +172,7 @@ class _Step:
             o = problem.results["o"]
             described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
         kernel = settle(ladder.lookup("unfused"), problem.settled)
-        return Work.of(attention.plan_unfused_step(self.name, kernel, described))
+        return Work.of(plan_unfused_step(self.name, kernel, described))
 
     def restore(
         self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]

@@ -335,11 +335,12 @@ _DEFAULTS = {
 
 
 def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
-    given = {name: x for name, x in options.items() if x is not _DEFAULTS[name]}
-    block_mask, rope = given.pop("block_mask", None), given.pop("rope", None)
+    changed = {name: x for name, x in options.items() if x is not _DEFAULTS[name]}
+    block_mask, rope = changed.pop("block_mask", None), changed.pop("rope", None)
     of_blocks = () if block_mask is None else (block_mask.mask, np.array(block_mask.blocks))
-    named = given.pop("mask", None), given.pop("bias", None), *(rope or (None, None)), *of_blocks
-    plain = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
+    scored = changed.pop("mask", None), changed.pop("bias", None)
+    named = *scored, *(rope or (None, None)), *of_blocks
+    plain = {name: x for name, x in changed.items() if x != _DEFAULTS[name]}
     digest = hashlib.sha256(repr(sorted(plain.items())).encode())
     for source in (exact.__file__, rounding.__file__, scoring.__file__):
         digest.update(Path(source).read_bytes())

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.distributed.call import ShardedSettings, agree
+from cupyattn.distributed.agreement import ShardedSettings, agree
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
 from cupyattn.kernels.tiles import Tiles

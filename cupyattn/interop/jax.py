@@ -128,13 +128,13 @@ def attention(
     Array([1., 1., 1., 1.], dtype=float16)
     """
     _check_names(options)
-    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+    arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
     for argument, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
                 raise TypeError(f"{argument} must be a pair of arrays, got {shown(pair)}")
-            given |= dict(zip(_PAIRS[argument], pair, strict=True))
-    operands = {name: _as_array(name, x) for name, x in given.items() if x is not None}
+            arrays |= dict(zip(_PAIRS[argument], pair, strict=True))
+    operands = {name: _as_array(name, x) for name, x in arrays.items() if x is not None}
     options |= {"layout": layout, "return_lse": bool(return_lse)}
     _check_call(operands, options)
     for name in ("mask", "bias"):
@@ -272,11 +272,11 @@ def _options_of_backward(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_forward(
-    given: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
+    buffers: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
 ) -> None:
     """Run attention on the buffers of a call."""
     options = {**_recall(attributes["call"]), "return_lse": len(results) > 1}
-    for operands, (o, *lse) in _entries(given, results, attributes, options):
+    for operands, (o, *lse) in _entries(buffers, results, attributes, options):
         q, k, v = (operands[name] for name in "qkv")
         found = api.attention(q, k, v, **_paired(operands), **options)
         if lse:
@@ -285,12 +285,12 @@ def _run_forward(
 
 
 def _run_backward(
-    given: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
+    buffers: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
 ) -> None:
     """Run the backward pass on the buffers of a call."""
     options = _options_of_backward(_recall(attributes["call"]))
     options["deterministic"] = attributes["deterministic"] == "True" or None  # None: the faster one
-    for operands, gradients in _entries(given, results, attributes, options):
+    for operands, gradients in _entries(buffers, results, attributes, options):
         d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
         found = backward.attention_backward(
             d_out, q, k, v, out, lse, **_paired(operands), **options
@@ -309,7 +309,7 @@ def _recall(key: str) -> dict[str, Any]:
 
 
 def _entries(
-    given: Sequence[Any],
+    buffers: Sequence[Any],
     results: Sequence[Any],
     attributes: Mapping[str, str],
     options: Mapping[str, Any],
@@ -318,7 +318,7 @@ def _entries(
 
     Those become part of the batch where one call on all of them does what calls on each would do.
     """
-    operands = dict(zip(attributes["operands"].split(), given, strict=True))
+    operands = dict(zip(attributes["operands"].split(), buffers, strict=True))
     front = operands["q"].ndim - 4
     if not front:
         yield operands, list(results)

@@ -345,8 +345,8 @@ def ladder(
             o, q, k, v, variant=variant.name, lse=lse, quantized=z, rows=rows, exact=exact,
             **form, **options,
         )  # fmt: skip
-        given = options if z is None else {**options, "quant": quant}
-        memory = _memory_bytes((q, k, v), variant, call, given)
+        asked = options if z is None else {**options, "quant": quant}
+        memory = _memory_bytes((q, k, v), variant, call, asked)
         operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
         ran = "device" if backend == "cuda" else "mirror"
         rung = Rung(variant.name, variant.idea, judged, memory, operations=operations, ran=ran)
@@ -376,10 +376,10 @@ def _registered(
     if missing:
         return Rung(variant.name, variant.idea, None, note=f"{NOT_RUN}{missing}")
     found = _interpreted(variant, inputs, quant, options)
-    given = {**options, "quant": quant} if variant.family == "int8" else options
+    asked = {**options, "quant": quant} if variant.family == "int8" else options
     corner = _corner(inputs)
     call = checks.check_attention(*corner, **options)
-    memory = _memory_bytes(corner, variant, call, given)
+    memory = _memory_bytes(corner, variant, call, asked)
     return Rung(
         variant.name, variant.idea, found.judgement, memory, interpreted=found, ran="interpreter"
     )
@@ -430,8 +430,8 @@ def _timed(
     for rung in rungs:
         if rung.judgement is not None and rung.judgement.j2 <= 1:
             int8 = lookup(rung.variant).family == "int8"
-            given = dict(options) if int8 else {n: x for n, x in options.items() if n != "quant"}
-            calls[rung.variant] = _call(rung.variant, sets, given)
+            asked = dict(options) if int8 else {n: x for n, x in options.items() if n != "quant"}
+            calls[rung.variant] = _call(rung.variant, sets, asked)
     samples = timing.time_interleaved(calls, rounds=rounds, advance=advance) if calls else {}
     measured = []
     for rung in rungs:
@@ -496,9 +496,9 @@ def judge(
     rows = array_namespace(o).arange(o.shape[2]) if rows is None else rows
     call = {"scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows}
     report = verdict.judge(o, q, k, v, variant=variant, exact=exact, **call, **options)
-    given, _ = exact(q, k, v, return_lse=True, **call)
+    of_caller, _ = exact(q, k, v, return_lse=True, **call)
     j2 = max(report.ratio, report.lse_ratio or 0.0)
-    return Judgement(j2, report.quantisation, relative_error(as_float64(o[:, :, rows]), given))
+    return Judgement(j2, report.quantisation, relative_error(as_float64(o[:, :, rows]), of_caller))
 
 
 def relative_error(o: Any, exact: Any) -> float:

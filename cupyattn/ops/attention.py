@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from cupyattn.arrays import memory
-from cupyattn.arrays.kinds import array_namespace
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.mirrored import run_mirror
 from cupyattn.ops.operation import run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
@@ -23,7 +19,7 @@ from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.static_scales import static_scales
+from cupyattn.reference.request import run_mirror
 
 
 @points_to_our_names
@@ -322,9 +318,7 @@ class _Attention:
 
     name = "attention"
 
-    def resolve(self, settings: Settings, arrays: Mapping[str, Any]) -> Request:
-        """Check a call, and choose rung and backend."""
-        return _with_given_scales(resolve(settings, arrays))
+    resolve = staticmethod(resolve)
 
     def plan(self, request: Request) -> Work:
         """Return the passes that prepare and quantise, and the rung's kernels."""
@@ -332,6 +326,7 @@ class _Attention:
 
     def mirror(self, request: Request) -> dict[str, Any]:
         """Return O and the log-sum-exp, as the caller has them."""
+        self.plan(request)  # refuses what no kernel takes
         return run_mirror(request)
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
@@ -341,19 +336,6 @@ class _Attention:
 
 
 ATTENTION = _Attention()
-
-
-def _with_given_scales(request: Request) -> Request:
-    """Add the scales that the caller gives, where kernels read them."""
-    quant, call = request.settings.quant, request.call
-    if quant is None or not quant.static or request.backend == "mirror":
-        return request
-    tiles, sequences = request.scale_tiles, call.batch if call.packed else None
-    with memory.on_device_of(request.q):
-        given = static_scales(
-            array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
-        )
-    return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
 
 
 def resolved(

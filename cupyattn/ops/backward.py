@@ -18,7 +18,6 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.mirrored import scoring_of
 from cupyattn.ops.operation import Known, make_ready, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
@@ -32,6 +31,7 @@ from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.reference.request import scoring_of
 from cupyattn.runtime.ready import Ready
 
 

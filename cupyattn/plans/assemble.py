@@ -88,8 +88,8 @@ def attn_params(
     kept_blocks: Operand | None,
 ) -> dict[str, Any]:
     """Return the fields of ``struct AttnParams``, buffers by their names."""
-    given = mask is not None, bias is not None, kept_blocks is not None
-    if given != (call.mask, bool(call.bias), call.block_mask != (0, 0)):
+    present = mask is not None, bias is not None, kept_blocks is not None
+    if present != (call.mask, bool(call.bias), call.block_mask != (0, 0)):
         raise ValueError(
             "mask, bias and kept_blocks must be given where the call has them, and only there"
         )
@@ -143,9 +143,9 @@ def _persistent(
     structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
     structs += ((PIECE_PARAMS, cut.params),) if form.pieces else ()
     counter = (Workspace("next_tile", (1,), "int32", zeros=True),)
-    parts = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
+    partials = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
     blocks = HOPPER_BLOCKS if cut.cut else min(count, HOPPER_BLOCKS)
-    return blocks, structs, counter if uneven else parts, cut
+    return blocks, structs, counter if uneven else partials, cut
 
 
 def _merge_pieces(

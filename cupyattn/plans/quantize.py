@@ -143,7 +143,7 @@ class Part:
         return {f"{name}_{buffer}": what for buffer, what in found.items()}
 
 
-def parts(
+def operand_parts(
     quant: QuantConfig,
     tiles: Tiles,
     operands: Mapping[str, Operand],
@@ -289,16 +289,16 @@ def plan_quantize(
     UnsupportedError
         If a grid would be too large.
     """
-    given = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
-    (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in given.values()}
-    pairs = any(part.prepares for part in given.values())
+    present = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
+    (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in present.values()}
+    pairs = any(part.prepares for part in present.values())
     vec = max(
         w
         for w in (1, 2, 4, 8)
-        if all(part.x.allows(w) for part in given.values()) and not (pairs and head_dim // 2 % w)
+        if all(part.x.allows(w) for part in present.values()) and not (pairs and head_dim // 2 % w)
     )
-    features = Features(dtype, head_dim, vec=vec, varlen=any(p.packed for p in given.values()))
-    groups = [p.group for name, p in given.items() if name != "v" and p.group != GROUP_ALL]
+    features = Features(dtype, head_dim, vec=vec, varlen=any(p.packed for p in present.values()))
+    groups = [p.group for name, p in present.items() if name != "v" and p.group != GROUP_ALL]
     shape = head_dim, itemsize, vec
     num_warps, registers = next(
         (
@@ -315,7 +315,7 @@ def plan_quantize(
     held = of_block(GROUP_ALL, *shape)
     work = {
         name: _Work(name, part, of_block(part.group, *shape), held, columns)
-        for name, part in given.items()
+        for name, part in present.items()
         if math.prod(part.x.shape)
     }
     steps = {name: one.steps for name, one in work.items()}

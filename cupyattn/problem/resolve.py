@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import interchange
+from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
 from cupyattn.compiler.architectures import capability_of, check_arch
@@ -22,13 +22,12 @@ from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.request import Request
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import PAIRS, Preparation
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.static_scales import check_packed_quant
+from cupyattn.quant.static_scales import check_packed_quant, static_scales
 
 _NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
 
@@ -110,12 +109,26 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         quant = replace(settings.quant or QuantConfig(), smooth_k=False)
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
-    return Request(
+    request = Request(
         settings, arrays, variant, why, call, target.choose(settings.backend, q), q, k, v, mask,
         bias, _kept_blocks(arrays, q), preparation, None,
         _receiver(settings, arrays, call, (q, k, v, mask, bias)),
         as_given, **_offsets(sequences),
     )  # fmt: skip
+    return _with_given_scales(request)
+
+
+def _with_given_scales(request: Request) -> Request:
+    """Add the scales that the caller gives, where kernels read them."""
+    quant, call = request.settings.quant, request.call
+    if quant is None or not quant.static or request.backend == "mirror":
+        return request
+    tiles, sequences = request.scale_tiles, call.batch if call.packed else None
+    with memory.on_device_of(request.q):
+        given = static_scales(
+            array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
+        )
+    return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
 
 
 def _offsets(sequences: Sequences | None) -> dict[str, Any]:
@@ -210,10 +223,7 @@ def _check_options(
             array, _ = interchange.take(name, array)
             array_namespace(q, array)
         given[name] = array
-    scores = ScoreOptions(
-        settings.causal, settings.causal_align, settings.window, settings.softcap,
-        given["mask"], given["bias"], arrays.get("block_mask"),
-    )  # fmt: skip
+    scores = settings.scores({**arrays, **given})
     call = checks.check_options(
         sizes, dtype, settings.scale, scores, return_lse=settings.return_lse
     )
@@ -236,11 +246,7 @@ def _take_preparation(
     q: Any, call: AttentionSpec, settings: Settings, arrays: Mapping[str, Any]
 ) -> Preparation | None:
     """Return the caller's tables and weights, checked against the arrays."""
-    given: dict[str, Any] = {
-        "rope": arrays.get("rope"), "rope_interleaved": settings.rope_interleaved,
-        "rope_offset_q": settings.rope_offset_q, "qk_norm": arrays.get("qk_norm"),
-        "qk_norm_eps": settings.qk_norm_eps,
-    }  # fmt: skip
+    given = settings.rows(arrays)
     for option, names in PAIRS.items():
         given[option] = interchange.taken_pair(names, given[option])
         if isinstance(given[option], tuple):

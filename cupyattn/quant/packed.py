@@ -148,12 +148,12 @@ def split(z: Any) -> Iterator[Any]:
         yield replace(z, **alone, **own, config=z.config.of_entry(number))
 
 
-def join(parts: Sequence[Any], template: Any, sequences: Any) -> Any:
+def join(records: Sequence[Any], template: Any, sequences: Any) -> Any:
     """Return the record of packed sequences, given that of each, on NumPy.
 
     Parameters
     ----------
-    parts : sequence of QuantizedQKV
+    records : sequence of QuantizedQKV
     template : QuantizedQKV
         One like them, where there may be none.
     sequences : cupyattn.problem.sequences.Sequences
@@ -164,7 +164,7 @@ def join(parts: Sequence[Any], template: Any, sequences: Any) -> Any:
         like = getattr(template, name)
         shape = (*like.shape[: lot.axis], lot.size, *like.shape[lot.axis + 1 :])
         found[name] = np.zeros(shape, like.dtype)
-        for part, place in zip(parts, lot.slices, strict=True):
+        for part, place in zip(records, lot.slices, strict=True):
             found[name][(*(slice(None),) * lot.axis, place)] = getattr(part, name)
         if name in ("q_codes", "k_codes"):
             found[name] = in_padded_rows(found[name])

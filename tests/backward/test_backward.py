@@ -29,8 +29,8 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import check_attention
 from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing.strategies import attention_inputs
 from tests.backward.backward_cases import (
     FORMS,

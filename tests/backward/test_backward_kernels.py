@@ -22,7 +22,7 @@ from cupyattn.plans.records import Plan
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec, Packed
 from cupyattn.problem.checks import check_attention
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from tests.backward.backward_cases import (
     FORMS,
     BackwardRun,

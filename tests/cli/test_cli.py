@@ -22,9 +22,9 @@ from cupyattn.measure import device
 from cupyattn.measure import rungs as measure
 from cupyattn.measure.rungs import Judgement
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.form import Kernel
+from cupyattn.problem.received import Received
+from cupyattn.reference import attention as reference_mirror
 from cupyattn.reference import exact
-from cupyattn.reference import mirror as reference_mirror
 from cupyattn.testing.verdict import Report
 
 SMALL = ["--heads", "2", "--len", "40", "--head-dim", "24"]
@@ -93,9 +93,9 @@ def test_ladder_fails_where_a_rung_misses_its_bound(
 ) -> None:
     mirror = reference_mirror.run_kernel
 
-    def broken(kernel: Kernel, *args: Any, **options: Any) -> Any:
-        o, lse, steps = mirror(kernel, *args, **options)
-        if kernel.variant.name == "fa_warps":
+    def broken(received: Received, **options: Any) -> Any:
+        o, lse, steps = mirror(received, **options)
+        if received.kernel.variant.name == "fa_warps":
             o = o.copy()
             o[0, 1, 7, 3] += 0.01
         return o, lse, steps

@@ -24,8 +24,8 @@ from cupyattn.kernels.numerics import TANHF_ERROR, numerics
 from cupyattn.ops.attention import resolved
 from cupyattn.problem.checks import check_limits
 from cupyattn.quant import QuantConfig
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing.verdict import judge
 from tests.kernels.feature_cases import CELLS, admitted, options_of
 from tests.support import runs

@@ -24,7 +24,7 @@ from cupyattn.distributed import Mesh, Partition, Shared
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import GemmTiles, Tiles
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import mirror
+from cupyattn.reference import attention as mirror
 from cupyattn.testing import verdict
 from tests.distributed.distributed_cases import on_ranks
 

@@ -1,4 +1,4 @@
-"""Attention on the mirror: NumPy, with the kernels' blocks and rounding points."""
+"""The mirror of a request: of the whole call, or of each of its packed sequences."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import with_lengths
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.received import Received
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference import mirror
+from cupyattn.reference import attention
 from cupyattn.reference.quantize import quantize_mirror
 
 
@@ -43,7 +42,6 @@ def run_mirror(request: Request) -> dict[str, Any]:
 
     The caller's ``out`` receives O.
     """
-    stages(request)  # refuses what no kernel takes
     call, kernel = request.call, request.kernel
     if call.packed is None:
         whole = Entry(
@@ -104,22 +102,16 @@ def _own_call(call: AttentionSpec, request: Request, entry: Entry) -> AttentionS
 def _mirror(request: Request, kernel: Kernel, entry: Entry) -> tuple[Any, Any]:
     """Return O and the log-sum-exp of a call, or of one sequence, as a kernel computes them."""
     settings, coded = request.settings, entry.quantized
-    operands: tuple[Any, ...] = (entry.q, entry.k, entry.v)
+    preparation = request.preparation
     if request.variant.family == "int8":
         if coded is None:
             quant = entry.quant or QuantConfig()
             coded = quantize_mirror(
-                entry.q, entry.k, entry.v, quant, request.scale_tiles,
-                preparation=request.preparation,
-            )  # fmt: skip
+                entry.q, entry.k, entry.v, quant, request.scale_tiles, preparation=preparation
+            )
             coded = coded.in_nibbles() if quant.qk_bits == 4 else coded
-        coded = coded.unpacked()
-        operands = mirror.coded_arrays(coded)
-    elif request.preparation is not None:
-        operands = (*request.preparation.stored(entry.q, entry.k), entry.v)
-    scores = ScoreOptions(
-        settings.causal, settings.causal_align, settings.window, settings.softcap, entry.mask,
-        entry.bias, entry.block_mask,
-    )  # fmt: skip
-    o, lse, _ = mirror.run_kernel(kernel, operands, scores, quantized=coded)
+        preparation = None
+    arrays = entry.q, entry.k, entry.v
+    received = Received(kernel, arrays, settings.scores(vars(entry)), coded, preparation)
+    o, lse, _ = attention.run_kernel(received)
     return o, lse
