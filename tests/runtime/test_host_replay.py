@@ -17,7 +17,7 @@ from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay
-from tests.problem.test_host_calls import (  # noqa: F401
+from tests.runtime.test_host_calls import (  # noqa: F401
     SHAPES,
     Done,
     Driver,
