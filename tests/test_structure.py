@@ -9,7 +9,7 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -79,13 +79,14 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[str]:
-    """Yield the dotted names of the modules that a file imports.
+@functools.cache
+def imports(path: Path, *, lazy: bool = True, types: bool = False) -> tuple[str, ...]:
+    """Return the dotted names of the modules that a file imports.
 
-    `lazy` includes imports inside functions, `types` yields those under TYPE_CHECKING instead. A
+    `lazy` includes imports inside functions, `types` gives those under TYPE_CHECKING instead. A
     name of a face counts for where it is defined; "cupyattn." is the package with all its names.
     """
-    tree = tree_of(path)
+    tree, found = tree_of(path), []
     guards = [
         node for node in ast.walk(tree)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -97,19 +98,26 @@ def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[s
     for node in ast.walk(tree):
         if (id(node) in guarded) != types or (id(node) in delayed and not lazy):
             continue
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield "".join(str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant))
+        if isinstance(node, ast.Call) and called(node).endswith("import_module"):
+            constants = (one for one in ast.walk(node) if isinstance(one, ast.Constant))
+            found.append("".join(str(one.value) for one in constants))
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield "cupyattn." if alias.name == "cupyattn" else alias.name
+            names = (alias.name for alias in node.names)
+            found += ["cupyattn." if name == "cupyattn" else name for name in names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 if full not in NAMED and node.module in ("cupyattn", *OF_FACES):
-                    yield home_of(node.module, alias.name)
+                    found.append(home_of(node.module, alias.name))
                 else:
-                    yield full if full in NAMED else str(node.module)
+                    found.append(full if full in NAMED else str(node.module))
+    return tuple(found)
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called: that of a function, or of an attribute."""
+    return str(getattr(node.func, "id", getattr(node.func, "attr", "")))
 
 
 def home_of(face: str, name: str) -> str:
@@ -125,7 +133,7 @@ RANK = {name: rank for rank, line in enumerate(HOUSE) for name in line}
 RANK[""] = len(HOUSE)  # the package itself
 
 
-def packages_of(names: Iterator[str]) -> set[str]:
+def packages_of(names: Iterable[str]) -> set[str]:
     """The packages, or flat modules, of those of the names that are ours."""
     return {name.split(".")[1] for name in names if name.startswith("cupyattn.")}
 
@@ -343,9 +351,10 @@ def test_calls_are_known_in_one_way() -> None:
     assert made == {
         "cupyattn.distributed.group": "Recent(MOST)", "cupyattn.runtime.recent": "Recent(1024)"
     }  # fmt: skip
-    makes_room = [name for name, tree in trees.items() if ".pop(next(iter(" in ast.unparse(tree)]
+    texts = {name: ast.unparse(tree) for name, tree in trees.items()}
+    makes_room = [name for name, text in texts.items() if ".pop(next(iter(" in text]
     assert makes_room == ["cupyattn.runtime.recent"]
-    generations = [name for name, tree in trees.items() if "generation()" in ast.unparse(tree)]
+    generations = [name for name, text in texts.items() if "generation()" in text]
     assert set(generations) == {
         "cupyattn.compiler.modules", "cupyattn.runtime.ready", "cupyattn.runtime.recent"
     }  # fmt: skip

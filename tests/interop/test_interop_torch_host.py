@@ -16,7 +16,8 @@ from cupyattn.problem import resolve as resolve_module
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.runtime import recent
 from cupyattn.runtime.ready import Conversion
-from tests.problem.test_host_calls import (  # noqa: F401
+from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
+from tests.runtime.test_host_calls import (  # noqa: F401
     CASES,
     SHAPES,
     Done,
@@ -26,7 +27,6 @@ from tests.problem.test_host_calls import (  # noqa: F401
     driver,
     planned,
 )
-from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")

@@ -32,7 +32,7 @@ from cupyattn.quant.config import GRANULARITIES, GROUP_ALL
 from cupyattn.quant.packed import packed_groups
 from cupyattn.quant.quantizers import VALUES_PAD, group_count
 from tests.kernels.feature_cases import admitted
-from tests.kernels.test_launch import call_of
+from tests.plans.test_launch import call_of
 from tests.support import runs
 from tests.support.runs import (
     GUARD,

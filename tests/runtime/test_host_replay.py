@@ -18,7 +18,7 @@ from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem import resolve as resolve_module
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay
-from tests.problem.test_host_calls import (  # noqa: F401
+from tests.runtime.test_host_calls import (  # noqa: F401
     SHAPES,
     Done,
     Driver,
