@@ -11,15 +11,15 @@ from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned
 from cupyattn.ops.call_operands import PAIRS, direct_operands
 from cupyattn.ops.operation import Operation, interpret, make_ready
 from cupyattn.plans.records import Plan
-from cupyattn.problem.request import OF_SCORES, SEQUENCES, Request
+from cupyattn.problem.request import LENGTHS, OF_SCORES, SEQUENCES, Request
 from cupyattn.problem.row_preparation import BUFFERS
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
 
 #: Buffers of a call beside q, k and v, which a prepared call keeps.
-ADDED = (*OF_SCORES, *BUFFERS, *SEQUENCES)
+ADDED = (*OF_SCORES, *BUFFERS, *SEQUENCES, *LENGTHS)
 #: Those of them that a call may replace.
-_REPLACED = ("mask", "bias", *SEQUENCES)
+_REPLACED = ("mask", "bias", *SEQUENCES, *LENGTHS)
 
 
 class Prepared:
@@ -105,6 +105,8 @@ class Prepared:
         bias: Any = None,
         cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None,
+        lengths_q: Any = None,
+        lengths_kv: Any = None,
         out: Any = None,
     ) -> Any:
         """Run on other arrays of the same form.
@@ -112,7 +114,7 @@ class Prepared:
         Parameters
         ----------
         q, k, v : array, or q a QuantizedQKV
-        mask, bias, cu_seqlens_q, cu_seqlens_k : array, optional
+        mask, bias, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_kv : array, optional
             In place of those that the call was planned with. No sequence may be longer than the
             call was planned for.
         out : array, optional
@@ -131,7 +133,8 @@ class Prepared:
             If results and scratch memory do not fit; nothing was launched then.
         """
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
-        if mask is bias is cu_seqlens_q is cu_seqlens_k is None and self._is_plain:
+        others = (mask, bias, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_kv)
+        if self._is_plain and not any(a is not None for a in others):
             operands, direct = arrays, type(q) is type(k) is type(v) is self._array
             if not direct:
                 operands = direct_operands(arrays) or {}
@@ -147,8 +150,7 @@ class Prepared:
                     made = self._ready(operands, addresses, self._scratch)
                     received = {} if out is None else {"out": out}
                     return self._operation.restore(None, received, made)
-        others = zip(_REPLACED, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
-        given = {name: a for name, a in others if a is not None}
+        given = {n: a for n, a in zip(_REPLACED, others, strict=True) if a is not None}
         names: tuple[str, ...] = _REPLACED
         if isinstance(q, QuantizedQKV):  # which has offsets of its own
             names = tuple(name for name in names if name not in SEQUENCES or name in given)

@@ -21,6 +21,7 @@ from cupyattn.plans.assemble import (
     _persistent,
     attn_params,
     check_grid,
+    clear_padding,
     entry_of,
     features_of,
     module_spec,
@@ -49,7 +50,8 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
         ``"mask"``, ``"bias"`` and ``"kept_blocks"`` where the call has them; with rope also
         ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.rope.Rope` has them, and of a packed
-        call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
+        call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, of a padded one ``"lengths_q"`` and
+        ``"lengths_kv"``, int32.
 
     Returns
     -------
@@ -85,7 +87,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     if kernel.row.takes.few_rows:
         return _plan_split(kernel, features, spec, params)
     if variant.family == "unfused":
-        return _plan_unfused(kernel, features, spec, params)
+        return _plan_unfused(kernel, features, spec, params, clear_padding(call, o, params))
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
@@ -104,7 +106,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
         structs += added + scores.structs
         workspace += scores.workspace
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
-    launches = (*scores.passes, launch, *merge)
+    launches = (*clear_padding(call, o, params), *scores.passes, launch, *merge)
     return Plan(variant.name, form, tiles, features, launches, workspace, kernel.note)
 
 
@@ -151,16 +153,21 @@ def _unfused_launch(
 
 
 def _plan_unfused(
-    kernel: Kernel, features: Features, spec: ModuleSpec, params: dict[str, Any]
+    kernel: Kernel,
+    features: Features,
+    spec: ModuleSpec,
+    params: dict[str, Any],
+    before: tuple[Launch, ...],
 ) -> Plan:
     variant, call, params = kernel.variant, kernel.call, {**params, "S": "S"}
-    launches = (
+    steps = (
         launch
         for step in UNFUSED_STEPS
         for launch in _unfused_launch(step, kernel, spec, params)
     )
+    launches = (*before, *steps)
     scores = Workspace("S", (call.batch, call.heads, call.len_q, call.len_kv), "float32")
-    return Plan(variant.name, kernel.form, kernel.tiles, features, tuple(launches), (scores,))
+    return Plan(variant.name, kernel.form, kernel.tiles, features, launches, (scores,))
 
 
 def plan_unfused_step(step: str, kernel: Kernel, operands: Mapping[str, Operand]) -> Plan:
