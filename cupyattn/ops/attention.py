@@ -371,6 +371,7 @@ def _with_given_scales(request: Request) -> Request:
             given = {
                 name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
                 for name, x in given.items()
+                if x is not None
             }
     return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
 

@@ -106,7 +106,7 @@ def _padded_entries(request: Request) -> Iterator[tuple[tuple[slice, ...], Entry
 
 
 def scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[str, Any]:
-    """Return mask, bias and block mask of so many rows and keys of an entry: its top left corner."""
+    """Return mask, bias and block mask of an entry's first rows and keys: its top left corner."""
     corner = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
     masks = {name: getattr(request, name) for name in ("mask", "bias")}
     found = {name: None if a is None else a[corner] for name, a in masks.items()}

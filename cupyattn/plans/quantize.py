@@ -178,7 +178,9 @@ def parts(
     """
     prepares = prepares or {}
     rows: dict[str, Any] = {"static": quant.static, "zero_points": quant.zero_points}
-    own = {n: {"padded": padded is not None, "lengths": (padded or {}).get(n)} for n in "qkv"}
+    own: dict[str, dict[str, Any]] = {
+        n: {"padded": padded is not None, "lengths": (padded or {}).get(n)} for n in "qkv"
+    }
     found = {
         "q": Part(
             operands["q"], quant.group_q(tiles), quant.granularity_q == "tensor",

@@ -85,8 +85,8 @@ def _quantising_stages(request: Request) -> Work:
     lengths = call.lengths_in
     padded = None if call.padded is None else {**lengths, "v": lengths["k"]}
     found = parts(quant, tiles, given, packed, prepares_of(request.preparation), padded)
-    # No launch makes the mean of no keys, nor what lies behind the codes of a sequence or of a
-    # padded entry, which meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
+    # No launch makes the mean of no keys, nor what lies behind codes of packed sequences and padded
+    # entries, which meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
     filled = {f"{name}_mean" for name, part in found.items() if not all(part.x.shape)}
     filled |= {"v_codes"} if call.own_lengths and quant.value_p_type == "e4m3" else set()
     between = [

@@ -282,8 +282,8 @@ def check_packed(
                 f"than the {total} of {name}"
             )
     bottom_right = causal_align == "bottom-right"
-    shifts = _own_shifts(call, bottom_right=bottom_right, causal=causal, window=window)
-    return replace(call, **shifts, packed=Packed(*totals, bottom_right))
+    call = _with_own_shifts(call, bottom_right=bottom_right, causal=causal, window=window)
+    return replace(call, packed=Packed(*totals, bottom_right))
 
 
 def check_padded(
@@ -301,20 +301,20 @@ def check_padded(
         Options of the call.
     """
     bottom_right = causal_align == "bottom-right"
-    shifts = _own_shifts(call, bottom_right=bottom_right, causal=causal, window=window)
-    return replace(call, **shifts, padded=Padded(*given, bottom_right))
+    call = _with_own_shifts(call, bottom_right=bottom_right, causal=causal, window=window)
+    return replace(call, padded=Padded(*given, bottom_right))
 
 
-def _own_shifts(
+def _with_own_shifts(
     call: AttentionSpec, *, bottom_right: bool, causal: bool, window: Any
-) -> dict[str, int]:
-    """Return the shifts of a call whose batch entries have lengths of their own."""
+) -> AttentionSpec:
+    """Return a call with the shifts of batch entries that have lengths of their own."""
     # NOTE: shifts count from the alignment, which every entry has for itself. What a window may
     # be cut to, so that shifts stay within 32 bits, is counted from there too: bottom-right, a row
     # has at most len_kv keys to its left and len_q to its right.
     lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
     first, last = check_limits(causal, "top-left", window, *lengths)
-    return {"causal_shift": last or 0, "window_shift": first or 0}
+    return replace(call, causal_shift=last or 0, window_shift=first or 0)
 
 
 def check_out(out: Any, call: AttentionSpec, inputs: tuple[Any, ...]) -> None:

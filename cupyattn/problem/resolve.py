@@ -171,10 +171,11 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
             "this QuantizedQKV holds packed sequences: give no lengths_q or lengths_kv beside it"
         )
     call, lengths = _padded(call, operands[0], settings, arrays)
+    of_entries = {**_offsets(sequences), **lengths}
     scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
     codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
     interchange.check_one_device(
-        **codes, **scales, mask=mask, bias=bias, **_offsets(sequences), **lengths
+        **codes, **scales, mask=mask, bias=bias, **of_entries
     )
     check_smoothing(call.softcap, quantized.k_mean)
     return Request(
@@ -182,7 +183,7 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
         target.choose(settings.backend, operands[0]), *operands, mask, bias,
         _kept_blocks(arrays, operands[0]), None, quantized,
         _receiver(settings, arrays, call, (*operands, mask, bias)),
-        quantized.as_given, **_offsets(sequences), **lengths,
+        quantized.as_given, **of_entries,
     )  # fmt: skip
 
 
