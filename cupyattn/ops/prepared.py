@@ -96,29 +96,19 @@ class Prepared:
         return "\n".join([first, *self._work.memory, *map(str, self.plans)])
 
     def __call__(
-        self,
-        q: Any,
-        k: Any = None,
-        v: Any = None,
-        *,
-        mask: Any = None,
-        bias: Any = None,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_k: Any = None,
-        lengths_q: Any = None,
-        lengths_kv: Any = None,
-        out: Any = None,
+        self, q: Any, k: Any = None, v: Any = None, *, out: Any = None, **others: Any
     ) -> Any:
         """Run on other arrays of the same form.
 
         Parameters
         ----------
         q, k, v : array, or q a QuantizedQKV
-        mask, bias, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_kv : array, optional
-            In place of those that the call was planned with. No sequence may be longer than the
-            call was planned for.
         out : array, optional
             Receives O; given if and only if the call was planned with one.
+        **others : array
+            ``mask``, ``bias``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``lengths_q`` and ``lengths_kv``
+            in place of those that the call was planned with. No sequence may be longer than the
+            call was planned for.
 
         Returns
         -------
@@ -129,12 +119,14 @@ class Prepared:
         ------
         ValueError
             For arrays of another form; the message says what differs.
+        TypeError
+            For others that it does not take.
         DeviceMemoryError
             If results and scratch memory do not fit; nothing was launched then.
         """
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
-        others = (mask, bias, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_kv)
-        if self._is_plain and not any(a is not None for a in others):
+        given = _replaced(others) if others else others
+        if not given and self._is_plain:
             operands, direct = arrays, type(q) is type(k) is type(v) is self._array
             if not direct:
                 operands = direct_operands(arrays) or {}
@@ -150,7 +142,6 @@ class Prepared:
                     made = self._ready(operands, addresses, self._scratch)
                     received = {} if out is None else {"out": out}
                     return self._operation.restore(None, received, made)
-        given = {n: a for n, a in zip(_REPLACED, others, strict=True) if a is not None}
         names: tuple[str, ...] = _REPLACED
         if isinstance(q, QuantizedQKV):  # which has offsets of its own
             names = tuple(name for name in names if name not in SEQUENCES or name in given)
@@ -209,3 +200,10 @@ class Prepared:
             said = "out" if name == "o" else name
             raise ValueError(f"{said} was not given when the call was planned: plan anew with one")
         return addresses
+
+
+def _replaced(others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays that a call has in place of those that it was planned with."""
+    for name in others.keys() - {*_REPLACED}:
+        raise TypeError(f"a prepared call takes {', '.join(_REPLACED)} and out, got {name!r}")
+    return {name: a for name, a in others.items() if a is not None}
