@@ -1,16 +1,18 @@
 """What do masks, a bias and a softcap cost in the Hopper forms, and how far are other libraries?
 
-Varies       the feature: key padding (27 % of the keys of three entries of four), a half-true mask
-             (len, len), a float16 bias (heads, len, len) shared over the batch, one of each entry
-             and head, softcap 30; head_dim in {64, 128}; length in {1024, 4096, 16384}; float16 and
-             bfloat16; rung: fa_tc, and fa_int8 with V in 16 bits
+Varies       the feature: key padding (27 % of the keys of three entries of four) as a mask and as
+             lengths of the entries, a half-true mask (len, len), a float16 bias (heads, len, len)
+             shared over the batch, one of each entry and head, softcap 30; head_dim in {64, 128};
+             length in {1024, 4096, 16384}; float16 and bfloat16; rung: fa_tc, and fa_int8 with V
+             in 16 bits
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1)
 Measures     J2; time of a prepared call, packing of masks included, and in the same rounds its
              ratio to the plain call, to the fastest other library, and of fa_int8 to fa_tc
 Beside       torch's scaled_dot_product_attention with its cuDNN and memory-efficient backends,
              FlexAttention compiled for each case, its block mask made beforehand, and
              FlashAttention-4 where it can be imported
-Expect       of the plain time at most: 1.08 for key padding, by admitted keys; 1.35 for the mask;
+Expect       of the plain time at most: 1.08 for key padding, by admitted keys, as a mask and as
+             lengths; 1.35 for the mask;
              1.5 for the shared bias, and for softcap at head_dim 128, 1.9 at 64; 1.25 of the larger
              of plain and its bytes at copy bandwidth for a bias of each entry and head. At least
              1.5 times the speed of the fastest library with a mask or bias, 1.6 with a softcap
@@ -46,15 +48,20 @@ from experiments._harness.cells import REFUSALS, Problem, rotating
 from experiments._harness.others import refusing
 
 TOKENS, WIDTH = 16_384, 2048
-PLAIN, PADDING, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
-    "plain", "key padding", "mask", "bias", "own bias", "softcap",
+PLAIN, PADDING, LENGTHS, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
+    "plain", "key padding", "lengths", "mask", "bias", "own bias", "softcap",
 )  # fmt: skip
+#: Features that admit a share of the keys alone.
+PADDED = (PADDING, LENGTHS)
 RUNGS = ("fa_tc", "fa_int8")
 #: Share of the keys that an entry with padding keeps, of three entries of four.
 KEPT = 0.73
 CAP = 30.0
 #: The largest time of a feature, as a multiple of plain: at head_dim 64 and at 128.
-AIMS = {PADDING: (1.08, 1.08), MASK: (1.35, 1.35), BIAS: (1.5, 1.5), SOFTCAP: (1.9, 1.5)}
+AIMS = {
+    **dict.fromkeys(PADDED, (1.08, 1.08)), MASK: (1.35, 1.35), BIAS: (1.5, 1.5),
+    SOFTCAP: (1.9, 1.5),
+}  # fmt: skip
 OWN_AIM = 1.25
 #: A library whose result is further from ours is not timed: bfloat16 of values around 4.
 MOST_DIFFERENCE = 0.06
@@ -112,6 +119,8 @@ def options_of(feature: str, problem: Problem, xp: Any) -> dict[str, Any]:
     if feature == PADDING:
         ends = xp.asarray(lengths_of(problem))[:, None, None, None]
         return {"mask": xp.arange(n) < ends}
+    if feature == LENGTHS:
+        return {"lengths_kv": xp.asarray(lengths_of(problem), np.int32)}
     if feature == MASK:
         return {"mask": rng.random((n, n), dtype=np.float32) < 0.5}
     if feature in (BIAS, OWN_BIAS):
@@ -137,16 +146,50 @@ def judged(
 ) -> tuple[ca.ops.prepared.Prepared, dict[str, Any]]:
     """Return a prepared call, and what judging its result on some rows came to."""
     prepared = ca.plan(*inputs, variant=rung, arch=arch, **options)
-    plan, quantized = prepared.plans[-1], None
-    if rung == "fa_int8":
-        quant = QuantConfig(smooth_k="softcap" not in options)
-        quantized = ca.quantize(*inputs, quant=quant, arch=arch)
-    report = verdict.judge(
-        prepared(*inputs), *inputs, variant=rung, quantized=quantized, form=plan.form,
-        tiles=plan.tiles, rows=rungs.judged_rows(problem.call, problem.seed), **options,
-    )  # fmt: skip
+    plan, o = prepared.plans[-1], prepared(*inputs)
+    quant = QuantConfig(smooth_k="softcap" not in options) if rung == "fa_int8" else None
+    if "lengths_kv" in options:
+        calls, options = entries(o, inputs, lengths_of(problem), quant, arch), {}
+    else:
+        z = None if quant is None else ca.quantize(*inputs, quant=quant, arch=arch)
+        calls = iter([(o, inputs, z)])
+    reports = [
+        verdict.judge(
+            own_o, *own, variant=rung, quantized=z, form=plan.form, tiles=plan.tiles,
+            rows=rungs.judged_rows(problem.call, problem.seed), **options,
+        )
+        for own_o, own, z in calls
+    ]  # fmt: skip
     facts = {"form": plan.form, "tiles": vars(plan.tiles), "note": plan.note}
-    return prepared, {**facts, "j2": report.ratio, "ok": report.passed}
+    passed = all(report.passed for report in reports)
+    return prepared, {**facts, "j2": max(report.ratio for report in reports), "ok": passed}
+
+
+def entries(
+    o: Any, inputs: Any, lengths: np.ndarray, quant: QuantConfig | None, arch: str | None
+) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
+    """Yield O, operands and codes of each entry of a padded batch, cut to the keys that count.
+
+    Codes are made of all entries together, packed: their means have the bits of the padded call.
+    """
+    q, k, v = inputs
+    xp, (batch, heads, length, head_dim) = array_namespace(q), q.shape
+    records: list[Any] = [None] * batch
+    if quant is not None:
+        keys = [
+            xp.concatenate([x[i, :, :n].swapaxes(0, 1) for i, n in enumerate(lengths)])
+            for x in (k, v)
+        ]
+        ends = np.arange(batch + 1) * length, np.append(0, np.cumsum(lengths))
+        rows = q.swapaxes(1, 2).reshape(batch * length, heads, head_dim)
+        z = ca.quantize(
+            rows, *keys, quant=quant, arch=arch, max_len_q=length, max_len_k=length,
+            **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True)),
+        )  # fmt: skip
+        records = list(z.sequences())
+    for i, n in enumerate(lengths):
+        one = slice(i, i + 1)
+        yield o[one], (q[one], k[one, :, :n], v[one, :, :n]), records[i]
 
 
 # ---- other libraries -----------------------------------------------------------------------------
@@ -227,6 +270,8 @@ def peers(
     feature: str, problem: Problem, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], Callable[..., Any] | None]]]:
     """Yield the libraries that take a feature, and what makes each call."""
+    if feature == LENGTHS:  # they are beside it as a mask
+        return
     if feature != SOFTCAP:
         yield "cuDNN", lambda: sdpa("CUDNN_ATTENTION", problem, options)
         yield "efficient", lambda: sdpa("EFFICIENT_ATTENTION", problem, options)
@@ -335,7 +380,7 @@ def aim_of(row: Mapping[str, Any], head_dim: int, share: float) -> tuple[float, 
     if row["feature"] == OWN_BIAS:
         least = max(row["copy_seconds"], row["seconds"][0] / row["of_plain"][0])
         return row["seconds"][0] / least, OWN_AIM
-    found = row["of_plain"][0] / (share if row["feature"] == PADDING else 1.0)
+    found = row["of_plain"][0] / (share if row["feature"] in PADDED else 1.0)
     return found, AIMS[row["feature"]][head_dim > 64]
 
 
