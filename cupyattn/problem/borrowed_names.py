@@ -27,7 +27,8 @@ NOT_OFFERED = {
     "enable_gqa": "leave it out, heads of k and v may always be a divisor of those of q",
     "alibi_slopes": "give bias=-slopes[:, None, None] * abs(i + len_kv - len_q - j), i the rows "
     "as a column and j the keys as a row",
-    "cache_seqlens": "give lengths_kv=, the same numbers, the new keys counted and already in k",
+    "cache_seqlens": "give lengths_kv=, the same numbers, new keys counted and already in k and v; "
+    "where all entries have one length, cut k and v to it, k[:, :, :length], which is faster",
     "seqused_q": _QUERIES, "seq_len_q": _QUERIES, "query_seq_lengths": _QUERIES,
     "seqused_k": _KEYS, "seq_len_kv": _KEYS, "key_value_seq_lengths": _KEYS,
     "tensor_layout": "give layout='BHSD' for 'HND', layout='BSHD' for 'NHD'",

@@ -55,9 +55,9 @@ __device__ __forceinline__ Sequences<LENGTHS> uniform(Sequences<LENGTHS> x) {
   return x;
 }
 
-// The parameters as one batch entry has them. VARLEN: its lengths are all that exist, and its causal
-// mask and window are placed by them. PACKED: its arrays begin with its own sequence. Operand is the
-// storage type of Q and K, Value that of V.
+// The parameters as one batch entry has them. VARLEN: its lengths are all that exist, and its
+// causal mask and window are placed by them. PACKED: its arrays begin with its own sequence.
+// Operand is the storage type of Q and K, Value that of V.
 template <typename Operand = elem_t, typename Value = elem_t, typename Entry>
 __device__ __forceinline__ decltype(auto) of_sequences(
     const AttnParams& call, const Entry& sequences) {
