@@ -63,7 +63,7 @@ def score_lines(request: Request) -> list[str]:
         said += [f"row i attends key j{where} where {' and '.join(ends)}"]
     if call.padded is not None:
         named = " and ".join(name for name in call.lengths_in.values() if name)
-        said += [f"rows of an entry count as far as {named} says"]
+        said += [f"rows of an entry count up to its {named}"]
     said += [f"softcap {call.softcap:g}"] if call.softcap else []
     for name in ("mask", "bias"):
         array = request.given.get(name)
