@@ -27,6 +27,7 @@ from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.ops import attention as api
 from cupyattn.ops import backward, explain
 from cupyattn.problem.borrowed_names import NOT_OFFERED, instead_of
+from cupyattn.problem.request import LENGTHS
 from cupyattn.problem.settings import ARRAYS, Settings
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
@@ -69,6 +70,8 @@ def attention(
     bias: Any = None,
     rope: Any = None,
     qk_norm: Any = None,
+    lengths_q: Any = None,
+    lengths_kv: Any = None,
     layout: str = "BHSD",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -86,6 +89,8 @@ def attention(
         As for `cupyattn.attention`. A bias gets no gradient.
     rope, qk_norm : (jax.Array, jax.Array), optional
         As for `cupyattn.attention`.
+    lengths_q, lengths_kv : jax.Array, (batch,), optional
+        As for `cupyattn.attention`. There is no gradient beside them.
     layout, return_lse
         As for `cupyattn.attention`. The log-sum-exp gets no gradient.
     deterministic : bool
@@ -106,8 +111,8 @@ def attention(
     ------
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a gradient
-        that there is none of: of float32, after `qk_norm`, of a bias, a table or weights, through
-        the log-sum-exp.
+        that there is none of: of float32, after `qk_norm`, beside lengths, of a bias, a table or
+        weights, through the log-sum-exp.
     jax.errors.JaxRuntimeError
         For what shows only when it runs, with the exception's type and message.
 
@@ -129,6 +134,7 @@ def attention(
     """
     _check_names(options)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+    arrays |= {"lengths_q": lengths_q, "lengths_kv": lengths_kv}
     for argument, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
@@ -170,7 +176,7 @@ def _stand_in(x: Any) -> np.ndarray:
 
 def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
     """Return operands beside q, k and v as the arguments that bring them."""
-    found = {name: operands[name] for name in ("mask", "bias") if name in operands}
+    found = {name: operands[name] for name in ("mask", "bias", *LENGTHS) if name in operands}
     for argument, names in _PAIRS.items():
         if names[0] in operands:
             found[argument] = tuple(operands[name] for name in names)

@@ -43,6 +43,8 @@ def attention(
     qk_norm: Any = None,
     qk_norm_eps: float = EPS,
     block_mask: BlockMask | None = None,
+    lengths_q: Any = None,
+    lengths_kv: Any = None,
     layout: str = "BHSD",
     return_lse: bool = False,
     out: Any = None,
@@ -109,6 +111,16 @@ def attention(
         Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
         above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
         The Hopper forms take blocks of 128 query rows.
+    lengths_q, lengths_kv : array, (batch,), int32 or int64, optional
+        Padded batches: entry b has ``lengths_q[b]`` queries and ``lengths_kv[b]`` keys, the first
+        ones; without one of them all count. Keys behind them are not admitted and may hold
+        anything, NaN too. Query rows behind them give ``o = 0`` and ``lse = -inf``. Kernels read
+        the numbers: nothing waits for them, no mask is made, and tiles of padding alone take no
+        time. What is less than 0 or past the arrays is cut to these. `causal`, `window` and
+        `causal_align` go by an entry's own lengths, as if it came alone; mask, bias and block mask
+        keep their places. int32 on the device of q needs no copy. ``fa_int8`` quantises the rows
+        that count alone, "tensor" meaning all heads of an entry; a `QuantizedQKV` was quantised
+        with its padding, which then must be finite.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
     return_lse : bool
@@ -165,8 +177,9 @@ def attention(
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
     arrays = _arrays(
-        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out
-    )
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
+        lengths_q=lengths_q, lengths_kv=lengths_kv,
+    )  # fmt: skip
     return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 

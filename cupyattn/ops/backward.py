@@ -327,6 +327,11 @@ class _Backward:
         received = {name: arrays[name] for name in ("d_out", "out", "lse")}
         forward = {name: a for name, a in arrays.items() if name not in received}
         request = ATTENTION.resolve(settings.of_call, forward)
+        if request.call.padded is not None:
+            raise UnsupportedError(
+                "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
+                "entries for attention_varlen_backward"
+            )
         taken = _take(request, received)
         rope, block_mask = _rope_of(request), request.block_mask
         operands = {name: array for name, array in taken.items() if name != "out"}

@@ -54,12 +54,16 @@ def score_lines(request: Request) -> list[str]:
     """Say what happens to the scores and to what makes them, in a line each where anything does."""
     call, said = request.call, []
     if call.causal or call.window:
-        aligned = call.packed is not None and call.packed.bottom_right
+        own = call.own_lengths
+        aligned = own is not None and own.bottom_right
         row = "i + len_kv - len_q " if aligned else "i"
         ends = [f"{row}{call.window_shift:+d} <= j"] if call.window else []
         ends += [f"j <= {row}{call.causal_shift:+d}"] if call.causal else []
-        where = " of its sequence" if call.packed else ""
+        where = " of its sequence" if call.packed else " of its entry" if call.padded else ""
         said += [f"row i attends key j{where} where {' and '.join(ends)}"]
+    if call.padded is not None:
+        named = " and ".join(name for name in call.lengths_in.values() if name)
+        said += [f"rows of an entry count up to its {named}"]
     said += [f"softcap {call.softcap:g}"] if call.softcap else []
     for name in ("mask", "bias"):
         array = request.given.get(name)

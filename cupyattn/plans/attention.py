@@ -19,6 +19,7 @@ from cupyattn.plans.assemble import (
     _persistent,
     attn_params,
     check_grid,
+    clear_padding,
     entry_of,
     features_of,
     module_spec,
@@ -45,7 +46,8 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
         ``"mask"``, ``"bias"`` and ``"kept_blocks"`` where the call has them; with rope also
         ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.rope.Rope` has them, and of a packed
-        call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
+        call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, of a padded one ``"lengths_q"`` and
+        ``"lengths_kv"``, int32.
 
     Returns
     -------
@@ -81,7 +83,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     if kernel.row.takes.few_rows:
         return _plan_split(kernel, features, spec, params)
     if variant.family == "unfused":
-        return plan_unfused(kernel, features, spec, params)
+        return plan_unfused(kernel, features, spec, params, clear_padding(call, o, params))
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
@@ -100,7 +102,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
         structs += added + scores.structs
         workspace += scores.workspace
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
-    launches = (*scores.passes, launch, *merge)
+    launches = (*clear_padding(call, o, params), *scores.passes, launch, *merge)
     return Plan(variant.name, form, tiles, features, launches, workspace, kernel.note)
 
 

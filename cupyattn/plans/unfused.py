@@ -40,17 +40,22 @@ def _unfused_launch(
 
 
 def plan_unfused(
-    kernel: Kernel, features: Features, spec: ModuleSpec, params: dict[str, Any]
+    kernel: Kernel,
+    features: Features,
+    spec: ModuleSpec,
+    params: dict[str, Any],
+    before: tuple[Launch, ...],
 ) -> Plan:
-    """Plan the three kernels, with S in scratch memory."""
+    """Plan the three kernels, with S in scratch memory, behind what goes before them."""
     variant, call, params = kernel.variant, kernel.call, {**params, "S": "S"}
-    launches = (
+    steps = (
         launch
         for step in UNFUSED_STEPS
         for launch in _unfused_launch(step, kernel, spec, params)
     )
     scores = Workspace("S", (call.batch, call.heads, call.len_q, call.len_kv), "float32")
-    return Plan(variant.name, kernel.form, kernel.tiles, features, tuple(launches), (scores,))
+    launches = (*before, *steps)
+    return Plan(variant.name, kernel.form, kernel.tiles, features, launches, (scores,))
 
 
 def plan_unfused_step(step: str, kernel: Kernel, operands: Mapping[str, Operand]) -> Plan:

@@ -173,7 +173,7 @@ def _has_few_rows(offer: support.Offer) -> bool:
     """Whether a call of few rows is left to a form for more by softcap, mask or bias."""
     call = offer.call
     scored = bool(call.softcap or call.mask or call.bias) and call.block_mask == (0, 0)
-    return scored and call.packed is None and splits.applies(call.len_q, call.len_kv)
+    return scored and call.own_lengths is None and splits.applies(call.len_q, call.len_kv)
 
 
 def _stacking(variant: Variant, offer: support.Offer) -> str:

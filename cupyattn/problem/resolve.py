@@ -23,7 +23,7 @@ from cupyattn.problem.request import Request
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import PAIRS, Preparation
 from cupyattn.problem.scoring import check_smoothing
-from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
+from cupyattn.problem.sequences import Sequences, one_entry, take_lengths, take_sequences
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -64,6 +64,11 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
     if not packed and (settings.max_len_q, settings.max_len_k) != (None, None):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
+    if packed and ("lengths_q" in arrays or "lengths_kv" in arrays):
+        raise TypeError(
+            "lengths_q and lengths_kv are of padded batches, cu_seqlens_q and cu_seqlens_k of "
+            "packed sequences: give one of both pairs"
+        )
     (q, as_given), (k, _), (v, _) = (interchange.take(name, arrays[name]) for name in "qkv")
     array_namespace(q, k, v)
     given = tuple(tuple(x.shape) for x in (q, k, v))
@@ -81,6 +86,7 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         )
     dtype = checks.check_dtype(q, k, v)
     call, mask, bias = _check_options(sizes, dtype, q, settings, arrays, sequences)
+    call, lengths = _padded(call, q, settings, arrays)
     preparation = _take_preparation(q, call, settings, arrays)
     if preparation is not None:
         call = replace(call, qk_norm=preparation.norm is not None)
@@ -95,13 +101,13 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     variant.check_dtype(call.dtype)
     interchange.check_one_device(
         q=q, k=k, v=v, mask=mask, bias=bias, **(preparation.buffers if preparation else {}),
-        **_offsets(sequences),
+        **_offsets(sequences), **lengths,
     )  # fmt: skip
     if settings.quant is not None and variant.family != "int8":
         raise ValueError(
             f"quant is for fa_int8, got variant {settings.variant!r}: add variant='fa_int8'"
         )
-    if packed and settings.quant is not None:
+    if call.own_lengths is not None and settings.quant is not None:
         check_packed_quant(settings.quant)
     if settings.check_finite:
         _check_finite(q, k, v)
@@ -113,7 +119,7 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         settings, arrays, variant, why, call, target.choose(settings.backend, q), q, k, v, mask,
         bias, _kept_blocks(arrays, q), preparation, None,
         _receiver(settings, arrays, call, (q, k, v, mask, bias)),
-        as_given, **_offsets(sequences),
+        as_given, **_offsets(sequences), **lengths,
     )  # fmt: skip
     return _with_given_scales(request)
 
@@ -128,7 +134,25 @@ def _with_given_scales(request: Request) -> Request:
         given = static_scales(
             array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
         )
+        if call.padded is not None:  # a kernel may write NaN over the scale of an entry alone
+            xp = array_namespace(request.q)
+            given = {
+                name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
+                for name, x in given.items()
+                if x is not None
+            }
     return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
+
+
+def _padded(
+    call: AttentionSpec, q: Any, settings: Settings, arrays: Mapping[str, Any]
+) -> tuple[AttentionSpec, dict[str, Any]]:
+    """Return a call with the lengths of its batch entries, and these; the call as it is without."""
+    lengths = take_lengths(q, arrays)
+    if lengths:
+        given = "lengths_q" in lengths, "lengths_kv" in lengths
+        call = checks.check_padded(call, given, **settings.places)
+    return call, lengths
 
 
 def _offsets(sequences: Sequences | None) -> dict[str, Any]:
@@ -162,16 +186,24 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
     call, mask, bias = _check_options(
         sizes, quantized.out_dtype, operands[0], settings, arrays, sequences
     )
+    if sequences is not None and ("lengths_q" in arrays or "lengths_kv" in arrays):
+        raise TypeError(
+            "this QuantizedQKV holds packed sequences: give no lengths_q or lengths_kv beside it"
+        )
+    call, lengths = _padded(call, operands[0], settings, arrays)
+    of_entries = {**_offsets(sequences), **lengths}
     scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
     codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
-    interchange.check_one_device(**codes, **scales, mask=mask, bias=bias, **_offsets(sequences))
+    interchange.check_one_device(
+        **codes, **scales, mask=mask, bias=bias, **of_entries
+    )
     check_smoothing(call.softcap, quantized.k_mean)
     return Request(
         settings, arrays, variant, "the rung for quantised operands", call,
         target.choose(settings.backend, operands[0]), *operands, mask, bias,
         _kept_blocks(arrays, operands[0]), None, quantized,
         _receiver(settings, arrays, call, (*operands, mask, bias)),
-        quantized.as_given, **_offsets(sequences),
+        quantized.as_given, **of_entries,
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from cupyattn.quant.config import QuantConfig
 #: Arguments of `cupyattn.attention` and `attention_varlen` that are arrays or hold some, beside
 #: q, k and v.
 ARRAYS = (
-    "mask", "bias", "rope", "qk_norm", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "out",
+    "mask", "bias", "rope", "qk_norm", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "lengths_q",
+    "lengths_kv", "out",
 )  # fmt: skip
 
 #: Settings that say which keys a row attends to, by its place and theirs.

@@ -129,6 +129,28 @@ def _of_record(z: Any, ends_q: Sequence[int], ends_k: Sequence[int]) -> dict[str
     return {name: lot for name, lot in lots.items() if getattr(z, name) is not None}
 
 
+def cut_entry(z: Any, number: int, len_q: int, len_kv: int) -> Any:
+    """Return the record of the first rows of one entry of a padded batch: views of its arrays.
+
+    Scales stay those of whole groups, rows that are cut off among them.
+    """
+    sizes = {
+        "q_codes": len_q, "k_codes": len_kv, "v": len_kv, "q_code_sum": len_q,
+        "k_code_sum": len_kv,
+        **dict.fromkeys(("q_scale", "q_zero"), group_count(len_q, z.group_q)),
+        **dict.fromkeys(("k_scale", "k_zero"), group_count(len_kv, z.group_kv)),
+        **dict.fromkeys(("v_scale", "v_zero"), group_count(len_kv, z.group_v or 1)),
+    }  # fmt: skip
+    found = {}
+    for name in (*sizes, "v_codes", "k_mean", "v_mean"):
+        if (array := getattr(z, name)) is not None:
+            one = array[min(number, array.shape[0] - 1)][None]  # or what all entries share
+            if name == "v_codes":
+                one = one[..., : group_count(len_kv, VALUES_PAD) * VALUES_PAD]
+            found[name] = one[:, :, : sizes[name]] if name in sizes else one
+    return replace(z, **found, config=z.config.of_entry(number))
+
+
 def split(z: Any) -> Iterator[Any]:
     """Yield the record of every sequence of a packed `QuantizedQKV`: views of its arrays.
 

@@ -22,12 +22,14 @@ OURS = {
     "page_table": "attention_varlen", "softmax_scale": "scale=", "sm_scale": "scale=",
     "is_causal": "causal=.*causal_align='top-left'", "attn_mask": "mask= .*bias= ",
     "window_size": r"window=\(left, right\)", "enable_gqa": "leave it out",
-    "alibi_slopes": "bias=-slopes", "cache_seqlens": "cu_seqlens_k",
+    "alibi_slopes": "bias=-slopes", "cache_seqlens": "lengths_kv=",
     "tensor_layout": "'BHSD' for 'HND', layout='BSHD' for 'NHD'",
     "precision_mode": "precision_policy", "v_precision": r"quant=QuantConfig\(pv=",
     "max_seqlen_q": "max_len_q=", "max_seqlen_k": "max_len_k=", "cu_seqlens_kv": "cu_seqlens_k=",
     "return_softmax_lse": "return_lse=", "logits_soft_cap": "softcap=", "attn_bias": "bias=",
-    "key_padding_mask": "mask=, True",
+    "key_padding_mask": "mask=, True.*lengths_kv=",
+    **dict.fromkeys(("seqused_q", "seq_len_q", "query_seq_lengths"), "lengths_q="),
+    **dict.fromkeys(("seqused_k", "seq_len_kv", "key_value_seq_lengths"), "lengths_kv="),
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": lambda **o: ca.attention(X, X, X, **o),

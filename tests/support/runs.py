@@ -67,6 +67,9 @@ SPILLED = {
 SPILLED_FINE = {("fa_int8@sm90", 64): 224, ("fa_int8@pv8", 64): 16}
 #: The same where sequences are packed.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
+#: The same where entries are padded. The form of P and V in 8 bits without Hopper has no register
+#: left at head_dim 128.
+SPILLED_PADDED = SPILLED_PACKED | {("fa_int8@pv8_whole", 128): 128}
 #: The same of the split form with more than 16 rows: one number, stored before the loop and loaded
 #: after it.
 SPILLED_SPLIT = 4

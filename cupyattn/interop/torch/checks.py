@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import transforms
+from cupyattn.problem.request import LENGTHS
 
 #: Operands whose rows kernels read in vectors.
 _ROWS = ("q", "k", "v")
@@ -88,6 +89,11 @@ def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
             raise UnsupportedError(
                 f"{name}: the derivative through qk_norm is not implemented: give q and k as they "
                 "are after it"
+            )
+        if argument in LENGTHS:
+            raise UnsupportedError(
+                f"{name}: the derivative beside {argument} is not implemented: give mask=, or pack "
+                "the entries for attention_varlen, or compute under torch.no_grad()"
             )
     if tensors["q"].dtype == torch.float32:
         raise UnsupportedError(
