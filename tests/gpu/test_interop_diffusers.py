@@ -84,7 +84,7 @@ def test_a_masked_layer_gives_the_bits_of_arrays_and_does_not_wait(
     mode: str, kind: str, no_waiting: Any
 ) -> None:
     """Eager and in a graph, whatever the mask says; rows of 301 keys are none of whole vectors."""
-    layer = layers.Layer("x", None, mode, steps.Step(), 0)
+    layer = layers.Layer("x", None, mode, steps.Step(), 0, quant=ca.QuantConfig())
     kept = torch.arange(301).cuda() < torch.tensor([[300], [40]]).cuda()
     given = {
         "padding": kept[:, None, None].expand(2, 4, 301, 301),

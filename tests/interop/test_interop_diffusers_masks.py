@@ -23,6 +23,9 @@ from tests.interop.test_interop_diffusers import (  # noqa: E402
 )
 from tests.interop.test_interop_diffusers_compiled import NAME, WIDTH, fresh  # noqa: E402, F401
 
+#: Calls of these tests are short, and run in INT8 wherever they run.
+INT8 = {**SHORT, "quant": ca.QuantConfig()}
+
 
 def masks_of_scores(length: int = 70) -> dict[str, Any]:
     """Masks of torch's function for (2, 4, length, length) scores, as models make them."""
@@ -58,7 +61,7 @@ def test_masks_are_those_of_the_call(name: str, monkeypatch: pytest.MonkeyPatch)
     if mask.dtype not in (torch.bool, torch.float16):  # torch takes the type of queries alone
         x = x.to(mask.dtype)
     native = model["attn"](x)
-    with interop.replace_attention_with_int8(model, policy="balanced", **SHORT) as handle:
+    with interop.replace_attention_with_int8(model, policy="balanced", **INT8) as handle:
         o = model["attn"](x)
     assert handle.report().modes == {"balanced": 1} and not handle.report().native
     argument = "mask" if mask.dtype == torch.bool else "bias"
@@ -115,7 +118,7 @@ def test_the_table_takes_a_mask_of_keys() -> None:
     model = torch.nn.ModuleDict({"attn": attention(processor=Processor())})
     x, mask = torch.randn(2, 70, 32), masks_of_scores()["padding"][:, 0, 0]
     native = model["attn"](x, attention_mask=mask)
-    with interop.replace_attention_with_int8(model, policy="balanced", **SHORT) as handle:
+    with interop.replace_attention_with_int8(model, policy="balanced", **INT8) as handle:
         o = model["attn"](x, attention_mask=mask)
     assert handle.report().modes == {"balanced": 1}
     assert 0 < distance(o, native) < 0.05 * native.double().norm()
@@ -167,8 +170,8 @@ def test_masks_are_operands_of_the_operator(kind: str, dynamic: bool) -> None:
     dtype = torch.bfloat16 if kind == "of heads" else torch.float32
     model = Masked().to(dtype)
     model.attn.set_processor(Given())
-    own = interop.replace_attention_with_int8(copy.deepcopy(model), policy="balanced", **SHORT)
-    handle = interop.replace_attention_with_int8(model, policy="balanced", **SHORT)
+    own = interop.replace_attention_with_int8(copy.deepcopy(model), policy="balanced", **INT8)
+    handle = interop.replace_attention_with_int8(model, policy="balanced", **INT8)
     call = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     lengths = (64, 64, 67, 67, 90) if dynamic else (67, 67)
     for seed, length in enumerate(lengths):
