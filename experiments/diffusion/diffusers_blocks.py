@@ -2,7 +2,8 @@
 
 Varies       model of diffusers: Flux, Wan 14B, Kandinsky 5 Lite (and Wan 1.3B, where it is named),
              with one block of each kind it has; what runs in it: attention as it is, in 16 bits of
-             ours (fa_tc), in INT8 (balanced); linear layers as they are or INT8; both; and all of
+             ours (fa_tc), in INT8 (the mode "balanced", whose class takes the fastest rung); linear
+             layers as they are or INT8, a scale for each row and each column; both; and all of
              these with the whole model compiled, ``model.compile(fullgraph=True)``
 Holds fixed  random weights in the sizes of the models, bfloat16 but for what from_pretrained keeps
              in float32; N(0, 1) latents and prompts, batch 1; no VAE, text encoder or guidance
@@ -38,6 +39,7 @@ from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device, timing
 from cupyattn.measure.words import format_bytes, format_seconds
+from cupyattn.quant import Int8Config
 from experiments._harness import recording
 from experiments._harness.others import format_comparison
 
@@ -313,7 +315,8 @@ def ways(transformer: Any, compiler: Mapping[str, Any]) -> dict[str, Way]:
     from cupyattn.interop.torch import replace_linear_with_int8
 
     int8 = shared(transformer)
-    linear = replace_linear_with_int8(int8, originals="drop")
+    channel = Int8Config(strategy="channel")
+    linear = replace_linear_with_int8(int8, config=channel, originals="drop")
     found = {}
     for name, (policy, with_linear, compiled) in WAYS.items():
         own = shared(int8 if with_linear else transformer)

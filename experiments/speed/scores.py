@@ -3,10 +3,11 @@
 Varies       the feature: key padding (27 % of the keys of three entries of four), a half-true mask
              (len, len), a float16 bias (heads, len, len) shared over the batch, one of each entry
              and head, softcap 30; head_dim in {64, 128}; length in {1024, 4096, 16384}; float16 and
-             bfloat16; rung: fa_tc, and fa_int8 with V in 16 bits
+             bfloat16; rung: fa_tc, and fa_int8 of the accuracy class "balanced"
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1)
-Measures     J2; time of a prepared call, packing of masks included, and in the same rounds its
-             ratio to the plain call, to the fastest other library, and of fa_int8 to fa_tc
+Measures     J2, of two heads; time of a prepared call, packing of masks included, and in the same
+             rounds its ratio to the plain call, to the fastest other library, and of fa_int8 to
+             fa_tc
 Beside       torch's scaled_dot_product_attention with its cuDNN and memory-efficient backends,
              FlexAttention compiled for each case, its block mask made beforehand, and
              FlashAttention-4 where it can be imported
@@ -29,7 +30,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import cupyattn as ca
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import output
 from cupyattn.measure import rungs, timing, words
+from cupyattn.problem.choose import QUANT
 from cupyattn.quant import QuantConfig
 from cupyattn.testing import verdict
 from experiments._harness import merging, recording
@@ -132,18 +134,37 @@ def features_of(problem: Problem) -> tuple[str, ...]:
 # ---- our calls -----------------------------------------------------------------------------------
 
 
+def corner(x: Any) -> Any:
+    """Return two heads of the last entry, the one that padding shortens, of what has heads."""
+    return x[-1:, :2] if x.ndim == 4 else x
+
+
+def quant_of(rung: str, options: Mapping[str, Any]) -> QuantConfig | None:
+    """Return how the accuracy class "balanced" quantises; a softcap takes keys as they are."""
+    if rung != "fa_int8":
+        return None
+    return replace(QUANT["balanced"], smooth_k="softcap" not in options)
+
+
 def judged(
-    rung: str, problem: Problem, inputs: Any, options: Mapping[str, Any], arch: str | None
+    rung: str,
+    problem: Problem,
+    inputs: Any,
+    options: Mapping[str, Any],
+    arch: str | None,
+    tiles: ca.Tiles | None = None,
 ) -> tuple[ca.ops.prepared.Prepared, dict[str, Any]]:
-    """Return a prepared call, and what judging its result on some rows came to."""
-    prepared = ca.plan(*inputs, variant=rung, arch=arch, **options)
-    plan, quantized = prepared.plans[-1], None
-    if rung == "fa_int8":
-        quant = QuantConfig(smooth_k="softcap" not in options)
-        quantized = ca.quantize(*inputs, quant=quant, arch=arch)
+    """Return a prepared call, and what judging some rows of two heads of its result came to."""
+    quant = quant_of(rung, options)
+    prepared = ca.plan(*inputs, variant=rung, quant=quant, arch=arch, tiles=tiles, **options)
+    plan = prepared.plans[-1]
+    few = tuple(map(corner, inputs))
+    quantized = None if quant is None else ca.quantize(*few, quant=quant, tiles=tiles, arch=arch)
+    scored = {name: x if name == "softcap" else corner(x) for name, x in options.items()}
+    call = replace(problem.call, batch=1, heads=2)
     report = verdict.judge(
-        prepared(*inputs), *inputs, variant=rung, quantized=quantized, form=plan.form,
-        tiles=plan.tiles, rows=rungs.judged_rows(problem.call, problem.seed), **options,
+        corner(prepared(*inputs)), *few, variant=rung, quantized=quantized, form=plan.form,
+        tiles=plan.tiles, rows=rungs.judged_rows(call, problem.seed), **scored,
     )  # fmt: skip
     facts = {"form": plan.form, "tiles": vars(plan.tiles), "note": plan.note}
     return prepared, {**facts, "j2": report.ratio, "ok": report.passed}
@@ -253,9 +274,7 @@ def measure_feature(
     calls: dict[str, Callable[[int], Any]] = {}
     sets = [] if args.quick else timing.rotated(inputs)
     for rung in RUNGS:
-        prepared, facts = judged(
-            rung, problem, inputs, options, "sm_90a" if args.quick else None
-        )
+        prepared, facts = judged(rung, problem, inputs, options, "sm_90a" if args.quick else None)
         rows.append({"feature": feature, "name": rung, "peer": False, **facts})
         if facts["ok"] and not args.quick:
             calls[rung] = rotating(prepared, sets)
@@ -374,7 +393,10 @@ def run(args: argparse.Namespace) -> int:
         plain = {}
         if not args.quick:
             sets = timing.rotated(inputs)
-            plain = {r: rotating(ca.plan(*inputs, variant=r), sets) for r in RUNGS}
+            plain = {
+                rung: rotating(ca.plan(*inputs, variant=rung, quant=quant_of(rung, {})), sets)
+                for rung in RUNGS
+            }
         rows: list[dict[str, Any]] = []
         for feature in features_of(problem):
             rows += measure_feature(

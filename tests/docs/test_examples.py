@@ -63,7 +63,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(name: str, *arguments: str, site: Path = ROOT) -> str:
     """Run a script of examples/ in a process of its own; return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "OPENBLAS_NUM_THREADS": "1"}
+    path = str(site)
+    if site == ROOT:  # other libraries may be found by the path alone
+        path = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     script = EXAMPLES / f"{name}.py"
     if site != ROOT:  # nothing of the checkout beside it
         script = Path(shutil.copy(script, site))

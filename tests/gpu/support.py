@@ -3,10 +3,11 @@ ahead."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,8 +25,31 @@ from tests.support.runs import Arrays, Guarded, Run
 cupy = pytest.importorskip("cupy")
 
 
+#: Runs until the host releases it, or for some five seconds.
+HOLD = r"""
+extern "C" __global__ void hold(const volatile int* released) {
+  const long long start = clock64();
+  while (!*released && clock64() - start < 10'000'000'000) {
+  }
+}
+"""
+
+
 def on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
     return tuple(cupy.asarray(array) for array in arrays)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Keep the current stream of the current device busy until the end of the block."""
+    memory = cupy.cuda.alloc_pinned_memory(4)
+    released = np.frombuffer(memory, np.int32, 1)
+    released[0] = 0
+    cupy.RawKernel(HOLD, "hold")((1,), (1,), (np.uint64(memory.ptr),))
+    try:
+        yield
+    finally:
+        released[0] = 1
 
 
 def moved(options: dict[str, Any]) -> dict[str, Any]:

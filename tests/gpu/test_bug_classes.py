@@ -8,14 +8,20 @@ Elsewhere in this folder: 1 and 2 in `test_memory.py`, 3 in `test_attention.py` 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from cupyattn import plan
 from cupyattn.compiler import modules as kc
-from tests.gpu.support import arch_of, attend, form_taken, on_device, prebuild, run, specs_of
-from tests.gpu.test_streams import SPIN
+from tests.gpu.support import (
+    arch_of,
+    attend,
+    form_taken,
+    held,
+    on_device,
+    prebuild,
+    run,
+    specs_of,
+)
 from tests.hopper import hopper_pv8_cases
 from tests.kernels.test_bug_classes import LEAST_OPTIMISED
 from tests.support.runs import RUNGS, assert_same, bits, normal, variant_of
@@ -86,19 +92,8 @@ def test_8_more_than_160_000_tokens(rung: str) -> None:
     assert report.passed and report.rows >= 64, str(report)
 
 
-@pytest.fixture(scope="module")
-def spin() -> Any:
-    """A kernel that keeps the current stream of the current device busy for about 100 ms."""
-
-    def run() -> None:
-        kernel = cupy.RawKernel(SPIN, "spin")  # loaded for the current device
-        kernel((1,), (1,), (200_000_000,))
-
-    return run
-
-
 @pytest.mark.parametrize("rung", RUNGS)
-def test_9_arrays_of_another_device(rung: str, spin: Any) -> None:
+def test_9_arrays_of_another_device(rung: str) -> None:
     """The device of the arrays runs the call, on its current stream, whichever is current."""
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two devices")
@@ -113,12 +108,11 @@ def test_9_arrays_of_another_device(rung: str, spin: Any) -> None:
             attend(rung, *there, causal=True)  # this stream's pool has memory
         stream.synchronize()
         cupy.cuda.Device(1).synchronize()
-        with stream:
-            spin()
+        with stream, held():
             for x, source in zip(late, there, strict=True):
                 x[...] = source
             after = attend(rung, *late, causal=True)
-        assert not stream.done, "attention waited for the device"
+            assert not stream.done, "attention waited for the device"
         stream.synchronize()
     assert after.device.id == 1 and bits(after) == expected
     with cupy.cuda.Device(0):

@@ -66,9 +66,7 @@ def test_pruning_asked_for_in_a_call_returns_the_kept_keys(timestep: int) -> Non
         assert isinstance(o, cupy.ndarray) and isinstance(kept, cupy.ndarray)
         assert o.shape == q.shape and kept.shape == (2, 2, 80)
         assert bool((kept.sum(axis=2) == 60).all())
-    alone = attend(
-        q, k, v, timestep, enable_pruning=True, pruning_ratio=0.25, return_mask=False
-    )
+    alone = attend(q, k, v, timestep, enable_pruning=True, pruning_ratio=0.25, return_mask=False)
     assert isinstance(alone, cupy.ndarray) and bool((alone == o).all())
     always = ca.Int8Attention(2, 64, 50, enable_pruning=True, pruning_ratio=0.25)
     assert isinstance(always(q, k, v, timestep), cupy.ndarray)

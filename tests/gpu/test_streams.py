@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.support import attend, on_device, prebuild, specs_of
+from tests.gpu.support import attend, held, on_device, prebuild, specs_of
 from tests.support.runs import RUNGS, bits, normal
 
 cupy = pytest.importorskip("cupy")
-
-SPIN = r"""
-extern "C" __global__ void spin(long long cycles) {
-  const long long start = clock64();
-  while (clock64() - start < cycles) {
-  }
-}
-"""
 
 
 @pytest.fixture(params=[0, 1], ids=["first device", "second device"], autouse=True)
@@ -40,16 +32,8 @@ def compiled() -> None:
     )
 
 
-@pytest.fixture
-def spin() -> Any:
-    """A kernel that keeps a stream of the current device busy for about 100 ms."""
-    kernel = cupy.RawKernel(SPIN, "spin")
-    kernel.compile()
-    return lambda: kernel((1,), (1,), (200_000_000,))
-
-
 @pytest.mark.parametrize("variant", RUNGS)
-def test_attention_waits_for_its_own_stream(variant: str, spin: Any) -> None:
+def test_attention_waits_for_its_own_stream(variant: str) -> None:
     """The inputs are made late, on the same stream: run anywhere else, attention would see NaN."""
     sources = on_device(*normal((2, 4, 100, 64), (2, 2, 130, 64)))
     expected, expected_lse = attend(variant, *sources, causal=True, return_lse=True)
@@ -59,12 +43,11 @@ def test_attention_waits_for_its_own_stream(variant: str, spin: Any) -> None:
     with stream:  # the pool of this stream has memory before the clock runs
         attend(variant, *inputs, causal=True, return_lse=True)
     stream.synchronize()
-    with stream:
-        spin()
+    with stream, held():
         for x, source in zip(inputs, sources, strict=True):
             x[...] = source
         o, lse = attend(variant, *inputs, causal=True, return_lse=True)
-    assert not stream.done, "attention waited for the device"
+        assert not stream.done, "attention waited for the device"
     stream.synchronize()
     assert bits(o) == bits(expected) and bits(lse) == bits(expected_lse)
 

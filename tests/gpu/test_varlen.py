@@ -96,9 +96,11 @@ def test_every_sequence_is_as_if_alone(rung: str, dtype: str, head_dim: int) -> 
 @pytest.mark.parametrize("rung", [*BOTH_FORMS, PV8])
 @pytest.mark.parametrize("feature", [*FEATURES, "all"])
 def test_masks_and_positions_are_those_of_a_sequence(rung: str, feature: str) -> None:
-    host, host_ends = packed(LENGTHS, 4, 2)
+    # NOTE: a float32 bias of one key broadcasts, and so runs in another form than a larger one.
+    lengths = [(1, 2) if both == (1, 1) else both for both in LENGTHS]
+    host, host_ends = packed(lengths, 4, 2)
     inputs, ends = on_device(*host), on_device(*host_ends)
-    options = moved(added(feature, 4, 64, LENGTHS)) | WITHOUT_MEANS.get(rung, {})
+    options = moved(added(feature, 4, 64, lengths)) | WITHOUT_MEANS.get(rung, {})
     tiles = hopper_tiles(rung, inputs, ends, **options)
     o, lse = varlen(rung, inputs, ends, **options)
     asked = {"variant": variant_of(rung).name, "arch": arch_of(rung), "return_lse": True}

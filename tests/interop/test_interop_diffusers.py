@@ -242,9 +242,31 @@ def test_strides_scales_and_grouped_heads_of_the_call_are_kept() -> None:
     with interop.replace_attention_with_int8(model, policy="balanced", **SHORT) as handle:
         o = model["attn"](x)
     q = x.numpy().reshape(1, 64, 4, 8).swapaxes(1, 2)
-    expected = ca.attention(q, q[:, ::2], q[:, ::2] * 2, variant="fa_int8", scale=0.5)
+    expected = ca.attention(
+        q, q[:, ::2], q[:, ::2] * 2, variant="auto", accuracy="balanced", scale=0.5
+    )
     assert np.array_equal(o.numpy(), expected)
     assert handle.report().modes == {"balanced": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "rung"),
+    [
+        ({}, {"variant": "fa_tc"}),
+        ({"quant": ca.QuantConfig()}, {"variant": "fa_int8", "quant": ca.QuantConfig()}),
+    ],
+)
+def test_a_mode_is_an_accuracy_class_unless_quant_is_named(
+    given: dict[str, Any], rung: dict[str, Any]
+) -> None:
+    """On an H100 quantising does not pay for 64 keys."""
+    model = calling(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    x = torch.randn(1, 64, 32).half()
+    on = {"backend": "mirror", "arch": "sm_90a"}
+    with interop.replace_attention_with_int8(model, policy="balanced", **SHORT, **given, **on):
+        o = model["attn"](x)
+    q = x.numpy().reshape(1, 64, 4, 8).swapaxes(1, 2)
+    assert np.array_equal(o.numpy(), ca.attention(q, q, q, **rung, **on))
 
 
 def test_what_broadcasts_stays_native() -> None:

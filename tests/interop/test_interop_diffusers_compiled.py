@@ -273,7 +273,7 @@ def test_calls_that_int8_does_not_take_fall_back_and_are_counted(
     own = operator.forward
 
     def refuses(settings: Any, *operands: Any) -> Any:
-        if settings.of_call.variant == "fa_int8":
+        if settings.of_call.accuracy == "balanced":
             raise ca.UnsupportedError("no such device")
         return own(settings, *operands)
 

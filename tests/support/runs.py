@@ -57,6 +57,8 @@ SPILLED = {
     for head_dim, spilled in ((64, 4), (128, 16))
 } | {
     ("fa_int8", "float32", 128): 16,
+    ("fa_tc", "float16", 128): 36,
+    ("fa_tc", "bfloat16", 128): 36,
     ("fa_int8@pv8", "float32", 64): 8,
     ("fa_int8@pv8", "float32", 256): 8,
 }

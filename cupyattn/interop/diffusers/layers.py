@@ -51,7 +51,8 @@ class Layer:
     min_length : int
         Calls with fewer queries or keys stay native.
     **options
-        Others of `cupyattn.Int8Attention`: quant, backend and arch.
+        Others of `cupyattn.Int8Attention`: quant, backend and arch. Without quant an INT8 mode is
+        an accuracy class of `cupyattn.attention`, whose fastest rung runs.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Layer:
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
+        self._by_class = options.get("quant") is None
         of_one_mode = Int8Attention(1, 1, _ANY_STEPS, **options)
         self._any_step = of_one_mode.step(0)
-        self._texts = _texts(of_one_mode)
+        self._texts = _texts(of_one_mode, self._by_class)
         self._compiled: dict[str, None] = {}  # in the order of graphs
         self._counts: Tensor | None = None  # (len(_COUNTED),), int64; None unless asked
 
@@ -180,6 +182,8 @@ class Layer:
         o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
 
         def run(**form: Any) -> Tensor:
+            if self._by_class:
+                form = _of_class(mode, form)
             return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
 
         found = attention.in_mode(
@@ -287,20 +291,27 @@ def _transform(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> s
     return f"operands of type {others[0]}" if others else None
 
 
-def _texts(attention: Int8Attention) -> dict[str, str]:
+def _of_class(mode: str, form: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a call that takes the fastest rung of an INT8 mode's accuracy class."""
+    if form["variant"] != "fa_int8":
+        return form
+    return {**form, "variant": "auto", "accuracy": mode, "quant": None}
+
+
+def _texts(attention: Int8Attention, by_class: bool) -> dict[str, str]:
     """Return settings by mode as the operator takes them: of modes that are the same at all steps.
 
     Static scales of INT8 follow the step.
     """
 
-    def form(**settings: Any) -> str:
-        return operator.text_of(calls.TensorSettings.of(**settings))
+    def text(mode: str) -> str:
+        def run(**form: Any) -> str:
+            settings = _of_class(mode, form) if by_class else form
+            return operator.text_of(calls.TensorSettings.of(**settings))
+
+        return attention.in_mode(
+            mode, attention.step(0), run, device=-1, dtype="float16", heads_kv=1
+        )
 
     static = attention.quant.static
-    return {
-        mode: attention.in_mode(
-            mode, attention.step(0), form, device=-1, dtype="float16", heads_kv=1
-        )
-        for mode in MODES
-        if mode == "precision" or not static
-    }
+    return {mode: text(mode) for mode in MODES if mode == "precision" or not static}

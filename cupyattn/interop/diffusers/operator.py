@@ -54,12 +54,12 @@ def _attention(*arguments: Any) -> Tensor:
         forward(settings, tensors, o)
     except UnsupportedError as error:
         call = settings.of_call
-        if call.variant != "fa_int8":
+        if call.variant != "fa_int8" and call.accuracy == "full":
             raise
         fallbacks[str(error)] += 1
         level = logging.WARNING if fallbacks[str(error)] == 1 else logging.DEBUG
         _log.log(level, "compiled attention fell back to 16 bits: %s", error)
-        sixteen = call._replace(variant="auto", quant=None)
+        sixteen = call._replace(variant="auto", accuracy="full", quant=None)
         forward(settings._replace(of_call=sixteen), tensors, o)
     return o
 

@@ -100,7 +100,9 @@ def replace_attention_with_int8(
     min_length : int
         Calls of fewer queries or keys stay native.
     quant : QuantConfig, optional
-        How the INT8 modes quantise.
+        How the INT8 modes quantise, wherever they run. When omitted, a mode is an accuracy class of
+        `cupyattn.attention`: the fastest rung of the class runs, as measured on that device, so
+        16 bits where INT8 is slower.
     backend, arch : str, optional
         As for `cupyattn.attention`.
     count_compiled : bool
