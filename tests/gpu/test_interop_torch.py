@@ -396,7 +396,10 @@ def test_int8_linear(rows: int) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_int8_layers(mode: str) -> None:
-    """CUDA graphs take back what operators return: it has to be torch's own memory."""
+    """CUDA graphs take back what operators return: it has to be torch's own memory.
+
+    The last layer's sum with x is part of its product.
+    """
     torch.manual_seed(0)
     first, last = (torch.nn.Linear(256, 256, dtype=torch.float16).cuda() for _ in range(2))
     layers = [
@@ -404,10 +407,12 @@ def test_compiled_int8_layers(mode: str) -> None:
     ]
     core = interop.Int8Attention(4, 64, num_timesteps=50)
 
-    def block(x: Any) -> Any:
+    def attended(x: Any) -> Any:
         heads = layers[0](x * 2).unflatten(-1, (4, 64)).transpose(1, 2)
-        o = core(heads, heads, heads, 25).transpose(1, 2).flatten(2)
-        return layers[1](o) + x
+        return core(heads, heads, heads, 25).transpose(1, 2).flatten(2)
+
+    def block(x: Any) -> Any:
+        return layers[1](attended(x)) + x
 
     torch._dynamo.reset()
     function = torch.compile(block, fullgraph=True, mode=mode)
@@ -415,11 +420,67 @@ def test_compiled_int8_layers(mode: str) -> None:
         for _ in range(4):  # warming up, recorded, replayed
             torch.compiler.cudagraph_mark_step_begin()
             x = torch.randn(1, 100, 256, dtype=torch.float16).cuda()
-            assert torch.equal(function(x), block(x))
+            assert same_bits(function(x), product_of(layers[1], attended(x), residual=x))
     x = torch.randn(1, 100, 256, dtype=torch.float16).cuda().requires_grad_()
     torch.compiler.cudagraph_mark_step_begin()
     function(x).sum().backward()
     assert x.grad.isfinite().all()
+
+
+def product_of(layer: Any, x: Any, activation: str | None = None, **beside: Any) -> Any:
+    """Return what a layer with an activation, a residual or a gate is, of arrays: CuPy's."""
+    given = {"x": x, "weight": layer.weight, "scale": layer.weight_scale, "bias": layer.bias}
+    arrays = {
+        name: cupy.from_dlpack(one.detach()) if isinstance(one, torch.Tensor) else one
+        for name, one in {**given, **beside}.items()
+    }
+    torch.cuda.synchronize()
+    codes, scales = ca.act_quant(arrays["x"], strategy=layer.strategy)
+    y = ca.int8_gemm(
+        codes, scales, arrays["weight"], arrays["scale"], arrays["x"].dtype.name,
+        bias=arrays["bias"], activation=activation, residual=arrays.get("residual"),
+        gate=arrays.get("gate"),
+    )  # fmt: skip
+    cupy.cuda.Device().synchronize()
+    return y
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_what_follows_compiled_layers_is_part_of_their_products(
+    mode: str, strategy: str, rows: int
+) -> None:
+    """To the bit `cupyattn.int8_gemm` with it; gates are rows of a wider tensor. No waiting."""
+    torch.manual_seed(0)
+    up, down, other = (
+        interop.Int8Linear.from_linear(
+            torch.nn.Linear(*size, dtype=torch.bfloat16).cuda(), strategy=strategy
+        ).requires_grad_(False)
+        for size in ((256, 512), (512, 256), (256, 384))
+    )
+
+    def block(x: Any, modulation: Any) -> Any:
+        gate = modulation.chunk(3, dim=-1)[1].unsqueeze(1)
+        hidden = torch.nn.functional.gelu(up(x), approximate="tanh")
+        return x + gate * down(hidden), other(x)
+
+    torch._dynamo.reset()
+    function = torch.compile(block, fullgraph=True, mode=mode)
+    inputs = [torch.randn(2, rows, 256, dtype=torch.bfloat16).cuda() for _ in range(5)]
+    factors = [torch.randn(2, 768, dtype=torch.bfloat16).cuda() for _ in range(5)]
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for turn, (x, modulation) in enumerate(zip(inputs, factors, strict=True)):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.cuda.set_sync_debug_mode("error" if turn > 2 else "default")
+            try:
+                found, beside = (y.clone() for y in function(x, modulation))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            hidden = product_of(up, x, activation="gelu_tanh")
+            gate = modulation[:, 256:512].contiguous()
+            assert same_bits(found, product_of(down, hidden, residual=x, gate=gate))
+            assert same_bits(beside, product_of(other, x))
 
 
 def test_int8_forward_with_given_scales() -> None:

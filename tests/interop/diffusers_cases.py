@@ -131,8 +131,14 @@ def pixart() -> Any:
     return diffusers.PixArtSigmaPipeline(**parts(transformer=transformer, scheduler=scheduler))
 
 
+def padded(keys: int, of: int = 7) -> torch.Tensor:
+    """Which tokens of a prompt are none of its padding, (1, of), bool."""
+    return torch.arange(of)[None] < keys
+
+
 def pixart_call() -> dict[str, Any]:
-    both = {"prompt_embeds": noise(1, 7, 32), "prompt_attention_mask": torch.ones(1, 7)}
+    """A prompt that is long enough for INT8 to take the look at it, which has a mask."""
+    both = {"prompt_embeds": noise(1, 40, 32), "prompt_attention_mask": padded(30, 40).float()}
     negative = {f"negative_{name}": x * 1 for name, x in both.items()}
     options = {"negative_prompt": None, "use_resolution_binning": False}
     return both | negative | options | {"height": 128, "width": 128, "guidance_scale": 5.0}
@@ -168,7 +174,7 @@ def hunyuan_video() -> Any:
 
 def hunyuan_video_call() -> dict[str, Any]:
     prompts = {"prompt_embeds": noise(1, 7, 32), "pooled_prompt_embeds": noise(1, 32)}
-    prompts["prompt_attention_mask"] = torch.ones(1, 7)
+    prompts["prompt_attention_mask"] = padded(4).float()
     return prompts | {"height": 64, "width": 64, "num_frames": 5}
 
 
@@ -221,9 +227,43 @@ def qwen_image() -> Any:
 
 
 def qwen_image_call() -> dict[str, Any]:
-    both = {"prompt_embeds": noise(1, 7, 32), "prompt_embeds_mask": torch.ones(1, 7).bool()}
+    both = {"prompt_embeds": noise(1, 7, 32), "prompt_embeds_mask": padded(4)}
     negative = {f"negative_{name}": x * 1 for name, x in both.items()}
     return both | negative | {"height": 256, "width": 256, "true_cfg_scale": 3.0}
+
+
+def chroma() -> Any:
+    transformer = diffusers.ChromaTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=(4, 4, 8),
+        approximator_num_channels=8, approximator_hidden_dim=32, approximator_layers=1,
+    )  # fmt: skip
+    return diffusers.ChromaPipeline(
+        **parts(transformer=transformer), scheduler=diffusers.FlowMatchEulerDiscreteScheduler()
+    )
+
+
+def chroma_call() -> dict[str, Any]:
+    """The mask is one of numbers, which the model's attention adds to the scores."""
+    both = {"prompt_embeds": noise(1, 7, 32), "prompt_attention_mask": padded(4).float()}
+    negative = {f"negative_{name}": x * 1 for name, x in both.items()}
+    return both | negative | {"height": 256, "width": 256, "guidance_scale": 3.0}
+
+
+def z_image() -> Any:
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
+        cap_feat_dim=32, axes_dims=[4, 6, 6], axes_lens=[128, 32, 32],
+    )  # fmt: skip
+    return diffusers.ZImagePipeline(
+        **parts(transformer=transformer), scheduler=diffusers.FlowMatchEulerDiscreteScheduler()
+    )
+
+
+def z_image_call() -> dict[str, Any]:
+    """Both branches in a batch, whose prompts are of different lengths."""
+    prompts = {"prompt_embeds": [noise(7, 32)], "negative_prompt_embeds": [noise(40, 32)]}
+    return prompts | {"height": 256, "width": 256, "guidance_scale": 3.0}
 
 
 CASES = {
@@ -237,6 +277,8 @@ CASES = {
     "cogvideox": Case(cogvideox, cogvideox_call),
     "kandinsky5": Case(kandinsky5, kandinsky5_call),
     "qwen_image": Case(qwen_image, qwen_image_call),
+    "chroma": Case(chroma, chroma_call),
+    "z_image": Case(z_image, z_image_call),
 }
 
 
@@ -252,12 +294,18 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return pipe.to(dtype)
 
 
+def moved(x: torch.Tensor, pipe: Any) -> torch.Tensor:
+    return x.to(pipe.device, pipe.dtype if x.is_floating_point() else x.dtype)
+
+
 def generate(pipe: Any, family: str, steps: int = 4) -> torch.Tensor:
     """Return the latents that a pipeline makes, the same every time."""
     given = CASES[family].call()
     for name, x in given.items():
         if isinstance(x, torch.Tensor):
-            given[name] = x.to(pipe.device, pipe.dtype if x.is_floating_point() else x.dtype)
+            given[name] = moved(x, pipe)
+        elif isinstance(x, list):
+            given[name] = [moved(one, pipe) for one in x]
     generator = torch.Generator().manual_seed(SEED)
     found = pipe(
         **given, num_inference_steps=steps, generator=generator, output_type="latent",

@@ -56,6 +56,7 @@ class Policy:
 @pytest.fixture
 def layer(driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
     monkeypatch.setattr(layers, "Tensor", Tensor)
+    monkeypatch.setattr(layers, "PLAIN", (Tensor,))
     monkeypatch.setattr(torch, "empty_like", Tensor)
     shared = {"quant": None, "backend": None, "arch": "sm_90"}
     return layers.Layer("x", None, Policy(), steps.Step(), 0, **shared)
@@ -144,6 +145,6 @@ def test_what_a_model_hands_over_transposed_is_copied_first(
     layer._step.set((Schedule(RATIOS, None), 0.25))
     monkeypatch.setattr(recent.CALLS, "remember", lambda *_: None)
     q, k = Tensor(), Transposed()
-    given = layer._run(q, k, Tensor(), None, "precision")
+    given = layer._run({"q": q, "k": k, "v": Tensor()}, None, "precision")
     made = planned(example[:3], example[3], variant="fa_tc", arch="sm_90")
     check(driver, made, {"q": q.array, "k": copied[0].array, "o": given.array})

@@ -90,6 +90,39 @@ def test_what_the_arguments_say_is_done(options: dict[str, Any]) -> None:
     assert bits(np.asarray(o)) == bits(ca.attention(*on_host(q, k, v), **options | moved(arrays)))
 
 
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+@pytest.mark.parametrize("bias", ["float16", "bfloat16", "float32"])
+def test_jit_takes_mask_bias_and_softcap(
+    variant: str, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As operands of one compiled call; a mask of keys arrives with one row for all queries."""
+    shapes: list[tuple[int, ...]] = []
+    own = interop.api.attention
+
+    def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        shapes.append(options["mask"].shape)
+        return own(q, k, v, **options)
+
+    monkeypatch.setattr(interop.api, "attention", attention)
+    traced: list[int] = []
+
+    @jax.jit
+    def call(q: Any, k: Any, v: Any, ends: Any, added: Any) -> Any:
+        traced.append(1)
+        mask = (jnp.arange(LEN_KV) < ends[:, None])[:, None, None]
+        return interop.attention(q, k, v, mask=mask, bias=added, softcap=5.0, variant=variant)
+
+    q, k, v = operands()
+    for seed in range(2):
+        ends, added = jnp.array([LEN_KV - seed, 9]), normal((HEADS, LEN_Q, LEN_KV), bias, seed)
+        mask = (np.arange(LEN_KV) < np.asarray(ends)[:, None])[:, None, None]
+        o = np.asarray(call(q, k, v, ends, added))
+        given = {"mask": mask, "bias": np.asarray(added)}
+        expected = own(*on_host(q, k, v), softcap=5.0, variant=variant, **given)
+        assert bits(o) == bits(expected)
+    assert shapes == [(BATCH, 1, 1, LEN_KV)] * 2 and len(traced) == 1
+
+
 def test_an_operand_that_is_not_compact_is_copied_and_none_is_written_to() -> None:
     q, k, v = operands()
     turned = jax.jit(lambda x: x.swapaxes(2, 3))(k)

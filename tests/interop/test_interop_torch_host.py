@@ -379,12 +379,8 @@ def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> No
     assert calls.find(settings, {**given, "k": "a string"}, None) is None
 
 
-def test_a_linear_layer_on_tensors_is_planned_once(
-    host: Host,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its tensors become arrays of the same memory once; then kernels get their addresses."""
-    linear = importlib.import_module("cupyattn.interop.torch.linear")
+def linear_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:  # noqa: F811
+    """Let layers ask a torch without a device; return the memory that they take of it."""
     made: list[OnDevice] = []
 
     def empty(shape: tuple[int, ...], dtype: str, device: Any) -> OnDevice:
@@ -392,17 +388,29 @@ def test_a_linear_layer_on_tensors_is_planned_once(
         return made[-1]
 
     cuda = SimpleNamespace(current_device=lambda: 0)
-    torch = SimpleNamespace(cuda=cuda, empty=empty, uint8="uint8")
+    stand_in = SimpleNamespace(cuda=cuda, empty=empty, uint8="uint8")
+    for name in ("calls", "linear_parts"):
+        module = importlib.import_module(f"cupyattn.interop.torch.{name}")
+        monkeypatch.setattr(module, "torch", stand_in)
     calls = importlib.import_module("cupyattn.interop.torch.calls")
-    monkeypatch.setattr(calls, "torch", torch)
     monkeypatch.setattr(calls, "stream_handle", lambda _: host.driver.stream)
-    for name, stand_in in (
-        ("torch", torch),
-        ("as_array", lambda x: x.array),
-        ("_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))),
-        ("on_device_of", lambda _: contextlib.nullcontext()),
-    ):  # fmt: skip
-        monkeypatch.setattr(linear, name, stand_in)
+    return made
+
+
+def test_a_linear_layer_on_tensors_is_planned_once(
+    host: Host,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tensors become arrays of the same memory once; then kernels get their addresses."""
+    linear = importlib.import_module("cupyattn.interop.torch.linear")
+    parts, made = importlib.import_module("cupyattn.interop.torch.linear_parts"), linear_torch(
+        host, monkeypatch
+    )  # fmt: skip
+    monkeypatch.setattr(linear, "as_array", lambda x: x.array)
+    monkeypatch.setattr(linear, "on_device_of", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(
+        linear, "_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))
+    )
     given = operands(5)
     weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
     bias, planned = OnDevice(array((N,), "float32")), 0
@@ -430,4 +438,49 @@ def test_a_linear_layer_on_tensors_is_planned_once(
     assert len(recent.CALLS) > known  # another form: without a bias
     for other in (OnDevice(array((K, 10)).T), OnDevice(array((0, K)))):
         # Lies otherwise, or is empty: not kept.
-        assert linear._find({"x": other}, ())[:2] == (None, None)
+        assert parts.find({"x": other}, ())[:2] == (None, None)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_the_operators_of_a_layer_are_planned_once(
+    summed: bool,
+    host: Host,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels get the addresses of the tensors of each call, a gate's rows at their distance."""
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    made = linear_torch(host, monkeypatch)
+    blocks = -(-K // 128)
+    for name, stand_in in (
+        ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
+        ("on_device_of", lambda _: contextlib.nullcontext()),
+        ("_codes_of", lambda x, _: (OnDevice(array((2, 5, K), "int8")),
+                                    OnDevice(array((2, 5, blocks), "float32")))),
+        ("_result", lambda *_: OnDevice(array((2, 5, N)))),
+    ):  # fmt: skip
+        monkeypatch.setattr(parts, name, stand_in)
+    given, planned = operands(5), 0
+    weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
+    for turn in range(3):
+        x, residual = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N)))
+        gate = OnDevice(array((2, 1, 3 * N))[..., N : 2 * N])
+        monkeypatch.setattr(
+            gate, "reshape", lambda *shape, own=gate.array: OnDevice(own.reshape(*shape)),
+            raising=False,
+        )  # fmt: skip
+        codes = parts._quantise(x, "block", None)
+        sums = (residual, gate) if summed else (None, None)
+        y = parts._multiply(*codes, weight, scales, None, *sums, "float16", "gelu", "sm_90", None)
+        entry, quantised = host.passed(2 * turn)
+        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
+        _, multiplied = host.passed(2 * turn + 1)
+        assert multiplied["c"] == y.data_ptr() and multiplied["b"] == weight.data_ptr()
+        if turn:  # the first call quantised into memory of its own
+            places = [one.data_ptr() for one in codes]
+            assert [quantised["codes"], quantised["scales"]] == places
+            assert [multiplied["a"], multiplied["a_scales"]] == places
+            assert len(host.plans) == planned and not made
+        planned = len(host.plans)
+        if summed:
+            assert multiplied["residual"] == residual.data_ptr()
+            assert multiplied["gate"] == gate.data_ptr()

@@ -11,11 +11,13 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig, Tiles
+from cupyattn.arrays.kinds import STORAGE
 from tests.interop.torch_cases import leaves, options_of, problem, same_bits, tensor, tensors
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
 calls = importlib.import_module("cupyattn.interop.torch.calls")
+ops = importlib.import_module("cupyattn.interop.torch.ops")
 schema = importlib.import_module("cupyattn.interop.torch.schema")
 
 OPTIONS = options_of(33, 70, 16, 4)
@@ -63,7 +65,8 @@ def test_the_operator_of_the_backward_pass_is_what_it_says() -> None:
 def test_operators_get_the_strides_that_were_traced() -> None:
     """Inductor pads rows otherwise: another call for us, and a result of other strides."""
     names = ("attention", "attention_qkv", "attention_varlen", "int8_attention", "int8_linear")
-    for name in (*names, "attention_backward", "int8_attention_backward"):
+    parts = ("int8_act_quant", "int8_product")
+    for name in (*names, *parts, "attention_backward", "int8_attention_backward"):
         tags = getattr(torch.ops.cupyattn, name).default.tags
         assert torch.Tag.needs_exact_strides in tags, name
 
@@ -121,6 +124,41 @@ def test_a_compiled_function_takes_other_lengths() -> None:
     packed = compiled(lambda x, e: interop.attention_varlen(x, x, x, e, e, return_lse=True))
     expected = interop.attention_varlen(x, x, x, ends, ends, return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip(packed(x, ends), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("variant", "bias"), [("fa_tc", "float16"), ("fa_int8", "bfloat16"), ("fa_int8", "float32")]
+)
+def test_a_compiled_function_takes_mask_bias_and_softcap(
+    variant: str, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all masks of keys, whatever the lengths; none is written out for queries."""
+    masks: list[Any] = []
+    own = ops.forward
+
+    def forward(settings: Any, tensors: Any) -> Any:
+        masks.append(tensors["mask"])
+        return own(settings, tensors)
+
+    monkeypatch.setattr(ops, "forward", forward)
+
+    def layer(q: Any, k: Any, v: Any, ends: Any, added: Any) -> Any:
+        kept = torch.arange(k.shape[2]) < ends[:, None]
+        mask = kept[:, None, None].expand(2, 4, q.shape[2], k.shape[2])
+        return interop.attention(q, k, v, mask=mask, bias=added, softcap=5.0, variant=variant)
+
+    function = compiled(layer, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for seed, lengths in enumerate(((33, 70), (40, 96), (17, 65))):
+            inputs = problem("float16", len_q=lengths[0], len_kv=lengths[1])
+            ends = np.array([lengths[1] - seed, 9])
+            rng = np.random.default_rng(seed)
+            scores = rng.standard_normal((4, 1, lengths[1])).astype(STORAGE[bias])
+            found = function(*(tensor(x) for x in (*inputs, ends, scores)))
+            given = {"mask": (np.arange(lengths[1]) < ends[:, None])[:, None, None], "bias": scores}
+            expected = ca.attention(*inputs, softcap=5.0, variant=variant, **given)
+            assert same_bits(found, expected)
+    assert all(mask.stride()[1:] == (0, 0, 1) for mask in masks) and len(masks) == 3
 
 
 def test_a_compiled_function_takes_no_block_mask() -> None:

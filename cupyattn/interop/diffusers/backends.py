@@ -75,7 +75,9 @@ def _attend(
         layer.stays_native("context parallelism")
     else:
         q, k, v = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        of_keys = isinstance(attn_mask, Tensor) and attn_mask.shape == (len(k), k.shape[2])
+        mask = attn_mask[:, None, None] if of_keys else attn_mask  # as the table's own backends
+        options = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal}
         o = layer.attend(q, k, v, scale, options)
     if o is not None:
         return o.permute(0, 2, 1, 3)

@@ -14,11 +14,13 @@ from torch import Tensor
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.policy import MODES
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.diffusers import backends, interception, operator
+from cupyattn.interop.diffusers import backends, interception, masks, operator
 from cupyattn.interop.diffusers.noise import Schedule
 from cupyattn.interop.diffusers.report import LayerReport
 from cupyattn.interop.diffusers.steps import Step
 from cupyattn.interop.torch import calls, transforms
+from cupyattn.interop.torch.functional import named
+from cupyattn.interop.torch.ops import PLAIN
 
 _log = logging.getLogger("cupyattn")
 
@@ -128,11 +130,12 @@ class Layer:
         -------
         Tensor, or None where the model's own attention is to run; it is counted with the reason.
         """
-        reason = _transform(q, k, v) or self._obstacle(q, k, v, options)
+        reason = _transform(q, k, v, options) or self._obstacle(q, k, v, options)
         mode = self._choice.mode
         if reason is None and mode is not None:
             try:
-                return self._run(q, k, v, scale, mode)
+                mask, bias = masks.of_scores(options["attn_mask"])
+                return self._run(named(q, k, v, mask, bias, None, None), scale, mode)
             except UnsupportedError as error:
                 reason = str(error)
         self.stays_native(reason or UNKNOWN)
@@ -147,13 +150,13 @@ class Layer:
 
     def _obstacle(self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
         """Return why INT8 does not take a call, None where it does; torch may trace this."""
-        if options["attn_mask"] is not None:
-            return "attention mask"
+        mask = options["attn_mask"]
         if options["is_causal"]:
             return "causal"
         if options["dropout_p"]:
             return "dropout"
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        given = (q, k, v, mask) if isinstance(mask, Tensor) else (q, k, v)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
             return "gradients"
         if not q.ndim == k.ndim == v.ndim == 4:
             return f"{q.ndim} axes"
@@ -168,16 +171,14 @@ class Layer:
             return f"head size {' and '.join(map(str, sizes))}"
         if min(q.shape[2], k.shape[2]) < self._min_length:
             return f"fewer than {self._min_length} queries or keys"
-        return None
+        return masks.obstacle(mask, q, k)
 
-    def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: str
-    ) -> Tensor:
+    def _run(self, given: dict[str, Tensor], scale: float | None, mode: str) -> Tensor:
         noise = None if self._choice.is_fixed else self._step.noise
-        attention = self._attention_for(noise, q.shape[1], q.shape[3], scale)
+        attention = self._attention_for(noise, given["q"].shape[1], given["q"].shape[3], scale)
         at = (None if noise is None else self._step.at) or self._any_step
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-        given = {"q": q, "k": k, "v": v}
+        given |= {n: x.contiguous() for n in "qkv" if (x := given[n]).stride(3) != 1}
+        q, k = given["q"], given["k"]
         o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
 
         def run(**form: Any) -> Tensor:
@@ -236,7 +237,8 @@ class Layer:
         self.note(mode)
         self._count(mode)
         q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
-        return operator.attend(q, k, v, scale, self._texts[mode])
+        mask, bias = masks.of_scores(options["attn_mask"])
+        return operator.attend(named(q, k, v, mask, bias, None, None), scale, self._texts[mode])
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note(self, ran: str) -> bool:
@@ -280,13 +282,13 @@ class Layer:
         )
 
 
-def _transform(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _transform(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
     """Return why an eager call on these tensors is not one on memory, None where it is."""
     if transforms.active() or transforms.forward_mode():
         return "a transform of torch.func, or forward-mode derivatives"
-    if not all(type(x) is Tensor for x in (q, k, v)):
-        return f"operands of type {type(q).__name__}"
-    return None
+    given = q, k, v, options["attn_mask"]
+    others = [type(x).__name__ for x in given if isinstance(x, Tensor) and type(x) not in PLAIN]
+    return f"operands of type {others[0]}" if others else None
 
 
 def _of_class(mode: str, form: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,35 +17,38 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.ops import define
-from cupyattn.interop.torch.schema import ATTENTION_QKV
+from cupyattn.interop.torch.schema import Schema
 
 _log = logging.getLogger("cupyattn")
 
+_SCHEMA = Schema(("q", "k", "v", "mask", "bias"), 3)
 #: Calls of this process in compiled code that fell back to 16 bits, by reason.
 fallbacks: Counter[str] = Counter()
 
 
 def text_of(settings: TensorSettings) -> str:
     """Return settings as the operator takes them, all but the scale."""
-    return str(ATTENTION_QKV.flat({}, settings)[-1])
+    return str(_SCHEMA.flat({}, settings)[-1])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, text: str) -> Tensor:
+def attend(tensors: Mapping[str, Tensor], scale: float | None, text: str) -> Tensor:
     """Run attention in a graph.
 
     Parameters
     ----------
-    q, k, v : Tensor, (batch, heads, len, head_dim)
+    tensors : mapping of str to Tensor
+        "q", "k" and "v", (batch, heads, len, head_dim), and "mask" and "bias" where there are such.
     scale : float, optional
     text : str
         Of `text_of`.
     """
-    o: Tensor = torch.ops.cupyattn.diffusers_attention(q, k, v, scale, 0, False, text)
+    operands = [tensors.get(name) for name in _SCHEMA.tensors]
+    o: Tensor = torch.ops.cupyattn.diffusers_attention(*operands, scale, 0, False, text)
     return o
 
 
 def _attention(*arguments: Any) -> Tensor:
-    tensors, settings = ATTENTION_QKV.given(arguments), ATTENTION_QKV.settings(arguments)
+    tensors, settings = _SCHEMA.given(arguments), _SCHEMA.settings(arguments)
     o = torch.empty_like(tensors["q"])
     try:
         forward(settings, tensors, o)
@@ -61,9 +65,9 @@ def _attention(*arguments: Any) -> Tensor:
 
 
 def _attention_fake(*arguments: Any) -> Tensor:
-    tensors = ATTENTION_QKV.given(arguments)
+    tensors = _SCHEMA.given(arguments)
     check_tensors("diffusers_attention", tensors)
     return torch.empty_like(tensors["q"])
 
 
-define("diffusers_attention", f"{ATTENTION_QKV}", "Tensor", _attention, _attention_fake)
+define("diffusers_attention", f"{_SCHEMA}", "Tensor", _attention, _attention_fake)

@@ -130,9 +130,10 @@ def replace_attention_with_int8(
     -----
     Only a hook of the model and the class of its attention modules are new, the latter by the same
     name: weights, processors and what `save_pretrained` writes stay as they are.
-    Calls with an attention mask, causal ones, with dropout, gradients, too few queries or keys, or
-    heads of other sizes than 1 to 256 run the model's own attention, bit for bit, and are counted
-    with the reason. Guidance needs nothing: of a batch of both branches, or of two passes, each
+    A mask is taken as the model gives it: bool, or numbers that are added to the scores.
+    Causal calls, with dropout, gradients, too few queries or keys, masks of other types, or heads
+    of other sizes than 1 to 256 run the model's own attention, bit for bit, and are counted with
+    the reason. Guidance needs nothing: of a batch of both branches, or of two passes, each
     call runs at its step's noise level. A model is called from one thread at a time.
 
     A model may be compiled before or after: by ``torch.compile(model)``, ``model.compile()`` or
@@ -232,7 +233,7 @@ def _is_pipeline(given: Any) -> bool:
 
 
 def _takes_timestep(model: Any) -> bool:
-    return "timestep" in inspect.signature(model.forward).parameters
+    return any(name in inspect.signature(model.forward).parameters for name in steps.TIMESTEPS)
 
 
 def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:

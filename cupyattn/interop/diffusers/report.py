@@ -53,10 +53,10 @@ class Report:
 
     Examples
     --------
-    >>> layer = LayerReport("unet.attn1", {"balanced": 3}, {"attention mask": 1}, {})
+    >>> layer = LayerReport("unet.attn1", {"balanced": 3}, {"gradients": 1}, {})
     >>> print(Report((layer,)))
     1 attention module: 3 calls by cupyattn (3 balanced), 1 native
-    unet.attn1: 3 balanced; native: 1 attention mask
+    unet.attn1: 3 balanced; native: 1 gradients
     """
 
     layers: tuple[LayerReport, ...]

@@ -16,6 +16,8 @@ from cupyattn.interop.diffusers.noise import Noise, Schedule
 
 #: The attribute of a model that holds its `Step`.
 ATTRIBUTE = "_int8_step"
+#: Names that models have for the timestep, `t` in Z-Image.
+TIMESTEPS = ("timestep", "t")
 
 
 class Counted(Protocol):
@@ -116,7 +118,8 @@ class Step:
         if self._source is None:
             return
         given = _signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
-        self.set(self._source.at(given["timestep"]) if "timestep" in given else None)
+        at = next((given[name] for name in TIMESTEPS if name in given), None)
+        self.set(None if at is None else self._source.at(at))
 
     def set(self, noise: tuple[Schedule, float] | None) -> None:
         """Take a noise level, None where it is not known, and ask every policy for its mode."""

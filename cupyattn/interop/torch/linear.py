@@ -14,8 +14,9 @@ from cupyattn.arrays.memory import as_input
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import as_array, as_tensor, forms_of, on_device_of
-from cupyattn.interop.torch.calls import launch
+from cupyattn.interop.torch import epilogues
+from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.linear_parts import again, find
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.act_quant import act_quant
@@ -29,33 +30,6 @@ from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape, strategy_of_weight
 from cupyattn.runtime.ready import Ready
 from cupyattn.runtime.recent import CALLS
-
-
-def _again(ready: Ready, addresses: dict[str, int], x: Tensor, weight: Tensor) -> Tensor:
-    """Launch a layer that has run on tensors of the same forms; all memory is torch's own."""
-    device = x.device
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return _again(ready, addresses, x, weight)
-    y = _fake(x, weight)
-    launch(ready, {**addresses, "c": y.data_ptr()}, device)
-    return y
-
-
-def _find(
-    tensors: Mapping[str, Tensor], options: tuple[Any, ...]
-) -> tuple[Any, Any, dict[str, int]]:
-    """Return the key of a layer's call on a device, what is kept of it, and where tensors lie.
-
-    The key is None where the call is not kept.
-    """
-    for x in tensors.values():
-        if not x.is_cuda or not x.is_contiguous() or not x.numel():
-            return None, None, {}
-        if x.data_ptr() % x.element_size():  # copied by each call
-            return None, None, {}
-    forms, addresses = forms_of(tensors)
-    return *CALLS.find(("torch, linear", *options), forms), addresses
 
 
 def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Ready:
@@ -97,9 +71,11 @@ def run(
     tensors |= {} if bias is None else {"bias": bias}
     key = None
     if backend in (None, "cuda"):
-        key, ready, addresses = _find(tensors, (activation, arch))
+        key, ready, addresses = find(tensors, (activation, arch))
         if ready is not None:
-            return _again(ready, addresses, x, weight)
+            y = _fake(x, weight)
+            again(ready, {**addresses, "c": y.data_ptr()}, x.device)
+            return y
     with on_device_of(x):
         arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
         strategy = strategy_of_weight(weight.shape, weight_scale.shape)
@@ -319,6 +295,8 @@ class Int8Linear(torch.nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         given = x, self.weight, self.weight_scale, self.bias
         options = self.activation or "", self.arch, self.backend
+        if torch.compiler.is_compiling():
+            epilogues.register()
         if any(how_seen(given)):
             y: Tensor = int8_linear(*given, *options)
             return y

@@ -22,6 +22,7 @@ from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
+from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
@@ -94,6 +95,8 @@ class Replacement(Handle):
         """Return a line for each linear layer: what it became, and why."""
         lines = [f"{name}: INT8, {why}" for name, why in self.replaced.items()]
         lines += [f"{name}: kept, {why}" for name, why in self.kept.items()]
+        if epilogues.obstacle:
+            lines.append(f"compiled: nothing becomes part of products, {epilogues.obstacle}")
         return "\n".join(lines)
 
 

@@ -1,0 +1,82 @@
+"""The mask of torch's attention function as the kernels take it: which keys, or a bias of scores.
+
+Nothing here looks at values, so that no call waits for a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Types of a bias; the kernels take each beside operands of any type.
+_BIASES = (torch.float16, torch.bfloat16, torch.float32)
+#: Bytes at a time in which Hopper forms copy a bias.
+_VECTOR = 16
+
+
+def obstacle(mask: Any, q: Tensor, k: Tensor) -> str | None:
+    """Return why the kernels do not take a mask, None where they do; torch may trace this.
+
+    Parameters
+    ----------
+    mask : object
+        ``attn_mask`` of torch's function.
+    q, k : Tensor, (batch, heads, len, head_dim)
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        return f"attention mask of type {type(mask).__name__}"
+    if mask.dtype != torch.bool and mask.dtype not in _BIASES:
+        return f"attention mask of dtype {str(mask.dtype).removeprefix('torch.')}"
+    if mask.device != q.device:
+        return f"attention mask on device {mask.device.type}"
+    scores = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    fits = all(n in (1, most) for n, most in zip(mask.shape[::-1], scores[::-1], strict=False))
+    if mask.ndim > len(scores) or not fits:
+        return "attention mask that does not broadcast to (batch, heads, len_q, len_kv)"
+    return None
+
+
+def of_scores(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return mask and bias as `cupyattn.attention` takes them, one of them None, or both.
+
+    Parameters
+    ----------
+    mask : Tensor, optional
+        bool (True: attend), or added to the scores; `obstacle` has none against it.
+    """
+    if mask is None:
+        return None, None
+    mask = _not_expanded(mask)
+    return (mask, None) if mask.dtype == torch.bool else (None, _in_vectors(mask))
+
+
+def _not_expanded(mask: Tensor) -> Tensor:
+    """Return a mask with one entry along axes that were expanded: no graph writes them out."""
+    for axis, (n, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and n != 1:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
+
+
+def _in_vectors(bias: Tensor) -> Tensor:
+    """Return a bias of 16 bits whose rows of keys begin at multiples of 16 bytes, a copy if not.
+
+    Hopper forms take such rows alone. Portable forms take others, and need two to three times as
+    long; a copy reads and writes the bias once.
+    """
+    if bias.dtype == torch.float32 or bias.ndim == 0 or bias.shape[-1] == 1:
+        return bias
+    step = _VECTOR // bias.element_size()
+    starts = [s for n, s in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if n != 1]
+    if not torch.compiler.is_compiling():  # torch traces no offset; what models make has none
+        starts.append(bias.storage_offset())
+    if bias.stride(-1) == 1 and all(s % step == 0 for s in starts):
+        return bias
+    keys = bias.shape[-1]
+    room = bias.new_zeros((*bias.shape[:-1], keys + -keys % step))
+    room[..., :keys] = bias
+    return room[..., :keys]

@@ -1,0 +1,278 @@
+"""What Inductor moves into products of INT8 codes: a pass over its graph after autograd.
+
+Every layer becomes two operators (`cupyattn.interop.torch.linear_parts`). Layers with the same
+input share its codes. GELU and SiLU after a layer, and ``residual + gate * y``, become part of the
+product, which computes them in float32 before it rounds, where nothing else reads what is between.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from cupyattn.interop.torch import linear_parts
+from cupyattn.quant.blocks import strategy_of_weight
+from cupyattn.version import __version__
+
+#: Functions that a product may end with, as models call them.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+_aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+
+#: Why this version of torch fuses nothing; "" where it does, or nothing was compiled yet.
+obstacle = ""
+_registered = False
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register() -> bool:
+    """Let Inductor run the pass, while torch traces a layer; return True.
+
+    It stays for the process, beside passes of the caller's, and is part of the key under which
+    Inductor caches code. Other compilers get layers as one operator.
+    """
+    global obstacle, _registered
+    if "torch._inductor.config" in sys.modules and not _registered:
+        try:
+            _register()
+        except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+            obstacle = f"torch {torch.__version__} has other passes ({error})"
+        _registered = True
+    return True
+
+
+def _register() -> None:
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Epilogues(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            fuse(graph)
+
+        def uuid(self) -> str:
+            return _uuid()
+
+    _pattern("gelu", torch.float32)  # what the pass needs of this version
+    others = config.post_grad_custom_post_pass
+    if others is None:
+        config.post_grad_custom_post_pass = Epilogues()
+        return
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes  # of several passes
+
+    config.post_grad_custom_post_pass = [*get_custom_graph_passes(others), Epilogues()]
+
+
+@functools.cache
+def _uuid() -> str:
+    """Return what tells this pass from those of other versions."""
+    here = Path(__file__)
+    sources = [here.read_bytes(), here.with_name("linear_parts.py").read_bytes()]
+    return f"cupyattn {__version__} {hashlib.sha256(b''.join(sources)).hexdigest()}"
+
+
+# ---- the pass ------------------------------------------------------------------------------------
+
+
+class _Epilogue(NamedTuple):
+    """What follows a layer and becomes part of its product: the node that has it all, and what."""
+
+    end: Node
+    activation: str
+    residual: Node | None = None
+    gate: Node | None = None
+
+
+def fuse(graph: Graph) -> None:
+    """Put codes and products into the place of layers, with what follows them."""
+    layer = torch.ops.cupyattn.int8_linear.default
+    codes: dict[Any, tuple[Node, Node]] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not layer or "val" not in node.meta:
+            continue
+        x, weight, weight_scale, bias, activation, arch, backend = node.args
+        strategy = strategy_of_weight(_shape(weight), _shape(weight_scale))
+        key = x, strategy, backend
+        if key not in codes:
+            with graph.inserting_before(node):
+                codes[key] = _codes(graph, node, strategy, backend)
+        found = _epilogue(node, activation)
+        dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+        with graph.inserting_before(found.end):
+            product = _inserted(
+                graph, linear_parts.product,
+                (*codes[key], weight, weight_scale, bias, found.residual, found.gate, dtype,
+                 found.activation, arch, backend),
+                node.meta["val"],
+            )  # fmt: skip
+        found.end.replace_all_uses_with(product)
+    graph.eliminate_dead_code()
+
+
+def _codes(graph: Graph, layer: Node, strategy: str, backend: Any) -> tuple[Node, Node]:
+    """Insert what quantises the input of a layer; return codes and scales."""
+    function, x = linear_parts.act_quantise, layer.args[0]
+    given, _ = layer.meta.get("eager_input_vals", ((_value(x),), {}))
+    vals = function(given[0], strategy, backend)
+    made = _inserted(graph, function, (x, strategy, backend), vals)
+    made.meta["eager_input_vals"] = (given[0], strategy, backend), {}
+    codes, scales = (
+        _inserted(graph, operator.getitem, (made, i), val) for i, val in enumerate(vals)
+    )
+    return codes, scales
+
+
+def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
+    """Insert a call; its operands keep the strides that they have now."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = val
+    if target is not operator.getitem:
+        node.meta["eager_input_vals"] = map_arg(args, _value), {}
+    return node
+
+
+def _epilogue(layer: Node, activation: str) -> _Epilogue:
+    end = layer
+    if not activation:
+        for name in _ACTIVATIONS:
+            found = _after(layer, _pattern(name, layer.meta["val"].dtype))
+            if found is not None:
+                end, activation = found, name
+                break
+    return _sum(end, layer.meta["val"], activation) or _Epilogue(end, activation)
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
+    """Return the nodes of an activation, its input first, as Inductor decomposes the function."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def function(x: Tensor) -> Tensor:
+        return _ACTIVATIONS[activation](x)
+
+    with _disable_current_modes():
+        traced = make_fx(function, decomposition_table=select_decomp_table())
+        graph = traced(torch.zeros(1, dtype=dtype)).graph
+    return tuple(node for node in graph.nodes if node.op != "output")
+
+
+def _after(start: Node, pattern: tuple[Node, ...]) -> Node | None:
+    """Return the last node of a pattern that begins at a node and that nothing else reads."""
+    found = {pattern[0]: start}
+    for node in pattern[1:]:
+        args = map_arg(node.args, found.__getitem__)
+        readers: Iterator[Node] = iter(next(a for a in args if isinstance(a, Node)).users)
+        same = (u for u in readers if u.target is node.target and u.args == args)
+        match = next((u for u in same if u.kwargs == node.kwargs), None)
+        if match is None:
+            return None
+        found[node] = match
+    *inner, end = found.values()
+    return end if all(set(node.users) <= {*inner, end} for node in inner) else None
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
+    """Return the sum that a result is part of: ``residual + gate * y``, or without the gate.
+
+    In the type of the result; or in float32, of operands of that type, and converted to it.
+    """
+    at, wide, gate = end, False, None
+    if _is_conversion(reader := _only_reader(at), torch.float32) and like.dtype != torch.float32:
+        at, wide, reader = reader, True, _only_reader(reader)
+    other = _other_operand(reader, _aten.mul.Tensor, at)
+    if other is not None:
+        gate = _narrow(other, like.dtype, wide=wide)
+        if gate is None or not _is_gate(_value(gate), like):
+            return None
+        at, reader = reader, _only_reader(reader)
+    other = _other_operand(reader, _aten.add.Tensor, at)
+    residual = None if other is None else _narrow(other, like.dtype, wide=wide)
+    if residual is None or not _same(_value(residual).shape, like.shape):
+        return None
+    if wide:
+        reader = _only_reader(reader)
+        if not _is_conversion(reader, like.dtype):
+            return None
+    val = reader.meta["val"]
+    if val.dtype != like.dtype or not _same(val.stride(), like.stride()):
+        return None
+    return _Epilogue(reader, activation, residual, gate)
+
+
+def _only_reader(node: Node | None) -> Any:
+    """Return what alone reads a node, None where there is no such node."""
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def _is_conversion(node: Node | None, dtype: torch.dtype) -> bool:
+    return node is not None and node.target is _convert and node.args[1] == dtype
+
+
+def _other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
+    """Return the other operand of a product or sum of two tensors, None for anything else."""
+    if node is None or node.target is not target or node.kwargs:
+        return None
+    others = [x for x in node.args if x is not own]
+    return others[0] if len(others) == 1 and isinstance(others[0], Node) else None
+
+
+def _narrow(node: Node, dtype: torch.dtype, *, wide: bool) -> Node | None:
+    """Return a node of a type that a node is, or is in float32 where the sum is; None if neither.
+
+    What is float32 itself has more digits than a product of 16 bits reads.
+    """
+    if wide:
+        if not _is_conversion(node, torch.float32):
+            return None
+        node = node.args[0]
+    return node if _value(node).dtype == dtype else None
+
+
+def _is_gate(gate: Any, like: Any) -> bool:
+    """Whether a tensor is a row of factors, for all rows of a result or for each group of them."""
+    own, of = tuple(gate.shape), tuple(like.shape)
+    if not 1 <= len(own) <= len(of) or not _same(own[-1:], of[-1:]):
+        return False
+    own = (*[1] * (len(of) - len(own)), *own[:-1])
+    groups = 0
+    while groups < len(own) and _same(own[groups : groups + 1], of[groups : groups + 1]):
+        groups += 1
+    return _same(own[groups:], [1] * (len(own) - groups))
+
+
+def _same(shape: Any, other: Any) -> bool:
+    """Whether lengths are known to be equal, without a guard of the graph."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return len(shape) == len(other) and all(
+        statically_known_true(n == m) for n, m in zip(shape, other, strict=True)
+    )
+
+
+def _value(x: Any) -> Any:
+    """Return the fake tensor of a node; anything else as it is."""
+    return x.meta["val"] if isinstance(x, Node) else x
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.meta["val"].shape)

@@ -1,0 +1,333 @@
+"""What becomes part of products of INT8 codes in Inductor's graphs, and what does not.
+
+Graphs run as Inductor's passes leave them, without its code, so that what differs from eager calls
+is what the pass moved: results have the bits of the kernel's epilogue. One test has Inductor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import cupyattn as ca
+
+torch = pytest.importorskip("torch")
+interop = importlib.import_module("cupyattn.interop.torch")
+epilogues = importlib.import_module("cupyattn.interop.torch.epilogues")
+linear_parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+
+functional = torch.nn.functional
+WIDTH, ROWS = 128, (2, 5)
+ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+}
+TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """One thread, no code that another test compiled, and no pass that it registered."""
+    from torch._inductor import config
+
+    before = torch.get_num_threads(), config.post_grad_custom_post_pass
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    config.post_grad_custom_post_pass, epilogues._registered = None, False
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(before[0])
+    config.post_grad_custom_post_pass, epilogues._registered = before[1], False
+
+
+class Graphs(list[Any]):
+    """A backend that runs Inductor's graphs after its passes, and keeps them."""
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor.decomposition import select_decomp_table
+
+        compile_with: Any = aot_autograd(
+            fw_compiler=self._forward, bw_compiler=lambda made, _: made.forward,
+            inference_compiler=self._forward, decompositions=select_decomp_table,
+        )  # fmt: skip
+        return compile_with(graph, inputs)
+
+    def _forward(self, made: Any, inputs: Any) -> Any:
+        from torch._dynamo.utils import detect_fake_mode
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.fx_passes.post_grad import post_grad_passes
+        from torch._inductor.virtualized import V
+
+        joint_graph_passes(made)
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            post_grad_passes(made, is_inference=True)
+        made.recompile()
+        self.append(made)
+        return made.forward
+
+    def names(self) -> list[str]:
+        """The functions of the last graph, in order, but for what takes a result apart."""
+        found = [n.target for n in self[-1].graph.nodes if n.op == "call_function"]
+        return [str(target) for target in found if "getitem" not in str(target)]
+
+    def products(self) -> list[Any]:
+        return [n for n in self[-1].graph.nodes if n.target is linear_parts.product]
+
+
+def layer(dtype: Any = torch.float16, strategy: str = "block", out: int = WIDTH) -> Any:
+    own = torch.nn.Linear(WIDTH, out, dtype=dtype).requires_grad_(False)
+    return interop.Int8Linear.from_linear(own, strategy=strategy, backend="mirror")
+
+
+def rows(dtype: Any = torch.float16, *shape: int) -> Any:
+    return torch.randn(*(shape or (*ROWS, WIDTH))).to(dtype)
+
+
+def run(function: Any, *given: Any, **options: Any) -> tuple[Any, Graphs]:
+    graphs = Graphs()
+    with torch.no_grad():
+        found = torch.compile(function, backend=graphs, fullgraph=True, **options)(*given)
+    return found, graphs
+
+
+QUANTISE, PRODUCT = "cupyattn.int8_act_quant.default", "cupyattn.int8_product.default"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_layers_of_one_input_share_its_codes(strategy: str, dynamic: bool) -> None:
+    """As to_q, to_k, to_v and an MLP beside attention; to the bit what each layer makes."""
+    torch.manual_seed(0)
+    layers = [layer(strategy=strategy, out=out) for out in (128, 128, 64, 256)]
+    x = rows()
+    found, graphs = run(lambda x: [one(x) for one in layers], x, dynamic=dynamic)
+    assert graphs.names() == [QUANTISE] + [PRODUCT] * 4
+    assert all(torch.equal(y, one(x)) for y, one in zip(found, layers, strict=True))
+
+
+def test_layers_of_other_inputs_and_strategies_have_codes_of_their_own() -> None:
+    one, two = layer(), layer(strategy="channel")
+    x, y = rows(), rows()
+    _, graphs = run(lambda x, y: (one(x), one(y), two(x)), x, y)
+    assert graphs.names().count(QUANTISE) == 3
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_the_products(name: str, dtype: str) -> None:
+    """It has the bits of a layer with that activation: the sum is not rounded before it."""
+    torch.manual_seed(0)
+    own, x = layer(TYPES[dtype]), rows(TYPES[dtype])
+    found, graphs = run(lambda x: ACTIVATIONS[name](own(x)), x)
+    assert graphs.names() == [QUANTISE, PRODUCT]
+    plain = ACTIVATIONS[name](own(x))
+    own.activation = name
+    assert torch.equal(found, own(x))
+    # Rounded twice, the first time before a function that is at most 1.13 times as steep.
+    unit = torch.finfo(TYPES[dtype]).eps
+    own.activation = None
+    allowed = unit * (1.13 * own(x).double().abs() + plain.double().abs()) + 1e-6
+    assert ((found.double() - plain.double()).abs() <= allowed).all()
+
+
+def sums(y: Any, r: Any, g: Any) -> dict[str, Any]:
+    """Sums as models write them, of a residual, a gate and what a layer makes."""
+    return {
+        "gate first": lambda y, r, g: r + g * y,
+        "gate last": lambda y, r, g: y * g + r,
+        "no gate": lambda y, r, g: r + y,
+        "in float32": lambda y, r, g: (r.float() + g.float() * y.float()).type_as(r),
+        "in float32, no gate": lambda y, r, g: (y.float() + r.float()).type_as(r),
+        "after an activation": lambda y, r, g: r + g * functional.silu(y),
+    }  # fmt: skip
+
+
+GATES = {"of a sample": (2, 1, WIDTH), "of all": (WIDTH,), "of rows": (*ROWS, WIDTH)}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("form", sums(0, 0, 0))
+def test_a_sum_is_the_products(form: str, dtype: str) -> None:
+    """It has the bits of `cupyattn.int8_gemm` with that residual and gate."""
+    torch.manual_seed(0)
+    own, x, r = layer(TYPES[dtype]), rows(TYPES[dtype]), rows(TYPES[dtype])
+    # A modulation's part, as models cut it: rows that lie apart.
+    g = rows(TYPES[dtype], 2, 3 * WIDTH).chunk(3, dim=-1)[1].unsqueeze(1)
+    function = sums(0, 0, 0)[form]
+    found, graphs = run(lambda x, r, g: function(own(x), r, g), x, r, g)
+    assert graphs.names() == [QUANTISE, PRODUCT]
+    assert torch.equal(found, product_of(own, x, r, None if "no" in form else g[:, 0],
+                                         "silu" if "activation" in form else None))  # fmt: skip
+    plain = function(own(x), r, g)
+    unit = torch.finfo(TYPES[dtype]).eps
+    size = plain.double().abs() + 2.2 * (own(x).double() * (1 if "no" in form else g)).abs()
+    assert ((found.double() - plain.double()).abs() <= unit * size + 1e-6).all()
+
+
+def product_of(own: Any, x: Any, r: Any, g: Any, activation: str | None = None) -> Any:
+    weight, scales, bias = (bridge.as_array(x) for x in (own.weight, own.weight_scale, own.bias))
+    codes, x_scales = ca.act_quant(bridge.as_array(x))
+    given = {"residual": r, "gate": g}
+    c = ca.int8_gemm(
+        codes, x_scales, weight, scales, str(x.dtype).removeprefix("torch."), bias=bias,
+        activation=activation, **{n: bridge.as_array(y) for n, y in given.items() if y is not None},
+    )  # fmt: skip
+    return bridge.as_tensor(c)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_gates_of_samples_of_all_rows_and_of_each(kind: str) -> None:
+    torch.manual_seed(0)
+    own, x, r, g = layer(), rows(), rows(), rows(torch.float16, *GATES[kind])
+    found, graphs = run(lambda x, r, g: r + g * own(x), x, r, g, dynamic=True)
+    assert graphs.names()[-1] == PRODUCT and graphs.products()[0].args[6] is not None
+    assert torch.equal(found, product_of(own, x, r, g.reshape(-1, WIDTH)))
+
+
+def kept(x: Any, own: Any, r: Any, g: Any) -> dict[str, Any]:
+    """Functions of which a product computes nothing: others read it, or its epilogue cannot."""
+    wide, row, few = g.float(), r[:1], r[..., :1]
+    return {
+        "read by two": lambda x: (r + g * (y := own(x)), y.sin()),
+        "product read by two": lambda x: (r + (y := g * own(x)), y.sin()),
+        "a gate of more digits": lambda x: (r.float() + wide * own(x).float()).half(),
+        "a sum of more digits": lambda x: r.float() + own(x),
+        "a residual that broadcasts": lambda x: row + own(x),
+        "a gate of other rows": lambda x: r + row * own(x),
+        "a gate of other columns": lambda x: r + few * own(x),
+        "a factor": lambda x: torch.add(r, own(x), alpha=2),
+        "twice itself": lambda x: (y := own(x)) + y,
+        "another activation": lambda x: functional.relu(own(x)),
+        "an activation that is read by two": lambda x: functional.silu(y := own(x)) + y.sin(),
+    }
+
+
+@pytest.mark.parametrize("name", kept(*[torch.ones(1, 1)] * 4))
+def test_what_has_another_reader_or_another_type_stays(name: str) -> None:
+    torch.manual_seed(0)
+    x = rows()
+    function = kept(x, layer(), rows(), rows(torch.float16, 2, 1, WIDTH))[name]
+    found, graphs = run(function, x)
+    (product,) = graphs.products()
+    assert product.args[5:7] == (None, None) and product.args[8] == ""
+    pairs = zip(leaves(found), leaves(function(x)), strict=True)
+    assert all(torch.allclose(a, b, rtol=2e-3, atol=2e-3) for a, b in pairs)
+
+
+def leaves(found: Any) -> Any:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def test_a_block_of_a_model_and_no_second_graph() -> None:
+    """Modulation, an MLP and a residual, with lengths that are symbols; other numbers and rows."""
+    torch.manual_seed(0)
+    up, down = layer(out=256), interop.Int8Linear.from_linear(
+        torch.nn.Linear(256, WIDTH, dtype=torch.float16).requires_grad_(False), backend="mirror"
+    )  # fmt: skip
+
+    def block(x: Any, modulation: Any) -> Any:
+        shift, scale, gate = modulation.unsqueeze(1).chunk(3, dim=-1)
+        y = functional.layer_norm(x, (WIDTH,)) * (1 + scale) + shift
+        return x + gate * down(functional.gelu(up(y), approximate="tanh"))
+
+    graphs = Graphs()
+    call = torch.compile(block, backend=graphs, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for turn, length in enumerate((5, 9, 12)):
+            x, modulation = rows(torch.float16, 2, length, WIDTH), rows(torch.float16, 2, 3 * WIDTH)
+            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                found = call(x, modulation)
+            expected = block(x, modulation)
+            assert (found - expected).norm() < 0.02 * (expected - x).norm()
+    assert len(graphs) == 1 and graphs.names().count(QUANTISE) == 2
+    first, second = graphs.products()
+    assert first.args[8] == "gelu_tanh" and None not in second.args[5:7]
+
+
+def test_a_graph_with_gradients_has_codes_and_its_derivative() -> None:
+    own, x, d_y = layer(), rows().requires_grad_(), rows()
+    graphs = Graphs()
+    function = torch.compile(lambda x: own(x) * 2, backend=graphs, fullgraph=True)
+    function(x).backward(d_y)
+    found, x.grad = x.grad, None
+    (own(x) * 2).backward(d_y)
+    assert PRODUCT in graphs.names() and torch.equal(found, x.grad)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_operators_are_what_they_say(dtype: str) -> None:
+    own, x = layer(TYPES[dtype]), rows(TYPES[dtype])
+    for strategy in ("block", "channel"):
+        torch.library.opcheck(linear_parts.act_quantise, (x, strategy, "mirror"))
+    codes = linear_parts.act_quantise(x, "block", "mirror")
+    g = rows(TYPES[dtype], 2, 1, WIDTH)
+    for sum_of in ((None, None), (x, None), (x, g)):
+        given = (*codes, own.weight, own.weight_scale, own.bias, *sum_of, dtype, "silu", None)
+        torch.library.opcheck(linear_parts.product, (*given, "mirror"))
+    empty = linear_parts.act_quantise(x[:0], "block", "mirror")
+    assert linear_parts.product(
+        *empty, own.weight, own.weight_scale, None, None, None, dtype, "", None, "mirror"
+    ).shape == (0, *ROWS[1:], WIDTH)
+
+
+def test_the_pass_stands_beside_others_and_in_the_key_of_cached_code() -> None:
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen: list[int] = []
+
+    class Other(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            seen.append(len(graph.nodes))
+
+        def uuid(self) -> str:
+            return "other"
+
+    other = config.post_grad_custom_post_pass = Other()
+    own, x = layer(), rows()
+    _, graphs = run(own, x)
+    assert len(seen) == 1 and graphs.names() == [QUANTISE, PRODUCT]
+    first, second = config.post_grad_custom_post_pass
+    assert first is other and second.uuid().startswith(f"cupyattn {ca.__version__} ")
+    torch._dynamo.reset()
+    run(own, x)
+    assert config.post_grad_custom_post_pass == [first, second]
+
+
+def test_a_torch_of_other_passes_is_said_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise AttributeError("no such pass")
+
+    monkeypatch.setattr(epilogues, "_pattern", missing)
+    monkeypatch.setattr(epilogues, "obstacle", "")
+    model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)), torch.randn(3, 256)
+    with interop.replace_linear_with_int8(model, backend="mirror") as handle:
+        assert "compiled" not in handle.report()
+        _, graphs = run(handle.target, x)
+        assert graphs.names() == ["cupyattn.int8_linear.default"]
+        assert handle.report().splitlines()[-1] == (
+            f"compiled: nothing becomes part of products, torch {torch.__version__} has other "
+            "passes (no such pass)"
+        )
+
+
+@pytest.mark.slow
+def test_inductor_compiles_and_caches_it() -> None:
+    torch.manual_seed(0)
+    own, x, r, g = layer(), rows(), rows(), rows(torch.float16, 2, 1, WIDTH)
+    function = torch.compile(
+        lambda x, r, g: r + g * own(functional.silu(own(x * 2))), fullgraph=True
+    )
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        found = function(x, r, g)
+    assert not torch._dynamo.utils.counters["inductor"]["fxgraph_cache_bypass"]
+    own.activation = "silu"
+    hidden = own(x * 2)
+    assert torch.equal(found, product_of(own, hidden, r, g[:, 0]))
