@@ -16,7 +16,8 @@ Beside       torch's attention by cuDNN, which is forced, and cuBLAS: native; na
 Expect       both INT8 1.2 of native in Flux and Kandinsky, 1.3 in Wan; weights at 0.66 to 0.71 of
              their bytes, by count: modulation, time and embeddings keep their type
 Run          python -m experiments.diffusion.diffusers_blocks [--quick] [--json FILE]
-             [--models NAME ...] [--mode MODE] [--loop-rounds N] [--update-docs] [--stored]
+             [--models NAME ...] [--mode MODE] [--loop-rounds N] [--update-docs]
+             [--stored [--merge FILE ...]]
 
 The loop is the scheduler's and no pipeline's: what a pipeline adds outside of the transformer is
 the same in every way. experiments/diffusion/kandinsky_block.py has the parts of a block by
@@ -33,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import output
@@ -40,7 +42,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device, timing
 from cupyattn.measure.words import format_bytes, format_seconds
 from cupyattn.quant import Int8Config
-from experiments._harness import recording
+from experiments._harness import merging, recording
 from experiments._harness.others import format_comparison
 
 PAGE = recording.ROOT / "docs" / "INTEROP.md"
@@ -549,6 +551,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row["ok"] for row in rows) else 1
 
 
+def with_models(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record, its models replaced by those of another; each row says its revision."""
+    environment = part["environment"]
+    of_part = {"command": part["command"], "revision": environment["revision"],
+               "device": environment["device"]["name"]}  # fmt: skip
+    names = {row["model"] for row in part["rows"]}
+    rows = [row for row in record["rows"] if row["model"] not in names]
+    rows += [{**row, **of_part} for row in part["rows"]]
+    return {**record, "rows": sorted(rows, key=lambda row: list(MODELS).index(row["model"]))}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = recording.parser(__doc__)
@@ -561,9 +574,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help=f"samples of {STEPS} steps")  # fmt: skip
     parser.add_argument("--update-docs", action="store_true", help="rewrite the tables of the page")
     parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
+    )
     args = parser.parse_args(argv)
     if args.stored:
-        update_page(recording.stored("diffusers_blocks"))
+        update_page(merging.record_with("diffusers_blocks", args.merge, with_models))
         return 0
     return recording.main(run, args)
 

@@ -90,9 +90,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:  # noqa: F811
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=driver.stream)
-    )
+    monkeypatch.setattr(module, "stream_handle", lambda _: driver.stream)
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
     for name, stand_in in (
         ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
@@ -389,12 +387,15 @@ def linear_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:
         made.append(OnDevice(array(shape, dtype)))
         return made[-1]
 
-    stream = SimpleNamespace(cuda_stream=host.driver.stream)
-    cuda = SimpleNamespace(current_device=lambda: 0, current_stream=lambda _: stream)
+    cuda = SimpleNamespace(current_device=lambda: 0)
     stand_in = SimpleNamespace(cuda=cuda, empty=empty, uint8="uint8")
-    for name in ("calls", "linear_parts"):
-        module = importlib.import_module(f"cupyattn.interop.torch.{name}")
-        monkeypatch.setattr(module, "torch", stand_in)
+    calls, parts = (
+        importlib.import_module(f"cupyattn.interop.torch.{name}")
+        for name in ("calls", "linear_parts")
+    )
+    monkeypatch.setattr(calls, "torch", stand_in)
+    monkeypatch.setattr(calls, "stream_handle", lambda _: host.driver.stream)
+    monkeypatch.setattr(parts, "torch", stand_in)
     return made
 
 
@@ -404,9 +405,8 @@ def test_a_linear_layer_on_tensors_is_planned_once(
 ) -> None:
     """Its tensors become arrays of the same memory once; then kernels get their addresses."""
     linear = importlib.import_module("cupyattn.interop.torch.linear")
-    parts, made = importlib.import_module("cupyattn.interop.torch.linear_parts"), linear_torch(
-        host, monkeypatch
-    )  # fmt: skip
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    made = linear_torch(host, monkeypatch)
     monkeypatch.setattr(linear, "as_array", lambda x: x.array)
     monkeypatch.setattr(linear, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from cupyattn.arrays.memory import data_address
-from cupyattn.interop.torch.bridge import as_array, as_own_tensor, forms_of, on_device_of
+from cupyattn.interop.torch.bridge import (
+    as_array,
+    as_own_tensor,
+    forms_of,
+    on_device_of,
+    stream_handle,
+)
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import ATTENTION
@@ -254,7 +260,7 @@ def launch(
         start = scratch.data_ptr()
         for one in ready.conversions:
             convert(one, (tensors or {})[one.buffer], scratch)
-    ready.launch(addresses, start, torch.cuda.current_stream(device).cuda_stream)
+    ready.launch(addresses, start, stream_handle(device.index))
 
 
 def convert(one: Conversion, given: Tensor, scratch: Tensor) -> None:

@@ -41,18 +41,19 @@ __device__ __forceinline__ bool is_mixed(int step) {
 // The steps over keys that a tile of query rows takes: those listed that hold one of the keys
 // [begin, end). Rows that attend to nothing get one step from behind the last key: zeros.
 struct ListedSteps {
-  const int32_t* listed;  // [count], rising
-  int count, past;
+  const int32_t* listed;  // [room], of which count are listed, rising
+  int count, room, past;
 
   __device__ __forceinline__
   ListedSteps(const ScoreParams& s, int batch, int head, int q0, int begin, int end) {
     listed = s.tile_steps + step_list(s, batch, head, q0) * (1 + s.key_tiles);
     count = *listed++;
+    room = s.key_tiles;
     past = s.key_tiles * BLOCK_KV;
     if constexpr (CAUSAL || VARLEN) count = count_before(end);
     if constexpr (WINDOW) {
       const int skipped = count_before(begin - BLOCK_KV + 1);
-      listed += skipped, count = max(0, count - skipped);
+      listed += skipped, count = max(0, count - skipped), room -= skipped;
     }
   }
   // How many begin before a key.
@@ -68,10 +69,11 @@ struct ListedSteps {
     return low;
   }
   __device__ __forceinline__ int steps() const { return max(1, count); }
+  // NOTE: what is behind the last is read too, where there is room: the first step then comes
+  // together with the count.
   __device__ __forceinline__ int operator[](int number) const {
-    if (number >= count) return past;
-    const int tile = listed[number];
-    return tile / 2 * BLOCK_KV + tile % 2;
+    const int tile = number < room ? listed[number] : 0;
+    return number < count ? tile / 2 * BLOCK_KV + tile % 2 : past;
   }
 };
 
