@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import UnsupportedError
+from cupyattn import QuantConfig, UnsupportedError
 from cupyattn.runtime import recent
 from tests.interop.test_interop_torch_host import OnDevice, calls  # noqa: F401
 from tests.runtime.test_host_calls import Driver, array, check, driver, planned  # noqa: F401
@@ -58,7 +58,7 @@ def layer(driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  
     monkeypatch.setattr(layers, "Tensor", Tensor)
     monkeypatch.setattr(layers, "PLAIN", (Tensor,))
     monkeypatch.setattr(torch, "empty_like", Tensor)
-    shared = {"quant": None, "backend": None, "arch": "sm_90"}
+    shared = {"quant": QuantConfig(), "backend": None, "arch": "sm_90"}
     return layers.Layer("x", None, Policy(), steps.Step(), 0, **shared)
 
 

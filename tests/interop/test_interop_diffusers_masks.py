@@ -104,7 +104,7 @@ def test_the_table_takes_a_mask_of_keys() -> None:
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     class Processor:
-        _attention_backend = None
+        _attention_backend = "native"
 
         def __call__(
             self, attn: Any, x: Any, encoder_hidden_states: Any, attention_mask: Any

@@ -76,8 +76,12 @@ class Graphs(list[Any]):
         found = [n.target for n in self[-1].graph.nodes if n.op == "call_function"]
         return [str(target) for target in found if "getitem" not in str(target)]
 
-    def products(self) -> list[Any]:
-        return [n for n in self[-1].graph.nodes if n.target is linear_parts.product]
+    def products(self) -> list[dict[str, Any]]:
+        """The arguments of layers and products, by name."""
+        ours = linear_parts.layer, linear_parts.product
+        nodes = [n for n in self[-1].graph.nodes if n.target in ours]
+        names = [[one.name for one in n.target._schema.arguments] for n in nodes]
+        return [dict(zip(own, n.args, strict=True)) for own, n in zip(names, nodes, strict=True)]
 
 
 def layer(dtype: Any = torch.float16, strategy: str = "block", out: int = WIDTH) -> Any:
@@ -96,7 +100,9 @@ def run(function: Any, *given: Any, **options: Any) -> tuple[Any, Graphs]:
     return found, graphs
 
 
-QUANTISE, PRODUCT = "cupyattn.int8_act_quant.default", "cupyattn.int8_product.default"
+LAYER, QUANTISE, PRODUCT = (
+    f"cupyattn.int8_{name}.default" for name in ("layer", "act_quant", "product")
+)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -115,17 +121,17 @@ def test_layers_of_other_inputs_and_strategies_have_codes_of_their_own() -> None
     one, two = layer(), layer(strategy="channel")
     x, y = rows(), rows()
     _, graphs = run(lambda x, y: (one(x), one(y), two(x)), x, y)
-    assert graphs.names().count(QUANTISE) == 3
+    assert graphs.names() == [LAYER] * 3
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_is_the_products(name: str, dtype: str) -> None:
+def test_an_activation_is_part_of_the_layer(name: str, dtype: str) -> None:
     """It has the bits of a layer with that activation: the sum is not rounded before it."""
     torch.manual_seed(0)
     own, x = layer(TYPES[dtype]), rows(TYPES[dtype])
     found, graphs = run(lambda x: ACTIVATIONS[name](own(x)), x)
-    assert graphs.names() == [QUANTISE, PRODUCT]
+    assert graphs.names() == [LAYER]
     plain = ACTIVATIONS[name](own(x))
     own.activation = name
     assert torch.equal(found, own(x))
@@ -153,7 +159,7 @@ GATES = {"of a sample": (2, 1, WIDTH), "of all": (WIDTH,), "of rows": (*ROWS, WI
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("form", sums(0, 0, 0))
-def test_a_sum_is_the_products(form: str, dtype: str) -> None:
+def test_a_sum_is_part_of_the_layer(form: str, dtype: str) -> None:
     """It has the bits of `cupyattn.int8_gemm` with that residual and gate."""
     torch.manual_seed(0)
     own, x, r = layer(TYPES[dtype]), rows(TYPES[dtype]), rows(TYPES[dtype])
@@ -161,7 +167,7 @@ def test_a_sum_is_the_products(form: str, dtype: str) -> None:
     g = rows(TYPES[dtype], 2, 3 * WIDTH).chunk(3, dim=-1)[1].unsqueeze(1)
     function = sums(0, 0, 0)[form]
     found, graphs = run(lambda x, r, g: function(own(x), r, g), x, r, g)
-    assert graphs.names() == [QUANTISE, PRODUCT]
+    assert graphs.names() == [LAYER]
     assert torch.equal(found, product_of(own, x, r, None if "no" in form else g[:, 0],
                                          "silu" if "activation" in form else None))  # fmt: skip
     plain = function(own(x), r, g)
@@ -186,8 +192,20 @@ def test_gates_of_samples_of_all_rows_and_of_each(kind: str) -> None:
     torch.manual_seed(0)
     own, x, r, g = layer(), rows(), rows(), rows(torch.float16, *GATES[kind])
     found, graphs = run(lambda x, r, g: r + g * own(x), x, r, g, dynamic=True)
-    assert graphs.names()[-1] == PRODUCT and graphs.products()[0].args[6] is not None
+    assert graphs.names()[-1] == LAYER and graphs.products()[0]["gate"] is not None
     assert torch.equal(found, product_of(own, x, r, g.reshape(-1, WIDTH)))
+
+
+def test_layers_that_share_codes_have_what_follows_them() -> None:
+    """As Flux's single blocks: an MLP beside attention; the sum is of the last product."""
+    torch.manual_seed(0)
+    first, second, x = layer(), layer(), rows()
+    found, graphs = run(lambda x: x + second(x) * functional.silu(first(x)), x)
+    one, two = graphs.products()
+    assert {one["activation"], two["activation"]} == {"silu", ""}
+    assert graphs.names().count(QUANTISE) == 1 and graphs.names().count(PRODUCT) == 2
+    first.activation = "silu"
+    assert torch.equal(found, product_of(second, x, x, first(x).reshape(-1, WIDTH)))
 
 
 def kept(x: Any, own: Any, r: Any, g: Any) -> dict[str, Any]:
@@ -215,7 +233,7 @@ def test_what_has_another_reader_or_another_type_stays(name: str) -> None:
     function = kept(x, layer(), rows(), rows(torch.float16, 2, 1, WIDTH))[name]
     found, graphs = run(function, x)
     (product,) = graphs.products()
-    assert product.args[5:7] == (None, None) and product.args[8] == ""
+    assert product["residual"] is product["gate"] is None and product["activation"] == ""
     pairs = zip(leaves(found), leaves(function(x)), strict=True)
     assert all(torch.allclose(a, b, rtol=2e-3, atol=2e-3) for a, b in pairs)
 
@@ -245,19 +263,20 @@ def test_a_block_of_a_model_and_no_second_graph() -> None:
                 found = call(x, modulation)
             expected = block(x, modulation)
             assert (found - expected).norm() < 0.02 * (expected - x).norm()
-    assert len(graphs) == 1 and graphs.names().count(QUANTISE) == 2
+    assert len(graphs) == 1 and graphs.names().count(LAYER) == 2
     first, second = graphs.products()
-    assert first.args[8] == "gelu_tanh" and None not in second.args[5:7]
+    assert first["activation"] == "gelu_tanh" and first["residual"] is None
+    assert second["residual"] is not None and second["gate"] is not None
 
 
-def test_a_graph_with_gradients_has_codes_and_its_derivative() -> None:
+def test_a_graph_with_gradients_has_its_derivative() -> None:
     own, x, d_y = layer(), rows().requires_grad_(), rows()
     graphs = Graphs()
     function = torch.compile(lambda x: own(x) * 2, backend=graphs, fullgraph=True)
     function(x).backward(d_y)
     found, x.grad = x.grad, None
     (own(x) * 2).backward(d_y)
-    assert PRODUCT in graphs.names() and torch.equal(found, x.grad)
+    assert LAYER in graphs.names() and torch.equal(found, x.grad)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -270,6 +289,8 @@ def test_the_operators_are_what_they_say(dtype: str) -> None:
     for sum_of in ((None, None), (x, None), (x, g)):
         given = (*codes, own.weight, own.weight_scale, own.bias, *sum_of, dtype, "silu", None)
         torch.library.opcheck(linear_parts.product, (*given, "mirror"))
+        given = (x, own.weight, own.weight_scale, own.bias, *sum_of, "silu", None, "mirror")
+        torch.library.opcheck(linear_parts.layer, given)
     empty = linear_parts.act_quantise(x[:0], "block", "mirror")
     assert linear_parts.product(
         *empty, own.weight, own.weight_scale, None, None, None, dtype, "", None, "mirror"
@@ -292,7 +313,7 @@ def test_the_pass_stands_beside_others_and_in_the_key_of_cached_code() -> None:
     other = config.post_grad_custom_post_pass = Other()
     own, x = layer(), rows()
     _, graphs = run(own, x)
-    assert len(seen) == 1 and graphs.names() == [QUANTISE, PRODUCT]
+    assert len(seen) == 1 and graphs.names() == [LAYER]
     first, second = config.post_grad_custom_post_pass
     assert first is other and second.uuid().startswith(f"cupyattn {ca.__version__} ")
     torch._dynamo.reset()

@@ -389,11 +389,13 @@ def linear_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:
 
     cuda = SimpleNamespace(current_device=lambda: 0)
     stand_in = SimpleNamespace(cuda=cuda, empty=empty, uint8="uint8")
-    for name in ("calls", "linear_parts"):
-        module = importlib.import_module(f"cupyattn.interop.torch.{name}")
-        monkeypatch.setattr(module, "torch", stand_in)
-    calls = importlib.import_module("cupyattn.interop.torch.calls")
+    calls, parts = (
+        importlib.import_module(f"cupyattn.interop.torch.{name}")
+        for name in ("calls", "linear_parts")
+    )
+    monkeypatch.setattr(calls, "torch", stand_in)
     monkeypatch.setattr(calls, "stream_handle", lambda _: host.driver.stream)
+    monkeypatch.setattr(parts, "torch", stand_in)
     return made
 
 
@@ -403,11 +405,10 @@ def test_a_linear_layer_on_tensors_is_planned_once(
 ) -> None:
     """Its tensors become arrays of the same memory once; then kernels get their addresses."""
     linear = importlib.import_module("cupyattn.interop.torch.linear")
-    parts, made = importlib.import_module("cupyattn.interop.torch.linear_parts"), linear_torch(
-        host, monkeypatch
-    )  # fmt: skip
-    monkeypatch.setattr(linear, "as_array", lambda x: x.array)
-    monkeypatch.setattr(linear, "on_device_of", lambda _: contextlib.nullcontext())
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    made = linear_torch(host, monkeypatch)
+    monkeypatch.setattr(parts, "as_array", lambda x: x.array)
+    monkeypatch.setattr(parts, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(
         linear, "_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))
     )
@@ -441,46 +442,54 @@ def test_a_linear_layer_on_tensors_is_planned_once(
         assert parts.find({"x": other}, ())[:2] == (None, None)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("summed", [False, True])
-def test_the_operators_of_a_layer_are_planned_once(
+def test_what_inductor_runs_of_a_layer_is_planned_once(
     summed: bool,
+    whole: bool,
     host: Host,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels get the addresses of the tensors of each call, a gate's rows at their distance."""
     parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    made = linear_torch(host, monkeypatch)
-    blocks = -(-K // 128)
+    made, codes = linear_torch(host, monkeypatch), (
+        OnDevice(array((2, 5, K), "int8")), OnDevice(array((2, 5, -(-K // 128)), "float32"))
+    )  # fmt: skip
     for name, stand_in in (
         ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
-        ("on_device_of", lambda _: contextlib.nullcontext()),
-        ("_codes_of", lambda x, _: (OnDevice(array((2, 5, K), "int8")),
-                                    OnDevice(array((2, 5, blocks), "float32")))),
-        ("_result", lambda *_: OnDevice(array((2, 5, N)))),
+        ("on_device_of", lambda _: contextlib.nullcontext()), ("_codes_of", lambda *_: codes),
     ):  # fmt: skip
         monkeypatch.setattr(parts, name, stand_in)
     given, planned = operands(5), 0
-    weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
+    tensors = {name: OnDevice(given[name]) for name in ("b", "b_scales")}
     for turn in range(3):
-        x, residual = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N)))
-        gate = OnDevice(array((2, 1, 3 * N))[..., N : 2 * N])
-        monkeypatch.setattr(
-            gate, "reshape", lambda *shape, own=gate.array: OnDevice(own.reshape(*shape)),
-            raising=False,
-        )  # fmt: skip
-        codes = parts._quantise(x, "block", None)
-        sums = (residual, gate) if summed else (None, None)
-        y = parts._multiply(*codes, weight, scales, None, *sums, "float16", "gelu", "sm_90", None)
+        x, y = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N)))
+        if summed:
+            tensors |= {"residual": OnDevice(array((2, 5, N))), "gate": Gate()}
+        if whole:
+            tensors["x"] = x
+        else:
+            tensors["a"], tensors["a_scales"] = parts._quantise(x, "block", None)
+        parts.multiply(tensors, y, "gelu", "sm_90", None)
         entry, quantised = host.passed(2 * turn)
         assert entry == "act_quant" and quantised["x"] == x.data_ptr()
         _, multiplied = host.passed(2 * turn + 1)
-        assert multiplied["c"] == y.data_ptr() and multiplied["b"] == weight.data_ptr()
+        assert multiplied["c"] == y.data_ptr() and multiplied["b"] == tensors["b"].data_ptr()
         if turn:  # the first call quantised into memory of its own
-            places = [one.data_ptr() for one in codes]
-            assert [quantised["codes"], quantised["scales"]] == places
-            assert [multiplied["a"], multiplied["a_scales"]] == places
-            assert len(host.plans) == planned and not made
+            assert multiplied["a"] == quantised["codes"]
+            assert multiplied["a_scales"] == quantised["scales"]
+            assert len(host.plans) == planned and len(made) == turn * whole
+            assert whole or quantised["codes"] == codes[0].data_ptr()
         planned = len(host.plans)
-        if summed:
-            assert multiplied["residual"] == residual.data_ptr()
-            assert multiplied["gate"] == gate.data_ptr()
+        for name in ("residual", "gate") * summed:
+            assert multiplied[name] == tensors[name].data_ptr()
+
+
+class Gate(OnDevice):
+    """The second of three parts of a modulation."""
+
+    def __init__(self) -> None:
+        super().__init__(array((2, 1, 3 * N))[..., N : 2 * N])
+
+    def reshape(self, *shape: int) -> OnDevice:
+        return OnDevice(self.array.reshape(*shape))

@@ -1,8 +1,9 @@
 """What Inductor moves into products of INT8 codes: a pass over its graph after autograd.
 
-Every layer becomes two operators (`cupyattn.interop.torch.linear_parts`). Layers with the same
-input share its codes. GELU and SiLU after a layer, and ``residual + gate * y``, become part of the
-product, which computes them in float32 before it rounds, where nothing else reads what is between.
+Layers with the same input share its codes: each becomes a product of them, others stay whole
+(`cupyattn.interop.torch.linear_parts`). GELU and SiLU after a layer, and ``residual + gate * y``,
+become part of either, which computes them in float32 before it rounds, if nothing else reads what
+is between.
 """
 
 from __future__ import annotations
@@ -96,38 +97,48 @@ class _Epilogue(NamedTuple):
 
 
 def fuse(graph: Graph) -> None:
-    """Put codes and products into the place of layers, with what follows them."""
-    layer = torch.ops.cupyattn.int8_linear.default
+    """Put products, and codes where layers share them, into the place of layers."""
     codes: dict[Any, tuple[Node, Node]] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not layer or "val" not in node.meta:
+        if not _is_layer(node):
             continue
-        x, weight, weight_scale, bias, activation, arch, backend = node.args
-        strategy = strategy_of_weight(_shape(weight), _shape(weight_scale))
-        key = x, strategy, backend
-        if key not in codes:
+        x, *weight, activation, arch, backend = node.args
+        key = _input_of(node)
+        shared = sum(_is_layer(one) and _input_of(one) == key for one in x.users) > 1
+        if shared and key not in codes:
             with graph.inserting_before(node):
-                codes[key] = _codes(graph, node, strategy, backend)
+                codes[key] = _codes(graph, node, *key[1:])
         found = _epilogue(node, activation)
-        dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+        beside = found.residual, found.gate
+        how = found.activation, arch, backend
+        if shared:
+            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+            target, args = linear_parts.product, (*codes[key], *weight, *beside, dtype, *how)
+        else:
+            target, args = linear_parts.layer, (x, *weight, *beside, *how)
         with graph.inserting_before(found.end):
-            product = _inserted(
-                graph, linear_parts.product,
-                (*codes[key], weight, weight_scale, bias, found.residual, found.gate, dtype,
-                 found.activation, arch, backend),
-                node.meta["val"],
-            )  # fmt: skip
-        found.end.replace_all_uses_with(product)
+            made = _inserted(graph, target, args, node.meta["val"])
+        found.end.replace_all_uses_with(made)
     graph.eliminate_dead_code()
+
+
+def _is_layer(node: Node) -> bool:
+    found = node.target is torch.ops.cupyattn.int8_linear.default and "val" in node.meta
+    return found and len(node.args) == len(node.target._schema.arguments)
+
+
+def _input_of(layer: Node) -> tuple[Any, str, Any]:
+    """Return the input of a layer, how it is quantised, and where: layers may share its codes."""
+    x, weight, weight_scale, *_, backend = layer.args
+    shapes = (tuple(_value(one).shape) for one in (weight, weight_scale))
+    return x, strategy_of_weight(*shapes), backend
 
 
 def _codes(graph: Graph, layer: Node, strategy: str, backend: Any) -> tuple[Node, Node]:
     """Insert what quantises the input of a layer; return codes and scales."""
-    function, x = linear_parts.act_quantise, layer.args[0]
-    given, _ = layer.meta.get("eager_input_vals", ((_value(x),), {}))
-    vals = function(given[0], strategy, backend)
-    made = _inserted(graph, function, (x, strategy, backend), vals)
-    made.meta["eager_input_vals"] = (given[0], strategy, backend), {}
+    args = layer.args[0], strategy, backend
+    vals = linear_parts.act_quantise(*map(_value, args))
+    made = _inserted(graph, linear_parts.act_quantise, args, vals)
     codes, scales = (
         _inserted(graph, operator.getitem, (made, i), val) for i, val in enumerate(vals)
     )
@@ -135,7 +146,7 @@ def _codes(graph: Graph, layer: Node, strategy: str, backend: Any) -> tuple[Node
 
 
 def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
-    """Insert a call; its operands keep the strides that they have now."""
+    """Insert a call, whose operands keep the strides that they have now."""
     node = graph.call_function(target, args)
     node.meta["val"] = val
     if target is not operator.getitem:
@@ -272,7 +283,3 @@ def _same(shape: Any, other: Any) -> bool:
 def _value(x: Any) -> Any:
     """Return the fake tensor of a node; anything else as it is."""
     return x.meta["val"] if isinstance(x, Node) else x
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.meta["val"].shape)

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cupyattn.arrays.memory import as_input
-from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
-from cupyattn.interop.torch.linear_parts import again, find
+from cupyattn.interop.torch.linear_parts import multiply
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
-from cupyattn.ops.act_quant import act_quant
-from cupyattn.ops.gemm import form_of, int8_gemm
 from cupyattn.ops.weights import weight_quant
-from cupyattn.plans.act_quant import plan_act_quant
-from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.plans.records import Stage, Work, Workspace
-from cupyattn.plans.row_quant import plan_row_quant
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape, strategy_of_weight
-from cupyattn.runtime.ready import Ready
-from cupyattn.runtime.recent import CALLS
-
-
-def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Ready:
-    """Return what a layer launches on arrays of these forms: codes and scales, then the product."""
-    rows = math.prod(arrays["x"].shape[:-1])
-    x, codes, scales, y = (
-        Operand.of(as_input(arrays[n].reshape(rows, arrays[n].shape[-1])))
-        for n in ("x", "codes", "scales", "y")
-    )
-    b, b_scales, bias = arrays["b"], arrays["b_scales"], arrays.get("bias")
-    arch, tiles = form_of(arrays["codes"], b, None, arch, "cuda")
-    dtype = arrays["x"].dtype.name
-    of_b, of_b_scales = (Operand.of(as_input(array)) for array in (b, b_scales))
-    own = (replace(one, misalignment=0) for one in (codes, scales))  # in scratch memory
-    at = ProductOperands(next(own), next(own), of_b, of_b_scales, y)
-    product = plan_gemm(
-        at, dtype, bias="" if bias is None else bias.dtype.name, activation=activation,
-        tiles=tiles, arch=arch,
-    )  # fmt: skip
-    made = {"codes": "a", "scales": "a_scales"}
-    between = (
-        Workspace("a", codes.shape, "int8"), Workspace("a_scales", scales.shape, "float32"),
-    )  # fmt: skip
-    quantising = plan_row_quant if at.strategy == "channel" else plan_act_quant
-    return Ready(Work((Stage(quantising(x, dtype), made), Stage(product)), between), arch)
 
 
 def run(
@@ -69,31 +31,8 @@ def run(
     """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
     tensors = {"x": x, "b": weight, "b_scales": weight_scale}
     tensors |= {} if bias is None else {"bias": bias}
-    key = None
-    if backend in (None, "cuda"):
-        key, ready, addresses = find(tensors, (activation, arch))
-        if ready is not None:
-            y = _fake(x, weight)
-            again(ready, {**addresses, "c": y.data_ptr()}, x.device)
-            return y
-    with on_device_of(x):
-        arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
-        strategy = strategy_of_weight(weight.shape, weight_scale.shape)
-        codes, scales = act_quant(arrays["x"], strategy=strategy, backend=backend)
-        y = _fake(x, weight)  # torch's own memory: its CUDA graphs take it back by themselves
-        arrays |= {"codes": codes, "scales": scales, "y": as_array(y)}
-        int8_gemm(
-            codes, scales, arrays["b"], arrays["b_scales"], _name(x.dtype),
-            bias=arrays.get("bias"), activation=activation or None, arch=arch, backend=backend,
-            out=arrays["y"],
-        )  # fmt: skip
-        if key is not None:
-            CALLS.remember(key, _ready(arrays, activation, arch))
-        return y
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    y = _fake(x, weight)  # torch's own memory: its CUDA graphs take it back by themselves
+    return multiply(tensors, y, activation, arch, backend)
 
 
 def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:

@@ -1,12 +1,13 @@
-"""A layer of INT8 codes as two operators of a graph: its input's codes, and the product.
+"""A layer of INT8 codes with what follows it, whole and in two parts: codes and the product.
 
-`cupyattn.interop.torch.epilogues` puts them into the place of ``int8_linear``: layers with the same
-input share its codes, and what follows a layer goes into its product. They have no derivative.
+`cupyattn.interop.torch.epilogues` puts these operators into the place of ``int8_linear``: layers
+with the same input share its codes, others stay whole. They have no derivative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from cupyattn.ops.act_quant import act_quant
 from cupyattn.ops.gemm import form_of, int8_gemm
 from cupyattn.plans.act_quant import plan_act_quant
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.plans.records import Stage, Work
+from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.plans.row_quant import plan_row_quant
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 from cupyattn.runtime.ready import Ready
 from cupyattn.runtime.recent import CALLS
 
-#: Tensors of a product, by the names of its buffers; those from the fifth on may be None.
-_OPERANDS = ("a", "a_scales", "b", "b_scales", "bias", "residual", "gate")
+#: Tensors of a layer and of a product, by the names of buffers.
+_OF_LAYER = ("x", "b", "b_scales", "bias", "residual", "gate")
+_OF_PRODUCT = ("a", "a_scales", *_OF_LAYER[1:])
 
 
 def again(ready: Ready, addresses: Mapping[str, int], device: Any) -> None:
@@ -41,14 +43,14 @@ def again(ready: Ready, addresses: Mapping[str, int], device: Any) -> None:
 
 
 def find(
-    tensors: Mapping[str, Tensor], options: tuple[Any, ...], what: str = "torch, linear"
+    tensors: Mapping[str, Tensor], options: tuple[Any, ...]
 ) -> tuple[Any, Any, dict[str, int]]:
     """Return the key of a layer's call on a device, what is kept of it, and where tensors lie.
 
     The key is None where the call is not kept.
     """
     forms, addresses = forms_of(tensors)
-    key, ready = CALLS.find((what, *options), forms)
+    key, ready = CALLS.find(("torch, linear", *options), forms)
     # NOTE: the forms tell a call that is kept from all that are not; only a new one is looked at.
     if ready is None and not all(map(_can_be_kept, tensors.values())):
         key = None
@@ -74,7 +76,7 @@ def _codes_of(x: Tensor, strategy: str, *_: Any) -> tuple[Tensor, Tensor]:
 def _quantise(x: Tensor, strategy: str, backend: str | None) -> tuple[Tensor, Tensor]:
     key = None
     if backend in (None, "cuda"):
-        key, ready, addresses = find({"x": x}, (strategy,), "torch, codes")
+        key, ready, addresses = find({"x": x}, ("codes", strategy))
         if ready is not None:
             codes, scales = _codes_of(x, strategy)
             made = {"codes": codes.data_ptr(), "scales": scales.data_ptr()}
@@ -84,70 +86,127 @@ def _quantise(x: Tensor, strategy: str, backend: str | None) -> tuple[Tensor, Te
         array = as_array(x)
         codes, scales = map(as_own_tensor, act_quant(array, strategy=strategy, backend=backend))
         if key is not None:
-            plan = plan_row_quant if strategy == "channel" else plan_act_quant
-            rows = Operand.of(as_input(array.reshape(-1, array.shape[-1])))
-            CALLS.remember(key, Ready(Work((Stage(plan(rows, array.dtype.name)),)), None))
+            work = Work((_quantising(array, strategy),))
+            CALLS.remember(key, Ready(work, None))
     return codes, scales
 
 
-def _result(*arguments: Any) -> Tensor:
-    """Return what a product is made in; of fake tensors, its form."""
-    codes, weight, dtype = arguments[0], arguments[2], arguments[len(_OPERANDS)]
-    made: Tensor = codes.new_empty(
-        (*codes.shape[:-1], weight.shape[0]), dtype=getattr(torch, dtype)
-    )
-    return made
+def multiply(
+    tensors: Mapping[str, Tensor],
+    y: Tensor,
+    activation: str,
+    arch: str | None,
+    backend: str | None,
+) -> Tensor:
+    """Run a layer, or the product of codes that are made already.
 
+    Parameters
+    ----------
+    tensors : mapping of str to Tensor
+        "x", or "a" and "a_scales"; "b" and "b_scales"; "bias", "residual" and "gate" where there
+        are such.
+    y : Tensor
+        Receives the result.
+    activation, arch, backend
+        As for `Int8Linear`.
 
-def _multiply(*arguments: Any) -> Tensor:
-    dtype, activation, arch, backend = arguments[len(_OPERANDS) :]
-    named = zip(_OPERANDS, arguments, strict=False)
-    tensors = {name: x for name, x in named if x is not None}
+    Returns
+    -------
+    Tensor
+        `y`.
+    """
     if "gate" in tensors:
-        tensors["gate"] = tensors["gate"].reshape(-1, tensors["gate"].shape[-1])
-    y, key = _result(*arguments), None
+        gate = tensors["gate"]
+        tensors = {**tensors, "gate": gate.reshape(-1, gate.shape[-1])}
+    key = None
     if backend in (None, "cuda"):
-        key, ready, addresses = find(tensors, (activation, arch), "torch, product")
+        key, ready, addresses = find(tensors, (activation, arch))
         if ready is not None:
             again(ready, {**addresses, "c": y.data_ptr()}, y.device)
             return y
     with on_device_of(y):
-        arrays = {name: as_array(x) for name, x in tensors.items()}
-        own = as_array(y)
+        arrays = {name: as_array(x) for name, x in tensors.items()} | {"c": as_array(y)}
+        if "x" in arrays:
+            strategy = strategy_of_weight(arrays["b"].shape, arrays["b_scales"].shape)
+            arrays["a"], arrays["a_scales"] = act_quant(
+                arrays["x"], strategy=strategy, backend=backend
+            )
         int8_gemm(
-            arrays["a"], arrays["a_scales"], arrays["b"], arrays["b_scales"], dtype,
-            bias=arrays.get("bias"), activation=activation or None,
+            arrays["a"], arrays["a_scales"], arrays["b"], arrays["b_scales"],
+            arrays["c"].dtype.name, bias=arrays.get("bias"), activation=activation or None,
             residual=arrays.get("residual"), gate=arrays.get("gate"), arch=arch, backend=backend,
-            out=own,
+            out=arrays["c"],
         )  # fmt: skip
         if key is not None:
-            CALLS.remember(key, _ready({**arrays, "c": own}, activation, arch))
+            CALLS.remember(key, _ready(arrays, activation, arch))
     return y
 
 
 def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Ready:
-    """Return what a product launches on arrays of these forms."""
-    codes, weight, bias = arrays["a"], arrays["b"], arrays.get("bias")
-    arch, tiles = form_of(codes, weight, None, arch, "cuda")
-    at = {
-        name: Operand.of(as_input(x.reshape(-1, x.shape[-1])))
-        for name, x in arrays.items()
-        if name != "bias"
-    }
+    """Return what is launched on arrays of these forms: of an x its codes, then the product."""
+    arch, tiles = form_of(arrays["a"], arrays["b"], None, arch, "cuda")
+    bias = "" if "bias" not in arrays else arrays["bias"].dtype.name
+    operands = {name: _rows(x) for name, x in arrays.items() if name not in ("x", "bias")}
+    before: tuple[Stage, ...] = ()
+    between: tuple[Workspace, ...] = ()
+    if "x" in arrays:  # codes and scales lie in scratch memory
+        names = {"a": "int8", "a_scales": "float32"}
+        operands |= {name: replace(operands[name], misalignment=0) for name in names}
+        between = tuple(Workspace(n, operands[n].shape, dtype) for n, dtype in names.items())
+        strategy = ProductOperands(**operands).strategy
+        before = (_quantising(arrays["x"], strategy, {"codes": "a", "scales": "a_scales"}),)
     plan = plan_gemm(
-        ProductOperands(**at), arrays["c"].dtype.name, bias="" if bias is None else bias.dtype.name,
-        activation=activation, tiles=tiles, arch=arch,
+        ProductOperands(**operands), arrays["c"].dtype.name, bias=bias, activation=activation,
+        tiles=tiles, arch=arch,
     )  # fmt: skip
-    return Ready(Work((Stage(plan),)), arch)
+    return Ready(Work((*before, Stage(plan)), between), arch)
 
 
+def _quantising(x: Any, strategy: str, names: Mapping[str, str] | None = None) -> Stage:
+    """Return the launch that quantises an array, whose buffers have other names if given."""
+    plan = (plan_row_quant if strategy == "channel" else plan_act_quant)(_rows(x), x.dtype.name)
+    return Stage(plan, dict(names)) if names else Stage(plan)
+
+
+def _rows(x: Any) -> Operand:
+    return Operand.of(as_input(x.reshape(-1, x.shape[-1])))
+
+
+def _layer(*arguments: Any) -> Tensor:
+    named = zip(_OF_LAYER, arguments, strict=False)
+    tensors = {name: x for name, x in named if x is not None}
+    return multiply(tensors, _layer_result(*arguments), *arguments[len(_OF_LAYER) :])
+
+
+def _layer_result(*arguments: Any) -> Tensor:
+    """Return what a layer is made in; of fake tensors, its form."""
+    x, weight = arguments[:2]
+    made: Tensor = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return made
+
+
+def _product(*arguments: Any) -> Tensor:
+    named = zip(_OF_PRODUCT, arguments, strict=False)
+    tensors = {name: x for name, x in named if x is not None}
+    return multiply(tensors, _product_result(*arguments), *arguments[len(_OF_PRODUCT) + 1 :])
+
+
+def _product_result(*arguments: Any) -> Tensor:
+    """Return what a product is made in; of fake tensors, its form."""
+    codes, weight, dtype = arguments[0], arguments[2], arguments[len(_OF_PRODUCT)]
+    shape = (*codes.shape[:-1], weight.shape[0])
+    made: Tensor = codes.new_empty(shape, dtype=getattr(torch, dtype))
+    return made
+
+
+_BESIDE = "Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate"
+_HOW = "str activation, str? arch, str? backend"
+layer = define("int8_layer", f"Tensor x, {_BESIDE}, {_HOW}", "Tensor", _layer, _layer_result)
 act_quantise = define(
     "int8_act_quant", "Tensor x, str strategy, str? backend", "(Tensor codes, Tensor scales)",
     _quantise, _codes_of,
 )  # fmt: skip
 product = define(
-    "int8_product",
-    "Tensor codes, Tensor scales, Tensor weight, Tensor weight_scale, Tensor? bias, "
-    "Tensor? residual, Tensor? gate, str dtype, str activation, str? arch, str? backend",
-    "Tensor", _multiply, _result,
+    "int8_product", f"Tensor codes, Tensor scales, {_BESIDE}, str dtype, {_HOW}", "Tensor",
+    _product, _product_result,
 )  # fmt: skip
