@@ -10,8 +10,6 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/params.cuh"
 
-static_assert(PADDED, "clear_padding is for batch entries that are padded");
-
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void clear_padding(
     const __grid_constant__ AttnParams call) {
   const int q_blocks = ceil_div(call.len_q, BLOCK_Q);
