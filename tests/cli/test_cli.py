@@ -171,7 +171,7 @@ def test_safetensors_are_read_to_the_bit(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_ladder_runs_on_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arrays = three(shape=(2, 5, 8))  # without batch
+    arrays = three(shape=(2, 5, 32))  # without batch
     np.savez(tmp_path / "x.npz", **{f"block3.{name}": array for name, array in arrays.items()})
     save_safetensors(tmp_path / "y.safetensors", three())
     assert status("ladder", "--qkv", str(tmp_path / "x.npz"), "--rounds", "0") == 0

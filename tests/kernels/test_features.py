@@ -37,7 +37,7 @@ RUNGS = [(name, dtype) for name, variant in VARIANTS.items() for dtype in varian
 PLAIN = [name for name, variant in VARIANTS.items() if variant.family != "int8"]
 #: Several tiles of every rung, and a tail.
 SHAPE = (2, 4, 45, 83)
-HEAD_DIM = 24
+HEAD_DIM = 16
 
 
 def arrays(dtype: str = "float16", shape: Any = SHAPE, seed: int = 0) -> tuple[Any, Any, Any]:
