@@ -28,7 +28,7 @@ from cupyattn.problem.checks import check_dtype, check_options
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.operand_protocol import check_one_sequence
+from cupyattn.quant.operand_protocol import check_one_sequence, check_queries
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import group_count, padded_columns, padded_length
 
@@ -250,6 +250,7 @@ def settle_arrays(
     if quantized is None:
         dtype, shapes = check_dtype(*arrays), [tuple(x.shape) for x in arrays]
     else:
+        check_queries(quantized)
         check_one_sequence(quantized)
         z = quantized.unpacked()
         dtype, codes = z.out_dtype, Codes.of(z)

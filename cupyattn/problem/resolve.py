@@ -27,6 +27,7 @@ from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant
 
@@ -126,6 +127,7 @@ def _offsets(sequences: Sequences | None) -> dict[str, Any]:
 
 def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     quantized = arrays["q"]
+    check_queries(quantized)
     if arrays["k"] is not None or arrays["v"] is not None or settings.quant is not None:
         raise ValueError(
             "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -74,12 +75,103 @@ def test_the_same_is_told_of_every_kind(case: str, kind: str) -> None:
     assert call({name: KINDS[kind][0](array) for name, array in arrays.items()}) == call(arrays)
 
 
+#: Calls on one array of bfloat16, whose results are of it.
+OF_BFLOAT16: dict[str, Callable[[Any], Any]] = {
+    "attention": lambda x: ca.attention(x, x, x, causal=True),
+    "attention_backward": lambda x: ca.attention_backward(
+        x, x, x, x, *ca.attention(x, x, x, return_lse=True)
+    )[0],
+    "quantize": lambda x: ca.attention(ca.quantize(x, x, x)),
+    "quantize_kv": lambda x: ca.attention(ca.quantize_kv(x, x).with_q(x)),
+    "weight_dequant": lambda x: ca.weight_dequant(*ca.weight_quant(x), out_dtype="bfloat16"),
+    "int8_gemm": lambda x: ca.int8_gemm(*ca.act_quant(x[0, 0]), *ca.weight_quant(x[0, 0]),
+                                        "bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", OF_BFLOAT16)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_on_a_cpu_goes_in_and_comes_back(kind: str, call: str) -> None:
+    """DLPack knows the type and NumPy does not, so its bits travel."""
+    given = np.random.default_rng(1).normal(size=(1, 1, 4, 16)).astype(ml_dtypes.bfloat16)
+    expected = OF_BFLOAT16[call](given)
+    if kind == "torch":
+        x = torch.from_numpy(given.view(np.int16)).view(torch.bfloat16)
+        found = OF_BFLOAT16[call](x)
+        assert found.dtype == torch.bfloat16
+        found = found.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        found = OF_BFLOAT16[call](jax.numpy.asarray(given))
+        assert isinstance(found, jax.Array)
+        found = np.asarray(found)
+    assert found.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_tensor_of_bfloat16_receives_a_result() -> None:
+    x = torch.randn(1, 2, 4, 16, dtype=torch.bfloat16).transpose(1, 2)
+    out = torch.empty(1, 4, 2, 16, dtype=torch.bfloat16)
+    assert ca.attention(x, x, x, layout="BSHD", out=out) is out
+    assert torch.equal(out, of_torch.attention(x, x, x, layout="BSHD"))
+
+
 @pytest.mark.parametrize(
-    "call", [ca.act_quant, ca.weight_quant, lambda x: ca.quantize(x, x, x)]
-)
-def test_bfloat16_of_torch_on_a_cpu_is_one_line(call: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=r"on a CPU must .* got torch.bfloat16: .*bfloat16$") as one:
-        call(torch.ones(1, 1, 4, 16, dtype=torch.bfloat16))
+    "x",
+    [torch.ones(1, 1, 4, 16).to_sparse(), torch.ones(1, 1, 4, 16).to(torch.float8_e4m3fn),
+     torch.ones(1, 1, 4, 16, device="meta")],
+    ids=["sparse", "float8", "meta"],
+)  # fmt: skip
+def test_a_tensor_that_numpy_cannot_read_is_one_line(x: Any) -> None:
+    with pytest.raises(TypeError, match=r"^x .*on a CPU.*, got ") as one:
+        ca.act_quant(x)
+    assert "\n" not in str(one.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_mask_is_made_of_an_array_of_any_library(kind: str) -> None:
+    make, _ = KINDS[kind]
+    blocks = np.tri(2, dtype=bool)[None, None]
+    mask = ca.BlockMask(make(blocks), 64, 64)
+    np.testing.assert_array_equal(mask.mask, blocks)
+    dense = np.tri(100, dtype=bool)
+    found = ca.BlockMask.from_dense(make(dense))
+    np.testing.assert_array_equal(found.mask, ca.BlockMask.from_dense(dense).mask)
+
+
+#: Misuses of what takes tensors, and how the sentence begins.
+MISUSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "sizes": (
+        lambda: of_torch.Int8Linear(128, 128),
+        r"weight must be a tensor, got 128: Int8Linear takes codes and scales, and Int8Lin",
+    ),
+    "one size": (
+        lambda: of_torch.Int8Linear(torch.zeros(128, 128, dtype=torch.int8), 128),
+        "weight_scale must be a tensor, got 128: ",
+    ),
+    "a weight": (
+        lambda: of_torch.Int8Linear(torch.ones(128, 128), torch.ones(1, 1)),
+        r"weight must be torch\.int8 .*: Int8Linear\.from_linear quantises a torch\.nn\.Linear",
+    ),
+    "a tensor": (
+        lambda: of_torch.Int8Linear.from_linear(torch.ones(128, 128)),
+        r"linear must be a torch\.nn\.Linear, got Tensor: ",
+    ),
+    "a model": (
+        lambda: ca.calibrate_quantization_scales(torch.nn.Linear(8, 8), [(T, T)]),
+        "batches must be recorded .*, got Linear: no model is run here",
+    ),
+    "layers": (
+        lambda: ca.calibrate_quantization_scales(torch.nn.Sequential(torch.nn.Linear(8, 8)), 99.0),
+        "batches must be recorded .*, got Sequential: no model is run here",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_a_misuse_of_what_takes_tensors_is_one_line(case: str) -> None:
+    call, says = MISUSES[case]
+    with pytest.raises(TypeError, match=f"^{says}") as one:
+        call()
     assert "\n" not in str(one.value)
 
 

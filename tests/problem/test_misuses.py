@@ -76,6 +76,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ),
         ("ca.BlockMask(np.ones((2, 2), int), 64, 64)", "a block mask must be bool, got"),
         ("ca.BlockMask(np.ones((2, 2), bool), 60, 64)", "a block mask must have four axes (batch"),
+        ("ca.BlockMask([[[[True]]]], 64, 64)", "mask must be a NumPy or CuPy array, or have"),
+        ("ca.BlockMask.from_dense([[True]])", "mask must be a NumPy or CuPy array, or have"),
         ("ca.BlockMask.from_window(8, 8, 3)", "window must be a pair (left, right) of whole"),
         ("ca.attention(q, k, v, rope=np.ones((8, 8), 'f4'))", "rope must be a pair (cos, sin) of"),
         (
@@ -183,6 +185,9 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
             "k_mean must have shape (1, 2, 16), got",
         ),
         ("z.dequantize('float16')", "dtype must be 'float32' or 'float64', got 'float16'"),
+        ("ca.attention(kv)", "this QuantizedQKV holds keys and values only: give it queries, as"),
+        ("ca.plan(kv)", "this QuantizedQKV holds keys and values only: give it queries, as"),
+        ("ca.explain(kv)", "this QuantizedQKV holds keys and values only: give it queries, as"),
         ("z.with_q(q[0])", "q must be (batch, heads, len_q, head_dim) = (1, a multiple of 2, *,"),
         ("z.with_q(q, colour='red')", "with_q() got an unexpected keyword argument 'colour': it"),
     ],
@@ -219,6 +224,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.Int8Linear.from_weight(x, outlier_columns=[1000])", "outlier_columns must be 0 to"),
         ("ca.Int8Linear.from_weight(x, activation='swish2')", "activation must be 'gelu' or"),
         ("ca.Int8Linear.from_weight(x)(x[:, :4])", "x must have shape (..., 256), got (4, 4)"),
+        ("ca.Int8Linear(128, 128)", "codes must be an array, got 128: Int8Linear takes codes and"),
+        ("ca.Int8Linear(b, 128)", "scales must be an array, got 128: Int8Linear takes codes and"),
         ("ca.Int8Config(block_size=64)", "block_size must be 128, got 64: the INT8 products take"),
     ],
     "diffusion": [
@@ -241,6 +248,10 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.compute_sigma_schedule(10, 'linear')", "kind must be 'edm', 'flow' or 'ddpm', got"),
         ("ca.compute_adaptive_scales([-1.0, 2.0])", "sigmas must be noise-to-signal ratios, 0 or"),
         ("ca.calibrate_quantization_scales([])", "batches is empty: give at least one (q, k)"),
+        ("ca.calibrate_quantization_scales(len, [(q, k)])", "batches must be recorded (q, k) or"),
+        ("ca.calibrate_quantization_scales(3)", "batches must be recorded (q, k) or (q, k, times"),
+        ("ca.calibrate_quantization_scales([3])", "batch 0 must be (q, k) or (q, k,"),
+        ("ca.calibrate_quantization_scales([{'q': q, 'k': k}])", "batch 0 must be (q, k) or (q,"),
         ("ca.calibrate_quantization_scales([(q,)])", "batch 0 must be (q, k) or (q, k, timestep),"),
         ("ca.calibrate_quantization_scales([(q, k)], percentile=101)", "percentile is in per"),
         ("ca.Int8Attention(2, block_q=64)", "Int8Attention needs head_dim, which q.shape ="),
@@ -284,8 +295,9 @@ def given() -> dict[str, Any]:
     packed = ca.quantize(*rows, cu_seqlens_q=ends, cu_seqlens_k=ends)
     _, lse = ca.attention(q, k, v, return_lse=True)
     x = rng.standard_normal((4, 256)).astype(np.float32)
+    kv = ca.quantize_kv(k, v)
     names = {"np": np, "ca": ca, "q": q, "k": k, "v": v, "rows": rows, "ends": ends, "z": z}
-    names |= {"packed": packed, "codes": z.q_codes.copy(), "lse": lse, "x": x}
+    names |= {"packed": packed, "codes": z.q_codes.copy(), "lse": lse, "x": x, "kv": kv}
     names |= {"tables": (np.ones((8, 8), "f4"),) * 2, "weights": (np.ones(16, "f4"),) * 2}
     names |= zip(("a", "a_scales"), ca.act_quant(x), strict=True)
     return names | dict(zip(("b", "b_scales"), ca.weight_quant(x), strict=True))

@@ -98,6 +98,32 @@ def test_codes_of_keys_serve_any_queries(name: str) -> None:
     np.testing.assert_array_equal(ca.attention(few), ca.attention(expected))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        ca.attention, ca.plan, ca.explain, ca.kernel_form,
+        lambda z: ca.plan(ca.quantize(**QKV))(z),
+        lambda z: judge(Q, None, None, None, variant="auto", quantized=z),
+        lambda z: judge(Q, **QKV, variant="fa_int8", quantized=z),
+        lambda z: ca.bounds.attention(None, None, None, variant="fa_int8", quantized=z),
+        lambda z: ca.bounds.quantisation(*QKV.values(), z),
+        lambda z: ca.reference.attention_mirror(z, variant="fa_int8"),
+    ],
+)  # fmt: skip
+def test_keys_without_queries_are_refused(call: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Attention of no rows would be an empty array, which no caller of these has in mind."""
+    kv = ca.quantize_kv(K, V)
+    kv.save(tmp_path / "kv.npz")
+    for z in (kv, ca.QuantizedQKV.load(tmp_path / "kv.npz"), copy.copy(kv)):
+        with pytest.raises(ValueError, match=r"^this .* holds keys and values only: give it quer"):
+            call(z)
+    packed = packed_keys()
+    with pytest.raises(ValueError, match=r"holds keys and values only: .* record\.with_q\(q\)$"):
+        ca.attention_varlen(packed)
+    assert ca.attention(kv.with_q(Q[:, :, :0])).shape == (1, 2, 0, 16)
+    assert ca.attention(ca.quantize(Q[:, :, :0], K, V)).shape == (1, 2, 0, 16)
+
+
 def test_queries_may_have_more_heads_and_positions_of_their_own() -> None:
     q = np.concatenate([Q, -Q], axis=1)
     assert_same(ca.quantize_kv(K, V).with_q(q), ca.quantize(q, K, V))

@@ -13,7 +13,7 @@ from torch import Tensor
 from cupyattn.arrays.memory import as_input
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch.bridge import as_array, as_tensor, forms_of, on_device_of
 from cupyattn.interop.torch.calls import launch
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
@@ -226,10 +226,16 @@ class Int8Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_activation(activation or "")
+        for name, tensor in (("weight", weight), ("weight_scale", weight_scale)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"{name} must be a tensor, got {shown(tensor)}: Int8Linear takes codes and "
+                    "scales, and Int8Linear.from_linear(torch.nn.Linear(in, out)) makes them"
+                )
         if weight.dim() != 2 or weight.dtype != torch.int8:
             raise TypeError(
                 f"weight must be torch.int8 of shape (out, in), got {weight.dtype} "
-                f"{tuple(weight.shape)}"
+                f"{tuple(weight.shape)}: Int8Linear.from_linear quantises a torch.nn.Linear"
             )
         blocks, channels = scale_shape(weight.shape, BLOCK_SIZE), (weight.shape[0], 1)
         shape = tuple(weight_scale.shape)
@@ -270,7 +276,17 @@ class Int8Linear(torch.nn.Module):
         Returns
         -------
         Int8Linear
+
+        Raises
+        ------
+        TypeError
+            For what is no linear layer.
         """
+        if not isinstance(linear, torch.nn.Linear):
+            raise TypeError(
+                f"linear must be a torch.nn.Linear, got {type(linear).__name__}: "
+                "replace_linear_with_int8 takes a whole model"
+            )
         with on_device_of(linear.weight):
             made = weight_quant(as_array(linear.weight), strategy=strategy)
             codes, scales = map(as_tensor, made)
