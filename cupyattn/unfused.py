@@ -26,12 +26,14 @@ from cupyattn.plans import attention
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import settle
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.reference import mirror
 
 
+@points_to_our_names
 def scores(
     q: Any,
     k: Any,

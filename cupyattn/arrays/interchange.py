@@ -199,8 +199,8 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         except (RuntimeError, BufferError) as error:
             raise TypeError(
                 f"{name} on a CPU must be a dense array of a type that NumPy's from_dlpack reads, "
-                f"got {getattr(array, 'dtype', type(array).__name__)}: convert {name} to a NumPy "
-                "array, with bfloat16 as ml_dtypes has it, or call cupyattn.interop.torch"
+                f"got {getattr(array, 'dtype', type(array).__name__)}: convert {name} to float16 "
+                "or float32, or to a NumPy array with bfloat16 as ml_dtypes has it"
             ) from error
     raise TypeError(f"{name} must lie on a CPU or a CUDA device, got DLPack device type {device}")
 

@@ -30,6 +30,7 @@ from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
@@ -246,6 +247,7 @@ class Ladder:
         }
 
 
+@points_to_our_names
 def ladder(
     q: Any,
     k: Any,

@@ -31,6 +31,7 @@ from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant
 
+_AUTO = ("auto",)
 _NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
 
 
@@ -93,7 +94,7 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         settings = settings._replace(quant=choice.quant)
         variant, why = ladder.lookup(choice.variant), choice.why
     else:
-        variant, why = ladder.lookup(settings.variant), "asked for by name"
+        variant, why = ladder.lookup(settings.variant, also=_AUTO), "asked for by name"
     variant.check_dtype(call.dtype)
     interchange.check_one_device(
         q=q, k=k, v=v, mask=mask, bias=bias, **(preparation.buffers if preparation else {}),
@@ -136,7 +137,8 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
         check_turned_before(quantized)
     if settings.layout != "BHSD" and quantized.cu_seqlens_q is None:
         raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={settings.layout!r}")
-    variant = ladder.lookup("fa_int8" if settings.variant == "auto" else settings.variant)
+    name = "fa_int8" if settings.variant == "auto" else settings.variant
+    variant = ladder.lookup(name, also=_AUTO)
     if variant.family != "int8":
         raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={settings.variant!r}")
     quantized, sequences = _contiguous(quantized), _sequences_of(quantized, settings, arrays)

@@ -21,6 +21,7 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
@@ -251,6 +252,7 @@ def judge(
         variant, *own = _chosen(settings, (q, k, v), quantized, others)
         if form is None:
             form, tiles = own
+    ladder.lookup(variant, also=("auto",))
     kernel = settle_arrays(
         variant, (q, k, v), scale, options, quantized=quantized, tiles=tiles, form=form
     )

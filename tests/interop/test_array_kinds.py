@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,30 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_argument_of_another_library_names_ours(entry: str) -> None:
     for name in NOT_OFFERED:
+        if name == "deterministic":  # which these take
+            continue
         with pytest.raises(ca.UnsupportedError, match=rf"^{name} is not supported: ") as one:
             ENTRIES[entry](**{name: 1})
         assert "\n" not in str(one.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "many"),
+    [
+        ("cupyattn.interop.torch.scaled_dot_product_attention", 8),
+        ("torch.nn.attention.flex_attention.flex_attention", 8),
+        ("torch.nn.attention.varlen.varlen_attn", 9),
+        ("jax.nn.dot_product_attention", 10),
+        ("diffusers.models.attention_dispatch.dispatch_attention_fn", 9),
+    ],
+)
+def test_every_argument_of_other_libraries_is_ours_or_has_a_sentence(path: str, many: int) -> None:
+    """The first stands for torch's own function, which has no signature."""
+    module, _, name = path.rpartition(".")
+    others = set(inspect.signature(getattr(pytest.importorskip(module), name)).parameters)
+    ours = {n for f in (ca.attention, ca.attention_varlen) for n in inspect.signature(f).parameters}
+    assert len(others) >= many
+    assert others - ours - NOT_OFFERED.keys() <= {"options"}
 
 
 def test_the_drop_in_has_the_arguments_of_torch_and_no_others() -> None:
