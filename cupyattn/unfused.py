@@ -85,8 +85,9 @@ def scores(
         "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
         "softcap": softcap,
     }  # fmt: skip
-    given = {"q": q, "k": k, "mask": mask, "bias": bias, "block_mask": block_mask}
-    return run(SCORES, settings, {name: x for name, x in given.items() if x is not None})["S"]
+    others = {"mask": mask, "bias": bias, "block_mask": block_mask}
+    given = {"q": q, "k": k, **{name: x for name, x in others.items() if x is not None}}
+    return run(SCORES, settings, given)["S"]
 
 
 def softmax(S: Any, *, return_lse: bool = False) -> Any:

@@ -175,8 +175,11 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array, as_it_is
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
+        kind = type(array)
+        traced = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
         raise TypeError(
-            f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {type(array).__name__}"
+            f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {kind.__name__}"
+            + (", which JAX traces: call cupyattn.interop.jax.attention" if traced else "")
         )
     if getattr(array, "requires_grad", False):
         raise TypeError(

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         compiler_architectures.capability_of(arch)
     if args.arch and not args.warm:
         raise ValueError("--arch is for --warm: give --warm SPEC too, or leave --arch out")
-    architectures = args.arch or _architectures()
+    architectures = (args.arch or _architectures()) if args.warm else []  # which takes NVRTC
     jobs = [
         (spec, arch)
         for arch in architectures

@@ -481,7 +481,7 @@ def lookup(name: str, *, also: tuple[str, ...] = ()) -> Variant:
         return VARIANTS[name]
     except (KeyError, TypeError):  # a list has no hash
         taken = ", ".join((*VARIANTS, *also))
-        raise ValueError(f"variant must be one of {taken}, got {name!r}") from None
+        raise ValueError(f"variant must be one of {taken}, got {shown(name)}") from None
 
 
 def register(variant: Variant, source: str | Path) -> Variant:

@@ -93,7 +93,7 @@ class Int8Linear:
                 "the weight again"
             )
         for name, size in (("codes", codes), ("scales", scales)):
-            if isinstance(size, numbers.Number):
+            if size is None or isinstance(size, numbers.Number):
                 raise TypeError(
                     f"{name} must be an array, got {size!r}: Int8Linear takes codes and scales, "
                     "and Int8Linear.from_weight(weight) makes them of an array (out, in)"

@@ -219,8 +219,9 @@ _BORROWED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "precision_mode", (),
-        "Int8Attention takes precision_policy and its calls take mode, each of 'aggressive', "
-        "'balanced' or 'precision'; attention takes accuracy",
+        "Int8Attention takes precision_policy, its calls take mode and "
+        "replace_attention_with_int8 takes policy, each of 'aggressive', 'balanced' or "
+        "'precision'; attention takes accuracy",
     ),
     (
         "v_precision", (),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import ladder, splits
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
@@ -28,7 +28,7 @@ from cupyattn.problem.checks import check_dtype, check_options
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.operand_protocol import check_one_sequence, check_queries
+from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import group_count, padded_columns, padded_length
 
@@ -250,6 +250,8 @@ def settle_arrays(
     if quantized is None:
         dtype, shapes = check_dtype(*arrays), [tuple(x.shape) for x in arrays]
     else:
+        if not isinstance(quantized, Quantized):
+            raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
         check_queries(quantized)
         check_one_sequence(quantized)
         z = quantized.unpacked()

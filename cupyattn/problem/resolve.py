@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,7 +57,6 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
     for name in ("causal", "return_lse", "check_finite"):
         _check_kind(name, getattr(settings, name), (bool, np.bool_), "True or False")
-    _check_kind("scale", settings.scale, numbers.Real, "a number or None")
     check_arch(settings.arch)
     if settings.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")

@@ -178,6 +178,27 @@ MISUSES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: of_torch.Int8Linear.from_linear(torch.ones(128, 128)),
         r"linear must be a torch\.nn\.Linear, got Tensor: ",
     ),
+    "an array": (
+        lambda: of_torch.Int8Linear.from_linear(torch.nn.Linear(8, 8))(np.ones((2, 8), np.float32)),
+        r"Int8Linear\(\): argument 'x' must be Tensor, not ndarray",
+    ),
+    "arrays": (
+        lambda: of_torch.scaled_dot_product_attention(X, X, X),
+        r"scaled_dot_product_attention\(\): argument 'query' must be Tensor, not ndarray",
+    ),
+    "an array as a mask": (
+        lambda: of_torch.scaled_dot_product_attention(T, T, T, np.ones((4, 4), bool)),
+        r"scaled_dot_product_attention\(\): argument 'attn_mask' must be Tensor, not ndarray",
+    ),
+    "codes": (
+        lambda: of_torch.attention(ca.quantize(T, T, T), T, T),
+        "attention.* must be Tensor, not QuantizedQKV: cupyattn.attention takes it",
+    ),
+    "a traced array": (
+        lambda: jax.jit(lambda x: ca.attention(x, x, x))(jax.numpy.asarray(X)),
+        r"q must be .* got \w+, which JAX traces: call cupyattn\.interop\.jax\.attention",
+    ),
+    "nothing": (lambda: of_jax.attention(X, None, X), "k must be a JAX array, got None"),
     "a model": (
         lambda: ca.calibrate_quantization_scales(torch.nn.Linear(8, 8), [(T, T)]),
         "batches must be recorded .*, got Linear: no model is run here",
@@ -187,6 +208,11 @@ MISUSES: dict[str, tuple[Callable[[], Any], str]] = {
         "batches must be recorded .*, got Sequential: no model is run here",
     ),
 }  # fmt: skip
+
+
+def test_one_layer_is_sent_to_its_own_function() -> None:
+    with pytest.raises(ValueError, match=r"it is one by itself, which Int8Linear\.from_linear qua"):
+        of_torch.replace_linear_with_int8(torch.nn.Linear(256, 256))
 
 
 @pytest.mark.parametrize("case", MISUSES)

@@ -13,7 +13,6 @@ import cupyattn as ca
 from cupyattn import bounds, reference, testing
 from cupyattn.distributed import parallel_attention
 from cupyattn.errors import UnsupportedError
-from cupyattn.ops.explain import kernel_form
 from cupyattn.problem.borrowed_names import NOT_OFFERED
 
 X = np.random.default_rng(0).normal(size=(1, 1, 4, 8)).astype(np.float16)
@@ -86,7 +85,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention_varlen": lambda **o: ca.attention_varlen(X[0], X[0], X[0], **o),
     "plan": lambda **o: ca.plan(X, X, X, **o),
     "explain": lambda **o: ca.explain(X, X, X, **o),
-    "kernel_form": lambda **o: kernel_form(X, X, X, **o),
+    "kernel_form": lambda **o: ca.kernel_form(X, X, X, **o),
     "quantize": lambda **o: ca.quantize(X, X, X, **o),
     "attention_backward": lambda **o: ca.attention_backward(X, X, X, X, X, X, **o),
     "attention_varlen_backward": lambda **o: ca.attention_varlen_backward(*[X] * 8, **o),

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.ops.explain import kernel_form
 from cupyattn.testing import judge
 from tests.quant.kind_cases import A_SCALES, CASES, LSE, OUT, QKV, TOLD, A, B, K, Q, V, W, X, check
 from tests.support.foreign import Foreign, ForeignWithNamespace
@@ -352,7 +351,7 @@ def test_judge_takes_the_rung_that_attention_takes(options: dict[str, Any]) -> N
     assert report.passed and report.variant == plan.variant
     by_name = judge(
         o, **QKV, lse=lse, variant=plan.variant, **options,
-        **kernel_form(**QKV, variant="auto", **options),
+        **ca.kernel_form(**QKV, variant="auto", **options),
     )  # fmt: skip
     assert str(report) == str(by_name)
     assert not judge(1.1 * o, **QKV, variant="auto", **options).passed

@@ -244,6 +244,8 @@ class Int8Linear(torch.nn.Module):
                 f"weight_scale must be torch.float32 of shape {blocks}, or {channels} by channel, "
                 f"got {weight_scale.dtype} {shape}"
             )
+        if bias is not None and not isinstance(bias, Tensor):
+            raise TypeError(f"bias must be a tensor or None, got {shown(bias)}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
@@ -318,10 +320,12 @@ class Int8Linear(torch.nn.Module):
         RuntimeError
             For an x of another shape, or on another device.
         TypeError
-            For another type.
+            For another type, and what is no tensor.
         UnsupportedError
             For a gradient with `activation`, and for forward-mode derivatives.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Int8Linear(): argument 'x' must be Tensor, not {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}"
