@@ -186,8 +186,8 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     several = [{getattr(cell, name) for cell in cells} for name in ("dtype", "shape")]
     of_types, of_shapes = map(len, several)
     print(
-        f"\n{counted(len(cells), 'cell')}: {counted(of_types, 'dtype')} or fewer by "
-        f"{counted(of_shapes, 'shape')} or fewer for each row; the worst is shown."
+        f"\n{counted(len(cells), 'cell')}: each row shows the worst of up to "
+        f"{counted(of_types, 'dtype')} by {counted(of_shapes, 'shape')}."
     )
     for cell in failed:
         print(

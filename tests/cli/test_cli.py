@@ -17,6 +17,7 @@ import pytest
 from cupyattn import cli
 from cupyattn.cli import cache, inputs, plot, profile, verify
 from cupyattn.compiler import modules as kc
+from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.measure import device
 from cupyattn.measure import rungs as measure
@@ -393,6 +394,17 @@ def test_info_names_versions_folders_and_settings(
         assert word in printed
     assert ["CUPYATTN_CACHE_DIR", str(tmp_path)] in [line.split() for line in printed.splitlines()]
     assert json.loads(file.read_text())["numpy"] == np.__version__
+
+
+def test_the_cache_is_shown_without_a_compiler(
+    own_cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise UnsupportedError("NVRTC was not found")
+
+    monkeypatch.setattr("cupyattn.compiler.target.supported_architectures", missing)
+    assert status("cache", "--clear") == 0
+    assert str(own_cache) in capsys.readouterr().out
 
 
 def test_cache_warms_and_clears(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
