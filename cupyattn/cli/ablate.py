@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.cli import inputs, output
+from cupyattn.cli import flags, inputs, output
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, rungs, timing
@@ -97,8 +97,7 @@ def choices(names: list[str]) -> list[Choice]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if args.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
+    flags.check_whole(args, "rounds")
     wanted = choices(args.parts)
     missing = device.device_missing()
     case = inputs.choose(args, large=not missing)

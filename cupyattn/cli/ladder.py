@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cupyattn.cli import inputs, output
+from cupyattn.cli import flags, inputs, output
 from cupyattn.cli.inputs import Input
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
         from cupyattn.cli import plot
 
         plot.check(args.plot)
-    if args.rounds < 0:
-        raise ValueError(f"--rounds must not be negative, got {args.rounds}")
+    flags.check_whole(args, "rounds")
     chosen = [inputs.choose(args, large=not missing)]
     if inputs.is_default(args) and not missing:
         chosen.append(inputs.random(args, large=True))

@@ -22,7 +22,7 @@ import numpy as np
 from cupyattn import distributions
 from cupyattn.arrays import kinds
 from cupyattn.arrays.interchange import on_host
-from cupyattn.cli import output, own_kernel
+from cupyattn.cli import flags, output, own_kernel
 from cupyattn.compiler import disk_cache, target
 from cupyattn.files import replacing
 from cupyattn.interpret.findings import KernelFault
@@ -107,6 +107,7 @@ class Cell:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    flags.check_whole(args, "seed", least=0)
     if own_kernel.is_file(args.variant):
         before = dict(ladder.VARIANTS)
         try:
@@ -185,8 +186,8 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     several = [{getattr(cell, name) for cell in cells} for name in ("dtype", "shape")]
     of_types, of_shapes = map(len, several)
     print(
-        f"\n{counted(len(cells), 'cell')}: {counted(of_types, 'dtype')} or fewer by "
-        f"{counted(of_shapes, 'shape')} or fewer for each row; the worst is shown."
+        f"\n{counted(len(cells), 'cell')}: each row shows the worst of up to "
+        f"{counted(of_types, 'dtype')} by {counted(of_shapes, 'shape')}."
     )
     for cell in failed:
         print(

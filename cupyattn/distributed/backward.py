@@ -19,12 +19,14 @@ from cupyattn.distributed.ring import differentiate
 from cupyattn.gradients.exact import Gradients
 from cupyattn.ops.backward import check_offered
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
 
+@points_to_our_names
 def parallel_attention_backward(
     d_out: Any,
     q: Any,
@@ -111,6 +113,7 @@ def parallel_attention_backward(
     return _run("parallel_attention_backward", asked, group, arrays, deterministic)
 
 
+@points_to_our_names
 def parallel_attention_varlen_backward(
     d_out: Any,
     q: Any,

@@ -135,6 +135,9 @@ def attention(
     _check_names(options)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
     arrays |= {"lengths_q": lengths_q, "lengths_kv": lengths_kv}
+    for name in "qkv":
+        if arrays[name] is None:
+            raise TypeError(f"{name} must be a JAX array, got None")
     for argument, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):

@@ -7,7 +7,7 @@ arrays it runs the mirror and times nothing, and on request the kernels in the i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
@@ -246,6 +247,7 @@ class Ladder:
         }
 
 
+@points_to_our_names
 def ladder(
     q: Any,
     k: Any,
@@ -317,6 +319,8 @@ def ladder(
             f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)}"
         )
     backend = "cuda" if interchange.is_cupy(q) else "mirror"
+    if isinstance(variants, str) or not isinstance(variants, Iterable | None):
+        raise TypeError(f"variants must be names of rungs, as ['fa'], got {variants!r:.60}")
     chosen = [lookup(n) for n in (VARIANTS if variants is None else variants)]
     rows = judged_rows(call, seed)
     rows = array_namespace(q).asarray(rows)

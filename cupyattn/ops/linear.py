@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,12 @@ class Int8Linear:
                 f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise "
                 "the weight again"
             )
+        for name, size in (("codes", codes), ("scales", scales)):
+            if size is None or isinstance(size, numbers.Number):
+                raise TypeError(
+                    f"{name} must be an array, got {size!r}: Int8Linear takes codes and scales, "
+                    "and Int8Linear.from_weight(weight) makes them of an array (out, in)"
+                )
         codes, scales, bias = taken(codes=codes, scales=scales, bias=bias)
         if codes.ndim != 2:
             raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")

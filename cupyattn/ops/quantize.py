@@ -191,8 +191,8 @@ def quantize_kv(
     Returns
     -------
     QuantizedQKV
-        The codes of `quantize` of these keys and values, with no query row:
-        ``quantize_kv(k, v).with_q(q)`` has the bits of ``quantize(q, k, v)``.
+        The codes of `quantize` of these keys and values, with no query row: attention refuses it,
+        and ``quantize_kv(k, v).with_q(q)`` has the bits of ``quantize(q, k, v)``.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def quantize_kv(
         no_rows, taken_k, taken_v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
         rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **sequences,
     )  # fmt: skip
-    return replace(found, as_given=as_given)
+    return replace(found, as_given=as_given, has_queries=False)
 
 
 class QuantizeSettings(NamedTuple):

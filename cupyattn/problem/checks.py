@@ -36,10 +36,12 @@ def check_dtype(q: Any, k: Any, v: Any) -> str:
     return names[0]
 
 
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """Return the softmax scale: the caller's, or ``head_dim ** -0.5``."""
+def check_scale(scale: Any, head_dim: int) -> float:
+    """Return the softmax scale: the caller's number, or ``head_dim ** -0.5`` for None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a number or None, got {shown(scale)}")
     value = float(scale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")

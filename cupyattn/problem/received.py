@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyattn.arrays.interchange import operands
+from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import check_kind
@@ -22,7 +23,7 @@ from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings
-from cupyattn.quant.operand_protocol import Quantized, check_one_sequence
+from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 
 Array = Any
 
@@ -96,6 +97,9 @@ def receive(
     if quantized is None:
         dtype, shapes = check_dtype(q, k, v), [tuple(x.shape) for x in (q, k, v)]
     else:
+        if not isinstance(quantized, Quantized):
+            raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
+        check_queries(quantized)
         check_one_sequence(quantized)
         z = quantized.unpacked()
         dtype, codes = z.out_dtype, Codes.of(z)

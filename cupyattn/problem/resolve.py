@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,9 +25,11 @@ from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import Sequences, one_entry, take_lengths, take_sequences
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 
+_AUTO = ("auto",)
 _NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
 
 
@@ -55,7 +56,6 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
     for name in ("causal", "return_lse", "check_finite"):
         _check_kind(name, getattr(settings, name), (bool, np.bool_), "True or False")
-    _check_kind("scale", settings.scale, numbers.Real, "a number or None")
     check_arch(settings.arch)
     if settings.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
@@ -97,7 +97,7 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         settings = settings._replace(quant=choice.quant)
         variant, why = ladder.lookup(choice.variant), choice.why
     else:
-        variant, why = ladder.lookup(settings.variant), "asked for by name"
+        variant, why = ladder.lookup(settings.variant, also=_AUTO), "asked for by name"
     variant.check_dtype(call.dtype)
     interchange.check_one_device(
         q=q, k=k, v=v, mask=mask, bias=bias, **(preparation.buffers if preparation else {}),
@@ -163,6 +163,7 @@ def _offsets(sequences: Sequences | None) -> dict[str, Any]:
 
 def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     quantized = arrays["q"]
+    check_queries(quantized)
     if arrays["k"] is not None or arrays["v"] is not None or settings.quant is not None:
         raise ValueError(
             "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
@@ -171,7 +172,8 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
         check_turned_before(quantized)
     if settings.layout != "BHSD" and quantized.cu_seqlens_q is None:
         raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={settings.layout!r}")
-    variant = ladder.lookup("fa_int8" if settings.variant == "auto" else settings.variant)
+    name = "fa_int8" if settings.variant == "auto" else settings.variant
+    variant = ladder.lookup(name, also=_AUTO)
     if variant.family != "int8":
         raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={settings.variant!r}")
     quantized, sequences = _contiguous(quantized), _sequences_of(quantized, settings, arrays)

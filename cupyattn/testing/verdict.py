@@ -21,6 +21,7 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
@@ -236,6 +237,7 @@ def judge(
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
+    ladder.lookup(variant, also=("auto",))
     settings = Settings(
         variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
         softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,

@@ -29,7 +29,7 @@ def code(title: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ten_lines, features, varlen, padded, codes, linear, prepared, gradients = code("Ten lines")
+    ten_lines, features, varlen, padded, codes, keys, linear, prepared, gradients = code("Ten lines")
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
@@ -50,6 +50,9 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(codes, names)
     close = names["o88"]
     assert np.abs(close - first).max() < 0.1 and not np.array_equal(close, first)  # type: ignore[operator]
+    assert len(keys.splitlines()) <= 6
+    exec(keys, names)
+    assert not names["kv"].has_queries and names["z"].len_q == 256  # type: ignore[attr-defined]
     exec(linear, names)
     layer, rows, w = (names[name] for name in ("layer", "rows", "w"))
     product = rows.astype(np.float64) @ w.astype(np.float64).T  # type: ignore[attr-defined]

@@ -282,6 +282,13 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, is_causal=True, backend="mirror").shape
     torch.Size([2, 4, 3, 8])
     """
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (name != "attn_mask" or x is not None):
+            raise TypeError(
+                f"scaled_dot_product_attention(): argument '{name}' must be Tensor, not "
+                f"{type(x).__name__}"
+            )
     if dropout_p:
         raise UnsupportedError(
             f"dropout_p={dropout_p!r} is not supported: give 0.0, as a model in eval() does, or "
