@@ -29,7 +29,8 @@ def code(title: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ten_lines, features, varlen, padded, codes, keys, linear, prepared, gradients = code("Ten lines")
+    blocks = code("Ten lines")
+    ten_lines, features, varlen, padded, codes, keys, linear, prepared, gradients = blocks
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
