@@ -60,8 +60,8 @@ def find(
 def _can_be_kept(x: Tensor) -> bool:
     """Whether a call may read a tensor by its address: one on a device that is not copied."""
     rows = len(x.shape) == 2 and x.stride()[1] == 1  # at any distance
-    lies_so = x.is_cuda and (rows or x.is_contiguous())
-    return lies_so and x.numel() > 0 and x.data_ptr() % x.element_size() == 0
+    lies_so: bool = x.is_cuda and (rows or x.is_contiguous())
+    return bool(lies_so and x.numel() and x.data_ptr() % x.element_size() == 0)
 
 
 def _codes_of(x: Tensor, strategy: str, *_: Any) -> tuple[Tensor, Tensor]:
