@@ -17,8 +17,8 @@ import pytest
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import modules as kc
 from cupyattn.compiler.disk_cache import cache_folder
-from cupyattn.ops import attention, explain
-from cupyattn.ops.attention import resolved
+from cupyattn.ops import explain
+from cupyattn.ops.attention import ATTENTION, resolved
 from tests.support import runs
 from tests.support.runs import Arrays, Guarded, Run
 
@@ -156,6 +156,6 @@ def checked_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that grows with every call that is checked; none is known beforehand."""
     kc.cache_clear(disk=False)
     checked: list[Any] = []
-    checks = attention.resolve
-    monkeypatch.setattr(attention, "resolve", lambda *call: checked.append(call) or checks(*call))
+    checks = ATTENTION.resolve
+    monkeypatch.setattr(ATTENTION, "resolve", lambda *call: checked.append(call) or checks(*call))
     return checked

@@ -63,9 +63,9 @@ def test_sixteen_bits(mode: str, dtype: Any) -> None:
 @pytest.mark.parametrize("mode", ["aggressive", "balanced", "precision"])
 def test_a_layer_gives_the_bits_of_arrays_in_the_order_of_its_queries(mode: str) -> None:
     """The first call and those that are launched on addresses, each with other tensors."""
-    layer = layers.Layer("x", None, mode, steps.Step(), 0)
+    layer = layers.Layer("x", None, mode, steps.Step(), 0, quant=ca.QuantConfig())
     options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
-    plain = ca.Int8Attention(4, 64, 2)
+    plain = ca.Int8Attention(4, 64, 2, quant=ca.QuantConfig())
     for seed in range(3):
         torch.manual_seed(seed)
         qkv = [torch.randn(2, 300, 4, 64).half().cuda().permute(0, 2, 1, 3) for _ in "qkv"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,12 @@ SIZES = (300, 400)
 
 
 def drawn(
-    head_dim: int = 64, dtype: str = "float16", seed: int = 0
+    head_dim: int = 64,
+    dtype: str = "float16",
+    seed: int = 0,
+    of: Sequence[tuple[int, int]] = LENGTHS,
 ) -> tuple[Arrays, dict[str, Any]]:
-    host, lengths = padded(LENGTHS, SIZES, 4, 2, head_dim, dtype, seed)
+    host, lengths = padded(of, SIZES, 4, 2, head_dim, dtype, seed)
     return on_device(*host), {name: cupy.asarray(x) for name, x in lengths.items()}
 
 
@@ -62,7 +66,8 @@ def test_every_entry_is_as_if_alone(rung: str, dtype: str, head_dim: int) -> Non
 @pytest.mark.parametrize("rung", [*BOTH_FORMS, PV8])
 @pytest.mark.parametrize("feature", [*FEATURES, "all"])
 def test_masks_and_positions_keep_their_places(rung: str, feature: str) -> None:
-    inputs, lengths = drawn()
+    # NOTE: a float32 bias of one key broadcasts, and so runs in another form than a larger one.
+    inputs, lengths = drawn(of=[(1, 2) if both == (1, 1) else both for both in LENGTHS])
     options = moved(added(feature, 4, 64, [SIZES] * len(LENGTHS)))
     check_as_alone(inputs, lengths, asked(rung, **options))
 
