@@ -70,6 +70,7 @@ def quantize(q: Any, k: Any, v: Any, group_q: int, group_kv: int, smooth: bool) 
         v_mean=None,
         v_zero=None,
         cu_seqlens_q=None,
+        has_queries=True,
         group_v=0,
     )
     made.unpacked = lambda: made
