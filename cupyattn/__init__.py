@@ -10,7 +10,7 @@ Names are imported when they are first used: ``import cupyattn`` is quick and ne
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from cupyattn.ops.act_quant import act_quant
     from cupyattn.ops.attention import attention, attention_varlen, plan
     from cupyattn.ops.backward import attention_backward, attention_varlen_backward
-    from cupyattn.ops.explain import explain, explain_backward
+    from cupyattn.ops.explain import explain, explain_backward, kernel_form
     from cupyattn.ops.gemm import int8_gemm
     from cupyattn.ops.linear import Int8Linear
     from cupyattn.ops.quantize import quantize, quantize_kv
@@ -90,6 +90,7 @@ __all__ = [
     "explain_backward",
     "gradients",
     "int8_gemm",
+    "kernel_form",
     "ladder",
     "plan",
     "quant",
@@ -104,8 +105,12 @@ __all__ = [
 ]
 
 
+#: Function of `importlib` that asks a package for each name of ``from package import name``. Of an
+#: AttributeError it keeps nothing, and the ImportError that follows has a message of its own.
+_IMPORTING = "_handle_fromlist"
 _BY_STEP = "Int8Attention, whose precision_policy chooses the arithmetic of every step"
-#: Names of the plan that this library began as, and what is here in their place.
+#: Names of the plan that this library began as, and names of other packages, with what is here in
+#: their place. `lazy_face` lets every public package answer for them.
 RENAMED = {
     "KandinskyInt8Optimizer": (
         "cupyattn.checkpoints.optimize_kandinsky(model, output), or the command cupyattn kandinsky"
@@ -123,6 +128,12 @@ RENAMED = {
         f"cupyattn.{_BY_STEP}"
     ),
     "quantize_weight": "cupyattn.weight_quant(weight), which returns codes and scales",
+    "replace_attention_with_int8": (
+        "cupyattn.interop.diffusers.replace_attention_with_int8, which takes a pipeline or a model"
+    ),
+    "replace_linear_with_int8": (
+        "cupyattn.interop.torch.replace_linear_with_int8, which takes a model"
+    ),
 }
 
 
@@ -130,6 +141,8 @@ def lazy_face(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package that imports names at first use.
+
+    It answers for names of `RENAMED`, and for public names of `cupyattn` that it has not.
 
     Parameters
     ----------
@@ -147,10 +160,13 @@ def lazy_face(
             value = getattr(importlib.import_module(home_of[name]), name)
         elif name in modules:
             value = importlib.import_module(f"{package}.{name}")
-        elif name in RENAMED:
-            # No AttributeError: ``from cupyattn import name`` would replace its message.
+        elif name in RENAMED or name in __all__:
             errors = importlib.import_module("cupyattn.errors")
-            raise errors.UnsupportedError(f"{name} is not in cupyattn: use {RENAMED[name]}")
+            imported = sys._getframe(1).f_code.co_name == _IMPORTING
+            imported = imported and importlib.util.find_spec(f"{package}.{name}") is None
+            kind = errors.RenamedImportError if imported else errors.RenamedError
+            place = RENAMED.get(name, f"cupyattn.{name}")
+            raise kind(f"{name} is not in {package}: use {place}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         vars(sys.modules[package])[name] = value
@@ -177,7 +193,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.act_quant": ("act_quant",),
         "ops.attention": ("attention", "attention_varlen", "plan"),
         "ops.backward": ("attention_backward", "attention_varlen_backward"),
-        "ops.explain": ("explain", "explain_backward"),
+        "ops.explain": ("explain", "explain_backward", "kernel_form"),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear",),
         # NOTE: with_q of the record quantises by what that module gives it.

@@ -7,6 +7,14 @@ class UnsupportedError(NotImplementedError):
     """Something cupyattn does not do; the message says what is supported and what to do."""
 
 
+class RenamedError(UnsupportedError, AttributeError):
+    """A module has no such name; the message says what is there in its place."""
+
+
+class RenamedImportError(UnsupportedError, ImportError):
+    """The same where ``from module import name`` asks, whose own ImportError would say less."""
+
+
 class KernelCompileError(RuntimeError):
     """NVRTC rejected a kernel; the message names source, options and the first error."""
 

@@ -167,7 +167,7 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
     ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error
         If it is something else, damaged or cut short.
     """
-    with open(path, "rb") as raw:
+    with open(os.fspath(path), "rb") as raw:  # a number would be a file that is open
         if raw.read(2) != b"PK":  # NumPy takes any other file for a pickle
             raise ValueError("it does not begin as a .npz file does")
         raw.seek(0)

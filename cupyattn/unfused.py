@@ -22,16 +22,18 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
 from cupyattn.ops.operation import run
-from cupyattn.plans import attention
 from cupyattn.plans.records import Work
+from cupyattn.plans.unfused import plan_unfused_step
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import settle
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.reference import mirror
+from cupyattn.reference import unfused as mirror
 
 
+@points_to_our_names
 def scores(
     q: Any,
     k: Any,
@@ -83,8 +85,9 @@ def scores(
         "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
         "softcap": softcap,
     }  # fmt: skip
-    given = {"q": q, "k": k, "mask": mask, "bias": bias, "block_mask": block_mask}
-    return run(SCORES, settings, {name: x for name, x in given.items() if x is not None})["S"]
+    others = {"mask": mask, "bias": bias, "block_mask": block_mask}
+    given = {"q": q, "k": k, **{name: x for name, x in others.items() if x is not None}}
+    return run(SCORES, settings, given)["S"]
 
 
 def softmax(S: Any, *, return_lse: bool = False) -> Any:
@@ -172,7 +175,7 @@ class _Step:
             o = problem.results["o"]
             described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
         kernel = settle(ladder.lookup("unfused"), problem.settled)
-        return Work.of(attention.plan_unfused_step(self.name, kernel, described))
+        return Work.of(plan_unfused_step(self.name, kernel, described))
 
     def restore(
         self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]

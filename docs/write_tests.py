@@ -16,9 +16,15 @@ PAGE = TESTS / "README.md"
 #: Folders in reading order, and what they are about.
 FOLDERS = {
     "prims": "primitives of `kernels_cu/prims/`, each by a small kernel of its own",
+    "compiler": "sources to kernels without a device, and the cache that keeps them",
+    "reference": "the definition and the mirror: what the kernels are compared with",
+    "bounds": "how far off a kernel may be",
     "kernels": "the rungs: compiled, interpreted, mirrored, within their bounds",
     "hopper": "their Hopper forms",
     "problem": "what a call accepts, refuses and remembers",
+    "plans": "what is launched: parameter structs, grids, access widths",
+    "runtime": "what the host does for a call on CuPy arrays",
+    "testing": "the judge and its strategies",
     "quant": "INT8 operands, products of codes, linear layers",
     "backward": "gradients",
     "interpret": "the interpreter, instruction by instruction",
@@ -27,6 +33,7 @@ FOLDERS = {
     "checkpoints": "`cupyattn.checkpoints`",
     "distributed": "`cupyattn.distributed`",
     "interop": "torch, JAX and diffusers",
+    "measure": "times, tables and facts about a device",
     "cli": "the `cupyattn` command, its records and reports",
     "experiments": "the experiments, in small",
     "docs": "pages, examples, packages and CI against the code",
@@ -37,6 +44,8 @@ HEAD = """<!-- Written by python -m docs.write_tests: change the docstrings, and
 # Tests
 
 Folders mirror the packages of `cupyattn/`; `test_structure.py` holds the shape of the source tree.
+Tests of `gradients` stand in backward/. Those of `ops` stand where the subject of a function does,
+and those of `arrays` in problem/ and interop/, with the calls that take arrays.
 Cases stand beside the test that uses them. `make test` runs everything that takes seconds.
 """
 

@@ -86,7 +86,7 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector look less often, and not at what was collected, which stays."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 1_000)
+    gc.set_threshold(100_000, 20, 1_000)
 
 
 def pytest_sessionfinish() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.kinds import array_namespace, check_kind
+from cupyattn.arrays.kinds import STORAGE, array_namespace, check_kind
 from cupyattn.arrays.memory import check_aligned, data_address, is_aligned
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
@@ -175,50 +175,73 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array, as_it_is
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
+        kind = type(array)
+        traced = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
         raise TypeError(
-            f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {type(array).__name__}"
+            f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {kind.__name__}"
+            + (", which JAX traces: call cupyattn.interop.jax.attention" if traced else "")
         )
     if getattr(array, "requires_grad", False):
         raise TypeError(
             f"{name} requires a gradient, which functions on NumPy and CuPy arrays do not record: "
             f"call attention or a module of cupyattn.interop.torch, or give {name}.detach()"
         )
-    device = int(array.__dlpack_device__()[0])
+    try:
+        device = int(array.__dlpack_device__()[0])
+    except ValueError as error:  # of torch, for its meta tensors
+        raise TypeError(
+            f"{name} must lie on a CPU or a CUDA device, got one on {array.device}"
+        ) from error
     if device == _DLPACK_CUDA:
         import cupy
 
         return cupy.from_dlpack(array), _importer(array)
     if device == _DLPACK_CPU:
         try:
-            return np.from_dlpack(array), _importer(array)
-        except RuntimeError as error:
+            return _read_on_host(array), _importer(array)
+        except (RuntimeError, BufferError) as error:
             raise TypeError(
-                f"{name} on a CPU must have a type that NumPy's from_dlpack reads, got "
-                f"{getattr(array, 'dtype', type(array).__name__)}: NumPy has no bfloat16, give an "
-                "array of ml_dtypes.bfloat16"
+                f"{name} on a CPU must be a dense array of a type that NumPy's from_dlpack reads, "
+                f"got {getattr(array, 'dtype', type(array).__name__)}: convert {name} to float16 "
+                "or float32, or to a NumPy array with bfloat16 as ml_dtypes has it"
             ) from error
     raise TypeError(f"{name} must lie on a CPU or a CUDA device, got DLPack device type {device}")
 
 
+def _read_on_host(array: Any) -> np.ndarray:
+    """Return an array on a CPU as NumPy's; bfloat16, which NumPy lacks, travels as its bits."""
+    if str(getattr(array, "dtype", "")).endswith("bfloat16") and hasattr(array, "view"):
+        bits = np.from_dlpack(array.view(_library_of(array).int16))
+        return bits.view(STORAGE["bfloat16"])
+    return np.from_dlpack(array)
+
+
+def _library_of(array: Any) -> Any:
+    """Return the module of the library that an array with DLPack belongs to."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
 def _importer(array: Any) -> Callable[[Any], Any]:
     """Return the way to the library that an array belongs to: its ``from_dlpack``."""
-    if hasattr(array, "__array_namespace__"):
-        library = array.__array_namespace__()
-    else:
-        library = sys.modules[type(array).__module__.partition(".")[0]]
+    library = _library_of(array)
     if not hasattr(library, "from_dlpack"):
         return as_it_is
-    return functools.partial(_handed_over, library.from_dlpack)
+    return functools.partial(_handed_over, library)
 
 
-def _handed_over(from_dlpack: Callable[[Any], Any], result: Any) -> Any:
-    """Return a result as an array of the library that has this ``from_dlpack``."""
-    if isinstance(result, np.ndarray) and result.dtype.name == "bfloat16":
+def _handed_over(library: Any, result: Any) -> Any:
+    """Return a result as an array of a library that has ``from_dlpack``."""
+    if not isinstance(result, np.ndarray) or result.dtype.name != "bfloat16":
+        return library.from_dlpack(result)
+    bits = library.from_dlpack(result.view(np.int16))
+    if not (hasattr(library, "bfloat16") and hasattr(bits, "view")):
         raise TypeError(
             "a bfloat16 result on a CPU has no way back by DLPack, which NumPy's bfloat16 lacks: "
             "ask for float16 or float32, or give NumPy arrays"
         )
-    return from_dlpack(result)
+    return bits.view(library.bfloat16)
 
 
 def on_host(array: Any) -> np.ndarray:

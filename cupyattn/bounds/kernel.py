@@ -54,10 +54,10 @@ from cupyattn.kernels.splits import Splits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.form import Kernel, settle_arrays
-from cupyattn.problem.rope import Rope, check_turned_before
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.received import Received, receive
+from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.scoring import check_smoothing
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
@@ -152,42 +152,32 @@ def attention(
     check_values("rows", rows)
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    kernel = settle_arrays(
-        variant, (q, k, v), scale, options, quantized=quantized, tiles=tiles, form=form
-    )
-    call = kernel.call
-    turn = Rope.of(
-        rope, rope_interleaved, rope_offset_q, call.len_q, call.len_kv, call.head_dim
-    )
-    if turn is not None:
+    settings = Settings(
+        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+        tiles=tiles,
+    )  # fmt: skip
+    arrays = {
+        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
+    }  # fmt: skip
+    received = receive(settings, arrays, quantized=quantized, form=form)
+    if received.preparation is not None:
         check_turned_before(quantized)
-        q, k = turn.turned(q, k)
-    return bound_kernel(
-        kernel, (q, k, v), options, rows=rows, quantized=quantized, numerics=numerics
-    )
+    return bound_kernel(received, rows=rows, numerics=numerics)
 
 
 def bound_kernel(
-    kernel: Kernel,
-    arrays: Any,
-    options: ScoreOptions,
-    *,
-    rows: Array | None = None,
-    quantized: Any = None,
-    numerics: Numerics | None = None,
+    received: Received, *, rows: Array | None = None, numerics: Numerics | None = None
 ) -> Bound:
     """Bound what a kernel does to the operands that it received.
 
     Parameters
     ----------
-    kernel : Kernel
-    arrays : (array, array, array)
-        q, k, v, prepared where the kernel takes such; not looked at where `quantized` is given.
-    options : ScoreOptions
-    rows, quantized, numerics
+    received : Received
+    rows, numerics
         As for `attention`.
     """
+    kernel, options, quantized = received.kernel, received.scores, received.quantized
     call = kernel.call
     n = numerics or kernel.numerics(quantized and quantized.config)
     check_features(n, options.softcap, options.bias)
@@ -200,7 +190,7 @@ def bound_kernel(
         )
         raise ValueError(f"{kernel.variant.name} {way_out}")
     if quantized is None:
-        q, k, v = arrays
+        q, k, v = received.prepared
     else:
         quantized = quantized.unpacked()
         q, k, v = kernel_operands(quantized)
@@ -353,8 +343,8 @@ def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], 
     if n.pieces > 1 and n.shifts and block_mean is not None:  # a piece leaves l times the mean
         fits &= xp.abs(block_mean) * 2.0**n.shifts.sum_bits <= MAX_FLOAT
 
-    shares = _shares(P, score)
-    terms = {tag: share * delta_o for tag, share in zip(TERMS, shares, strict=False)}
+    of_score_errors = _shares(P, score)
+    terms = {tag: share * delta_o for tag, share in zip(TERMS, of_score_errors, strict=False)}
     terms["R4"] = terms["R4"] + flushed
     terms |= {"R5": r5, "R6": r6, "R7": r7}
 
@@ -392,9 +382,9 @@ def _mantissa_share(score: Perturbed) -> Array:
 def _shares(P: Array, score: Perturbed) -> list[Array]:
     """Split the effect of the scores' perturbation among R2, R3 and R4, by Σ p_j d_j."""
     xp = array_namespace(P)
-    parts = [(P * r).sum(axis=-1, keepdims=True) for r in (score.r2, score.r3, score.r4)]
-    whole = sum(parts)
-    return [xp.where(whole > 0, part / xp.where(whole > 0, whole, 1.0), 1 / 3) for part in parts]
+    errors = [(P * r).sum(axis=-1, keepdims=True) for r in (score.r2, score.r3, score.r4)]
+    whole = sum(errors)
+    return [xp.where(whole > 0, part / xp.where(whole > 0, whole, 1.0), 1 / 3) for part in errors]
 
 
 def _lse_bound(

@@ -13,8 +13,8 @@ from cupyattn.quant.activation import ACTIVATION_SLOPE, MOST_SPLITS
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
     Array,
-    _by_column,
     as_matrix,
+    by_column,
     scale_shape,
     strategy_of,
 )
@@ -129,7 +129,7 @@ def weight_error(
     size = abs(as_float64(as_matrix(w)))
     scale = as_float64(scales)
     if scales.shape != (size.shape[0], 1) or scales.shape == scale_shape(size.shape, block_size):
-        scale = _by_column(scale, block_size, size.shape[1])
+        scale = by_column(scale, block_size, size.shape[1])
         scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
     error = rounding_to_codes(size, scale)
     error = error + 2.0**-24 * (size + error) + 2.0**-150

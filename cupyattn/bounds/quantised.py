@@ -23,6 +23,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
+from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: What float64 may lose of a product of a probability and a value where it underflows, in both
@@ -79,6 +80,7 @@ def quantisation(
     and V's own rounding to 16 bits adds Σ p'_j |δv_j|. A softcap is 1-Lipschitz and a bias the same
     on both sides: neither adds anything.
     """
+    check_queries(quantized)
     q, k, v = operands(q=q, k=k, v=v)
     xp = array_namespace(q, k, v)
     check_values("rows", rows)

@@ -27,14 +27,12 @@ from cupyattn.quant.blocks import (
     Int8Config,
     as_matrix,
     by_line,
-    dequantize_blocks,
     panels,
-    quantize_blocks,
-    quantize_rows,
-    row_scales,
     scale_shape,
     strips,
 )
+from cupyattn.reference.act_quant import quantize_rows, row_scales
+from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 
 #: An outlier is an element beyond so many times the root mean square of its block. Of normal data
 #: one in 16,000 is; more than one in 16 can never be.

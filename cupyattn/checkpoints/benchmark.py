@@ -202,14 +202,14 @@ def _attention(
     errors, memory, held, plain = [], [], [], {}
     for variant in ("fa_tc", "fa_int8"):
         form = kernel_form(*qkv, variant=variant, **options)
-        given: dict[str, Any] = {**form, **options, "variant": variant, "rows": rows}
+        judge_options: dict[str, Any] = {**form, **options, "variant": variant, "rows": rows}
         if variant == "fa_int8":
-            given["quantized"] = quantize(*qkv, tiles=form["tiles"], **options)
+            judge_options["quantized"] = quantize(*qkv, tiles=form["tiles"], **options)
         o = attention(*qkv, variant=variant, **options)
-        report = verdict.judge(o, *qkv, **given)
+        report = verdict.judge(o, *qkv, **judge_options)
         held.append(report.passed and (report.quantisation or 0) <= 1)
         if variant == "fa_tc":
-            plain = given
+            plain = judge_options
         else:  # that of its codes says nothing of what they cost: as if it were the other's output
             report = verdict.judge(o, *qkv, **plain)
         errors.append(float(report.relative_l2))
@@ -259,14 +259,14 @@ def _timed(one: Call, other: Call, rounds: int, x: Array) -> tuple[float | None,
     return float(np.median(samples["one"])), float(np.median(samples["other"]))
 
 
-def total(parts: list[Part]) -> str:
+def total(layers: list[Part]) -> str:
     """Return one sentence about the whole block."""
-    weights = [p for p in parts if "attention" not in p.name]
+    weights = [p for p in layers if "attention" not in p.name]
     bytes_16 = sum(p.count * p.bytes_16 for p in weights)
     bytes_8 = sum(p.count * p.bytes_int8 for p in weights)
     said = f"weights of the block: {format_bytes(bytes_16)} in 16 bits, {format_bytes(bytes_8)}"
-    if any(p.seconds_16 is None for p in parts):
+    if any(p.seconds_16 is None for p in layers):
         return said
-    time_16 = sum(p.count * (p.seconds_16 or 0) for p in parts)
-    time_8 = sum(p.count * (p.seconds_int8 or 0) for p in parts)
+    time_16 = sum(p.count * (p.seconds_16 or 0) for p in layers)
+    time_8 = sum(p.count * (p.seconds_int8 or 0) for p in layers)
     return f"{said}; its products {format_seconds(time_16)}, as INT8 {format_seconds(time_8)}"

@@ -26,13 +26,12 @@ from cupyattn.quant.blocks import (
     Int8Config,
     block_max,
     by_line,
-    dequantize_blocks,
     panels,
-    quantize_blocks,
     row_strips,
     scale_shape,
     strips,
 )
+from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 from cupyattn.version import __version__
 
 #: Types that a tensor has in a converted model and had before: `convert` narrows no other.

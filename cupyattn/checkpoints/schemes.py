@@ -324,7 +324,7 @@ def find_codes(
         For tensors that `dequantize` does not understand.
     """
     found: dict[str, Codes] = {}
-    parts: set[str] = set()
+    companions: set[str] = set()
     for name in source.tensors:
         layer, dot, last = name.rpartition(".")
         scales = [f"{layer}.{end}" for end in _SCALES if f"{layer}.{end}" in source.tensors]
@@ -334,17 +334,17 @@ def find_codes(
         if codes.weight in found:
             raise ValueError(f"{source.path}: {layer!r} has both weight and weight_packed")
         found[codes.weight] = codes
-        parts |= {scales[0], f"{layer}.{_ZEROS}", f"{layer}.{_SHAPE}"}
-        parts |= {f"{layer}.{end}" for end in ACTIVATIONS}
-    parts &= set(source.tensors)
+        companions |= {scales[0], f"{layer}.{_ZEROS}", f"{layer}.{_SHAPE}"}
+        companions |= {f"{layer}.{end}" for end in ACTIVATIONS}
+    companions &= set(source.tensors)
     if not ours:
-        _check_nothing_is_left(source, found, parts)
-    return found, frozenset(parts)
+        _check_nothing_is_left(source, found, companions)
+    return found, frozenset(companions)
 
 
-def _check_nothing_is_left(source: Source, found: dict[str, Codes], parts: set[str]) -> None:
+def _check_nothing_is_left(source: Source, found: dict[str, Codes], companions: set[str]) -> None:
     """Raise for tensors of a quantised layer that no weight has used."""
-    used = parts | {one.codes for one in found.values()}
+    used = companions | {one.codes for one in found.values()}
     for name, info in source.tensors.items():
         last = name.rpartition(".")[2]
         if name in used:

@@ -11,12 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cupyattn.errors import (
-    DeviceMemoryError,
-    KernelCompileError,
-    KernelLaunchError,
-    UnsupportedError,
-)
+from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.files import check_folder
 from cupyattn.switches import is_on
 from cupyattn.version import __version__
@@ -41,8 +36,8 @@ COMMANDS = {
 }
 #: What a user can cause: one line and exit status 2, no traceback.
 USER_ERRORS = (
-    ValueError, TypeError, OSError, UnsupportedError, KernelCompileError, KernelLaunchError,
-    DeviceMemoryError,
+    ValueError, TypeError, OSError, MemoryError, UnsupportedError, KernelCompileError,
+    KernelLaunchError,
 )  # fmt: skip
 
 

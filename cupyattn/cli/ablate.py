@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.cli import inputs, output
+from cupyattn.cli import flags, inputs, output
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, rungs, timing
@@ -55,8 +55,8 @@ class Choice:
 
     def call(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """Return O."""
-        given = options if self.quant is None else {**options, "quant": self.quant}
-        return attention(q, k, v, variant=self.variant, **given)
+        own_options = options if self.quant is None else {**options, "quant": self.quant}
+        return attention(q, k, v, variant=self.variant, **own_options)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
 
 
-def choices(parts: list[str]) -> list[Choice]:
+def choices(names: list[str]) -> list[Choice]:
     """Return fa_int8's default and all choices of some parts; of all parts for an empty list.
 
     Raises
@@ -79,15 +79,15 @@ def choices(parts: list[str]) -> list[Choice]:
     ValueError
         For a part that does not exist.
     """
-    for part in parts:
+    for part in names:
         if part not in (RUNGS, *PARTS):
             raise ValueError(f"NAME must be one of {RUNGS}, {', '.join(PARTS)}, got {part!r}")
     found = [Choice(DEFAULT, RUNGS, DEFAULT, QuantConfig())]
-    if not parts or RUNGS in parts:
+    if not names or RUNGS in names:
         others = [name for name in ladder.VARIANTS if name != DEFAULT]
         found = [*(Choice(name, RUNGS, name) for name in others), *found]
     for part, kind in PARTS.items():
-        if not parts or part in parts:
+        if not names or part in names:
             found += [
                 Choice(name, kind, DEFAULT, QuantConfig(**fields))
                 for name, fields in CHOICES[kind].items()
@@ -97,21 +97,20 @@ def choices(parts: list[str]) -> list[Choice]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if args.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
+    flags.check_whole(args, "rounds")
     wanted = choices(args.parts)
     missing = device.device_missing()
-    given = inputs.choose(args, large=not missing)
+    case = inputs.choose(args, large=not missing)
     if missing:
         print(f"No device was found: {missing}. The choices run on the mirror, without times.")
     else:
-        given = given.on_device()
-    qkv, options = (given.q, given.k, given.v), inputs.call_options(args)
+        case = case.on_device()
+    qkv, options = (case.q, case.k, case.v), inputs.call_options(args)
     call = checks.check_attention(*qkv, **options)
-    rows = array_namespace(given.q).asarray(rungs.judged_rows(call, args.seed))
+    rows = array_namespace(case.q).asarray(rungs.judged_rows(call, args.seed))
     exact = rungs.remembered()
     found = []
-    with output.progress(given.name, len(wanted)) as advance:
+    with output.progress(case.name, len(wanted)) as advance:
         for choice in wanted:
             found.append(judged(choice, qkv, call, options, rows, exact))
             advance(choice.name)
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         add_times(wanted, found, qkv, options, args.rounds)
     add_errors(found)
     print(
-        f"\n{given.name}: batch {call.batch}, heads {call.heads}, length {call.len_q}"
+        f"\n{case.name}: batch {call.batch}, heads {call.heads}, length {call.len_q}"
         f"{'' if call.len_q == call.len_kv else f' x {call.len_kv}'}, head_dim {call.head_dim}, "
         f"{call.dtype}{', causal' if call.causal else ''}"
     )
@@ -133,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     if not ok:
         print("FAILED: a choice misses its bound (J2 or J3 > 1).")
     if args.json:
-        problem = {"name": given.name, **asdict(call)}
+        problem = {"name": case.name, **asdict(call)}
         output.write_json(
             args.json,
             {

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.cli import output, verify
+from cupyattn.cli import flags, output, verify
 from cupyattn.compiler import architectures as compiler_architectures
 from cupyattn.compiler import disk_cache, size_limit, target
 from cupyattn.compiler import modules as compiler
@@ -57,13 +57,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if args.threads < 1:
-        raise ValueError(f"--threads must be at least 1, got {args.threads}")
+    flags.check_whole(args, "threads")
     for arch in args.arch or ():
         compiler_architectures.capability_of(arch)
     if args.arch and not args.warm:
         raise ValueError("--arch is for --warm: give --warm SPEC too, or leave --arch out")
-    architectures = args.arch or _architectures()
+    architectures = (args.arch or _architectures()) if args.warm else []  # which takes NVRTC
     jobs = [
         (spec, arch)
         for arch in architectures

@@ -11,7 +11,7 @@ from cupyattn.checkpoints.conversion import Conversion, convert
 from cupyattn.checkpoints.layout import SCALE_NAMES
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES
-from cupyattn.cli import output
+from cupyattn.cli import flags, output
 from cupyattn.cli.analyze import add_limits, limits
 
 
@@ -46,6 +46,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    flags.check_whole(args, "max_shard_bytes")
     known = Analysis.load(args.analysis) if args.analysis else None
     config = limits(args, known.config if known else None)
     source = open_checkpoint(args.model)

@@ -8,7 +8,7 @@ import argparse
 from cupyattn.checkpoints.conversion import dequantize
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.source import open_checkpoint
-from cupyattn.cli import output
+from cupyattn.cli import flags, output
 from cupyattn.cli.convert import add_writing, report
 
 
@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    flags.check_whole(args, "max_shard_bytes")
     source = open_checkpoint(args.model)
     steps = 0 if args.dry_run else 2 * len(source.tensors)
     with output.progress("dequantizing", steps) as advance:

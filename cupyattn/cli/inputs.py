@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from cupyattn import distributions
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.source import open_checkpoint
+from cupyattn.cli import flags
 from cupyattn.files import data_file, read_npz
 from cupyattn.kernels.features import DTYPES
 
@@ -87,6 +89,14 @@ def call_options(args: argparse.Namespace) -> dict[str, Any]:
 _SHAPE = ("batch", "heads", "heads_kv", "len", "len_q", "len_kv", "head_dim")
 
 
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise ValueError for a size, a seed or a scale that means nothing."""
+    flags.check_whole(args, *_SHAPE)
+    flags.check_whole(args, "seed", least=0)
+    if args.scale is not None and not 0 < args.scale < math.inf:
+        raise ValueError(f"--scale must be positive and finite, got {args.scale}")
+
+
 def is_default(args: argparse.Namespace) -> bool:
     """Whether no option chooses an input."""
     return not args.qkv and not _is_random(args)
@@ -109,8 +119,10 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
     Raises
     ------
     ValueError
-        For options that exclude each other, and for files that do not hold what is needed.
+        For numbers that mean nothing, for options that exclude each other, and for files that do
+        not hold what is needed.
     """
+    check_numbers(args)
     if _is_random(args):
         if args.qkv or args.layer:
             raise ValueError(
@@ -147,10 +159,9 @@ def random(args: argparse.Namespace, *, large: bool) -> Input:
         "head_dim": head_dim if args.head_dim is None else args.head_dim,
         "heads_kv": args.heads_kv,
     }
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            given = "len" if name.startswith("len") and getattr(args, name) is None else name
-            raise ValueError(f"--{given.replace('_', '-')} must be 1 or more, got {size}")
+    flags.check_elements(
+        sizes["batch"], sizes["heads"], max(sizes["len_q"], sizes["len_kv"]), sizes["head_dim"]
+    )
     name = args.distribution or "normal"
     drawn = distributions.make(name, **sizes, dtype=args.dtype or "float16", seed=args.seed)
     return Input(f"{name}, seed {args.seed}", *drawn)

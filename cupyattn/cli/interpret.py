@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyattn import interpret
-from cupyattn.cli import inputs, output
+from cupyattn.cli import flags, inputs, output
 from cupyattn.interpret.findings import KINDS, Finding, KernelFault, describe
 from cupyattn.interpret.members import element_at, shared_members
 from cupyattn.interpret.observer import Observer
@@ -67,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     variant = ladder.lookup(args.variant)
+    flags.check_whole(args, "trace_lines", "stops")
     profile, where = Profile(), _Where()
     observers: list[Observer] = [profile, where]
     if args.trace:

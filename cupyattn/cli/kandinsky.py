@@ -12,7 +12,7 @@ from pathlib import Path
 from cupyattn.checkpoints.benchmark import HEADER, TOKENS, benchmark_block, total
 from cupyattn.checkpoints.kandinsky import KandinskyModel, open_kandinsky, optimize_kandinsky
 from cupyattn.checkpoints.shards import Source
-from cupyattn.cli import output
+from cupyattn.cli import flags, output
 from cupyattn.cli.analyze import add_limits, limits
 from cupyattn.cli.convert import add_export, add_writing, report
 from cupyattn.errors import UnsupportedError
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.benchmark and (missing := device.device_missing()):
         raise UnsupportedError(f"--benchmark needs a CUDA device ({missing}): leave it out")
-    if args.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
+    flags.check_whole(args, "tokens", "max_shard_bytes")
+    config = limits(args)
     source, found = open_kandinsky(args.model_path, args.config_path)
     print(found)
     steps = (1 if args.dry_run else 3) * len(source.tensors)
     with output.progress("converting", steps) as advance:
         _, done = optimize_kandinsky(
-            args.model_path, args.output_path, args.config_path, limits(args), export=args.export,
+            args.model_path, args.output_path, args.config_path, config, export=args.export,
             max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
     report(done, args.json)

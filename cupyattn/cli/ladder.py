@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cupyattn.cli import inputs, output
+from cupyattn.cli import flags, inputs, output
 from cupyattn.cli.inputs import Input
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
         from cupyattn.cli import plot
 
         plot.check(args.plot)
-    if args.rounds < 0:
-        raise ValueError(f"--rounds must not be negative, got {args.rounds}")
+    flags.check_whole(args, "rounds")
     chosen = [inputs.choose(args, large=not missing)]
     if inputs.is_default(args) and not missing:
         chosen.append(inputs.random(args, large=True))
@@ -52,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
         facts = device.environment()["device"]
         print(f"{facts['name']}, compute capability {facts['capability'] / 10}")
     tables: list[tuple[Input, Ladder]] = []
-    for given in chosen:
-        given = given if missing else given.on_device()
+    for case in chosen:
+        case = case if missing else case.on_device()
         try:
-            table = _measure(args, given, interpret=bool(missing) and not without)
+            table = _measure(args, case, interpret=bool(missing) and not without)
         except KernelFault as fault:
             print(f"FINDING: {fault}")
             return 1
-        tables.append((given, table))
-        print(f"\n{describe(given, table)}")
+        tables.append((case, table))
+        print(f"\n{describe(case, table)}")
         output.print_table(table.header, table.cells)
     print(f"\n{_legend(tables[0][1])}")
     ok = all(table.ok for _, table in tables)
@@ -68,32 +67,32 @@ def run(args: argparse.Namespace) -> int:
         "Every rung holds its bounds." if ok else "FAILED: a rung misses its bound (J2 or J3 > 1)."
     )
     if args.json:
-        records = [to_record(given, table) for given, table in tables]
+        records = [to_record(case, table) for case, table in tables]
         output.write_json(args.json, {"environment": device.environment(), "ladders": records})
     if args.plot:
         plot.draw_ladder([(describe(x, t), t.to_dict()["rungs"]) for x, t in tables], args.plot)
     return 0 if ok else 1
 
 
-def _measure(args: argparse.Namespace, given: Input, *, interpret: bool) -> Ladder:
+def _measure(args: argparse.Namespace, case: Input, *, interpret: bool) -> Ladder:
     names = args.variants or list(ladder.VARIANTS)
-    on_device = type(given.q).__module__.startswith("cupy")
+    on_device = type(case.q).__module__.startswith("cupy")
     steps = len(names) * (1 + interpret + (args.rounds if on_device else 0))
-    with output.progress(given.name, steps) as advance:
+    with output.progress(case.name, steps) as advance:
         return rungs.ladder(
-            given.q, given.k, given.v, variants=names, seed=args.seed, rounds=args.rounds,
+            case.q, case.k, case.v, variants=names, seed=args.seed, rounds=args.rounds,
             interpret=interpret, advance=advance, **inputs.call_options(args),
         )  # fmt: skip
 
 
-def describe(given: Input, table: Ladder) -> str:
+def describe(case: Input, table: Ladder) -> str:
     """Return one line that says what was computed."""
     call = table.call
     heads = f"{call.heads}" if call.heads == call.heads_kv else f"{call.heads}/{call.heads_kv}"
     length = f"{call.len_q}" if call.len_q == call.len_kv else f"{call.len_q} x {call.len_kv}"
     rows = "all" if table.judged_rows == call.len_q else str(table.judged_rows)
     return (
-        f"{given.name}: batch {call.batch}, heads {heads}, length {length}, head_dim "
+        f"{case.name}: batch {call.batch}, heads {heads}, length {length}, head_dim "
         f"{call.head_dim}, {call.dtype}{', causal' if call.causal else ''}; "
         f"{rows} rows per head judged"
     )
@@ -120,6 +119,6 @@ def _legend(table: Ladder) -> str:
     return "\n".join(lines)
 
 
-def to_record(given: Input, table: Ladder) -> dict[str, Any]:
+def to_record(case: Input, table: Ladder) -> dict[str, Any]:
     """Return a JSON-ready record of one table."""
-    return {"input": given.name, **table.to_dict()}
+    return {"input": case.name, **table.to_dict()}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.cli import output
+from cupyattn.cli import flags, output
 from cupyattn.compiler.modules import device_architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.distributed.mesh import Mesh
@@ -69,10 +69,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    for name in ("batch", "heads", "len", "len_kv", "head_dim", "devices", "per_host"):
-        size = getattr(args, name)
-        if size is not None and size < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+    flags.check_whole(
+        args, "batch", "heads", "heads_kv", "len", "len_kv", "head_dim", "devices", "per_host",
+        "ulysses",
+    )  # fmt: skip
     arch = args.arch or (_ARCH if device.device_missing() else own_arch())
     whole = _call(args)
     lengths = whole.len_q, whole.len_kv
@@ -160,7 +160,8 @@ def _call(args: argparse.Namespace) -> AttentionSpec:
     """Return the sizes of the whole call."""
     heads_kv = args.heads if args.heads_kv is None else args.heads_kv
     len_kv = args.len if args.len_kv is None else args.len_kv
-    if heads_kv < 1 or args.heads % heads_kv:
+    flags.check_elements(args.batch, args.heads, max(args.len, len_kv), args.head_dim)
+    if args.heads % heads_kv:
         raise ValueError(f"--heads-kv must divide --heads, got {heads_kv} and {args.heads}")
     _, last = check_limits(args.causal, "bottom-right", (-1, -1), args.len, len_kv)
     return AttentionSpec(

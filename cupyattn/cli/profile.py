@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cupyattn.cli import inputs, output
+from cupyattn.cli import flags, inputs, output
 from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
@@ -51,8 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     variant = ladder.lookup(args.variant)
-    if args.warmup < 0 or args.runs < 1:
-        raise ValueError(f"--warmup >= 0 and --runs >= 1, got {args.warmup} and {args.runs}")
+    flags.check_whole(args, "runs")
+    flags.check_whole(args, "warmup", least=0)
+    inputs.check_numbers(args)
     missing = device.device_missing()
     if missing:
         raise UnsupportedError(f"profile needs a CUDA device: {missing}")

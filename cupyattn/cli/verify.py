@@ -22,7 +22,7 @@ import numpy as np
 from cupyattn import distributions
 from cupyattn.arrays import kinds
 from cupyattn.arrays.interchange import on_host
-from cupyattn.cli import output, own_kernel
+from cupyattn.cli import flags, output, own_kernel
 from cupyattn.compiler import disk_cache, target
 from cupyattn.files import replacing
 from cupyattn.interpret.findings import KernelFault
@@ -107,6 +107,7 @@ class Cell:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    flags.check_whole(args, "seed", least=0)
     if own_kernel.is_file(args.variant):
         before = dict(ladder.VARIANTS)
         try:
@@ -185,8 +186,8 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     several = [{getattr(cell, name) for cell in cells} for name in ("dtype", "shape")]
     of_types, of_shapes = map(len, several)
     print(
-        f"\n{counted(len(cells), 'cell')}: {counted(of_types, 'dtype')} or fewer by "
-        f"{counted(of_shapes, 'shape')} or fewer for each row; the worst is shown."
+        f"\n{counted(len(cells), 'cell')}: each row shows the worst of up to "
+        f"{counted(of_types, 'dtype')} by {counted(of_shapes, 'shape')}."
     )
     for cell in failed:
         print(
@@ -335,11 +336,12 @@ _DEFAULTS = {
 
 
 def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
-    given = {name: x for name, x in options.items() if x is not _DEFAULTS[name]}
-    block_mask, rope = given.pop("block_mask", None), given.pop("rope", None)
+    changed = {name: x for name, x in options.items() if x is not _DEFAULTS[name]}
+    block_mask, rope = changed.pop("block_mask", None), changed.pop("rope", None)
     of_blocks = () if block_mask is None else (block_mask.mask, np.array(block_mask.blocks))
-    named = given.pop("mask", None), given.pop("bias", None), *(rope or (None, None)), *of_blocks
-    plain = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
+    scored = changed.pop("mask", None), changed.pop("bias", None)
+    named = *scored, *(rope or (None, None)), *of_blocks
+    plain = {name: x for name, x in changed.items() if x != _DEFAULTS[name]}
     digest = hashlib.sha256(repr(sorted(plain.items())).encode())
     for source in (exact.__file__, rounding.__file__, scoring.__file__):
         digest.update(Path(source).read_bytes())

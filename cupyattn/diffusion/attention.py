@@ -353,15 +353,15 @@ class Int8Attention:
         return_mask = wants_mask(return_mask, overrides)
         settings, step = self._settings.changed(overrides), self.step(timestep, sigma)
         (q, restore), (k, _), (v, _) = (take(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
-        given = {"mask": mask, "rope": rope, "rope_interleaved": rope_interleaved}
+        extras = {"mask": mask, "rope": rope, "rope_interleaved": rope_interleaved}
         with on_device_of(q):
             batch = k.shape[0] if q.ndim == k.ndim == 4 else 0
             if self.enable_cfg_fusion and q.shape[0] == guidance.BRANCHES * batch != 0:
-                *halves, kept = self._shared(q[:batch], q[batch:], k, v, step, settings, given)
+                *halves, kept = self._shared(q[:batch], q[batch:], k, v, step, settings, extras)
                 o = guidance.join_batches(*halves)
                 kept = None if kept is None else guidance.join_batches(kept, kept)
             else:
-                o, kept = self._attend(q, k, v, step, settings, given)
+                o, kept = self._attend(q, k, v, step, settings, extras)
             result = self._projected(o, restore)
             if not return_mask:
                 return result
@@ -419,15 +419,17 @@ class Int8Attention:
         settings, step = self._settings.changed(overrides), self.step(timestep, sigma)
         named = {"q_cond": q_cond, "q_uncond": q_uncond, "k": k, "v": v}
         (q_cond, restore), (q_uncond, _), (k, _), (v, _) = (take(n, a) for n, a in named.items())
-        given = {"mask": mask, "rope": rope, "rope_interleaved": rope_interleaved}
+        extras = {"mask": mask, "rope": rope, "rope_interleaved": rope_interleaved}
         with on_device_of(q_cond):
             batch = q_cond.shape[0] if q_cond.ndim == k.ndim == 4 else 0
             if batch and k.shape[0] == guidance.BRANCHES * batch:
                 q = guidance.join_batches(q_cond, q_uncond)
-                both, kept = self._attend(q, k, v, step, settings, given)
+                both, kept = self._attend(q, k, v, step, settings, extras)
                 o_cond, o_uncond = both[:batch], both[batch:]
             else:
-                o_cond, o_uncond, kept = self._shared(q_cond, q_uncond, k, v, step, settings, given)
+                o_cond, o_uncond, kept = self._shared(
+                    q_cond, q_uncond, k, v, step, settings, extras
+                )
             results = self._projected(o_cond, restore), self._projected(o_uncond, restore)
             if not return_mask:
                 return results
@@ -441,16 +443,16 @@ class Int8Attention:
         v: Array,
         step: Step,
         settings: Int8AttentionSettings,
-        given: dict[str, Any],
+        extras: dict[str, Any],
     ) -> tuple[Array, Array, Array | None]:
         """Run two branches against the same keys and values; return both, and the kept keys."""
         copy = {"q of both branches": guidance.BRANCHES * q_cond.nbytes}
         with saying_what_is_needed(Memory("fused_cfg", copy), on_device=is_cupy(q_cond)):
             q = guidance.stack_queries(q_cond, q_uncond)
-        mask = given["mask"]
+        mask = extras["mask"]
         if mask is not None and mask.ndim >= 3:
-            given = {**given, "mask": guidance.repeat_heads(take("mask", mask)[0], mask.ndim - 3)}
-        o, kept = self._attend(q, k, v, step, settings, given, guidance.BRANCHES)
+            extras = {**extras, "mask": guidance.repeat_heads(take("mask", mask)[0], mask.ndim - 3)}
+        o, kept = self._attend(q, k, v, step, settings, extras, guidance.BRANCHES)
         return (*guidance.split_branches(o), kept)
 
     def _attend(
@@ -460,7 +462,7 @@ class Int8Attention:
         v: Array,
         step: Step,
         settings: Int8AttentionSettings,
-        given: dict[str, Any],
+        extras: dict[str, Any],
         branches: int = 1,
     ) -> tuple[Array, Array | None]:
         """Run attention, heads of `branches` stacked in q; return O and the keys kept by head.
@@ -469,21 +471,21 @@ class Int8Attention:
         """
         self._check(q, k, v, branches)
         keys: KeptKeys | None = None
-        given = {**given, **self._norm}
+        extras = {**extras, **self._norm}
         options = settings.of_scores(q, k, branches)
         if settings.enable_pruning:
-            if not given["mask"] is given["rope"] is given["qk_norm"] is None:
+            if not extras["mask"] is extras["rope"] is extras["qk_norm"] is None:
                 raise UnsupportedError(
                     "token pruning looks at keys and moves those that it keeps, so it takes no "
                     "mask, no rope and no qk_norm: normalise and turn q and k beforehand, or leave "
                     "pruning out"
                 )
             keys = self._pruned(q, k, v, step, settings)
-        if branches == guidance.BRANCHES and given["qk_norm"] is not None:
-            of_q, of_k = given["qk_norm"]
+        if branches == guidance.BRANCHES and extras["qk_norm"] is not None:
+            of_q, of_k = extras["qk_norm"]
             of_q = guidance.repeat_heads(of_q, 0) if of_q.ndim == 2 else of_q
-            given = {**given, "qk_norm": (of_q, of_k)}
-        options |= given
+            extras = {**extras, "qk_norm": (of_q, of_k)}
+        options |= extras
 
         def run(**form: Any) -> Array:
             if keys is not None:

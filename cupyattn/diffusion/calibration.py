@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +216,8 @@ def calibrate_quantization_scales(
         For a `percentile` of at most 1 or above 100, a bin without a batch, a batch that is not
         finite, or shapes that do not fit together.
     TypeError
-        For a `percentile` that is not a number.
+        For `batches` that are a model, or nothing to go through, and for a `percentile` that is not
+        a number.
 
     Examples
     --------
@@ -225,6 +226,12 @@ def calibrate_quantization_scales(
     >>> found.q_scale, found.heads, found.head_dim
     (array([[2., 1.]], dtype=float32), 2, 2)
     """
+    if callable(batches) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches must be recorded (q, k) or (q, k, timestep), got {type(batches).__name__}: "
+            "no model is run here, so keep q and k of the calls of its attention layers, and give "
+            "calibrate_quantization_scales those"
+        )
     check_percentile(percentile)
     if of not in _OF:
         raise ValueError(f"of must be 'maxima' or 'values', got {of!r}")
@@ -280,6 +287,10 @@ def _taken(
     number: int, batch: Sequence[Any], steps: int, bins: int
 ) -> tuple[Array, Array, int | None]:
     """Return Q, K and the timestep of a batch, checked."""
+    if isinstance(batch, Mapping) or not hasattr(batch, "__len__"):
+        raise TypeError(
+            f"batch {number} must be (q, k) or (q, k, timestep), got {type(batch).__name__}"
+        )
     if len(batch) not in (2, 3):
         raise ValueError(f"batch {number} must be (q, k) or (q, k, timestep), got {len(batch)}")
     q, k = (take(name, x)[0] for name, x in zip("qk", batch[:2], strict=True))

@@ -101,7 +101,10 @@ class Int8AttentionSettings:
         known = [field.name for field in fields(self)]
         for name in overrides:
             if name not in known:
-                raise TypeError(f"a call may override {', '.join(known)}, got {name!r}")
+                raise TypeError(
+                    f"Int8Attention got an unexpected keyword argument {name!r}: a call may "
+                    f"override {', '.join(known)}"
+                )
         found = replace(self, **overrides)
         if overrides.get("enable_pruning", True):
             warn_without_effect(found.unused(overrides))

@@ -10,8 +10,8 @@ import numpy as np
 
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.blocks import Block
-from cupyattn.distributed.call import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads
@@ -19,12 +19,14 @@ from cupyattn.distributed.ring import differentiate
 from cupyattn.gradients.exact import Gradients
 from cupyattn.ops.backward import check_offered
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
 
+@points_to_our_names
 def parallel_attention_backward(
     d_out: Any,
     q: Any,
@@ -111,6 +113,7 @@ def parallel_attention_backward(
     return _run("parallel_attention_backward", asked, group, arrays, deterministic)
 
 
+@points_to_our_names
 def parallel_attention_varlen_backward(
     d_out: Any,
     q: Any,
@@ -205,11 +208,11 @@ def _take(request: Request, arrays: Mapping[str, Any]) -> list[Any]:
     return list(found.values())
 
 
-def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
+def _compute(call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
     """Return the gradients of this rank's rows and keys."""
     if call.mesh.ulysses == 1:
-        return _of_heads(call, given, deterministic)
-    _, q, k, v, _, _ = given
+        return _of_heads(call, arrays, deterministic)
+    _, q, k, v, _, _ = arrays
     xp = array_namespace(q)
     dq = xp.empty(q.shape, q.dtype)
     sums = [xp.zeros(x.shape, np.float32) for x in (k, v)]
@@ -229,7 +232,7 @@ def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> 
         return list(zip(found, ("q", "kv", "kv"), strict=True))
 
     kinds = ("q", "q", "kv", "kv", "q", "q")
-    by_step(call, list(zip(given, kinds, strict=True)), work_on, receivers)
+    by_step(call, list(zip(arrays, kinds, strict=True)), work_on, receivers)
     for step, stacked, of_keys in coming:
         for heads, place in zip(step, stacked, strict=True):
             for total, gradient in zip(sums, of_keys, strict=True):
@@ -237,18 +240,18 @@ def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> 
     return dq, *(_stored(total, q.dtype) for total in sums)
 
 
-def _of_heads(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
+def _of_heads(call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
     """Return the gradients of some heads of the rows of this rank and its neighbours."""
-    _, q, k, v, _, _ = given
+    _, q, k, v, _, _ = arrays
     if call.mesh.ring == 1:
-        return tuple(call.calls.whole_backward(given, deterministic))
+        return tuple(call.calls.whole_backward(arrays, deterministic))
     forms = forms_of_keys(call, k)
 
-    def parts(owner: int, keys: Sequence[Any]) -> Iterator[tuple[Block, Any]]:
-        some = (*given[:2], *keys, *given[4:])
-        return call.calls.parts_backward(some, call.blocks[owner], deterministic)
+    def gradients_of(owner: int, keys: Sequence[Any]) -> Iterator[tuple[Block, Any]]:
+        some = (*arrays[:2], *keys, *arrays[4:])
+        return call.calls.of_blocks_backward(some, call.blocks[owner], deterministic)
 
-    found = differentiate(call.group, call.circle, q, (k, v), forms, parts)
+    found = differentiate(call.group, call.circle, q, (k, v), forms, gradients_of)
     return tuple(_stored(x, q.dtype) for x in found)
 
 

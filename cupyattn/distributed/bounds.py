@@ -42,12 +42,12 @@ class Expected:
     lse_bound: Array
 
 
-def merged(parts: Sequence[Expected], dtype: str) -> Expected:
+def merged(partials: Sequence[Expected], dtype: str) -> Expected:
     r"""Return exact attention to the keys of all parts, and the bound of what is merged of them.
 
     Parameters
     ----------
-    parts : sequence of Expected
+    partials : sequence of Expected
         Attention to the keys of each part alone, with the bounds of what was computed; all of the
         same rows.
     dtype : {"float16", "bfloat16", "float32"}
@@ -72,7 +72,7 @@ def merged(parts: Sequence[Expected], dtype: str) -> Expected:
     (1.0, 0.693, True)
     """
     o, lse, bound, lse_bound = (
-        np.stack([getattr(part, name) for part in parts])
+        np.stack([getattr(part, name) for part in partials])
         for name in ("o", "lse", "bound", "lse_bound")
     )
     there = np.isfinite(lse)

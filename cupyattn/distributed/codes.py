@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.blocks import blocks
-from cupyattn.distributed.call import ShardedCall
-from cupyattn.distributed.calls import of_window, run_attention
 from cupyattn.distributed.partition import Range, places
+from cupyattn.distributed.rank_calls import of_window, run_attention
 from cupyattn.distributed.ring import MessageForm, Part
 from cupyattn.ops.quantize import quantize
 from cupyattn.quant.config import QuantConfig
@@ -62,7 +62,7 @@ class TravellingCodes:
             for form in self._forms_of_length(end - begin)
         ]
 
-    def parts(self, owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
+    def results_of(self, owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         """Yield rows, O and lse of attention to the keys of one rank."""
         coded = self._call.calls.settings._replace(variant="auto", quant=None)
         count, rows_here = len(self._names), self._call.rows

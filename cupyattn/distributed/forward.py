@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, array_namespace
-from cupyattn.distributed.call import ShardedCall
+from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.codes import TravellingCodes
 from cupyattn.distributed.group import Message, Work
 from cupyattn.distributed.mesh import Heads, shares_of_heads
@@ -47,7 +47,7 @@ def compute(call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool) -> tupl
 
 def by_step(
     call: ShardedCall,
-    given: Kinds,
+    operands: Kinds,
     work_on: Callable[[Heads, list[Any]], Kinds],
     receivers: Callable[[list[Heads]], Receivers],
 ) -> None:
@@ -56,7 +56,7 @@ def by_step(
     Parameters
     ----------
     call : ShardedCall
-    given : sequence of (array, {"q", "kv"})
+    operands : sequence of (array, {"q", "kv"})
         All heads of this rank's rows, or keys.
     work_on : callable
         Takes this rank's heads and the arrays with all rows of these; returns as many results as
@@ -73,14 +73,16 @@ def by_step(
     rows, keys = call.neighbours
     of_kind = {"q": rows, "kv": keys}
     sizes = call.request.call.heads, call.request.call.heads_kv
-    shares = shares_of_heads(*sizes, call.mesh.ulysses)
-    steps = [list(step) for step in zip(*shares, strict=True)]
+    heads_of_ranks = shares_of_heads(*sizes, call.mesh.ulysses)
+    steps = [list(step) for step in zip(*heads_of_ranks, strict=True)]
     own = call.mesh.neighbours(call.group.rank).index(call.group.rank)
 
     def scatter(step: list[Heads]) -> tuple[Work, list[Any]]:
         sends: list[Message] = []
         receives: list[Message] = []
-        arrays = [of_kind[kind].scatter(x, _of(step, kind), sends, receives) for x, kind in given]
+        arrays = [
+            of_kind[kind].scatter(x, _of(step, kind), sends, receives) for x, kind in operands
+        ]
         return call.group.prepare(sends, receives), arrays
 
     homeward: deque[Work] = deque()
@@ -132,14 +134,14 @@ def _of_heads(call: ShardedCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     if call.request.variant.family == "int8":
         codes = TravellingCodes(call, q, k, v)
         coming = circulate(call.group, call.circle, codes.own, codes.forms)
-        return attend(q, coming, codes.parts, backend)
+        return attend(q, coming, codes.results_of, backend)
 
-    def parts(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
+    def results_of(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         of_k, of_v = arrays
-        return call.calls.parts(q, of_k, of_v, call.blocks[owner])
+        return call.calls.of_blocks(q, of_k, of_v, call.blocks[owner])
 
     coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k))
-    return attend(q, coming, parts, backend)
+    return attend(q, coming, results_of, backend)
 
 
 def forms_of_keys(call: ShardedCall, k: Any) -> Callable[[int], list[MessageForm]]:

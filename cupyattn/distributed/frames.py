@@ -125,8 +125,8 @@ class Frame(NamedTuple):
     value: bytearray
 
 
-def _code(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(parts), "sha256")
+def _code(key: bytes, *messages: bytes) -> bytes:
+    return hmac.digest(key, b"".join(messages), "sha256")
 
 
 # ---- joining -------------------------------------------------------------------------------------

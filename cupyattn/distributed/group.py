@@ -101,7 +101,7 @@ class Group(abc.ABC):
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.bytes_sent = 0
-        #: Calls on which all ranks have agreed: see `cupyattn.distributed.call.agree`.
+        #: Calls on which all ranks have agreed: see `cupyattn.distributed.agreement.agree`.
         self.agreed = Recent(MOST)
         self._calls = 0
         self.hosts: tuple[str, ...] = tuple(self.gather("hosts", socket.gethostname()))

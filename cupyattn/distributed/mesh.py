@@ -103,8 +103,8 @@ def shares_of_heads(
         whole = min(-(-begin // group) * group, end), max(end // group * group, begin)
         steps = [(begin, whole[0])]
         groups = max(0, whole[1] - whole[0]) // group
-        pieces = max(1, min(chunks, groups))
-        cuts = [whole[0] + groups * i // pieces * group for i in range(pieces + 1)]
+        count = max(1, min(chunks, groups))
+        cuts = [whole[0] + groups * i // count * group for i in range(count + 1)]
         steps += list(zip(cuts, cuts[1:], strict=False)) if groups else []
         steps += [(max(whole[1], whole[0]), end)]
         found.append([Heads(q, (q[0] // group, -(-q[1] // group))) for q in steps if q[0] < q[1]])

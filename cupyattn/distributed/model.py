@@ -260,11 +260,11 @@ class _Sizes:
         item, batch, wide = STORAGE[call.dtype].itemsize, call.batch, call.head_dim
         own_q, own_kv = (-(-length // mesh.size) for length in (call.len_q, call.len_kv))
         all_q, all_kv = own_q * mesh.ulysses, own_kv * mesh.ulysses
-        shares = shares_of_heads(call.heads, call.heads_kv, mesh.ulysses)
+        of_ranks = shares_of_heads(call.heads, call.heads_kv, mesh.ulysses)
         if mesh.ulysses == 1:
-            shares = shares_of_heads(call.heads, call.heads_kv, 1, chunks=1)
+            of_ranks = shares_of_heads(call.heads, call.heads_kv, 1, chunks=1)
         q_of, kv_of = (
-            [[getattr(h, name)[1] - getattr(h, name)[0] for h in of_rank] for of_rank in shares]
+            [[getattr(h, name)[1] - getattr(h, name)[0] for h in of_rank] for of_rank in of_ranks]
             for name in ("q", "kv")
         )
         heads = max((sum(x) for x in q_of), default=0)
@@ -283,7 +283,7 @@ class _Sizes:
             back = (mesh.ulysses - 1) * heads
             heads_bytes = row * (away_q * own_q + 2 * away_kv * own_kv) + row * back * own_q
             memory["heads of two steps"] = 2 * row * (step_q * all_q + 2 * step_kv * all_kv)
-            two = min(2, len(shares[0]))
+            two = min(2, len(of_ranks[0]))
             memory["o and lse of two steps"] = (row + of_lse) * two * step_q * all_q
         if mesh.ring > 1:
             of_key = 2 * item if variant != "fa_int8" else sum(_CODE_BYTES)
@@ -292,7 +292,7 @@ class _Sizes:
             if variant == "fa_int8":
                 memory["codes"] = batch * wide * (of_key * step_kv * all_kv + step_q * all_q)
             several = mesh.ring > 2 or call.window  # else O is never float32
-            parts = (batch * _FLOAT * wide + 2 * (row + of_lse)) if several else row + of_lse
-            memory["partial results"] = parts * step_q * all_q
+            partials = (batch * _FLOAT * wide + 2 * (row + of_lse)) if several else row + of_lse
+            memory["partial results"] = partials * step_q * all_q
         elements = batch * wide * heads * all_q
-        return cls(heads, len(shares[0]), item, heads_bytes, ring_bytes, elements, memory)
+        return cls(heads, len(of_ranks[0]), item, heads_bytes, ring_bytes, elements, memory)

@@ -7,14 +7,16 @@ from typing import Any
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.distributed.call import ShardedSettings, agree
+from cupyattn.distributed.agreement import ShardedSettings, agree
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 
 
+@points_to_our_names
 def parallel_attention(
     q: Any,
     k: Any,
@@ -113,6 +115,7 @@ def parallel_attention(
     return _run("parallel_attention", asked, group, {"q": q, "k": k, "v": v})
 
 
+@points_to_our_names
 def parallel_attention_varlen(
     q: Any,
     k: Any,

@@ -97,12 +97,12 @@ class Partition:
             Ranks.
         """
         check_values("cu_seqlens", cu_seqlens)
-        shares: list[list[Range]] = [[] for _ in range(size)]
+        ranges_of_ranks: list[list[Range]] = [[] for _ in range(size)]
         for begin, end in pairwise(int(x) for x in cu_seqlens):
             ends = accumulate(_shares(end - begin, 2 * size), initial=begin)
             for chunk, found in enumerate(pairwise(ends)):
-                shares[min(chunk, 2 * size - 1 - chunk)].append(found)
-        return cls(tuple(_rising(of_rank) for of_rank in shares))
+                ranges_of_ranks[min(chunk, 2 * size - 1 - chunk)].append(found)
+        return cls(tuple(_rising(of_rank) for of_rank in ranges_of_ranks))
 
     @property
     def size(self) -> int:
@@ -144,8 +144,9 @@ class Partition:
             )
         if not 0 <= rank < len(self.ranges):
             raise ValueError(f"rank must be 0 to {len(self.ranges) - 1}, got {rank}")
-        parts = [_slice(array, r, axis) for r in self.ranges[rank]] or [_slice(array, (0, 0), axis)]
-        return xp.ascontiguousarray(xp.concatenate(parts, axis=axis))
+        ranges = self.ranges[rank] or ((0, 0),)
+        slices = [_slice(array, one, axis) for one in ranges]
+        return xp.ascontiguousarray(xp.concatenate(slices, axis=axis))
 
     def join(self, parts: Sequence[Any], axis: int = -2) -> Any:
         """Return an array with all rows, from those of each rank: undo `take`.

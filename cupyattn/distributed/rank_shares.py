@@ -94,11 +94,11 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     xp = array_namespace(x)
     own = xp.ascontiguousarray(x)
     shapes = [(*x.shape[:number], length, *x.shape[number + 1 :]) for length in lengths]
-    parts = [
+    slices = [
         own if rank == group.rank else xp.empty(shape, x.dtype) for rank, shape in enumerate(shapes)
     ]
-    others = [Message(rank, a) for rank, a in enumerate(parts) if rank != group.rank]
+    others = [Message(rank, a) for rank, a in enumerate(slices) if rank != group.rank]
     with group.failing_together("gather"):
         group.exchange([message._replace(array=own) for message in others], others).wait()
         group.finish()
-    return Partition.contiguous(lengths).join(parts, axis=number)
+    return Partition.contiguous(lengths).join(slices, axis=number)

@@ -73,7 +73,7 @@ def circulate(
 def attend(
     q: Any,
     coming: Iterator[tuple[int, Sequence[Any]]],
-    parts: Callable[[int, Sequence[Any]], Iterator[Part]],
+    results_of: Callable[[int, Sequence[Any]], Iterator[Part]],
     backend: str,
 ) -> tuple[Any, Any]:
     """Return O and lse of local rows against the keys of all ranks of a ring.
@@ -84,14 +84,14 @@ def attend(
         Shape, type and place of O.
     coming : iterator of (int, sequence of array)
         What `circulate` yields.
-    parts : callable
+    results_of : callable
         Takes one of these; yields rows, O and lse of attention to these keys alone.
     backend : {"cuda", "mirror", "interpret"}
     """
     partial = Partial(q, backend)
     newest: Part | None = None  # added when the next one is launched: it may be the last
     for owner, arrays in coming:
-        for part in parts(owner, arrays):
+        for part in results_of(owner, arrays):
             if newest is not None:
                 partial.add(*newest)
             newest = part
@@ -106,7 +106,7 @@ def differentiate(
     q: Any,
     keys: Sequence[Any],
     forms: Callable[[int], Sequence[MessageForm]],
-    parts: Callable[[int, Sequence[Any]], Iterator[tuple[Block, Any]]],
+    gradients_of: Callable[[int, Sequence[Any]], Iterator[tuple[Block, Any]]],
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of local rows and of local keys and values, float32.
 
@@ -117,7 +117,7 @@ def differentiate(
     q : array, (batch, heads, rows, head_dim)
     keys : sequence of array
         K and V of this rank, (batch, heads_kv, keys, head_dim).
-    parts : callable
+    gradients_of : callable
         Takes what `circulate` yields; yields blocks and their gradients (dq, dk, dv).
     """
     xp = array_namespace(q)
@@ -129,7 +129,7 @@ def differentiate(
         if step:  # the gradients of these keys have been on the rank before
             coming = empty_like_forms(sums[0], [(x.shape, np.float32) for x in arrays])
             work = group.prepare([(after, a) for a in sums], [(before, a) for a in coming])
-        found = list(parts(owner, arrays))
+        found = list(gradients_of(owner, arrays))
         if step:
             work.wait()
             sums = coming

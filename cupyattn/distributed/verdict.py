@@ -107,9 +107,9 @@ def judge(
     int8 = variant == "fa_int8"
     worst, dtype = 0.0, q.dtype.name
     exact_o, exact_lse = _exact(q, k, v, shared, options) if not int8 else (None, None)
-    for rows, pieces in _pieces(shared, places_of, whole_keys=int8):
+    for rows, blocks_of_rows in _pieces(shared, places_of, whole_keys=int8):
         found = []
-        for piece in pieces:
+        for piece in blocks_of_rows:
             some = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
             how = {**rest, **piece.options}
             if int8:  # a scale of granularity "tensor" is that of the heads of one call
@@ -166,8 +166,8 @@ def judge_backward(
         for name, span in (("dq", of_q), ("dk", of_kv), ("dv", of_kv)):
             exact[name][:, :, slice(*span)] = getattr(found, name)
     for heads in _heads(shared, q, k):
-        for _, pieces in _pieces(shared, places_of):
-            for piece in pieces:
+        for _, blocks_of_rows in _pieces(shared, places_of):
+            for piece in blocks_of_rows:
                 at = _cell(heads.q, piece.rows), _cell(heads.kv, piece.keys)
                 where = {"dq": at[0], "dk": at[1], "dv": at[1]}
                 some = d_out[at[0]], q[at[0]], k[at[1]], v[at[1]], out[at[0]], lse[at[0]]

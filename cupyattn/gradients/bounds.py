@@ -273,9 +273,9 @@ def _errors(
     channels = products("tensor_core", head_dim) + gamma(head_dim + 4, U64)
     error_dP = channels * magnitude + 2 * head_dim * 2.0**-149
     of_row = (xp.abs(block.d_out) * xp.abs(block.out)).sum(axis=-1)
-    given = (xp.abs(block.d_out) * out_error).sum(axis=-1)
+    of_out_error = (xp.abs(block.d_out) * out_error).sum(axis=-1)
     chain = gamma(head_dim + LANE_SUMS, U) + gamma(head_dim + 4, U64)
-    error_delta = chain * (of_row + given) + given + 2 * head_dim * 2.0**-149
+    error_delta = chain * (of_row + of_out_error) + of_out_error + 2 * head_dim * 2.0**-149
     error_delta = error_delta[..., None]
 
     # R11: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.

@@ -115,7 +115,7 @@ def judge_backward(
     gradients = operands(**dict(zip(Gradients._fields, gradients, strict=True)))
     exact = backward_exact(d_out, q, k, v, out, **options)
     bound = backward_bound(*received, **options)
-    shares = []
+    of_gradients = []
     for name, found, expected in zip(Gradients._fields, gradients, exact, strict=True):
         if found.shape != expected.shape:
             raise ValueError(f"{name} must have shape {expected.shape}, got {found.shape}")
@@ -126,5 +126,5 @@ def judge_backward(
             at = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
         worst, *there = (float(x[at]) if at else 0.0 for x in (ratio, value, expected, total))
         tag = bound.dominant(name, at) if at else ""
-        shares.append(GradientShare(name, worst, at, there[0], there[1], there[2], tag))
-    return GradientReport(tuple(shares))
+        of_gradients.append(GradientShare(name, worst, at, there[0], there[1], there[2], tag))
+    return GradientReport(tuple(of_gradients))

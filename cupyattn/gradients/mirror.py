@@ -1,6 +1,6 @@
 """How the backward kernels compute gradients: the same blocks, rounded at the same points.
 
-As in `cupyattn.reference.mirror`, the order inside one product or one sum is NumPy's.
+As in `cupyattn.reference.attention`, the order inside one product or one sum is NumPy's.
 """
 
 # ruff: noqa: E741  (O and l are the paper's letters)
@@ -21,7 +21,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import Scoring
-from cupyattn.reference.mirror import require_numpy
+from cupyattn.reference.attention import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
 from cupyattn.reference.scores import prepare_scores
 from cupyattn.reference.softmax_state import Float32, row_maximum

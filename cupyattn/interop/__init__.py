@@ -3,3 +3,7 @@
 Nothing is imported here: `cupyattn.interop.torch` needs torch, and so on, each when it is asked
 for.
 """
+
+from cupyattn import lazy_face
+
+__getattr__, __dir__ = lazy_face(__name__, {})

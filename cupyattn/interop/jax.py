@@ -27,6 +27,7 @@ from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.ops import attention as api
 from cupyattn.ops import backward, explain
 from cupyattn.problem.borrowed_names import NOT_OFFERED, instead_of
+from cupyattn.problem.request import LENGTHS
 from cupyattn.problem.settings import ARRAYS, Settings
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
@@ -69,6 +70,8 @@ def attention(
     bias: Any = None,
     rope: Any = None,
     qk_norm: Any = None,
+    lengths_q: Any = None,
+    lengths_kv: Any = None,
     layout: str = "BHSD",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -86,6 +89,8 @@ def attention(
         As for `cupyattn.attention`. A bias gets no gradient.
     rope, qk_norm : (jax.Array, jax.Array), optional
         As for `cupyattn.attention`.
+    lengths_q, lengths_kv : jax.Array, (batch,), optional
+        As for `cupyattn.attention`. There is no gradient beside them.
     layout, return_lse
         As for `cupyattn.attention`. The log-sum-exp gets no gradient.
     deterministic : bool
@@ -106,8 +111,8 @@ def attention(
     ------
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a gradient
-        that there is none of: of float32, after `qk_norm`, of a bias, a table or weights, through
-        the log-sum-exp.
+        that there is none of: of float32, after `qk_norm`, beside lengths, of a bias, a table or
+        weights, through the log-sum-exp.
     jax.errors.JaxRuntimeError
         For what shows only when it runs, with the exception's type and message.
 
@@ -128,13 +133,17 @@ def attention(
     Array([1., 1., 1., 1.], dtype=float16)
     """
     _check_names(options)
-    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+    arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+    arrays |= {"lengths_q": lengths_q, "lengths_kv": lengths_kv}
+    for name in "qkv":
+        if arrays[name] is None:
+            raise TypeError(f"{name} must be a JAX array, got None")
     for argument, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
                 raise TypeError(f"{argument} must be a pair of arrays, got {shown(pair)}")
-            given |= dict(zip(_PAIRS[argument], pair, strict=True))
-    operands = {name: _as_array(name, x) for name, x in given.items() if x is not None}
+            arrays |= dict(zip(_PAIRS[argument], pair, strict=True))
+    operands = {name: _as_array(name, x) for name, x in arrays.items() if x is not None}
     options |= {"layout": layout, "return_lse": bool(return_lse)}
     _check_call(operands, options)
     for name in ("mask", "bias"):
@@ -170,7 +179,7 @@ def _stand_in(x: Any) -> np.ndarray:
 
 def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
     """Return operands beside q, k and v as the arguments that bring them."""
-    found = {name: operands[name] for name in ("mask", "bias") if name in operands}
+    found = {name: operands[name] for name in ("mask", "bias", *LENGTHS) if name in operands}
     for argument, names in _PAIRS.items():
         if names[0] in operands:
             found[argument] = tuple(operands[name] for name in names)
@@ -272,11 +281,11 @@ def _options_of_backward(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_forward(
-    given: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
+    buffers: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
 ) -> None:
     """Run attention on the buffers of a call."""
     options = {**_recall(attributes["call"]), "return_lse": len(results) > 1}
-    for operands, (o, *lse) in _entries(given, results, attributes, options):
+    for operands, (o, *lse) in _entries(buffers, results, attributes, options):
         q, k, v = (operands[name] for name in "qkv")
         found = api.attention(q, k, v, **_paired(operands), **options)
         if lse:
@@ -285,12 +294,12 @@ def _run_forward(
 
 
 def _run_backward(
-    given: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
+    buffers: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
 ) -> None:
     """Run the backward pass on the buffers of a call."""
     options = _options_of_backward(_recall(attributes["call"]))
     options["deterministic"] = attributes["deterministic"] == "True" or None  # None: the faster one
-    for operands, gradients in _entries(given, results, attributes, options):
+    for operands, gradients in _entries(buffers, results, attributes, options):
         d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
         found = backward.attention_backward(
             d_out, q, k, v, out, lse, **_paired(operands), **options
@@ -309,7 +318,7 @@ def _recall(key: str) -> dict[str, Any]:
 
 
 def _entries(
-    given: Sequence[Any],
+    buffers: Sequence[Any],
     results: Sequence[Any],
     attributes: Mapping[str, str],
     options: Mapping[str, Any],
@@ -318,7 +327,7 @@ def _entries(
 
     Those become part of the batch where one call on all of them does what calls on each would do.
     """
-    operands = dict(zip(attributes["operands"].split(), given, strict=True))
+    operands = dict(zip(attributes["operands"].split(), buffers, strict=True))
     front = operands["q"].ndim - 4
     if not front:
         yield operands, list(results)

@@ -25,8 +25,8 @@ def compiled(name: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
     ValueError
         For what is no regular expression.
     """
-    given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
     try:
+        given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
         return tuple(re.compile(pattern) for pattern in given)
     except (re.error, TypeError) as error:
         raise ValueError(

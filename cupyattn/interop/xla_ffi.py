@@ -237,19 +237,19 @@ class _Place:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _buffers(given: Any) -> Iterator[_Place]:
-    for index in range(given.size):
-        buffer = given.values[index].contents
+def _buffers(arguments: Any) -> Iterator[_Place]:
+    for index in range(arguments.size):
+        buffer = arguments.values[index].contents
         if buffer.dtype not in _DTYPES:
             raise TypeError(f"no array has XLA's element type {buffer.dtype}")
         yield _Place(buffer.data or 0, tuple(buffer.dims[: buffer.rank]), _DTYPES[buffer.dtype])
 
 
-def _attributes(given: Any) -> dict[str, str]:
+def _attributes(attributes: Any) -> dict[str, str]:
     found = {}
-    for index in range(given.size):
-        if given.types[index] == _STRING:
-            found[str(given.names[index].contents)] = str(given.values[index].contents)
+    for index in range(attributes.size):
+        if attributes.types[index] == _STRING:
+            found[str(attributes.names[index].contents)] = str(attributes.values[index].contents)
     return found
 
 

@@ -36,17 +36,17 @@ def move(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 @cache
-def pack(whole: str, pieces: int) -> Operation | None:
+def pack(whole: str, count: int) -> Operation | None:
     """Return ``mov`` from a vector of registers: the first is the lowest part of the result.
 
     Parameters
     ----------
     whole : {"b16", "b32", "b64"}
         Type of the result.
-    pieces : {2, 4}
+    count : {2, 4}
         Registers in the vector.
     """
-    piece = _piece(whole, pieces)
+    piece = _piece(whole, count)
     if piece is None:
         return None
     dtype, bits = DTYPES[whole], DTYPES[piece].itemsize * 8
@@ -58,28 +58,28 @@ def pack(whole: str, pieces: int) -> Operation | None:
             result = np.bitwise_or(result, higher)
         return result
 
-    return Operation((piece,) * pieces, (whole,), evaluate)
+    return Operation((piece,) * count, (whole,), evaluate)
 
 
 @cache
-def unpack(whole: str, pieces: int) -> Operation | None:
-    """Return ``mov`` to a vector of registers, the reverse of `pack`: it has `pieces` results."""
-    piece = _piece(whole, pieces)
+def unpack(whole: str, count: int) -> Operation | None:
+    """Return ``mov`` to a vector of registers, the reverse of `pack`: it has `count` results."""
+    piece = _piece(whole, count)
     if piece is None:
         return None
     dtype, bits = DTYPES[whole], DTYPES[piece].itemsize * 8
 
     def evaluate(a: Array) -> tuple[Array, ...]:
         return tuple(
-            np.right_shift(a, dtype.type(bits * i)).astype(DTYPES[piece]) for i in range(pieces)
+            np.right_shift(a, dtype.type(bits * i)).astype(DTYPES[piece]) for i in range(count)
         )
 
-    return Operation((whole,), (piece,) * pieces, evaluate)
+    return Operation((whole,), (piece,) * count, evaluate)
 
 
-def _piece(whole: str, pieces: int) -> str | None:
+def _piece(whole: str, count: int) -> str | None:
     sizes = {("b16", 2): "b8", ("b32", 2): "b16", ("b32", 4): "b8", ("b64", 2): "b32"}
-    return {**sizes, ("b64", 4): "b16"}.get((whole, pieces))
+    return {**sizes, ("b64", 4): "b16"}.get((whole, count))
 
 
 # ---- comparison and selection --------------------------------------------------------------------

@@ -7,6 +7,7 @@ neighbours which different threads own never look like one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
 
 #: Reads noted since the last write, in granules, that may wait to be entered thread by thread.
 MAX_RECENT = 1 << 22
+#: Instructions whose reads may wait so: every write looks at each.
+MAX_WAITING = 1024
 
 
 def spread(first: Ints, lanes: Ints, count: int) -> tuple[Ints, Ints]:
@@ -23,6 +26,20 @@ def spread(first: Ints, lanes: Ints, count: int) -> tuple[Ints, Ints]:
     if count == 1:
         return first, lanes
     return (first[:, None] + np.arange(count)).ravel(), np.repeat(lanes, count)
+
+
+@dataclass(slots=True)
+class _Reads:
+    """Reads of one instruction: `count` granules from each of `first` on, by `lanes`.
+
+    `reach` are the first and the last of them, as numbers in the memory of a block.
+    """
+
+    time: int
+    first: Ints
+    lanes: Ints
+    count: int
+    reach: tuple[int, int] | None = None
 
 
 class Report(Protocol):
@@ -86,11 +103,12 @@ class Shadow:
         self.fenced = np.zeros(granules, np.int32)
         self.fenced_by = np.zeros(granules, np.int32)
         self._log: list[tuple[int, Ints, Ints]] = []  # time, granules, lanes
-        # Reads that `read` and `reads` do not have yet: time, first granules, lanes, granules each.
-        self._recent: list[tuple[int, Ints, Ints, int]] = []
+        self._of_block = granules if period is None else period // granule_bytes
+        # Reads that `read` and `reads` do not have yet.
+        self._recent: list[_Reads] = []
         self._recent_granules = 0
-        # Reads that only a plain write can come too early for; the same.
-        self._strong: list[tuple[int, Ints, Ints, int]] = []
+        # Reads that only a plain write can come too early for.
+        self._strong: list[_Reads] = []
         self._unwritten = 0 if initialised else granules
         self._flights = 0
         self._loans = 0
@@ -131,9 +149,9 @@ class Shadow:
                     written = np.where(self.atomic[granules], np.int32(0), written)
                 self._check_writer(granules, owners, written, clocks, report, "read")
         if atomic:
-            self._strong.append((clocks.now, first, lanes + clocks.first, count))
+            self._strong.append(_Reads(clocks.now, first, lanes + clocks.first, count))
         elif self.readers:
-            self._recent.append((clocks.now, first, lanes, count))
+            self._recent.append(_Reads(clocks.now, first, lanes, count))
             self._recent_granules += len(first) * count
             if self._recent_granules > MAX_RECENT:
                 self._enter_reads(clocks)
@@ -172,24 +190,49 @@ class Shadow:
     def _enter_strong_reads(self, clocks: Clocks) -> None:
         """Enter these among the others: the write that comes is no atomic operation."""
         strong, self._strong = self._strong, []
-        for time, first, lanes, count in strong:
+        for one in strong:
             if self.readers:
-                self._recent.append((time, first, lanes - clocks.first, count))
+                own = one.lanes - clocks.first
+                self._recent.append(_Reads(one.time, one.first, own, one.count))
             else:
-                self._note_read(time, *spread(first, lanes, count))
+                self._note_read(one.time, *spread(one.first, one.lanes, one.count))
 
-    def _enter_reads(self, clocks: Clocks) -> None:
+    def _enter_reads(self, clocks: Clocks, written: Ints | None = None) -> None:
         """Enter the reads noted in `read` and `reads`, but those that every thread has met since.
 
-        No write can come too early for these.
+        No write can come too early for these. Reads far from the granules that are about to be
+        `written` wait on: mostly all threads meet before their turn comes, and nothing is entered.
         """
-        recent, self._recent, self._recent_granules = self._recent, [], 0
-        for time, first, lanes, count in recent:
-            if time > clocks.oldest:
-                granules, owners = spread(first, lanes % self.readers, count)
-                self.read[granules] = self._last_read = time
-                # NOTE: one index instead of two takes half of the time.
-                self.reads.reshape(-1)[granules * self.readers + owners] = time
+        recent = [one for one in self._recent if one.time > clocks.oldest]
+        self._recent, self._recent_granules = [], 0
+        if not recent:
+            return
+        near = None
+        if written is not None and len(recent) <= MAX_WAITING:
+            near = self._reach(written, 1)
+        for one in recent:
+            if near is not None:
+                first, last = one.reach = one.reach or self._reach(one.first, one.count)
+                if first > near[1] or last < near[0]:
+                    self._recent.append(one)
+                    self._recent_granules += len(one.first) * one.count
+                    continue
+            self._enter(one)
+
+    def _reach(self, first: Ints, count: int) -> tuple[int, int]:
+        """Return the first and the last granule, as numbers in the memory of a block."""
+        within = first % self._of_block
+        return int(within.min(initial=self._of_block)), int(within.max(initial=-1)) + count - 1
+
+    def _enter(self, one: _Reads) -> None:
+        granules, owners = spread(one.first, one.lanes % self.readers, one.count)
+        # NOTE: one index instead of two takes half of the time.
+        place, reads = granules * self.readers + owners, self.reads.reshape(-1)
+        if one.time >= self._last_read:
+            self.read[granules] = reads[place] = self._last_read = one.time
+        else:  # it waited while later ones were entered
+            self.read[granules] = np.maximum(self.read[granules], one.time)
+            reads[place] = np.maximum(reads[place], one.time)
 
     def before_write(
         self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
@@ -210,7 +253,7 @@ class Shadow:
                 written = np.where(self.atomic[granules], np.int32(0), written)
             self._check_writer(granules, lanes, written, clocks, report, "written")
         if self._recent:
-            self._enter_reads(clocks)
+            self._enter_reads(clocks, granules)
         if self._last_read > oldest:
             late = self.read[granules] > (clocks.floor[lanes] if self.readers else 0)
             if late.any():

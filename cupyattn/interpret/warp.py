@@ -204,10 +204,10 @@ def fragment_reader(operand: Operand) -> Callable[[Machine, Ints], Bits]:
     reads: list[Read] = [reader(x, "b32") for x in access.items_of(operand)]
 
     def read(machine: Machine, warps: Ints) -> Bits:
-        parts = [_by_warp(machine, r(machine)) for r in reads]
-        if len(warps) < len(parts[0]):
-            parts = [part[warps] for part in parts]
-        return np.stack(parts, axis=-1)
+        registers = [_by_warp(machine, r(machine)) for r in reads]
+        if len(warps) < len(registers[0]):
+            registers = [part[warps] for part in registers]
+        return np.stack(registers, axis=-1)
 
     return read
 

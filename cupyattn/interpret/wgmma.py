@@ -104,11 +104,7 @@ class Product:
     a: Ints | None  # where A lies in shared memory, None for registers
     b: Ints
     counts: bool  # whether D starts from what the accumulators hold
-
-    def granules(self, machine: Machine) -> Ints:
-        """Return what it reads of shared memory."""
-        places = [x.ravel() for x in (self.a, self.b) if x is not None]
-        return np.unique(np.concatenate(places) // machine.shared.granule_bytes)
+    granules: Ints  # what it reads of shared memory
 
     def happen(self, machine: Machine, lanes: Lanes) -> None:
         """Compute D."""
@@ -179,8 +175,10 @@ class Warpgroups:
                 a = form.a.offsets(machine, machine.value(form.a.descriptor, lane), lane)
             b = form.b.offsets(machine, machine.value(form.b.descriptor, lane), lane)
             counts = bool(machine.value(form.accumulate, lane))
-            product = Product(form, warp, int(self._committed[warp]), a, b, counts)
-            granules = product.granules(machine)
+            places = np.concatenate([x.ravel() for x in (a, b) if x is not None])
+            granules = np.unique(places // shared.granule_bytes)
+            number = int(self._committed[warp])
+            self._under_way.append(Product(form, warp, number, a, b, counts, granules))
             who = np.full(len(granules), lane)
             shared.shadow.before_read(granules, who, machine.clocks, machine.report)
             shared.shadow.before_proxy(granules, who, machine.clocks, machine.report)
@@ -188,7 +186,6 @@ class Warpgroups:
             width = tensor_core.ELEMENT_BITS[form.b.type] // 8
             size = sum(x.size for x in (a, b) if x is not None) * width
             machine.traffic["shared", "load"] += size
-            self._under_way.append(product)
 
     def _check_fence(self, form: Form, warp: int) -> None:
         """Report a product without the ``wgmma.fence`` that its registers need."""
@@ -260,9 +257,8 @@ class Warpgroups:
             for index in product.form.registers:
                 self._held[index][own] -= 1
             # One lane speaks for each warp: all of them wait here.
-            granules = product.granules(machine)
             speakers = machine.lane[own][::WARP]
-            machine.shared.shadow.give_back(granules, speakers, machine.clocks)
+            machine.shared.shadow.give_back(product.granules, speakers, machine.clocks)
         self._under_way = left
 
     def _first_warps(self, lanes: Lanes) -> Ints:

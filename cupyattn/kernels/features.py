@@ -64,6 +64,8 @@ class Features:
         Which columns of Q and K are turned as a pair by their row's position; "": none.
     varlen : bool
         Batch entries are sequences of different lengths, packed without padding.
+    padded : bool
+        Batch entries are as long as the longest may be, each with a length of its own.
     group_v : int
         Value rows that share the scale of a channel (0: V is not quantised).
     p_type : {"", "u8", "s8", "e4m3"}
@@ -101,6 +103,7 @@ class Features:
     block_mask: tuple[int, int] = (0, 0)
     rope: str = ""
     varlen: bool = False
+    padded: bool = False
     group_v: int = 0
     p_type: str = ""
     zero_points: bool = False
@@ -154,7 +157,7 @@ class Features:
             "CFG_BLOCK_MASK_Q": self.block_mask[0],
             "CFG_BLOCK_MASK_KV": self.block_mask[1],
             "CFG_ROPE": 1 + ROPE_PAIRS.index(self.rope) if self.rope else 0,
-            "CFG_VARLEN": int(self.varlen),
+            "CFG_VARLEN": 2 if self.padded else int(self.varlen),
             "CFG_GROUP_V": self.group_v,
             "CFG_P_TYPE": P_TYPES.index(self.p_type),
             "CFG_ZERO_POINTS": int(self.zero_points),

@@ -20,7 +20,8 @@ VALUES = {
     "fp8": "V as e4m3 codes",
     "fused": "arrays of which it makes the codes itself",
 }
-#: Options of a call that a form may leave to another.
+#: Options of a call that a form may leave to another. What takes packed sequences takes padded
+#: entries with lengths of their own as well.
 OPTIONS = ("softcap", "mask", "bias", "block_mask", "packed")
 
 

@@ -463,18 +463,25 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def lookup(name: str) -> Variant:
+def lookup(name: str, *, also: tuple[str, ...] = ()) -> Variant:
     """Return the variant called `name`.
+
+    Parameters
+    ----------
+    name : str
+    also : tuple of str
+        What the caller takes beside the names of rungs, for the message.
 
     Raises
     ------
     ValueError
-        If there is none; the message lists those that exist.
+        If there is none; the message lists what is taken.
     """
     try:
         return VARIANTS[name]
     except (KeyError, TypeError):  # a list has no hash
-        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {name!r}") from None
+        taken = ", ".join((*VARIANTS, *also))
+        raise ValueError(f"variant must be one of {taken}, got {shown(name)}") from None
 
 
 def register(variant: Variant, source: str | Path) -> Variant:

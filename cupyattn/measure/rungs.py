@@ -7,7 +7,7 @@ arrays it runs the mirror and times nothing, and on request the kernels in the i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
 from cupyattn.problem import checks
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
@@ -246,6 +247,7 @@ class Ladder:
         }
 
 
+@points_to_our_names
 def ladder(
     q: Any,
     k: Any,
@@ -317,6 +319,8 @@ def ladder(
             f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)}"
         )
     backend = "cuda" if interchange.is_cupy(q) else "mirror"
+    if isinstance(variants, str) or not isinstance(variants, Iterable | None):
+        raise TypeError(f"variants must be names of rungs, as ['fa'], got {variants!r:.60}")
     chosen = [lookup(n) for n in (VARIANTS if variants is None else variants)]
     rows = judged_rows(call, seed)
     rows = array_namespace(q).asarray(rows)
@@ -345,8 +349,8 @@ def ladder(
             o, q, k, v, variant=variant.name, lse=lse, quantized=z, rows=rows, exact=exact,
             **form, **options,
         )  # fmt: skip
-        given = options if z is None else {**options, "quant": quant}
-        memory = _memory_bytes((q, k, v), variant, call, given)
+        asked = options if z is None else {**options, "quant": quant}
+        memory = _memory_bytes((q, k, v), variant, call, asked)
         operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
         ran = "device" if backend == "cuda" else "mirror"
         rung = Rung(variant.name, variant.idea, judged, memory, operations=operations, ran=ran)
@@ -376,10 +380,10 @@ def _registered(
     if missing:
         return Rung(variant.name, variant.idea, None, note=f"{NOT_RUN}{missing}")
     found = _interpreted(variant, inputs, quant, options)
-    given = {**options, "quant": quant} if variant.family == "int8" else options
+    asked = {**options, "quant": quant} if variant.family == "int8" else options
     corner = _corner(inputs)
     call = checks.check_attention(*corner, **options)
-    memory = _memory_bytes(corner, variant, call, given)
+    memory = _memory_bytes(corner, variant, call, asked)
     return Rung(
         variant.name, variant.idea, found.judgement, memory, interpreted=found, ran="interpreter"
     )
@@ -430,8 +434,8 @@ def _timed(
     for rung in rungs:
         if rung.judgement is not None and rung.judgement.j2 <= 1:
             int8 = lookup(rung.variant).family == "int8"
-            given = dict(options) if int8 else {n: x for n, x in options.items() if n != "quant"}
-            calls[rung.variant] = _call(rung.variant, sets, given)
+            asked = dict(options) if int8 else {n: x for n, x in options.items() if n != "quant"}
+            calls[rung.variant] = _call(rung.variant, sets, asked)
     samples = timing.time_interleaved(calls, rounds=rounds, advance=advance) if calls else {}
     measured = []
     for rung in rungs:
@@ -496,9 +500,9 @@ def judge(
     rows = array_namespace(o).arange(o.shape[2]) if rows is None else rows
     call = {"scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows}
     report = verdict.judge(o, q, k, v, variant=variant, exact=exact, **call, **options)
-    given, _ = exact(q, k, v, return_lse=True, **call)
+    of_caller, _ = exact(q, k, v, return_lse=True, **call)
     j2 = max(report.ratio, report.lse_ratio or 0.0)
-    return Judgement(j2, report.quantisation, relative_error(as_float64(o[:, :, rows]), given))
+    return Judgement(j2, report.quantisation, relative_error(as_float64(o[:, :, rows]), of_caller))
 
 
 def relative_error(o: Any, exact: Any) -> float:

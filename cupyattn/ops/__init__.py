@@ -9,6 +9,6 @@
 7. The results in the kind and the layout of the caller's arrays.
 
 `cupyattn.ops.operation` has these steps. An operation says what `resolve`, `plan`, `mirror` and
-`restore` are for it. A new one is a file here, one of that name in plans/, and its mirror: in
-reference/, or where the codes (quant/) or the gradients (gradients/) are that it makes.
+`restore` are for it. A new one is three files of one name: here, in plans/ and in reference/, its
+mirror. That of the backward pass is in gradients/, beside what gradients are and their bounds.
 """

@@ -19,7 +19,8 @@ from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.plans.records import Work
 from cupyattn.plans.row_quant import plan_row_quant
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.quant.blocks import BLOCK_SIZE, check_blocks, check_values, quantize_rows
+from cupyattn.quant.blocks import BLOCK_SIZE, check_blocks, check_values
+from cupyattn.reference.act_quant import quantize_rows
 
 Array = Any
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from cupyattn.arrays import memory
-from cupyattn.arrays.kinds import array_namespace
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.mirrored import run_mirror
 from cupyattn.ops.operation import run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
@@ -23,7 +19,7 @@ from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.static_scales import static_scales
+from cupyattn.reference.request import run_mirror
 
 
 @points_to_our_names
@@ -47,6 +43,8 @@ def attention(
     qk_norm: Any = None,
     qk_norm_eps: float = EPS,
     block_mask: BlockMask | None = None,
+    lengths_q: Any = None,
+    lengths_kv: Any = None,
     layout: str = "BHSD",
     return_lse: bool = False,
     out: Any = None,
@@ -113,6 +111,16 @@ def attention(
         Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
         above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
         The Hopper forms take blocks of 128 query rows.
+    lengths_q, lengths_kv : array, (batch,), int32 or int64, optional
+        Padded batches: entry b has ``lengths_q[b]`` queries and ``lengths_kv[b]`` keys, the first
+        ones; without one of them all count. Keys behind them are not admitted and may hold
+        anything, NaN too. Query rows behind them give ``o = 0`` and ``lse = -inf``. Kernels read
+        the numbers: nothing waits for them, no mask is made, and tiles of padding alone take no
+        time. What is less than 0 or past the arrays is cut to these. `causal`, `window` and
+        `causal_align` go by an entry's own lengths, as if it came alone; mask, bias and block mask
+        keep their places. int32 on the device of q needs no copy. ``fa_int8`` quantises the rows
+        that count alone, "tensor" meaning all heads of an entry; a `QuantizedQKV` was quantised
+        with its padding, which then must be finite.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
     return_lse : bool
@@ -169,8 +177,9 @@ def attention(
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
     arrays = _arrays(
-        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out
-    )
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
+        lengths_q=lengths_q, lengths_kv=lengths_kv,
+    )  # fmt: skip
     return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
@@ -322,9 +331,7 @@ class _Attention:
 
     name = "attention"
 
-    def resolve(self, settings: Settings, arrays: Mapping[str, Any]) -> Request:
-        """Check a call, and choose rung and backend."""
-        return _with_given_scales(resolve(settings, arrays))
+    resolve = staticmethod(resolve)
 
     def plan(self, request: Request) -> Work:
         """Return the passes that prepare and quantise, and the rung's kernels."""
@@ -332,6 +339,7 @@ class _Attention:
 
     def mirror(self, request: Request) -> dict[str, Any]:
         """Return O and the log-sum-exp, as the caller has them."""
+        self.plan(request)  # refuses what no kernel takes
         return run_mirror(request)
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
@@ -341,19 +349,6 @@ class _Attention:
 
 
 ATTENTION = _Attention()
-
-
-def _with_given_scales(request: Request) -> Request:
-    """Add the scales that the caller gives, where kernels read them."""
-    quant, call = request.settings.quant, request.call
-    if quant is None or not quant.static or request.backend == "mirror":
-        return request
-    tiles, sequences = request.scale_tiles, call.batch if call.packed else None
-    with memory.on_device_of(request.q):
-        given = static_scales(
-            array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
-        )
-    return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
 
 
 def resolved(

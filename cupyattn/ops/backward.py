@@ -18,7 +18,6 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.mirrored import scoring_of
 from cupyattn.ops.operation import Known, make_ready, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
@@ -32,6 +31,7 @@ from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.reference.request import scoring_of
 from cupyattn.runtime.ready import Ready
 
 
@@ -327,6 +327,11 @@ class _Backward:
         received = {name: arrays[name] for name in ("d_out", "out", "lse")}
         forward = {name: a for name, a in arrays.items() if name not in received}
         request = ATTENTION.resolve(settings.of_call, forward)
+        if request.call.padded is not None:
+            raise UnsupportedError(
+                "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
+                "entries for attention_varlen_backward"
+            )
         taken = _take(request, received)
         rope, block_mask = _rope_of(request), request.block_mask
         operands = {name: array for name, array in taken.items() if name != "out"}

@@ -40,6 +40,7 @@ def known_call(settings: Settings, arrays: Mapping[str, Any]) -> Known | None:
     if isinstance(q, QuantizedQKV):
         facts += (
             q.group_q, q.group_kv, q.group_v, q.config, q.out_dtype, q.max_len_q, q.max_len_k,
+            q.has_queries,
         )  # fmt: skip
     elif "cu_seqlens_q" in arrays and None in (settings.max_len_q, settings.max_len_k):
         return None  # offsets are looked at

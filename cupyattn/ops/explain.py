@@ -54,12 +54,16 @@ def score_lines(request: Request) -> list[str]:
     """Say what happens to the scores and to what makes them, in a line each where anything does."""
     call, said = request.call, []
     if call.causal or call.window:
-        aligned = call.packed is not None and call.packed.bottom_right
+        own = call.own_lengths
+        aligned = own is not None and own.bottom_right
         row = "i + len_kv - len_q " if aligned else "i"
         ends = [f"{row}{call.window_shift:+d} <= j"] if call.window else []
         ends += [f"j <= {row}{call.causal_shift:+d}"] if call.causal else []
-        where = " of its sequence" if call.packed else ""
+        where = " of its sequence" if call.packed else " of its entry" if call.padded else ""
         said += [f"row i attends key j{where} where {' and '.join(ends)}"]
+    if call.padded is not None:
+        named = " and ".join(name for name in call.lengths_in.values() if name)
+        said += [f"rows of an entry count up to its {named}"]
     said += [f"softcap {call.softcap:g}"] if call.softcap else []
     for name in ("mask", "bias"):
         array = request.given.get(name)
@@ -90,25 +94,36 @@ def plans(request: Request) -> list[Plan]:
 
 @points_to_our_names
 def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[str, Any]:
-    """Return which kernel `attention` runs with the same arguments, as its judges take it.
+    """Return which form of a rung `attention` runs with the same arguments, and on which tiles.
 
     Parameters
     ----------
     q, k, v, **options
-        As for `attention`, ``variant="auto"`` included.
+        As for `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` for `attention_varlen`;
+        ``variant="auto"`` included.
 
     Returns
     -------
     dict
-        ``form`` and ``tiles``, as `cupyattn.testing.judge` and `cupyattn.bounds.attention` take
-        them beside the variant; with ``variant="auto"`` `judge` finds both by itself.
+        ``form``, a str, and ``tiles``, a `Tiles`: keywords of `cupyattn.testing.judge` and
+        `cupyattn.bounds.attention`, which otherwise take one of the portable forms. `explain` says
+        why it is this form. With ``variant="auto"`` `judge` finds both by itself.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention`.
 
     Examples
     --------
-    >>> import numpy as np
+    >>> import numpy as np, cupyattn as ca
     >>> q = np.ones((1, 1, 4, 8), np.float16)
-    >>> kernel_form(q, q, q, variant="fa")["form"]
-    'portable'
+    >>> form = ca.kernel_form(q, q, q, variant="fa_tc")
+    >>> form["form"], form["tiles"].block_q
+    ('portable', 128)
+    >>> o = ca.attention(q, q, q, variant="fa_tc")
+    >>> ca.testing.judge(o, q, q, q, variant="fa_tc", **form).passed
+    True
     """
     plan = plans(resolved(q, k, v, function="kernel_form", **options))[-1]
     return {"form": plan.form, "tiles": plan.tiles}

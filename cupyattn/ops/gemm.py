@@ -165,32 +165,32 @@ class _Gemm:
         check_arch(settings.arch)
         a, as_given = take("a", arrays["a"])
         others = {name: array for name, array in arrays.items() if name not in ("a", "c")}
-        given = {"a": a} | {name: take(name, array)[0] for name, array in others.items()}
-        b, out = given["b"], take_receiver("out", arrays["c"]) if "c" in arrays else None
-        array_namespace(*given.values(), *([] if out is None else [out]))
-        check_one_device(**given, out=out)
+        operands = {"a": a} | {name: take(name, array)[0] for name, array in others.items()}
+        b, out = operands["b"], take_receiver("out", arrays["c"]) if "c" in arrays else None
+        array_namespace(*operands.values(), *([] if out is None else [out]))
+        check_one_device(**operands, out=out)
         backend, tiles = choose(settings.backend, a), settings.tiles
-        _check(given, settings.out_dtype, settings.activation)
+        _check(operands, settings.out_dtype, settings.activation)
         shape = (*a.shape[:-1], b.shape[0])
         if out is not None:
-            _check_out(out, shape, settings.out_dtype, given)
+            _check_out(out, shape, settings.out_dtype, operands)
         if tiles is not None:
-            strategy = strategy_of(a, given["a_scales"], b, given["b_scales"])
+            strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
             check_kind(tiles, GemmTiles)
             check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
         rows = math.prod(a.shape[:-1])
-        for name in {"a", "a_scales", "a_16", "residual"} & given.keys():
-            given[name] = given[name].reshape(rows, given[name].shape[-1])
-        if "gate" in given and given["gate"].ndim == 1:
-            given["gate"] = given["gate"][None]
+        for name in {"a", "a_scales", "a_16", "residual"} & operands.keys():
+            operands[name] = operands[name].reshape(rows, operands[name].shape[-1])
+        if "gate" in operands and operands["gate"].ndim == 1:
+            operands["gate"] = operands["gate"][None]
         arch = settings.arch
         if backend != "mirror":
-            arch, tiles = form_of(given["a"], b, tiles, arch, backend)
+            arch, tiles = form_of(operands["a"], b, tiles, arch, backend)
             with on_device_of(a):
-                given = {name: contiguous_last_axis(x) for name, x in given.items()}
+                operands = {name: contiguous_last_axis(x) for name, x in operands.items()}
         result = Result(shape, STORAGE[settings.out_dtype])
         return Problem(
-            what=self.name, backend=backend, arch=arch, operands=given,
+            what=self.name, backend=backend, arch=arch, operands=operands,
             results={"c": result} if out is None else {},
             received={} if out is None else {"c": out.reshape(rows, b.shape[0])},
             as_given=as_given, settled=settings._replace(tiles=tiles),
@@ -198,20 +198,20 @@ class _Gemm:
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
-        given, settings = problem.operands, problem.settled
-        of = {name: Operand.of(x) for name, x in given.items() if name != "bias"}
-        size = (given["a"].shape[0], given["b"].shape[0])
+        operands, settings = problem.operands, problem.settled
+        of = {name: Operand.of(x) for name, x in operands.items() if name != "bias"}
+        size = (operands["a"].shape[0], operands["b"].shape[0])
         itemsize = STORAGE[settings.out_dtype].itemsize
         c = Operand.contiguous(size, itemsize)
         if "c" in problem.received:
             c = Operand.of(problem.received["c"])
         beside = None
         if "a_16" in of:
-            dtype = given["a_16"].dtype.name
+            dtype = operands["a_16"].dtype.name
             beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
             ProductOperands(**of, c=c), settings.out_dtype,
-            bias=given["bias"].dtype.name if "bias" in given else "",
+            bias=operands["bias"].dtype.name if "bias" in operands else "",
             activation=settings.activation, outliers=beside, tiles=settings.tiles,
             arch=problem.arch,
         )  # fmt: skip
@@ -219,16 +219,16 @@ class _Gemm:
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Return the product from NumPy."""
-        given, settings, sharing = problem.operands, problem.settled, {}
-        a, b, tiles = given["a"], given["b"], settings.tiles
+        operands, settings, sharing = problem.operands, problem.settled, {}
+        a, b, tiles = operands["a"], operands["b"], settings.tiles
         if tiles is not None and tiles.cluster > 1:
             shared = where_shared(a.shape[0], b.shape[0], tiles)
             sharing = {"splits": tiles.cluster, "shared": shared}
         c = gemm_mirror(
-            a, given["a_scales"], b, given["b_scales"], settings.out_dtype,
-            bias=given.get("bias"), activation=settings.activation,
-            outliers=(given["a_16"], given["b_16"]) if "a_16" in given else None,
-            residual=given.get("residual"), gate=given.get("gate"), **sharing,
+            a, operands["a_scales"], b, operands["b_scales"], settings.out_dtype,
+            bias=operands.get("bias"), activation=settings.activation,
+            outliers=(operands["a_16"], operands["b_16"]) if "a_16" in operands else None,
+            residual=operands.get("residual"), gate=operands.get("gate"), **sharing,
         )  # fmt: skip
         if "c" in problem.received:
             problem.received["c"][...] = c
@@ -252,21 +252,19 @@ def form_of(
     return arch, tiles
 
 
-def _check_sum(given: dict[str, Array], out_dtype: str) -> None:
+def _check_sum(operands: dict[str, Array], out_dtype: str) -> None:
     """Raise unless what a product is added to, and its factors, fit the result."""
-    rows, n = math.prod(given["a"].shape[:-1]), given["b"].shape[0]
-    if "gate" in given and "residual" not in given:
+    rows, n = math.prod(operands["a"].shape[:-1]), operands["b"].shape[0]
+    if "gate" in operands and "residual" not in operands:
         raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
     for name in ("residual", "gate"):
-        if name in given and given[name].dtype.name != out_dtype:
-            raise TypeError(f"{name} must be {out_dtype} as out_dtype, got {given[name].dtype}")
-    if "residual" in given and tuple(given["residual"].shape) != (*given["a"].shape[:-1], n):
-        raise ValueError(
-            f"residual must have shape {(*given['a'].shape[:-1], n)}, got "
-            f"{tuple(given['residual'].shape)}"
-        )
-    if "gate" in given:
-        shape = tuple(given["gate"].shape)
+        if name in operands and operands[name].dtype.name != out_dtype:
+            raise TypeError(f"{name} must be {out_dtype} as out_dtype, got {operands[name].dtype}")
+    residual, shape = operands.get("residual"), (*operands["a"].shape[:-1], n)
+    if residual is not None and tuple(residual.shape) != shape:
+        raise ValueError(f"residual must have shape {shape}, got {tuple(residual.shape)}")
+    if "gate" in operands:
+        shape = tuple(operands["gate"].shape)
         groups = 1 if len(shape) == 1 else shape[0] if shape else 0
         if not 1 <= len(shape) <= 2 or shape[-1] != n or groups < 1 or rows % groups:
             raise ValueError(
@@ -275,14 +273,14 @@ def _check_sum(given: dict[str, Array], out_dtype: str) -> None:
             )
 
 
-def _other_strategy(name: str, given: Mapping[str, Array]) -> str:
+def _other_strategy(name: str, operands: Mapping[str, Array]) -> str:
     """Say what scales that fit no strategy together may be short of; "" for other arrays."""
     if not name.endswith("_scales"):
         return ""
-    a, n = given["a"], given["b"].shape[0]
+    a, n = operands["a"], operands["b"].shape[0]
     return (
         f"; of channels a_scales must be {(*a.shape[:-1], 1)} and b_scales {(n, 1)}, got "
-        f"{tuple(given['a_scales'].shape)} and {tuple(given['b_scales'].shape)}"
+        f"{tuple(operands['a_scales'].shape)} and {tuple(operands['b_scales'].shape)}"
     )
 
 
@@ -292,53 +290,53 @@ def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[st
         raise ValueError(f"out must lie in C order, got strides {out.strides} of {shape}")
 
 
-def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
+def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
     """Raise unless the operands of a product fit together."""
     check_out_dtype(out_dtype)
     check_activation(activation)
-    a, b = given["a"], given["b"]
+    a, b = operands["a"], operands["b"]
     for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
                         ("b_scales", "float32")):  # fmt: skip
-        if given[name].dtype != np.dtype(dtype):
-            raise TypeError(f"{name} must be {dtype}, got {given[name].dtype}")
+        if operands[name].dtype != np.dtype(dtype):
+            raise TypeError(f"{name} must be {dtype}, got {operands[name].dtype}")
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[1]:
         raise ValueError(
             "a must be (..., k) and b (n, k), got a.shape="
             f"{tuple(a.shape)} and b.shape={tuple(b.shape)}"
         )
-    _check_sum(given, out_dtype)
-    strategy = strategy_of(a, given["a_scales"], b, given["b_scales"])
+    _check_sum(operands, out_dtype)
+    strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
     per_row = 1 if strategy == "channel" else -(-a.shape[-1] // BLOCK_SIZE)
     expected = {
         "a_scales": (*a.shape[:-1], per_row),
         "b_scales": scale_shape(b.shape, BLOCK_SIZE, strategy),
         "bias": (b.shape[0],),
     }
-    if strategy == "channel" and "a_16" in given:
+    if strategy == "channel" and "a_16" in operands:
         raise UnsupportedError(
             "outliers go with scales of blocks, got scales of channels: quantise with "
             "strategy='block'"
         )
-    if "a_16" in given:
-        columns = given["a_16"].shape[-1] if given["a_16"].ndim else 0
+    if "a_16" in operands:
+        columns = operands["a_16"].shape[-1] if operands["a_16"].ndim else 0
         expected |= {"a_16": (*a.shape[:-1], columns), "b_16": (b.shape[0], columns)}
-        types = {given[name].dtype.name for name in ("a_16", "b_16")}
+        types = {operands[name].dtype.name for name in ("a_16", "b_16")}
         if len(types) > 1 or not types < {"float16", "bfloat16"}:
             raise TypeError(
                 "outliers must both be float16 or both bfloat16, got "
-                f"{given['a_16'].dtype.name} and {given['b_16'].dtype.name}"
+                f"{operands['a_16'].dtype.name} and {operands['b_16'].dtype.name}"
             )
-    for name in expected.keys() & given.keys():
-        if tuple(given[name].shape) != expected[name]:
+    for name in expected.keys() & operands.keys():
+        if tuple(operands[name].shape) != expected[name]:
             raise ValueError(
                 f"{name} must have shape {expected[name]} for a.shape={tuple(a.shape)} and "
-                f"b.shape={tuple(b.shape)}, got {tuple(given[name].shape)}"
-                + _other_strategy(name, given)
+                f"b.shape={tuple(b.shape)}, got {tuple(operands[name].shape)}"
+                + _other_strategy(name, operands)
             )
     if strategy == "channel":
         check_channel_codes(a.shape[-1])
-    if "bias" in given and given["bias"].dtype.name not in STORAGE:
-        raise TypeError(f"bias must be {' or '.join(STORAGE)}, got {given['bias'].dtype.name}")
+    if "bias" in operands and operands["bias"].dtype.name not in STORAGE:
+        raise TypeError(f"bias must be {' or '.join(STORAGE)}, got {operands['bias'].dtype.name}")
     largest = max(math.prod(a.shape[:-1]), a.shape[-1], b.shape[0])
     if largest > MAX_LENGTH:
         raise ValueError(f"rows, columns and k must be at most 2^30, got {largest}")

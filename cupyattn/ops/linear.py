@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,12 @@ class Int8Linear:
                 f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise "
                 "the weight again"
             )
+        for name, size in (("codes", codes), ("scales", scales)):
+            if size is None or isinstance(size, numbers.Number):
+                raise TypeError(
+                    f"{name} must be an array, got {size!r}: Int8Linear takes codes and scales, "
+                    "and Int8Linear.from_weight(weight) makes them of an array (out, in)"
+                )
         codes, scales, bias = taken(codes=codes, scales=scales, bias=bias)
         if codes.ndim != 2:
             raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
@@ -295,11 +302,11 @@ class Int8Linear:
             step_w = _spread(self.scales, size_w.shape, across=True)
         error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
         if outliers is not None:
-            for error, exact, given in (
+            for error, exact, made in (
                 (error_x, rows, outliers[0]),
                 (error_w, weight, outliers[1]),
             ):
-                rounded = as_float64(given[:, : kept.size])
+                rounded = as_float64(made[:, : kept.size])
                 error[:, kept] = abs(rounded - as_float64(exact)[:, kept])
         inputs = size_x @ error_w.T + error_x @ (size_w + error_w).T
         inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
@@ -336,13 +343,13 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
 
 def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
     """Return columns as an array; TypeError or ValueError for what names none."""
-    given = as_host_array("outlier_columns", columns)
-    if given.size and given.dtype.kind not in "iu":
+    numbers = as_host_array("outlier_columns", columns)
+    if numbers.size and numbers.dtype.kind not in "iu":
         raise TypeError(
             "outlier_columns must be whole numbers, such as np.flatnonzero(mask) of a mask, got "
-            f"{shown(columns)} of {given.dtype}"
+            f"{shown(columns)} of {numbers.dtype}"
         )
-    found = given.astype(np.int64).reshape(-1)
+    found = numbers.astype(np.int64).reshape(-1)
     if found.size and (found.min() < 0 or found.max() >= channels):
         raise ValueError(f"outlier_columns must be 0 to {channels - 1}, got {columns!r}")
     if np.unique(found).size != found.size:

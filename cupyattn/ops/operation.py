@@ -141,18 +141,18 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
     from cupyattn import interpret as interpreter
 
     scratch = {one.name: _filled(one.shape, one.dtype, one.zeros) for one in work.between}
-    given = {}
+    copies = {}
     for one in work.between:
         if one.cast_of:
             scratch[one.name][...] = problem.operands[one.cast_of]
         if one.copy_of:
             scratch[one.name][...] = problem.kept[one.copy_of]
-            given[one.copy_of] = scratch[one.name].copy()
+            copies[one.copy_of] = scratch[one.name].copy()
     made = {name: np.empty(one.shape, one.dtype) for name, one in problem.results.items()}
     for name, one in problem.results.items():
         if one.fill is not None:
             made[name][...] = one.fill
-    inputs = {name: memory.as_input(a) for name, a in {**problem.operands, **given}.items()}
+    inputs = {name: memory.as_input(a) for name, a in {**problem.operands, **copies}.items()}
     buffers = {**inputs, **problem.received, **scratch, **made}
     for plan, names in zip(work.plans, work.names, strict=True):
         own = {inner: buffers[outer] for inner, outer in names.items() if outer in buffers}

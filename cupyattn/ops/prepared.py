@@ -11,15 +11,15 @@ from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned
 from cupyattn.ops.call_operands import PAIRS, direct_operands
 from cupyattn.ops.operation import Operation, interpret, make_ready
 from cupyattn.plans.records import Plan
-from cupyattn.problem.request import OF_SCORES, SEQUENCES, Request
+from cupyattn.problem.request import LENGTHS, OF_SCORES, SEQUENCES, Request
 from cupyattn.problem.row_preparation import BUFFERS
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
 
 #: Buffers of a call beside q, k and v, which a prepared call keeps.
-ADDED = (*OF_SCORES, *BUFFERS, *SEQUENCES)
+ADDED = (*OF_SCORES, *BUFFERS, *SEQUENCES, *LENGTHS)
 #: Those of them that a call may replace.
-_REPLACED = ("mask", "bias", *SEQUENCES)
+_REPLACED = ("mask", "bias", *SEQUENCES, *LENGTHS)
 
 
 class Prepared:
@@ -96,27 +96,19 @@ class Prepared:
         return "\n".join([first, *self._work.memory, *map(str, self.plans)])
 
     def __call__(
-        self,
-        q: Any,
-        k: Any = None,
-        v: Any = None,
-        *,
-        mask: Any = None,
-        bias: Any = None,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_k: Any = None,
-        out: Any = None,
+        self, q: Any, k: Any = None, v: Any = None, *, out: Any = None, **others: Any
     ) -> Any:
         """Run on other arrays of the same form.
 
         Parameters
         ----------
         q, k, v : array, or q a QuantizedQKV
-        mask, bias, cu_seqlens_q, cu_seqlens_k : array, optional
-            In place of those that the call was planned with. No sequence may be longer than the
-            call was planned for.
         out : array, optional
             Receives O; given if and only if the call was planned with one.
+        **others : array
+            ``mask``, ``bias``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``lengths_q`` and ``lengths_kv``
+            in place of those that the call was planned with. No sequence may be longer than the
+            call was planned for.
 
         Returns
         -------
@@ -127,11 +119,14 @@ class Prepared:
         ------
         ValueError
             For arrays of another form; the message says what differs.
+        TypeError
+            For others that it does not take.
         DeviceMemoryError
             If results and scratch memory do not fit; nothing was launched then.
         """
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
-        if mask is bias is cu_seqlens_q is cu_seqlens_k is None and self._is_plain:
+        given = _replaced(others) if others else others
+        if not given and self._is_plain:
             operands, direct = arrays, type(q) is type(k) is type(v) is self._array
             if not direct:
                 operands = direct_operands(arrays) or {}
@@ -147,8 +142,6 @@ class Prepared:
                     made = self._ready(operands, addresses, self._scratch)
                     received = {} if out is None else {"out": out}
                     return self._operation.restore(None, received, made)
-        others = zip(_REPLACED, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
-        given = {name: a for name, a in others if a is not None}
         names: tuple[str, ...] = _REPLACED
         if isinstance(q, QuantizedQKV):  # which has offsets of its own
             names = tuple(name for name in names if name not in SEQUENCES or name in given)
@@ -207,3 +200,10 @@ class Prepared:
             said = "out" if name == "o" else name
             raise ValueError(f"{said} was not given when the call was planned: plan anew with one")
         return addresses
+
+
+def _replaced(others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays that a call has in place of those that it was planned with."""
+    for name in others.keys() - {*_REPLACED}:
+        raise TypeError(f"a prepared call takes {', '.join(_REPLACED)} and out, got {name!r}")
+    return {name: a for name, a in others.items() if a is not None}

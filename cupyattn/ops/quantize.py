@@ -28,7 +28,7 @@ from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantize
+from cupyattn.plans.quantize import Part, check_value_tiles, operand_parts, plan_quantize
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
@@ -191,8 +191,8 @@ def quantize_kv(
     Returns
     -------
     QuantizedQKV
-        The codes of `quantize` of these keys and values, with no query row:
-        ``quantize_kv(k, v).with_q(q)`` has the bits of ``quantize(q, k, v)``.
+        The codes of `quantize` of these keys and values, with no query row: attention refuses it,
+        and ``quantize_kv(k, v).with_q(q)`` has the bits of ``quantize(q, k, v)``.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def quantize_kv(
         no_rows, taken_k, taken_v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
         rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **sequences,
     )  # fmt: skip
-    return replace(found, as_given=as_given)
+    return replace(found, as_given=as_given, has_queries=False)
 
 
 class QuantizeSettings(NamedTuple):
@@ -368,7 +368,7 @@ def _facts(coding: Coding, q: Array) -> CodeFacts:
     groups = quant.group_q(tiles), quant.group_kv(tiles), quant.group_v(tiles)
     done = {} if coding.preparation is None else vars(coding.preparation)
     options = {"rope": "rope", "norm": "qk_norm"}
-    prepared = tuple(options[name] for name, given in done.items() if given is not None)
+    prepared = tuple(options[name] for name, asked in done.items() if asked is not None)
     return CodeFacts(*groups, quant, q.dtype.name, int(q.shape[-1]), coding.sequences, prepared)
 
 
@@ -484,7 +484,7 @@ def coding_problem(
         shape = (*k.shape[:2], places.shape[2], k.shape[3])
         described["k"] = replace(described["k"], shape=shape)
     packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
-    found = parts(quant, tiles, described, packed, prepares_of(preparation))
+    found = operand_parts(quant, tiles, described, packed, prepares_of(preparation))
     if places is not None:
         found["k"] = replace(found["k"], gathered=True)
         arrays["k_places"] = places
@@ -500,9 +500,9 @@ def coding_problem(
     count = None if sequences is None else sequences.batch
     shapes = tuple(q.shape), described["k"].shape
     with on_device_of(q):
-        given = static_scales(array_namespace(q), quant, *shapes, tiles, count)
-    arrays |= {f"{n}_static_scale": scale for n, scale in given.items() if scale is not None}
-    results = _results(found, given, packed=sequences is not None)
+        given_scales = static_scales(array_namespace(q), quant, *shapes, tiles, count)
+    arrays |= {f"{n}_static_scale": scale for n, scale in given_scales.items() if scale is not None}
+    results = _results(found, given_scales, packed=sequences is not None)
     coding = replace(coding, parts=found)
     return Problem(
         what="quantize", backend=backend, operands=arrays, results=results,
@@ -511,7 +511,7 @@ def coding_problem(
 
 
 def _results(
-    found: Mapping[str, Part], given: Mapping[str, Array | None], *, packed: bool
+    found: Mapping[str, Part], given_scales: Mapping[str, Array | None], *, packed: bool
 ) -> dict[str, Result]:
     """Return what the kernels make, and what is there before: scales that are given, zeros between
     packed sequences, and what no keys and a group of zeros have."""
@@ -525,8 +525,8 @@ def _results(
             if buffer == f"{name}_static_scale":
                 continue
             fill = of_nothing.get(buffer, 0 if packed or empty else None)
-            if buffer == f"{name}_scale" and given.get(name) is not None:
-                fill = given[name]
+            if buffer == f"{name}_scale" and given_scales.get(name) is not None:
+                fill = given_scales[name]
             results[buffer] = Result(shape, np.dtype(dtype), fill)
     return results
 

@@ -26,10 +26,9 @@ from cupyattn.quant.blocks import (
     check_codes,
     check_out_dtype,
     check_values,
-    dequantize_blocks,
-    quantize_blocks,
     scale_shape,
 )
+from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 
 Array = Any
 
@@ -212,7 +211,7 @@ class _WeightDequant:
         check_one_device(codes=codes, scales=scales)
         backend = choose(settings.backend, codes)
         check_out_dtype(settings.out_dtype)
-        given, size = {"codes": codes, "scales": scales}, settings.block_size
+        operands, size = {"codes": codes, "scales": scales}, settings.block_size
         check_blocks(settings.strategy, size)
         if settings.strategy == "channel" and backend == "interpret":
             raise UnsupportedError(
@@ -220,18 +219,18 @@ class _WeightDequant:
             )
         if settings.strategy == "channel" or not _takes_kernel(backend, size):
             return Problem(
-                what=self.name, backend="mirror", operands=given, results={}, as_given=as_given,
+                what=self.name, backend="mirror", operands=operands, results={}, as_given=as_given,
                 settled=settings,
             )  # fmt: skip
         check_codes(codes, scales, size)
         with on_device_of(codes):
-            given = {
+            operands = {
                 "codes": contiguous_last_axis(as_matrix(codes)),
                 "scales": contiguous_last_axis(scales),
             }
         results = {"w": Result(tuple(codes.shape), STORAGE[settings.out_dtype])}
         return Problem(
-            what=self.name, backend=backend, operands=given, results=results, as_given=as_given,
+            what=self.name, backend=backend, operands=operands, results=results, as_given=as_given,
             settled=settings,
         )  # fmt: skip
 
@@ -244,8 +243,8 @@ class _WeightDequant:
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Return the weight by the functions of the arrays' own library."""
         size, _, dtype, strategy = problem.settled
-        given = problem.operands
-        return {"w": dequantize_blocks(given["codes"], given["scales"], size, dtype, strategy)}
+        codes, scales = (problem.operands[name] for name in ("codes", "scales"))
+        return {"w": dequantize_blocks(codes, scales, size, dtype, strategy)}
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
         """Return the weight."""

@@ -4,7 +4,7 @@ kernel."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cupyattn.arrays.operand import Operand
@@ -18,6 +18,7 @@ from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import Launch, TensorMap, Workspace
 from cupyattn.plans.structs import (
+    ATTN_PARAMS,
     PIECE_PARAMS,
     SCHEDULE_PARAMS,  # fmt: skip
 )
@@ -30,6 +31,8 @@ LOG2E = math.log2(math.e)
 HOPPER_BLOCKS = 132
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
+#: Rows of a block that clears padding: a few accesses for each of its threads at any head_dim.
+_CLEARED = Tiles(block_q=64, block_kv=1, num_warps=4)
 
 
 def module_spec(
@@ -73,7 +76,8 @@ def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
         softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
-        rope=call.rope, varlen=call.packed is not None, stacked=call.stack > 0, **quantised,
+        rope=call.rope, varlen=call.packed is not None, padded=call.padded is not None,
+        stacked=call.stack > 0, **quantised,
     )  # fmt: skip
 
 
@@ -88,12 +92,13 @@ def attn_params(
     kept_blocks: Operand | None,
 ) -> dict[str, Any]:
     """Return the fields of ``struct AttnParams``, buffers by their names."""
-    given = mask is not None, bias is not None, kept_blocks is not None
-    if given != (call.mask, bool(call.bias), call.block_mask != (0, 0)):
+    present = mask is not None, bias is not None, kept_blocks is not None
+    if present != (call.mask, bool(call.bias), call.block_mask != (0, 0)):
         raise ValueError(
             "mask, bias and kept_blocks must be given where the call has them, and only there"
         )
-    absent, packed = (0, 0, 0, 0), call.packed
+    absent, own, lengths = (0, 0, 0, 0), call.own_lengths, call.lengths_in
+    total_q = call.len_q if call.padded else call.packed.total_q if call.packed else 0
     return {
         "Q": "q", "K": "k", "V": "v", "O": "o",
         "lse": "lse" if call.return_lse else None, "S": None,
@@ -111,10 +116,8 @@ def attn_params(
         "kept_stride": kept_blocks.row_strides if kept_blocks else absent[:3],
         "rope_cos": "rope_cos" if call.rope else None,
         "rope_sin": "rope_sin" if call.rope else None, "rope_offset_q": call.rope_offset_q,
-        "cu_seqlens_q": "cu_seqlens_q" if packed else None,
-        "cu_seqlens_k": "cu_seqlens_k" if packed else None,
-        "total_q": packed.total_q if packed else 0,
-        "bottom_right": packed is not None and packed.bottom_right, "stack": call.stack,
+        "cu_seqlens_q": lengths["q"], "cu_seqlens_k": lengths["k"], "total_q": total_q,
+        "bottom_right": own is not None and own.bottom_right, "stack": call.stack,
     }  # fmt: skip
 
 
@@ -133,7 +136,7 @@ def _persistent(
     # NOTE: every block goes on to a tile past the last, whose number is an int as well.
     check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
     uneven = (call.causal and not call.stack) or call.window
-    uneven = uneven or call.packed is not None or call.block_mask != (0, 0)
+    uneven = uneven or call.own_lengths is not None or call.block_mask != (0, 0)
     uneven = uneven or bool(features.mask_kind) or features.bias_kind == "dense"
     cuts = form.pieces and not uneven
     steps = -(-call.len_kv // tiles.block_kv)
@@ -143,9 +146,9 @@ def _persistent(
     structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
     structs += ((PIECE_PARAMS, cut.params),) if form.pieces else ()
     counter = (Workspace("next_tile", (1,), "int32", zeros=True),)
-    parts = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
+    partials = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
     blocks = HOPPER_BLOCKS if cut.cut else min(count, HOPPER_BLOCKS)
-    return blocks, structs, counter if uneven else parts, cut
+    return blocks, structs, counter if uneven else partials, cut
 
 
 def _merge_pieces(
@@ -160,6 +163,23 @@ def _merge_pieces(
     merge = ModuleSpec("merge/sm90/merge_pieces.cu", defines)
     structs += ((PIECE_PARAMS, cut.params),)
     return (Launch(merge, "merge_pieces", grid, tiles.num_threads, False, structs),)
+
+
+def clear_padding(
+    call: AttentionSpec, o: Operand, params: Mapping[str, Any]
+) -> tuple[Launch, ...]:
+    """Plan what writes the rows past the queries of padded entries; () where all rows count."""
+    if call.padded is None or not call.padded.of_q:
+        return ()
+    features = Features(
+        call.dtype, call.head_dim, lse=call.return_lse, vec=widest(o), padded=True
+    )  # one module for all rungs
+    defines = {**_CLEARED.defines(), **features.defines()}
+    spec = ModuleSpec("prepare/clear_padding.cu", tuple(sorted(defines.items())))
+    blocks = -(-call.len_q // _CLEARED.block_q)
+    grid = check_grid("clearing the padding", blocks, call.batch, call.heads)
+    structs = ((ATTN_PARAMS, params),)
+    return (Launch(spec, "clear_padding", grid, _CLEARED.num_threads, False, structs),)
 
 
 def tensor_map_of(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:

@@ -16,6 +16,7 @@ from cupyattn.plans.assemble import (
     _persistent,
     attn_params,
     check_grid,
+    clear_padding,
     entry_of,
     features_of,
     module_spec,
@@ -111,7 +112,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
         structs += added + scores.structs
         workspace += scores.workspace
     launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
-    launches = (*scores.passes, launch, *merge)
+    launches = (*clear_padding(call, o, params), *scores.passes, launch, *merge)
     return Plan(variant.name, form, tiles, features, launches, workspace, kernel.note)
 
 

@@ -33,6 +33,9 @@ _BUFFERS = (
     "code_sum",
 )  # fmt: skip
 
+#: Fields of `Part` that say that batch entries have lengths of their own.
+_OWN_LENGTHS = ("packed", "padded")
+
 #: ``enum class Step`` of kernels_cu/prims/config.cuh, in its order.
 STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values")
 
@@ -76,6 +79,11 @@ class Part:
         x is one batch entry of so many packed sequences, of at most so many rows, which begin and
         end where offsets say. Means, scales and groups of rows are those of a sequence;
         `cupyattn.quant.packed` says where.
+    padded : bool
+        Batch entries of the call have lengths of their own: means and scales, one scale for all
+        heads as well, are those of the rows of an entry that count.
+    lengths : str, optional
+        The buffer that says how many these are; None: all.
     prepares : Prepares, optional
         Rows of Q or K are normalised and turned first.
     gathered : bool
@@ -92,6 +100,8 @@ class Part:
     static: bool = False
     zero_points: bool = False
     packed: tuple[int, int] | None = None
+    padded: bool = False
+    lengths: str | None = None
     prepares: Prepares | None = None
     gathered: bool = False
     summed: tuple[int, int] | None = None
@@ -128,7 +138,7 @@ class Part:
             padded = packed_values(length, self.packed[0]) if self.packed else padded_length(length)
             shape, scale = (batch, heads, head_dim, padded), (*scale, head_dim)
         elif self.per_tensor:
-            scale = (1, 1, scale[2])
+            scale = (batch if self.padded else 1, 1, scale[2])
         found: dict[str, tuple[tuple[int, ...], str]] = {
             "codes": (shape, "int8"), "scale": (scale, "float32"),
         }  # fmt: skip
@@ -143,12 +153,13 @@ class Part:
         return {f"{name}_{buffer}": what for buffer, what in found.items()}
 
 
-def parts(
+def operand_parts(
     quant: QuantConfig,
     tiles: Tiles,
     operands: Mapping[str, Operand],
     packed: Mapping[str, tuple[int, int] | None],
     prepares: Mapping[str, Prepares] | None = None,
+    padded: Mapping[str, str | None] | None = None,
 ) -> dict[str, Part]:
     """Return what becomes of "q", "k" and, where it gets codes, of "v".
 
@@ -162,23 +173,28 @@ def parts(
         As for `Part`, by operand.
     prepares : mapping of str to Prepares, optional
         The same.
+    padded : mapping of str to (str or None), optional
+        `Part.lengths` by operand where batch entries have lengths of their own.
     """
     prepares = prepares or {}
     rows: dict[str, Any] = {"static": quant.static, "zero_points": quant.zero_points}
+    own: dict[str, dict[str, Any]] = {
+        n: {"padded": padded is not None, "lengths": (padded or {}).get(n)} for n in "qkv"
+    }
     found = {
         "q": Part(
             operands["q"], quant.group_q(tiles), quant.granularity_q == "tensor",
-            packed=packed["q"], prepares=prepares.get("q"), **rows,
+            packed=packed["q"], prepares=prepares.get("q"), **rows, **own["q"],
         ),
         "k": Part(
             operands["k"], quant.group_kv(tiles), quant.granularity_k == "tensor", quant.smooth_k,
-            packed=packed["k"], prepares=prepares.get("k"), **rows,
+            packed=packed["k"], prepares=prepares.get("k"), **rows, **own["k"],
         ),
     }  # fmt: skip
     if quant.form == "pv8":
         found["v"] = Part(
             operands["v"], quant.group_v(tiles), smooth=bool(quant.smooth_v),
-            zero_points=quant.value_zero_points, packed=packed["v"],
+            zero_points=quant.value_zero_points, packed=packed["v"], **own["v"],
         )  # fmt: skip
     return found
 
@@ -280,7 +296,8 @@ def plan_quantize(
     -------
     Plan
         Without launches where all operands are empty. It names the buffers ``"q"``, ``"k"`` and
-        ``"v"``, those of `Part.buffers`, the offsets ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``,
+        ``"v"``, those of `Part.buffers`, the offsets ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, the
+        `Part.lengths`,
         ``"k_places"``, int32, (batch, heads, length), and of parts that were summed before
         ``"k_partial_sum"``, float32, (batch, heads, slices, head_dim).
 
@@ -289,16 +306,17 @@ def plan_quantize(
     UnsupportedError
         If a grid would be too large.
     """
-    given = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
-    (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in given.values()}
-    pairs = any(part.prepares for part in given.values())
+    present = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
+    (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in present.values()}
+    pairs = any(part.prepares for part in present.values())
     vec = max(
         w
         for w in (1, 2, 4, 8)
-        if all(part.x.allows(w) for part in given.values()) and not (pairs and head_dim // 2 % w)
+        if all(part.x.allows(w) for part in present.values()) and not (pairs and head_dim // 2 % w)
     )
-    features = Features(dtype, head_dim, vec=vec, varlen=any(p.packed for p in given.values()))
-    groups = [p.group for name, p in given.items() if name != "v" and p.group != GROUP_ALL]
+    packed, padded = (any(getattr(p, name) for p in present.values()) for name in _OWN_LENGTHS)
+    features = Features(dtype, head_dim, vec=vec, varlen=packed, padded=padded)
+    groups = [p.group for name, p in present.items() if name != "v" and p.group != GROUP_ALL]
     shape = head_dim, itemsize, vec
     num_warps, registers = next(
         (
@@ -315,7 +333,7 @@ def plan_quantize(
     held = of_block(GROUP_ALL, *shape)
     work = {
         name: _Work(name, part, of_block(part.group, *shape), held, columns)
-        for name, part in given.items()
+        for name, part in present.items()
         if math.prod(part.x.shape)
     }
     steps = {name: one.steps for name, one in work.items()}
@@ -456,7 +474,8 @@ class _Work:
         """
         _, length = self.part.entries
         if "extrema" not in self.steps:
-            shorter = min(length, MANY_ROWS - 1) if self.part.packed else 0  # may have more of them
+            own = self.part.packed or self.part.lengths  # a shorter entry may have more of them
+            shorter = min(length, MANY_ROWS - 1) if own else 0
             length = max(rows_of_mean(length), shorter)
         few = min(_ALL_SLICES // self.heads, _MAX_SLICES)
         splits = max(1, few, min(length // _SLICE_ROWS, _SLICES))
@@ -501,15 +520,17 @@ class _Work:
         buffers = {b: f"{name}_{b}" for b in _BUFFERS}
         _, heads, total, _ = part.x.shape
         groups, sums, packed = part.groups(part.group), part.groups(1), part.packed is not None
+        scale_heads = 1 if part.per_tensor else heads
+        shared = packed or (part.per_tensor and not part.padded)
         return {
             **(part.prepares.params(part.x.shape[3]) if part.prepares else {}),
             "X": name, **{field: b if b in named else None for field, b in buffers.items()},
             "X_stride": part.x.row_strides,
-            "scale_stride_batch": 0 if part.per_tensor or packed else heads * groups,
+            "scale_stride_batch": 0 if shared else scale_heads * groups,
             "scale_stride_head": 0 if part.per_tensor else groups,
             "heads": heads, "length": part.entries[1], "splits": splits,
             "split_rows": self.slices[1],
-            "cu_seqlens": f"cu_seqlens_{'q' if name == 'q' else 'k'}" if packed else None,
+            "cu_seqlens": f"cu_seqlens_{'q' if name == 'q' else 'k'}" if packed else part.lengths,
             "total": total, "padded": made["v_codes"][0][3] if name == "v" else 0,
             "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
             "places": f"{name}_places" if part.gathered else None, "summed": summed,

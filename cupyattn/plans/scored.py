@@ -172,5 +172,6 @@ def _passes(
         grid = check_grid("packing the mask", *bits.shape[:2])
         threads = tiles.block_q // MASK_GROUP * WARP
         return Launch(module, "pack_mask", grid, threads, False, structs), listing
-    packing = Launch(module, "pack_keys", bits.shape[0], KEYS_THREADS, False, structs)
+    grid = check_grid("packing the mask", bits.shape[0])
+    packing = Launch(module, "pack_keys", grid, KEYS_THREADS, False, structs)
     return (packing, listing) if features.block_mask != (0, 0) else (packing,)

@@ -8,7 +8,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.plans import attention, attention_int8
 from cupyattn.plans.codes import Scales, ZeroPoints
 from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
-from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantize
+from cupyattn.plans.quantize import Part, check_value_tiles, operand_parts, plan_quantize
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.plans.unpack import plan_unpack
 from cupyattn.problem.call import AttentionSpec
@@ -82,11 +82,13 @@ def _quantising_stages(request: Request) -> Work:
     check_value_tiles(quant, tiles, request.architecture)
     given = request.given_places
     packed = {name: _packed(call, name) for name in given}
-    found = parts(quant, tiles, given, packed, prepares_of(request.preparation))
-    # No launch makes the mean of no keys, nor what lies between codes of packed sequences, which
-    # meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
+    lengths = call.lengths_in
+    padded = None if call.padded is None else {**lengths, "v": lengths["k"]}
+    found = operand_parts(quant, tiles, given, packed, prepares_of(request.preparation), padded)
+    # No launch makes the mean of no keys, nor what lies behind codes of packed sequences and padded
+    # entries, which meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
     filled = {f"{name}_mean" for name, part in found.items() if not all(part.x.shape)}
-    filled |= {"v_codes"} if call.packed and quant.value_p_type == "e4m3" else set()
+    filled |= {"v_codes"} if call.own_lengths and quant.value_p_type == "e4m3" else set()
     between = [
         Workspace(b, shape, dtype, b in filled, copy_of=_given_scale(b) if part.static else "")
         for name, part in found.items()

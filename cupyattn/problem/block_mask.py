@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.kernels.limits import check_length
 from cupyattn.problem.checks import check_limits
@@ -26,7 +27,8 @@ class BlockMask:
     Parameters
     ----------
     mask : array, bool, (batch or 1, heads or 1, q_blocks, kv_blocks)
-        NumPy or CuPy; copied. True: query rows ``[i * block_q, (i + 1) * block_q)`` attend to keys
+        NumPy, CuPy, or anything with DLPack; copied. True: query rows
+        ``[i * block_q, (i + 1) * block_q)`` attend to keys
         ``[j * block_kv, (j + 1) * block_kv)``, the last blocks as far as the lengths reach.
     block_q, block_kv : {64, 128}
         Rows and keys of a block.
@@ -34,7 +36,7 @@ class BlockMask:
     Raises
     ------
     TypeError
-        If `mask` is not a boolean NumPy or CuPy array.
+        If `mask` is no boolean array.
     ValueError
         If it has not four axes, or a block another size.
 
@@ -60,16 +62,17 @@ class BlockMask:
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        xp = array_namespace(self.mask)
-        if self.mask.dtype != np.bool_:
-            raise TypeError(f"a block mask must be bool, got mask.dtype={self.mask.dtype}")
-        if self.mask.ndim != 4:
+        given, _ = take("mask", self.mask)
+        if given.dtype != np.bool_:
+            raise TypeError(f"a block mask must be bool, got mask.dtype={given.dtype}")
+        if given.ndim != 4:
             raise ValueError(
                 "a block mask must have four axes (batch or 1, heads or 1, q_blocks, kv_blocks), "
-                f"got mask.shape={self.mask.shape}"
+                f"got mask.shape={given.shape}"
             )
         _check_sizes(self.block_q, self.block_kv)
-        mask = xp.array(self.mask, order="C", copy=True)
+        xp = array_namespace(given)
+        mask = xp.array(given, order="C", copy=True)
         if xp is np:
             mask.flags.writeable = False
         object.__setattr__(self, "mask", mask)
@@ -94,6 +97,7 @@ class BlockMask:
         >>> BlockMask.from_dense(np.eye(200, dtype=bool)).mask[0, 0].sum()
         np.int64(4)
         """
+        mask, _ = take("mask", mask)
         xp = array_namespace(mask)
         if mask.dtype != np.bool_:
             raise TypeError(f"mask must be bool (True: attend), got mask.dtype={mask.dtype}")

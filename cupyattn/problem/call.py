@@ -23,6 +23,23 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Padded:
+    """Which arrays say how many rows of a padded batch entry count, and how limits follow them.
+
+    Parameters
+    ----------
+    of_q, of_kv : bool
+        Whether entries have numbers of queries, and of keys.
+    bottom_right : bool
+        Whether the shifts of the call are further by the keys of an entry less its queries.
+    """
+
+    of_q: bool
+    of_kv: bool
+    bottom_right: bool
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """One attention call, checked: all that a kernel, a mirror or a bound needs but the data.
 
@@ -66,6 +83,8 @@ class AttentionSpec:
     packed : Packed, optional
         Batch entries are sequences of different lengths, packed without padding; Q and O are then
         arrays of shape (1, heads, total_q, head_dim), K and V of (1, heads_kv, total_k, head_dim).
+    padded : Padded, optional
+        Batch entries have lengths of their own, up to ``len_q`` and ``len_kv``.
     """
 
     batch: int
@@ -90,6 +109,20 @@ class AttentionSpec:
     qk_norm: bool = False
     stack: int = 0
     packed: Packed | None = None
+    padded: Padded | None = None
+
+    @property
+    def own_lengths(self) -> Packed | Padded | None:
+        """What is known of batch entries with lengths of their own; None where all have one."""
+        return self.packed or self.padded
+
+    @property
+    def lengths_in(self) -> dict[str, str | None]:
+        """The buffers that say where a sequence lies, or how long an entry is, for Q and for K."""
+        if self.packed is not None:
+            return {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
+        of_q, of_kv = (self.padded.of_q, self.padded.of_kv) if self.padded else (False, False)
+        return {"q": "lengths_q" if of_q else None, "k": "lengths_kv" if of_kv else None}
 
     @property
     def limits(self) -> tuple[int | None, int | None]:

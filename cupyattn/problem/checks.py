@@ -18,7 +18,7 @@ from cupyattn.arrays.memory import check_receiver
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import SCALE_MIN, check_shapes
-from cupyattn.problem.call import AttentionSpec, Packed
+from cupyattn.problem.call import AttentionSpec, Packed, Padded
 from cupyattn.problem.score_options import ScoreOptions
 
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
@@ -36,10 +36,12 @@ def check_dtype(q: Any, k: Any, v: Any) -> str:
     return names[0]
 
 
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """Return the softmax scale: the caller's, or ``head_dim ** -0.5``."""
+def check_scale(scale: Any, head_dim: int) -> float:
+    """Return the softmax scale: the caller's number, or ``head_dim ** -0.5`` for None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a number or None, got {shown(scale)}")
     value = float(scale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
@@ -281,16 +283,40 @@ def check_packed(
                 f"{call.batch} sequences of at most max_len_{name}={longest} rows are fewer rows "
                 f"than the {total} of {name}"
             )
-    # NOTE: shifts count from the alignment, which every sequence has for itself. What a window may
+    bottom_right = causal_align == "bottom-right"
+    call = _with_own_shifts(call, bottom_right=bottom_right, causal=causal, window=window)
+    return replace(call, packed=Packed(*totals, bottom_right))
+
+
+def check_padded(
+    call: AttentionSpec, given: tuple[bool, bool], *, causal: bool, causal_align: str, window: Any
+) -> AttentionSpec:
+    """Return a call whose batch entries have numbers of queries and of keys of their own.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+        As of batch entries that all have ``call.len_q`` rows and ``call.len_kv`` keys.
+    given : (bool, bool)
+        Whether there are lengths of Q, and of K and V.
+    causal, causal_align, window
+        Options of the call.
+    """
+    bottom_right = causal_align == "bottom-right"
+    call = _with_own_shifts(call, bottom_right=bottom_right, causal=causal, window=window)
+    return replace(call, padded=Padded(*given, bottom_right))
+
+
+def _with_own_shifts(
+    call: AttentionSpec, *, bottom_right: bool, causal: bool, window: Any
+) -> AttentionSpec:
+    """Return a call with the shifts of batch entries that have lengths of their own."""
+    # NOTE: shifts count from the alignment, which every entry has for itself. What a window may
     # be cut to, so that shifts stay within 32 bits, is counted from there too: bottom-right, a row
     # has at most len_kv keys to its left and len_q to its right.
-    bottom_right = causal_align == "bottom-right"
     lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
     first, last = check_limits(causal, "top-left", window, *lengths)
-    return replace(
-        call, causal_shift=last or 0, window_shift=first or 0,
-        packed=Packed(*totals, bottom_right),
-    )  # fmt: skip
+    return replace(call, causal_shift=last or 0, window_shift=first or 0)
 
 
 def check_out(out: Any, call: AttentionSpec, inputs: tuple[Any, ...]) -> None:

@@ -11,24 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError
-from cupyattn.kernels import ladder, splits
+from cupyattn.kernels import splits
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.numerics import numerics as compose_numerics
-from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem import stacking, support
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.checks import check_dtype, check_options
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import group_count, padded_columns, padded_length
 
@@ -178,7 +173,7 @@ def _has_few_rows(offer: support.Offer) -> bool:
     """Whether a call of few rows is left to a form for more by softcap, mask or bias."""
     call = offer.call
     scored = bool(call.softcap or call.mask or call.bias) and call.block_mask == (0, 0)
-    return scored and call.packed is None and splits.applies(call.len_q, call.len_kv)
+    return scored and call.own_lengths is None and splits.applies(call.len_q, call.len_kv)
 
 
 def _stacking(variant: Variant, offer: support.Offer) -> str:
@@ -219,45 +214,6 @@ def _tiles(
         rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
         options=support.options_of(call),
     )  # fmt: skip
-
-
-def settle_arrays(
-    variant: str,
-    arrays: Any,
-    scale: float | None,
-    options: ScoreOptions,
-    *,
-    quantized: Any = None,
-    tiles: Tiles | None = None,
-    form: str | None = None,
-) -> Kernel:
-    """Settle the kernel of arrays or quantised operands, wherever they lie.
-
-    Parameters
-    ----------
-    variant : str
-    arrays : (array, array, array)
-        q, k, v of layout (batch, heads, len, head_dim); not looked at where `quantized` is given.
-    scale : float, optional
-    options : ScoreOptions
-    quantized : QuantizedQKV, optional
-    tiles, form
-        As for `settle`.
-    """
-    check_kind(tiles)
-    rung, codes = ladder.lookup(variant), None
-    rung.check_form(form)
-    if quantized is None:
-        dtype, shapes = check_dtype(*arrays), [tuple(x.shape) for x in arrays]
-    else:
-        check_one_sequence(quantized)
-        z = quantized.unpacked()
-        dtype, codes = z.out_dtype, Codes.of(z)
-        shapes = [tuple(x.shape) for x in (z.q_codes, z.k_codes, z.k_codes)]
-    mask, bias = operands(mask=options.mask, bias=options.bias)
-    taken = replace(options, mask=mask, bias=bias)
-    call = check_options(check_shapes(*shapes), dtype, scale, taken, return_lse=True)
-    return settle(rung, call, codes=codes, tiles=tiles, form=form)
 
 
 # ---- of a request --------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ from cupyattn.quant.quantized import QuantizedQKV
 OF_SCORES = ("mask", "bias", "kept_blocks")
 #: Operands that say where packed sequences lie.
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
+#: Operands that say how many rows of padded batch entries count.
+LENGTHS = ("lengths_q", "lengths_kv")
 #: A value of `Request.prepared_when`.
 BEFORE = "in a pass before"
 _DEFAULT = QuantConfig()
@@ -71,6 +73,8 @@ class Request:
         Turns a result into the kind of array that the caller's q is.
     cu_seqlens_q, cu_seqlens_k : array, int32, (batch + 1,), or None
         Where packed sequences begin and end, on the device of q.
+    lengths_q, lengths_kv : array, int32, (batch,), or None
+        How many rows of padded batch entries count, on the device of q.
     kept : mapping of str to array
         Scales that the caller gives, by the names that plans have for them.
     """
@@ -93,6 +97,8 @@ class Request:
     as_given: Callable[[Any], Any]
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    lengths_q: Any = None
+    lengths_kv: Any = None
     kept: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -128,8 +134,9 @@ class Request:
 
     @property
     def sequences(self) -> dict[str, Any]:
-        """What says where packed sequences lie, of `SEQUENCES`."""
-        return self._those(SEQUENCES)
+        """What says where packed sequences lie, of `SEQUENCES`, or how long entries are, of
+        `LENGTHS`."""
+        return self._those((*SEQUENCES, *LENGTHS))
 
     def _those(self, names: tuple[str, ...]) -> dict[str, Any]:
         found = {name: getattr(self, name) for name in names}

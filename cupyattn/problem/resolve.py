@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import interchange
+from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
 from cupyattn.compiler.architectures import capability_of, check_arch
@@ -22,14 +21,15 @@ from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.request import Request
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import PAIRS, Preparation
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import check_smoothing
-from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
+from cupyattn.problem.sequences import Sequences, one_entry, take_lengths, take_sequences
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.static_scales import check_packed_quant
+from cupyattn.quant.static_scales import check_packed_quant, static_scales
 
+_AUTO = ("auto",)
 _NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
 
 
@@ -56,7 +56,6 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
     for name in ("causal", "return_lse", "check_finite"):
         _check_kind(name, getattr(settings, name), (bool, np.bool_), "True or False")
-    _check_kind("scale", settings.scale, numbers.Real, "a number or None")
     check_arch(settings.arch)
     if settings.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
@@ -65,6 +64,11 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
     if not packed and (settings.max_len_q, settings.max_len_k) != (None, None):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
+    if packed and ("lengths_q" in arrays or "lengths_kv" in arrays):
+        raise TypeError(
+            "lengths_q and lengths_kv are of padded batches, cu_seqlens_q and cu_seqlens_k of "
+            "packed sequences: give one of both pairs"
+        )
     (q, as_given), (k, _), (v, _) = (interchange.take(name, arrays[name]) for name in "qkv")
     array_namespace(q, k, v)
     given = tuple(tuple(x.shape) for x in (q, k, v))
@@ -82,6 +86,7 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         )
     dtype = checks.check_dtype(q, k, v)
     call, mask, bias = _check_options(sizes, dtype, q, settings, arrays, sequences)
+    call, lengths = _padded(call, q, settings, arrays)
     preparation = _take_preparation(q, call, settings, arrays)
     if preparation is not None:
         call = replace(call, qk_norm=preparation.norm is not None)
@@ -92,17 +97,17 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         settings = settings._replace(quant=choice.quant)
         variant, why = ladder.lookup(choice.variant), choice.why
     else:
-        variant, why = ladder.lookup(settings.variant), "asked for by name"
+        variant, why = ladder.lookup(settings.variant, also=_AUTO), "asked for by name"
     variant.check_dtype(call.dtype)
     interchange.check_one_device(
         q=q, k=k, v=v, mask=mask, bias=bias, **(preparation.buffers if preparation else {}),
-        **_offsets(sequences),
+        **_offsets(sequences), **lengths,
     )  # fmt: skip
     if settings.quant is not None and variant.family != "int8":
         raise ValueError(
             f"quant is for fa_int8, got variant {settings.variant!r}: add variant='fa_int8'"
         )
-    if packed and settings.quant is not None:
+    if call.own_lengths is not None and settings.quant is not None:
         check_packed_quant(settings.quant)
     if settings.check_finite:
         _check_finite(q, k, v)
@@ -110,12 +115,44 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         quant = replace(settings.quant or QuantConfig(), smooth_k=False)
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
-    return Request(
+    request = Request(
         settings, arrays, variant, why, call, target.choose(settings.backend, q), q, k, v, mask,
         bias, _kept_blocks(arrays, q), preparation, None,
         _receiver(settings, arrays, call, (q, k, v, mask, bias)),
-        as_given, **_offsets(sequences),
+        as_given, **_offsets(sequences), **lengths,
     )  # fmt: skip
+    return _with_given_scales(request)
+
+
+def _with_given_scales(request: Request) -> Request:
+    """Add the scales that the caller gives, where kernels read them."""
+    quant, call = request.settings.quant, request.call
+    if quant is None or not quant.static or request.backend == "mirror":
+        return request
+    tiles, sequences = request.scale_tiles, call.batch if call.packed else None
+    with memory.on_device_of(request.q):
+        given = static_scales(
+            array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
+        )
+        if call.padded is not None:  # a kernel may write NaN over the scale of an entry alone
+            xp = array_namespace(request.q)
+            given = {
+                name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
+                for name, x in given.items()
+                if x is not None
+            }
+    return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
+
+
+def _padded(
+    call: AttentionSpec, q: Any, settings: Settings, arrays: Mapping[str, Any]
+) -> tuple[AttentionSpec, dict[str, Any]]:
+    """Return a call with the lengths of its batch entries, and these; the call as it is without."""
+    lengths = take_lengths(q, arrays)
+    if lengths:
+        given = "lengths_q" in lengths, "lengths_kv" in lengths
+        call = checks.check_padded(call, given, **settings.places)
+    return call, lengths
 
 
 def _offsets(sequences: Sequences | None) -> dict[str, Any]:
@@ -126,6 +163,7 @@ def _offsets(sequences: Sequences | None) -> dict[str, Any]:
 
 def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     quantized = arrays["q"]
+    check_queries(quantized)
     if arrays["k"] is not None or arrays["v"] is not None or settings.quant is not None:
         raise ValueError(
             "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
@@ -134,7 +172,8 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
         check_turned_before(quantized)
     if settings.layout != "BHSD" and quantized.cu_seqlens_q is None:
         raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={settings.layout!r}")
-    variant = ladder.lookup("fa_int8" if settings.variant == "auto" else settings.variant)
+    name = "fa_int8" if settings.variant == "auto" else settings.variant
+    variant = ladder.lookup(name, also=_AUTO)
     if variant.family != "int8":
         raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={settings.variant!r}")
     quantized, sequences = _contiguous(quantized), _sequences_of(quantized, settings, arrays)
@@ -149,16 +188,24 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
     call, mask, bias = _check_options(
         sizes, quantized.out_dtype, operands[0], settings, arrays, sequences
     )
+    if sequences is not None and ("lengths_q" in arrays or "lengths_kv" in arrays):
+        raise TypeError(
+            "this QuantizedQKV holds packed sequences: give no lengths_q or lengths_kv beside it"
+        )
+    call, lengths = _padded(call, operands[0], settings, arrays)
+    of_entries = {**_offsets(sequences), **lengths}
     scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
     codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
-    interchange.check_one_device(**codes, **scales, mask=mask, bias=bias, **_offsets(sequences))
+    interchange.check_one_device(
+        **codes, **scales, mask=mask, bias=bias, **of_entries
+    )
     check_smoothing(call.softcap, quantized.k_mean)
     return Request(
         settings, arrays, variant, "the rung for quantised operands", call,
         target.choose(settings.backend, operands[0]), *operands, mask, bias,
         _kept_blocks(arrays, operands[0]), None, quantized,
         _receiver(settings, arrays, call, (*operands, mask, bias)),
-        quantized.as_given, **_offsets(sequences),
+        quantized.as_given, **of_entries,
     )  # fmt: skip
 
 
@@ -210,10 +257,7 @@ def _check_options(
             array, _ = interchange.take(name, array)
             array_namespace(q, array)
         given[name] = array
-    scores = ScoreOptions(
-        settings.causal, settings.causal_align, settings.window, settings.softcap,
-        given["mask"], given["bias"], arrays.get("block_mask"),
-    )  # fmt: skip
+    scores = settings.scores({**arrays, **given})
     call = checks.check_options(
         sizes, dtype, settings.scale, scores, return_lse=settings.return_lse
     )
@@ -236,11 +280,7 @@ def _take_preparation(
     q: Any, call: AttentionSpec, settings: Settings, arrays: Mapping[str, Any]
 ) -> Preparation | None:
     """Return the caller's tables and weights, checked against the arrays."""
-    given: dict[str, Any] = {
-        "rope": arrays.get("rope"), "rope_interleaved": settings.rope_interleaved,
-        "rope_offset_q": settings.rope_offset_q, "qk_norm": arrays.get("qk_norm"),
-        "qk_norm_eps": settings.qk_norm_eps,
-    }  # fmt: skip
+    given = settings.rows(arrays)
     for option, names in PAIRS.items():
         given[option] = interchange.taken_pair(names, given[option])
         if isinstance(given[option], tuple):

@@ -180,9 +180,9 @@ class Preparation:
 
     def stored(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K as all other rungs take them: rounded to their storage type at the end."""
-        return tuple(
-            made.astype(x.dtype) for made, x in zip(self.in_float32(q, k), (q, k), strict=True)
-        )
+        q_made, k_made = self.in_float32(q, k)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return q_made.astype(q.dtype), k_made.astype(k.dtype)
 
     def exact(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K normalised and turned in float64, by the same weights and tables."""

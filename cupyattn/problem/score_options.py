@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cupyattn.errors import shown
+
 if TYPE_CHECKING:
     from cupyattn.problem.block_mask import BlockMask
 
@@ -20,6 +22,13 @@ class ScoreOptions:
     mask: Any = None
     bias: Any = None
     block_mask: BlockMask | None = None
+
+    def __post_init__(self) -> None:
+        # NOTE: by an attribute, as its module imports others that import this one.
+        if self.block_mask is not None and not hasattr(self.block_mask, "blocks"):
+            raise TypeError(
+                f"block_mask must be a cupyattn.BlockMask or None, got {shown(self.block_mask)}"
+            )
 
     @property
     def blocks(self) -> tuple[int, int]:

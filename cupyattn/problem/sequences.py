@@ -1,4 +1,5 @@
-"""Where packed sequences begin and end: a caller's offsets, taken to a device and checked."""
+"""Where packed sequences begin and end, and how long padded entries are: a caller's offsets and
+lengths, taken to a device and checked."""
 
 from __future__ import annotations
 
@@ -93,6 +94,44 @@ def take_sequences(
     if len(set(counts.values())) != 1:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of one length, got {counts}")
     return Sequences(**offsets, **longest)
+
+
+def take_lengths(q: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many rows of each padded batch entry count, int32 beside an operand.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+        Operand, NumPy or CuPy.
+    given : mapping
+        The caller's arrays; of them those of ``lengths_q`` and ``lengths_kv`` that there are.
+
+    Raises
+    ------
+    ValueError
+        For arrays that are not int32 or int64 of shape (batch,). Their values are not looked at:
+        kernels cut them to 0 and to the length of the arrays.
+    """
+    found = {}
+    for name in ("lengths_q", "lengths_kv"):
+        if name not in given:
+            continue
+        lengths, _ = interchange.take(name, given[name])
+        wanted = tuple(q.shape[:1])
+        if tuple(lengths.shape) != wanted or str(lengths.dtype) not in ("int32", "int64"):
+            raise ValueError(
+                f"{name} must be int32 or int64 of shape (batch,) = {wanted}, "
+                f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
+            )
+        if not isinstance(lengths, np.ndarray):
+            array_namespace(q, lengths)
+        with memory.on_device_of(q):
+            xp = array_namespace(q)
+            lengths = xp.asarray(interchange.contiguous_last_axis(lengths))
+            if lengths.dtype == np.int64:  # as large as 32 bits hold: more than any length
+                lengths = xp.clip(lengths, 0, limits.MAX_LENGTH)
+            found[name] = lengths.astype(np.int32, copy=False)
+    return found
 
 
 def _take_offsets(name: str, given: Any) -> Any:

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 
 #: Arguments of `cupyattn.attention` and `attention_varlen` that are arrays or hold some, beside
 #: q, k and v.
 ARRAYS = (
-    "mask", "bias", "rope", "qk_norm", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "out",
+    "mask", "bias", "rope", "qk_norm", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "lengths_q",
+    "lengths_kv", "out",
 )  # fmt: skip
 
 #: Settings that say which keys a row attends to, by its place and theirs.
@@ -46,6 +48,15 @@ class Settings(NamedTuple):
     def places(self) -> dict[str, Any]:
         """Those of `PLACES`."""
         return {name: getattr(self, name) for name in PLACES}
+
+    def scores(self, arrays: Mapping[str, Any]) -> ScoreOptions:
+        """Return what changes and masks scores, arrays by name among it."""
+        given = (arrays.get(name) for name in ("mask", "bias", "block_mask"))
+        return ScoreOptions(self.causal, self.causal_align, self.window, self.softcap, *given)
+
+    def rows(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what happens to rows of Q and K first, `OPTIONS` of `row_preparation` by name."""
+        return {n: arrays.get(n) if n in PAIRS else getattr(self, n) for n in OPTIONS}
 
     @property
     def without_rung(self) -> Settings:

@@ -27,8 +27,6 @@ LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
 MOST_MASKED_BIAS = 192
 LOG2E = math.log2(math.e)
 
-#: What messages call an option, if not by its name.
-_WORDS = {"packed": "packed sequences"}
 
 
 class Support(NamedTuple):
@@ -48,7 +46,7 @@ SUPPORTED = Support(True)
 
 def options_of(call: AttentionSpec) -> tuple[str, ...]:
     """Return those of `cupyattn.kernels.forms.OPTIONS` that a call has."""
-    given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.packed
+    given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.own_lengths
     return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
 
 
@@ -171,15 +169,16 @@ def _of_options(form: Form, offer: Offer) -> str:
     call = offer.call
     left = [name for name in offer.options if name not in form.takes.options]
     if left:
-        return f"takes no {' and no '.join(_WORDS.get(name, name) for name in left)}"
+        words = {"packed": _lengths_of(call)}
+        return f"takes no {' and no '.join(words.get(name, name) for name in left)}"
     if form.on_hopper and offer.operands is not None:
         reason = _of_scores(offer, offer.operands.bias)
         if reason:
             return reason
     if not form.on_hopper or call.block_mask == (0, 0):
         return ""  # NOTE: tiles that do not divide the blocks raise in `Variant.tiles_for`
-    if call.packed is not None:
-        return "takes no block mask of packed sequences"
+    if call.own_lengths is not None:
+        return f"takes no block mask of {_lengths_of(call)}"
     tiles = form.tiles.with_options(offer.options)
     if tiles.for_blocks(call.head_dim, call.block_mask) is None:
         rows = tiles.with_blocks(call.head_dim)[0].block_q
@@ -188,6 +187,11 @@ def _of_options(form: Form, offer: Offer) -> str:
             f"{call.block_mask[0]} x {call.block_mask[1]}"
         )
     return ""
+
+
+def _lengths_of(call: AttentionSpec) -> str:
+    """Return what messages call batch entries with lengths of their own."""
+    return "packed sequences" if call.padded is None else "entries with lengths of their own"
 
 
 def _of_scores(offer: Offer, bias: Operand | None) -> str:

@@ -1,4 +1,4 @@
-"""INT8 of weights and activations, in blocks or channels: codes, scales, how far they may be off.
+"""INT8 of weights and activations, in blocks or channels: what shares a scale, how it is cut.
 
 In blocks a weight has one float32 scale for each block of 128 x 128, an activation one for each 128
 adjacent channels of a row, so that a matrix product of codes meets one pair of scales in each step
@@ -17,7 +17,6 @@ import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.errors import UnsupportedError
-from cupyattn.quant.quantizers import scale_of_absmax
 
 Array = Any
 
@@ -127,90 +126,6 @@ class Int8Config:
                 f"{patterns!r:.60}"
             )
         object.__setattr__(self, "fp32_patterns", tuple(patterns))
-
-
-def quantize_rows(
-    x: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
-) -> tuple[Array, Array]:
-    """Do what `cupyattn.act_quant` does, with the functions of the array's library."""
-    check_values("x", x, least_axes=1)
-    check_block_size(block_size)
-    xp = array_namespace(x)
-    by_row = strategy == "channel"
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = x.astype(np.float32)
-        largest = row_max(xp.abs(values)) if by_row else block_max(xp.abs(values), block_size)
-        scales, inverse = scale_of_absmax(largest)
-        codes = _codes(values, inverse if by_row else _by_column(inverse, block_size, x.shape[-1]))
-    return codes, scales.astype(np.float32, copy=False)
-
-
-def row_scales(x: Array) -> tuple[Array, Array]:
-    """Return the scale of each row of a matrix and its inverse, (rows, 1), both float32.
-
-    What codes are multiplied by, and what numbers are before they are rounded to codes.
-    """
-    xp = array_namespace(x)
-    scales, inverses = (xp.empty((x.shape[0], 1), np.float32) for _ in range(2))
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for rows in row_strips(x.shape):
-            largest = row_max(xp.abs(x[rows].astype(np.float32)))
-            scales[rows], inverses[rows] = scale_of_absmax(largest)
-    return scales, inverses
-
-
-def quantize_blocks(
-    w: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
-) -> tuple[Array, Array]:
-    """Do what `cupyattn.weight_quant` does, with the functions of the array's library."""
-    check_values("w", w, least_axes=2)
-    check_block_size(block_size)
-    xp = array_namespace(w)
-    matrix = as_matrix(w)
-    if strategy == "channel":
-        codes, scales = xp.empty(matrix.shape, np.int8), xp.empty((w.shape[0], 1), np.float32)
-        for rows in row_strips(matrix.shape):
-            codes[rows], scales[rows] = quantize_rows(matrix[rows], strategy=strategy)
-        return codes.reshape(w.shape), scales
-    codes = xp.empty(matrix.shape, np.int8)
-    scales = xp.empty(scale_shape(w.shape, block_size), np.float32)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for part, blocks in panels(matrix.shape, block_size):
-            values = by_line(matrix[part].astype(np.float32), block_size)
-            largest = block_max(xp.abs(values).max(axis=1), block_size)
-            scales[blocks], inverse = scale_of_absmax(largest)
-            inverse = _by_column(inverse, block_size, values.shape[2])
-            codes[part] = _codes(values, inverse[:, None, :]).reshape(-1, values.shape[2])
-    return codes.reshape(w.shape), scales
-
-
-def dequantize_blocks(
-    codes: Array,
-    scales: Array,
-    block_size: int = BLOCK_SIZE,
-    out_dtype: str = "float32",
-    strategy: str = "block",
-) -> Array:
-    """Do what `cupyattn.weight_dequant` does, with the functions of the arrays' library."""
-    check_block_size(block_size)
-    check_out_dtype(out_dtype)
-    check_codes(codes, scales, block_size, strategy)
-    xp = array_namespace(codes, scales)
-    matrix = as_matrix(codes)
-    w = xp.empty(matrix.shape, STORAGE[out_dtype])
-    if strategy == "channel":
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            for rows in row_strips(matrix.shape):
-                values = matrix[rows].astype(np.float32)
-                values *= scales[rows]
-                w[rows] = values.astype(STORAGE[out_dtype], copy=False)
-        return w.reshape(codes.shape)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for part, blocks in panels(matrix.shape, block_size):
-            values = by_line(matrix[part].astype(np.float32), block_size)
-            values *= _by_column(scales[blocks], block_size, values.shape[2])[:, None, :]
-            w[part] = values.astype(STORAGE[out_dtype], copy=False).reshape(-1, values.shape[2])
-    return w.reshape(codes.shape)
 
 
 def as_matrix(w: Array) -> Array:
@@ -364,11 +279,11 @@ def strategy_of(a: Array, a_scales: Array, b: Array, b_scales: Array) -> str:
     return strategy_of_weight(b.shape, b_scales.shape) if of_rows and len(b.shape) == 2 else "block"
 
 
-def _by_column(scales: Array, block_size: int, columns: int) -> Array:
+def by_column(scales: Array, block_size: int, columns: int) -> Array:
     return scales.repeat(min(block_size, columns), axis=-1)[..., :columns]
 
 
-def _codes(values: Array, inverse: Array) -> Array:
+def rounded_codes(values: Array, inverse: Array) -> Array:
     """Return the codes of float32 numbers, which are overwritten; 0 where they are not finite."""
     xp = array_namespace(values)
     values *= inverse

@@ -52,6 +52,16 @@ class Quantized(Protocol):
     @property
     def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
     def unpacked(self) -> Any: ...  # the same with codes of a byte each
+    @property
+    def has_queries(self) -> bool: ...  # False: keys and values that wait for queries
+
+
+def check_queries(quantized: Quantized) -> None:
+    """Raise ValueError where operands are keys and values that still wait for their queries."""
+    if not quantized.has_queries:
+        raise ValueError(
+            "this QuantizedQKV holds keys and values only: give it queries, as record.with_q(q)"
+        )
 
 
 def check_one_sequence(quantized: Quantized) -> None:

@@ -129,6 +129,28 @@ def _of_record(z: Any, ends_q: Sequence[int], ends_k: Sequence[int]) -> dict[str
     return {name: lot for name, lot in lots.items() if getattr(z, name) is not None}
 
 
+def cut_entry(z: Any, number: int, len_q: int, len_kv: int) -> Any:
+    """Return the record of the first rows of one entry of a padded batch: views of its arrays.
+
+    Scales stay those of whole groups, rows that are cut off among them.
+    """
+    sizes = {
+        "q_codes": len_q, "k_codes": len_kv, "v": len_kv, "q_code_sum": len_q,
+        "k_code_sum": len_kv,
+        **dict.fromkeys(("q_scale", "q_zero"), group_count(len_q, z.group_q)),
+        **dict.fromkeys(("k_scale", "k_zero"), group_count(len_kv, z.group_kv)),
+        **dict.fromkeys(("v_scale", "v_zero"), group_count(len_kv, z.group_v or 1)),
+    }  # fmt: skip
+    found = {}
+    for name in (*sizes, "v_codes", "k_mean", "v_mean"):
+        if (array := getattr(z, name)) is not None:
+            one = array[min(number, array.shape[0] - 1)][None]  # or what all entries share
+            if name == "v_codes":
+                one = one[..., : group_count(len_kv, VALUES_PAD) * VALUES_PAD]
+            found[name] = one[:, :, : sizes[name]] if name in sizes else one
+    return replace(z, **found, config=z.config.of_entry(number))
+
+
 def split(z: Any) -> Iterator[Any]:
     """Yield the record of every sequence of a packed `QuantizedQKV`: views of its arrays.
 
@@ -148,12 +170,12 @@ def split(z: Any) -> Iterator[Any]:
         yield replace(z, **alone, **own, config=z.config.of_entry(number))
 
 
-def join(parts: Sequence[Any], template: Any, sequences: Any) -> Any:
+def join(records: Sequence[Any], template: Any, sequences: Any) -> Any:
     """Return the record of packed sequences, given that of each, on NumPy.
 
     Parameters
     ----------
-    parts : sequence of QuantizedQKV
+    records : sequence of QuantizedQKV
     template : QuantizedQKV
         One like them, where there may be none.
     sequences : cupyattn.problem.sequences.Sequences
@@ -164,7 +186,7 @@ def join(parts: Sequence[Any], template: Any, sequences: Any) -> Any:
         like = getattr(template, name)
         shape = (*like.shape[: lot.axis], lot.size, *like.shape[lot.axis + 1 :])
         found[name] = np.zeros(shape, like.dtype)
-        for part, place in zip(parts, lot.slices, strict=True):
+        for part, place in zip(records, lot.slices, strict=True):
             found[name][(*(slice(None),) * lot.axis, place)] = getattr(part, name)
         if name in ("q_codes", "k_codes"):
             found[name] = in_padded_rows(found[name])

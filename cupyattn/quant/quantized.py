@@ -90,6 +90,9 @@ class QuantizedQKV:
     prepared : tuple of str
         What happened to the rows of Q and K first, of ``"rope"`` and ``"qk_norm"``: other queries
         need the same (`with_q`).
+    has_queries : bool
+        False where there are keys and values alone, as `cupyattn.quantize_kv` makes them: attention
+        refuses such a record, and `with_q` gives it queries.
     as_given : callable
         Turns a result into the kind of array that the queries were.
 
@@ -124,6 +127,7 @@ class QuantizedQKV:
     max_len_q: int = 0
     max_len_k: int = 0
     prepared: tuple[str, ...] = ()
+    has_queries: bool = True
     as_given: Callable[[Any], Any] = field(default=as_it_is, repr=False)
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ ARRAYS = (
 #: Its other fields, beside its configuration, that the header has.
 _PLAIN = (
     "out_dtype", "group_q", "group_kv", "group_v", "max_len_q", "max_len_k", "prepared",
+    "has_queries",
 )  # fmt: skip
 #: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
 UNREADABLE = (

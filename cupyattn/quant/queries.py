@@ -69,7 +69,8 @@ def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
     coded = _GIVEN["quantize"](
         rows, no_keys, no_keys, quant=of_queries(z.config), tiles=tiles, **asked
     )
-    return replace(z, as_given=as_given, **{name: getattr(coded, name) for name in _OF_Q})
+    of_q = {name: getattr(coded, name) for name in _OF_Q}
+    return replace(z, as_given=as_given, has_queries=True, **of_q)
 
 
 def _check(z: Any, rows: Any) -> None:

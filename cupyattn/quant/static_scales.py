@@ -15,11 +15,12 @@ from cupyattn.quant.quantizers import SCALE_MIN, group_count
 
 
 def check_packed_quant(quant: QuantConfig) -> None:
-    """Raise UnsupportedError unless packed sequences can be quantised so."""
+    """Raise UnsupportedError unless entries with lengths of their own can be quantised so."""
     granularities = quant.granularity_q, quant.granularity_k
     if quant.static and not {*granularities} <= {"tensor", "head"}:
         raise UnsupportedError(
-            "given scales of packed sequences are supported for granularity 'tensor' and 'head', "
+            "given scales of packed sequences, and beside lengths_q or lengths_kv, are supported "
+            "for granularity 'tensor' and 'head', "
             f"got {granularities[0]!r} and {granularities[1]!r}: use one of these, or "
             "scales='dynamic'"
         )

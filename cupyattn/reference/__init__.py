@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING
 from cupyattn import lazy_face
 
 if TYPE_CHECKING:
+    from cupyattn.reference.attention import attention_mirror
     from cupyattn.reference.exact import ScoreBlock, attention_exact, score_blocks, softmax_exact
-    from cupyattn.reference.mirror import (
-        attention_mirror,
-        scores_mirror,
-        softmax_mirror,
-        weighted_sum_mirror,
-    )
     from cupyattn.reference.softmax_state import Step
+    from cupyattn.reference.unfused import scores_mirror, softmax_mirror, weighted_sum_mirror
 
 __all__ = [
     "ScoreBlock",
@@ -35,10 +31,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
+        "reference.attention": ("attention_mirror",),
         "reference.exact": ("ScoreBlock", "attention_exact", "score_blocks", "softmax_exact"),
-        "reference.mirror": (
-            "attention_mirror", "scores_mirror", "softmax_mirror", "weighted_sum_mirror",
-        ),
         "reference.softmax_state": ("Step",),
+        "reference.unfused": ("scores_mirror", "softmax_mirror", "weighted_sum_mirror"),
     },
 )  # fmt: skip

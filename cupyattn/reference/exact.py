@@ -1,8 +1,8 @@
 """What attention is: `attention_exact`, the definition, in float64.
 
 It runs on whichever kind of array it is given, NumPy's or CuPy's. `attention_mirror`, which follows
-the kernels step by step, lives in `cupyattn.reference.mirror`, together with the pieces of the
-unfused rung; all of them are found here too.
+the kernels step by step, lives in `cupyattn.reference.attention`, the three steps of the unfused
+rung in `cupyattn.reference.unfused`.
 """
 
 # ruff: noqa: E741  (O and l are the paper's letters)

@@ -173,10 +173,10 @@ def gemm_mirror(
             "bias": bias, "activation": activation, "outliers": outliers, "residual": residual,
             "gate": gate,
         }  # fmt: skip
-        alone, parts = (
+        alone, merged = (
             gemm_mirror(a, a_scales, b, b_scales, out_dtype, **after, splits=s) for s in (1, splits)
         )
-        return np.where(shared, parts, alone)
+        return np.where(shared, merged, alone)
     slices = a_scales.shape[1]
     ends = {rank * slices // splits for rank in range(1, splits)}
     c, part = None, np.zeros((a.shape[0], b.shape[0]), np.float32)

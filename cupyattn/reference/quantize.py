@@ -103,14 +103,14 @@ def _quantize_sequences(
 ) -> QuantizedQKV:
     """Quantise packed sequences one by one, and lay the results as the kernels lay theirs."""
     ends = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
-    parts = []
+    coded = []
     for number, (of_q, of_k) in enumerate(zip(*map(pairwise, ends), strict=True)):
         rows, keys = slice(*of_q), slice(*of_k)
         one = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        parts.append(quantize_mirror(*one, quant.of_entry(number), tiles, preparation=preparation))
+        coded.append(quantize_mirror(*one, quant.of_entry(number), tiles, preparation=preparation))
     nothing = q[:, :, :0], k[:, :, :0], v[:, :, :0]
     template = quantize_mirror(*nothing, quant.of_entry(0), tiles)
-    joined: QuantizedQKV = replace(join(parts, template, sequences), config=quant)
+    joined: QuantizedQKV = replace(join(coded, template, sequences), config=quant)
     return joined
 
 

@@ -17,6 +17,9 @@ Float32 = npt.NDArray[np.float32]
 
 LOG2E = np.float32(np.log2(np.e))
 LN2 = np.float32(np.log(2.0))
+#: From here on the largest score of a whole row stays in natural units: log2(e) times it may
+#: overflow.
+LARGEST_IN_LOG2 = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class ShiftState(RowState):
     """The same where O is whole (`Shifts`): M is a whole number, and O follows it.
 
     l is the sum of codes, which O is divided by; lse has `exact_l`, that of the exponentials. Where
-    l is whole, too, it is that of `parts`, by lane.
+    l is whole, too, it is that of `lane_sums`.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -140,7 +143,7 @@ class ShiftState(RowState):
         self.M = np.full(shape, -(2.0**127), np.float32)
         self.highest = self.M.copy()
         self.exact_l = self.l.copy()
-        self.parts = np.zeros((*shape, LANES))
+        self.lane_sums = np.zeros((*shape, LANES))
 
     def add_codes(self, codes: Float32, by: Shifts) -> None:
         """Add the codes (..., keys) of a step to l."""
@@ -150,8 +153,8 @@ class ShiftState(RowState):
         eights = -(-codes.shape[-1] // (2 * LANES))
         pad = [(0, 0)] * (codes.ndim - 1) + [(0, eights * 2 * LANES - codes.shape[-1])]
         by_lane = np.pad(codes, pad).reshape(*codes.shape[:-1], eights, LANES, 2)
-        self.parts = self.parts + by_lane.sum(axis=(-3, -1))  # exact
-        self.l = self.parts.sum(axis=-1).astype(np.float32)
+        self.lane_sums = self.lane_sums + by_lane.sum(axis=(-3, -1))  # exact
+        self.l = self.lane_sums.sum(axis=-1).astype(np.float32)
 
     def follow(self, m: Float32, by: Shifts, taken: Array, watched: Array) -> Array:
         """Choose M for scores whose largest is `m`; return how far to the left O is shifted.
@@ -169,8 +172,8 @@ class ShiftState(RowState):
         self.l, self.exact_l = (l * np.exp2(shift) for l in (self.l, self.exact_l))
         if by.l_bits is not None:
             one = np.exp2(np.float64(by.l_bits))
-            self.parts = np.floor(self.parts * np.exp2(shift)[..., None] * one) / one  # R6
-            self.l = self.parts.sum(axis=-1).astype(np.float32)
+            self.lane_sums = np.floor(self.lane_sums * np.exp2(shift)[..., None] * one) / one  # R6
+            self.l = self.lane_sums.sum(axis=-1).astype(np.float32)
         return shift
 
     def exponentials(self, S: Float32, factor: np.float32) -> Float32:
@@ -182,3 +185,34 @@ class ShiftState(RowState):
     def lse(self) -> Float32:
         """Natural log of the sum of exponentials."""
         return (self.M + np.log2(self.exact_l)) * LN2
+
+
+class _WholeRows(RowState):
+    """The state of whole rows, those in `natural` in natural units."""
+
+    natural: npt.NDArray[np.bool_] | None = None
+
+    def lse(self) -> Float32:
+        """Natural log of the sum of exponentials."""
+        lse = super().lse()
+        if self.natural is None:
+            return lse
+        return np.where(self.natural, fma32(np.log2(self.l), LN2, self.M), lse)
+
+
+def softmax_of_rows(
+    S: Float32, factor: np.float32, subtracts_first: bool
+) -> tuple[Float32, RowState]:
+    """Whole rows: P divided by l, and the final state."""
+    state = _WholeRows(S.shape[:-1], subtracts_first)
+    m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
+    state.advance(m, factor)
+    p = state.exponentials(S, factor)
+    large = (m != NEG_INF) & (np.abs(m) >= LARGEST_IN_LOG2)
+    if large.any() and not subtracts_first:
+        other = RowState(m.shape, subtracts_first=True)
+        other.advance(m, factor)
+        p = np.where(large[..., None], other.exponentials(S, factor), p)
+        state.M, state.l = np.where(large, m, state.M), np.where(large, other.l, state.l)
+        state.natural = large
+    return p * state.inverse_l()[..., None], state  # R6

@@ -234,9 +234,9 @@ class Ready:
         except MemoryError as error:
             raise self.memory.error(on_device=True) from error
         for one in self.conversions:
-            given = operands[one.buffer]
-            strides = tuple([n * given.itemsize for n in one.strides])
-            source = new(one.shape, given.dtype, given.data, strides)
+            caller_array = operands[one.buffer]
+            strides = tuple([n * caller_array.itemsize for n in one.strides])
+            source = new(one.shape, caller_array.dtype, caller_array.data, strides)
             self._cupy.copyto(new(one.shape, one.dtype, memory + one.start), source)
         start = 0 if memory is None else memory.ptr
         self.launch(addresses, start, self._cupy.cuda.get_current_stream().ptr)

@@ -21,15 +21,14 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.form import Kernel, settle_arrays
-from cupyattn.problem.resolve import resolve
-from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.received import Received, chosen, receive
+from cupyattn.problem.row_preparation import EPS, PAIRS
 from cupyattn.problem.settings import Settings
 from cupyattn.reference.exact import attention_exact
 
@@ -238,118 +237,81 @@ def judge(
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    if variant == "auto":
-        settings = Settings(
-            scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
-            rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q, qk_norm_eps=qk_norm_eps,
-            return_lse=lse is not None, tiles=tiles,
-        )  # fmt: skip
-        others = {
-            "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope, "qk_norm": qk_norm,
-        }  # fmt: skip
-        variant, *own = _chosen(settings, (q, k, v), quantized, others)
-        if form is None:
-            form, tiles = own
-    kernel = settle_arrays(
-        variant, (q, k, v), scale, options, quantized=quantized, tiles=tiles, form=form
-    )
-    call = kernel.call
-    prepare = Preparation.of(
-        {
-            "rope": rope, "rope_interleaved": rope_interleaved, "rope_offset_q": rope_offset_q,
-            "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps,
-        },
-        (call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim),
+    ladder.lookup(variant, also=("auto",))
+    settings = Settings(
+        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+        qk_norm_eps=qk_norm_eps, return_lse=lse is not None, tiles=tiles,
     )  # fmt: skip
-    given = Given((q, k, v), options, quantized, prepare)
-    return judge_kernel(
-        kernel, given, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact
-    )
+    arrays = {
+        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
+        "qk_norm": qk_norm,
+    }  # fmt: skip
+    if variant == "auto":
+        asked = arrays
+        if quantized is not None:  # whose rows were prepared before
+            asked = {"mask": mask, "bias": bias, "block_mask": block_mask}
+            asked |= {"q": quantized, "k": None, "v": None}
+        own = chosen(settings, asked)
+        settings = settings._replace(variant=own.variant.name)
+        if form is None:
+            form, settings = own.form, settings._replace(tiles=own.tiles)
+    received = receive(settings, arrays, quantized=quantized, form=form)
+    return judge_kernel(received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact)
 
 
-def _chosen(
-    settings: Settings, arrays: tuple[Any, Any, Any], quantized: Any, others: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Return rung, form and tiles that attention takes by itself."""
-    if quantized is not None:  # whose rows were prepared before
-        arrays, others = (quantized, None, None), {**others, "rope": None, "qk_norm": None}
-    given = dict(zip("qkv", arrays, strict=True))
-    request = resolve(settings, given | {n: x for n, x in others.items() if x is not None})
-    return request.variant.name, request.kernel.form, request.kernel.tiles
+def _multiplied(received: Received) -> tuple[Any, Any, Any]:
+    """Return q, k, v as the kernel multiplies them."""
+    if received.quantized is not None:
+        return kernel_bounds.kernel_operands(received.quantized)
+    return received.prepared
 
 
-@dataclass(frozen=True, eq=False)
-class Given:
-    """What a call that is judged was given.
+def _exact_of_caller(
+    received: Received, exact: Callable[..., Any], scored: dict[str, Any]
+) -> tuple[Array, Array] | None:
+    """Return exact attention (o, lse) of the caller's arrays.
 
-    Parameters
-    ----------
-    arrays : (array, array, array)
-        The caller's q, k, v; None where only the `quantized` operands are known.
-    options : ScoreOptions
-    quantized : QuantizedQKV, optional
-        The INT8 operands that the rung worked on.
-    prepare : Preparation, optional
-        What happened to rows of q and k first.
+    `scored` are its options. None where the arrays are not known, or are those that the kernel
+    multiplies.
     """
+    (q, k, v), preparation = received.arrays, received.preparation
+    if q is None or (received.quantized is None and preparation is None):
+        return None
+    if preparation is not None:
+        q, k = preparation.exact(q, k)
+    o, lse = exact(q, k, v, return_lse=True, **scored)
+    return o, lse
 
-    arrays: tuple[Any, Any, Any]
-    options: ScoreOptions
-    quantized: Any = None
-    prepare: Preparation | None = None
 
-    def multiplied(self) -> tuple[Any, Any, Any]:
-        """Return q, k, v as the kernel multiplies them."""
-        q, k, v = self.arrays
-        if self.quantized is not None:
-            return kernel_bounds.kernel_operands(self.quantized)
-        return (q, k, v) if self.prepare is None else (*self.prepare.stored(q, k), v)
+def _quantisation(
+    received: Received,
+    of_operands: tuple[Array, Array],
+    of_caller: tuple[Array, Array] | None,
+    scored: dict[str, Any],
+) -> float | None:
+    """J3: hold exact attention (o, lse) of the operands to that of the caller's arrays.
 
-    def exact(
-        self, exact: Callable[..., Any], scored: dict[str, Any]
-    ) -> tuple[Array, Array] | None:
-        """Return exact attention (o, lse) of the caller's arrays.
-
-        `scored` are its options. None where the arrays are not known, or are what the kernel
-        multiplies.
-        """
-        q, k, v = self.arrays
-        if q is None or (self.quantized is None and self.prepare is None):
-            return None
-        if self.prepare is not None:
-            q, k = self.prepare.exact(q, k)
-        o, lse = exact(q, k, v, return_lse=True, **scored)
-        return o, lse
-
-    def quantisation(
-        self,
-        operands: tuple[Array, Array],
-        given: tuple[Array, Array] | None,
-        scored: dict[str, Any],
-    ) -> float | None:
-        """J3: hold exact attention (o, lse) of the operands to that of the caller's arrays.
-
-        `scored` are the options of exact attention. None where nothing was quantised, or the arrays
-        are not known.
-        """
-        (q, k, v), prepared = self.arrays, None
-        if self.quantized is None or given is None:
-            return None
-        if self.prepare is not None:
-            stored = self.quantized.config.fused
-            prepared = bounds_prepared.preparation(self.prepare, q, k, stored=stored)
-            q, k = self.prepare.exact(q, k)
-        bound = quantised.quantisation(q, k, v, self.quantized, prepared=prepared, **scored)
-        return max(
-            _worst(ratio_to_bound(operands[0], given[0], bound.total))[0],
-            _worst(ratio_to_bound(operands[1], given[1], bound.lse))[0],
-        )
+    `scored` are the options of exact attention. None where nothing was quantised, or the arrays are
+    not known.
+    """
+    (q, k, v), preparation, quantized = received.arrays, received.preparation, received.quantized
+    if quantized is None or of_caller is None:
+        return None
+    prepared = None
+    if preparation is not None:
+        stored = quantized.config.fused
+        prepared = bounds_prepared.preparation(preparation, q, k, stored=stored)
+        q, k = preparation.exact(q, k)
+    bound = quantised.quantisation(q, k, v, quantized, prepared=prepared, **scored)
+    return max(
+        _worst(ratio_to_bound(of_operands[0], of_caller[0], bound.total))[0],
+        _worst(ratio_to_bound(of_operands[1], of_caller[1], bound.lse))[0],
+    )
 
 
 def judge_kernel(
-    kernel: Kernel,
-    given: Given,
+    received: Received,
     o: Array,
     lse: Array | None = None,
     *,
@@ -362,14 +324,13 @@ def judge_kernel(
 
     Parameters
     ----------
-    kernel : Kernel
-    given : Given
+    received : Received
     o, lse, numerics, rows, seed, exact
         As for `judge`.
     """
     check_values("rows", rows)
-    call, quantized = kernel.call, given.quantized
-    multiplied = given.multiplied()
+    kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
+    call = kernel.call
     xp = array_namespace(o, *multiplied)
     shape = tuple(multiplied[0].shape)
     if o.shape != shape:
@@ -383,12 +344,10 @@ def judge_kernel(
     rows = operand("rows", xp.asarray(rows))
     # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
     scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
-    scored = {"scale": scale, "rows": rows, **vars(given.options)}
+    scored = {"scale": scale, "rows": rows, **vars(received.scores)}
 
     expected, expected_lse = exact(*multiplied, return_lse=True, **scored)
-    bound = kernel_bounds.bound_kernel(
-        kernel, multiplied, given.options, rows=rows, quantized=quantized, numerics=numerics
-    )
+    bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
     if quantized is not None and quantized.k_mean is not None:
         expected_lse = expected_lse + mean_score(multiplied[0], quantized, rows, call.scale)
 
@@ -401,7 +360,7 @@ def judge_kernel(
         lse_ratio, lse_at = _worst(ratio_to_bound(lse_value, expected_lse, bound.lse))
         lse_at = (*lse_at[:2], int(rows[lse_at[2]])) if lse_at else lse_at
     relative_l2, size = _relative_l2(value, expected)
-    of_caller, relative_l2_given = given.exact(exact, scored), None
+    of_caller, relative_l2_given = _exact_of_caller(received, exact, scored), None
     if of_caller is not None:
         relative_l2_given, _ = _relative_l2(value, of_caller[0])
     elif quantized is None:
@@ -419,7 +378,7 @@ def judge_kernel(
         lse_index=lse_at,
         relative_l2=relative_l2,
         tightness=_tightness(total, size),
-        quantisation=given.quantisation((expected, expected_lse), of_caller, scored),
+        quantisation=_quantisation(received, (expected, expected_lse), of_caller, scored),
         relative_l2_given=relative_l2_given,
     )
 

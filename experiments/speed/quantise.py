@@ -29,7 +29,7 @@ from cupyattn.cli import output
 from cupyattn.compiler.target import own_arch
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, timing
-from cupyattn.plans.quantize import Part, parts, plan_quantize
+from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
 from cupyattn.plans.records import Plan
 from cupyattn.problem import choose
 from cupyattn.problem.form import scale_tiles
@@ -67,7 +67,7 @@ def plan_of(shape: Shape, quant: QuantConfig, arch: str | None) -> tuple[dict[st
     sizes = shape.batch, shape.heads, shape.length, shape.head_dim
     x = Operand.contiguous(sizes, 2)
     tiles = scale_tiles(ladder.lookup("fa_int8"), shape.head_dim, quant, arch)
-    found = parts(quant, tiles, dict.fromkeys("qkv", x), dict.fromkeys("qkv"))
+    found = operand_parts(quant, tiles, dict.fromkeys("qkv", x), dict.fromkeys("qkv"))
     return found, plan_quantize("float16", **found, p_type=quant.value_p_type)
 
 

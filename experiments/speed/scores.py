@@ -1,9 +1,10 @@
 """What do masks, a bias and a softcap cost in the Hopper forms, and how far are other libraries?
 
-Varies       the feature: key padding (27 % of the keys of three entries of four), a half-true mask
-             (len, len), a float16 bias (heads, len, len) shared over the batch, one of each entry
-             and head, softcap 30; head_dim in {64, 128}; length in {1024, 4096, 16384}; float16 and
-             bfloat16; rung: fa_tc, and fa_int8 of the accuracy class "balanced"
+Varies       the feature: key padding (27 % of the keys of three entries of four) as a mask and as
+             lengths of the entries, a half-true mask (len, len), a float16 bias (heads, len, len)
+             shared over the batch, one of each entry and head, softcap 30; head_dim in {64, 128};
+             length in {1024, 4096, 16384}; float16 and bfloat16; rung: fa_tc, and fa_int8 of the
+             accuracy class "balanced"
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1)
 Measures     J2, of two heads; time of a prepared call, packing of masks included, and in the same
              rounds its ratio to the plain call, to the fastest other library, and of fa_int8 to
@@ -11,7 +12,8 @@ Measures     J2, of two heads; time of a prepared call, packing of masks include
 Beside       torch's scaled_dot_product_attention with its cuDNN and memory-efficient backends,
              FlexAttention compiled for each case, its block mask made beforehand, and
              FlashAttention-4 where it can be imported
-Expect       of the plain time at most: 1.08 for key padding, by admitted keys; 1.35 for the mask;
+Expect       of the plain time at most: 1.08 for key padding, by admitted keys, as a mask and as
+             lengths; 1.35 for the mask;
              1.5 for the shared bias, and for softcap at head_dim 128, 1.9 at 64; 1.25 of the larger
              of plain and its bytes at copy bandwidth for a bias of each entry and head. At least
              1.5 times the speed of the fastest library with a mask or bias, 1.6 with a softcap
@@ -48,15 +50,20 @@ from experiments._harness.cells import REFUSALS, Problem, rotating
 from experiments._harness.others import refusing
 
 TOKENS, WIDTH = 16_384, 2048
-PLAIN, PADDING, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
-    "plain", "key padding", "mask", "bias", "own bias", "softcap",
+PLAIN, PADDING, LENGTHS, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
+    "plain", "key padding", "lengths", "mask", "bias", "own bias", "softcap",
 )  # fmt: skip
+#: Features that admit a share of the keys alone.
+PADDED = (PADDING, LENGTHS)
 RUNGS = ("fa_tc", "fa_int8")
 #: Share of the keys that an entry with padding keeps, of three entries of four.
 KEPT = 0.73
 CAP = 30.0
 #: The largest time of a feature, as a multiple of plain: at head_dim 64 and at 128.
-AIMS = {PADDING: (1.08, 1.08), MASK: (1.35, 1.35), BIAS: (1.5, 1.5), SOFTCAP: (1.9, 1.5)}
+AIMS = {
+    **dict.fromkeys(PADDED, (1.08, 1.08)), MASK: (1.35, 1.35), BIAS: (1.5, 1.5),
+    SOFTCAP: (1.9, 1.5),
+}  # fmt: skip
 OWN_AIM = 1.25
 #: A library whose result is further from ours is not timed: bfloat16 of values around 4.
 MOST_DIFFERENCE = 0.06
@@ -114,6 +121,8 @@ def options_of(feature: str, problem: Problem, xp: Any) -> dict[str, Any]:
     if feature == PADDING:
         ends = xp.asarray(lengths_of(problem))[:, None, None, None]
         return {"mask": xp.arange(n) < ends}
+    if feature == LENGTHS:
+        return {"lengths_kv": xp.asarray(lengths_of(problem), np.int32)}
     if feature == MASK:
         return {"mask": rng.random((n, n), dtype=np.float32) < 0.5}
     if feature in (BIAS, OWN_BIAS):
@@ -157,17 +166,49 @@ def judged(
     """Return a prepared call, and what judging some rows of two heads of its result came to."""
     quant = quant_of(rung, options)
     prepared = ca.plan(*inputs, variant=rung, quant=quant, arch=arch, tiles=tiles, **options)
-    plan = prepared.plans[-1]
-    few = tuple(map(corner, inputs))
-    quantized = None if quant is None else ca.quantize(*few, quant=quant, tiles=tiles, arch=arch)
-    scored = {name: x if name == "softcap" else corner(x) for name, x in options.items()}
+    plan, o = prepared.plans[-1], prepared(*inputs)
+    if "lengths_kv" in options:
+        heads = [x[:, :2] for x in (o, *inputs)]
+        o, few, quantized = last_entry(heads, lengths_of(problem), quant, arch)
+        scored: dict[str, Any] = {}
+    else:
+        o, *few = (corner(x) for x in (o, *inputs))
+        quantized = None
+        if quant is not None:
+            quantized = ca.quantize(*few, quant=quant, tiles=tiles, arch=arch)
+        scored = {name: x if name == "softcap" else corner(x) for name, x in options.items()}
     call = replace(problem.call, batch=1, heads=2)
     report = verdict.judge(
-        corner(prepared(*inputs)), *few, variant=rung, quantized=quantized, form=plan.form,
-        tiles=plan.tiles, rows=rungs.judged_rows(call, problem.seed), **scored,
+        o, *few, variant=rung, quantized=quantized, form=plan.form, tiles=plan.tiles,
+        rows=rungs.judged_rows(call, problem.seed), **scored,
     )  # fmt: skip
     facts = {"form": plan.form, "tiles": vars(plan.tiles), "note": plan.note}
     return prepared, {**facts, "j2": report.ratio, "ok": report.passed}
+
+
+def last_entry(
+    given: Sequence[Any], lengths: np.ndarray, quant: QuantConfig | None, arch: str | None
+) -> tuple[Any, list[Any], Any]:
+    """Return O, operands and codes of the last entry of a padded batch, cut to the keys that count.
+
+    Codes are made of all entries together, packed: their means have the bits of the padded call.
+    """
+    o, q, k, v = given
+    xp, (batch, heads, length, head_dim) = array_namespace(q), q.shape
+    codes = None
+    if quant is not None:
+        keys = [
+            xp.concatenate([x[i, :, :n].swapaxes(0, 1) for i, n in enumerate(lengths)])
+            for x in (k, v)
+        ]
+        ends = np.arange(batch + 1) * length, np.append(0, np.cumsum(lengths))
+        rows = q.swapaxes(1, 2).reshape(batch * length, heads, head_dim)
+        z = ca.quantize(
+            rows, *keys, quant=quant, arch=arch, max_len_q=length, max_len_k=length,
+            **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True)),
+        )  # fmt: skip
+        *_, codes = z.sequences()
+    return o[-1:], [q[-1:], *(x[-1:, :, : lengths[-1]] for x in (k, v))], codes
 
 
 # ---- other libraries -----------------------------------------------------------------------------
@@ -248,6 +289,8 @@ def peers(
     feature: str, problem: Problem, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], Callable[..., Any] | None]]]:
     """Yield the libraries that take a feature, and what makes each call."""
+    if feature == LENGTHS:  # they are beside it as a mask
+        return
     if feature != SOFTCAP:
         yield "cuDNN", lambda: sdpa("CUDNN_ATTENTION", problem, options)
         yield "efficient", lambda: sdpa("EFFICIENT_ATTENTION", problem, options)
@@ -354,7 +397,7 @@ def aim_of(row: Mapping[str, Any], head_dim: int, share: float) -> tuple[float, 
     if row["feature"] == OWN_BIAS:
         least = max(row["copy_seconds"], row["seconds"][0] / row["of_plain"][0])
         return row["seconds"][0] / least, OWN_AIM
-    found = row["of_plain"][0] / (share if row["feature"] == PADDING else 1.0)
+    found = row["of_plain"][0] / (share if row["feature"] in PADDED else 1.0)
     return found, AIMS[row["feature"]][head_dim > 64]
 
 

@@ -22,8 +22,10 @@ from typing import Any
 from cupyattn.cli import output
 from cupyattn.measure import device
 
-#: What says nothing of the machine code: comments, places in the source.
+#: What says nothing of the machine code: comments, places in the source, constants of headers,
+#: which are variables of a byte or a word that no instruction reads.
 _NOTES = ("//", ".file", ".loc")
+_CONSTANT = re.compile(r"\.global \.align \d+ \.\w+ [A-Z0-9_]+( = \d+)?;")
 
 
 def modules(folder: Path) -> Iterator[tuple[str, str, str]]:
@@ -50,7 +52,11 @@ def digest(ptx: str) -> str:
     """
     code = ptx.partition("\t.section")[0]
     lines = (line.partition("//")[0].strip() for line in code.splitlines())
-    kept = [re.sub(r"\$L__\w+", "$L", x) for x in lines if x and not x.startswith(_NOTES)]
+    kept = [
+        re.sub(r"\$L__\w+", "$L", x)
+        for x in lines
+        if x and not x.startswith(_NOTES) and not _CONSTANT.fullmatch(x)
+    ]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 

@@ -138,7 +138,9 @@ constexpr bool BLOCK_MASK = BLOCK_MASK_KV != 0;
 constexpr bool ROPE = CFG_ROPE != 0;              // Q and K are turned by their positions
 constexpr bool ROPE_INTERLEAVED = CFG_ROPE == 2;  // pairs of neighbours; otherwise of both halves
 constexpr bool QK_NORM = CFG_QK_NORM;             // rows of Q and K are divided by their RMS
-constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without padding
+constexpr bool VARLEN = CFG_VARLEN != 0;          // batch entries have lengths of their own:
+constexpr bool PACKED = CFG_VARLEN == 1;          // sequences packed without padding,
+constexpr bool PADDED = CFG_VARLEN == 2;          // or entries as long as the longest may be
 constexpr bool STACKED = CFG_STACKED;             // heads that share a key head are one
 constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0, z of a group of its own
 constexpr bool QUANTIZE_Q = CFG_QUANTIZE_Q;       // Q comes as numbers: the kernel makes its codes

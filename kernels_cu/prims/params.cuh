@@ -47,8 +47,9 @@ struct AttnParams {
   const float* rope_sin;        // [positions, HEAD_DIM / 2]
   int32_t rope_offset_q;        // query row i has the position i + rope_offset_q
   const int32_t* cu_seqlens_q;  // [batch + 1], not read unless VARLEN: sequence i is the rows from
-  const int32_t* cu_seqlens_k;  // [batch + 1], element i up to i + 1; len_q, len_kv: the longest
-  int32_t total_q;              // VARLEN: query rows of all sequences
+  const int32_t* cu_seqlens_k;  // [batch + 1], element i up to i + 1; len_q, len_kv: the longest.
+                                // PADDED: both [batch], lengths of the entries; null: the longest
+  int32_t total_q;              // PACKED: query rows of all sequences; PADDED: len_q
   int32_t bottom_right;         // VARLEN: shifts are further by len_kv - len_q of the sequence
   int32_t stack;                // STACKED: rows of each of the heads that are stacked as one
 };
@@ -129,7 +130,7 @@ struct QuantParams {
   int64_t K_scale_stride_head;
   const int32_t* Q_zero;      // [..] as Q_scale, the code of 0; not read unless ZERO_POINTS, nor is
   const int32_t* K_zero;      // [..] as K_scale                              what follows
-  const int32_t* Q_code_sum;  // [batch, heads,    len_q], of the codes of a row; VARLEN: it lies
+  const int32_t* Q_code_sum;  // [batch, heads,    len_q], of the codes of a row; PACKED: it lies
   const int32_t* K_code_sum;  // [batch, heads_kv, len_kv]  where the scale of one row would
   int64_t Q_sum_stride_batch;
   int64_t Q_sum_stride_head;
@@ -138,7 +139,7 @@ struct QuantParams {
 };
 
 // fa_int8 with 8-bit P and V appends, too: V of AttnParams is then [batch, heads_kv, HEAD_DIM,
-// V_stride.len] codes, the last axis len_kv rounded up to VALUES_PAD. VARLEN: every sequence begins
+// V_stride.len] codes, the last axis len_kv rounded up to VALUES_PAD. PACKED: every sequence begins
 // at a multiple of VALUES_PAD, where the scale of a group of so many keys would lie.
 struct ValueParams {
   const float* V_scale;  // [batch, heads_kv, ceil(len_kv / GROUP_V), HEAD_DIM]

@@ -13,7 +13,7 @@ from cupyattn import attention_backward, attention_varlen, attention_varlen_back
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.gradients import GradientReport, Gradients, judge_backward
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from tests.support.runs import ADDED, normal, of_sequence, on_host, packed
 
 #: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.

@@ -32,7 +32,7 @@ def test_the_ladder_says_on_a_pipe_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output, "LINE_SECONDS", 0.0)
-    arguments = ["--len", "8", "--heads", "1", "--head-dim", "8", "--rounds", "0"]
+    arguments = ["--len", "8", "--heads", "1", "--head-dim", "8", "--rounds", "1"]
     assert cli.main(["ladder", *arguments, "--variants", "fa", "fa_tc"]) == 0
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
@@ -64,7 +64,7 @@ def saved(path: Path, dtype: Any = np.float64, prefix: str = "") -> str:
 def test_a_file_in_float64_says_how_to_convert_it_and_that_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["ladder", "--rounds", "0", "--variants", "fa", "--qkv", saved(tmp_path / "x.npz")]
+    command = ["ladder", "--rounds", "1", "--variants", "fa", "--qkv", saved(tmp_path / "x.npz")]
     assert cli.main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "q of" in line and "is float64" in line

@@ -126,7 +126,7 @@ def test_stops_show_registers_and_members(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "message"),
     [
         (["fb"], "variant must be one of"),
-        (["fa", "--len", "-1"], "must be 1 or more, got -1"),
+        (["fa", "--len", "-1"], "--len must be at least 1, got -1"),
         (["fa", *SMALL, "--break", "attn_fa.cu"], "takes FILE:LINE"),
         (["fa", *SMALL, "--break", "attn_fa.cu:1"], "no instruction comes from attn_fa.cu:1"),
         (["fa", *SMALL, "--break", "fa.cu:40"], "no kernel has instructions of 'fa.cu'"),

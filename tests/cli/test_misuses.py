@@ -31,13 +31,13 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ladder --len", "argument --len: expected one argument (see cupyattn ladder --help)"),
         ("ladder --len x", "argument --len: invalid int value: 'x'"),
         ("ladder --len 1.5", "invalid int value: '1.5'"),
-        ("ladder --len 0", "--len must be 1 or more, got 0"),
-        ("ladder --len-q 0", "--len-q must be 1 or more, got 0"),
-        ("ladder --len-kv -3", "--len-kv must be 1 or more, got -3"),
-        ("ladder --heads 0 --len 8", "--heads must be 1 or more, got 0"),
-        ("ladder --heads-kv 0 --len 8", "--heads-kv must be 1 or more, got 0"),
-        ("ladder --batch 0 --len 8", "--batch must be 1 or more, got 0"),
-        ("ladder --head-dim 0 --len 8", "--head-dim must be 1 or more, got 0"),
+        ("ladder --len 0", "--len must be at least 1, got 0"),
+        ("ladder --len-q 0", "--len-q must be at least 1, got 0"),
+        ("ladder --len-kv -3", "--len-kv must be at least 1, got -3"),
+        ("ladder --heads 0 --len 8", "--heads must be at least 1, got 0"),
+        ("ladder --heads-kv 0 --len 8", "--heads-kv must be at least 1, got 0"),
+        ("ladder --batch 0 --len 8", "--batch must be at least 1, got 0"),
+        ("ladder --head-dim 0 --len 8", "--head-dim must be at least 1, got 0"),
         ("ladder --dtype float64", "argument --dtype: invalid choice: 'float64'"),
         ("ladder --dtype half", "invalid choice: 'half'"),
         ("ladder --distribution gauss", "invalid choice: 'gauss'"),
@@ -46,11 +46,12 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ladder --variants", "expected at least one argument"),
         ("ladder --variants fa fb --len 8", "variant must be one of"),
         ("ladder --scale x", "invalid float value: 'x'"),
-        ("ladder --len 8 --scale nan", "scale must be positive and finite"),
-        ("ladder --len 8 --scale inf", "scale must be positive and finite"),
+        ("ladder --len 8 --scale nan", "--scale must be positive and finite, got"),
+        ("ladder --len 8 --scale inf", "--scale must be positive and finite, got"),
         ("ladder --seed x", "invalid int value"),
-        ("ladder --seed -1 --len 8", "seed must be 0 or more, got -1"),
+        ("ladder --seed -1 --len 8", "--seed must be at least 0, got -1"),
         ("ladder --rounds x", "invalid int value"),
+        ("ladder --rounds 0", "--rounds must be at least 1, got 0"),
         ("ladder --qkv", "expected one argument"),
         ("ladder --qkv missing.npz", "cupyattn: missing.npz: No such file"),
         ("ladder --qkv folder", "takes a .npz or a .safetensors file, got folder"),
@@ -126,7 +127,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("convert m.safetensors --output a.json", "exists already: nothing is overwritten"),
         ("convert m.safetensors --output out --analysis a.json", "analysis: it has no 'kind'"),
         ("convert m.safetensors --output out --export gguf", "invalid choice: 'gguf'"),
-        ("convert m.safetensors --output out --max-shard-bytes 0", "max_shard_bytes"),
+        ("convert m.safetensors --output out --max-shard-bytes 0", "--max-shard-bytes must be"),
         ("dequantize m.safetensors --output out", "has no weights with scales"),
         ("kandinsky --model-path m.safetensors", "arguments are required: --output-path"),
         ("kandinsky --model-path m.safetensors --output-path out", "no transformer of Kandinsky 5"),
@@ -178,6 +179,77 @@ def test_a_misuse_is_answered_by_one_line(
     assert line.startswith("cupyattn") and message in line
     assert "Error" not in line and "Traceback" not in line
     assert not (files / "out").exists()
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+#: What a command takes beside the flag that is tried.
+BESIDE = {
+    "ladder": "--variants fa", "ablate": "rungs", "compare": "a.json a.json",
+    "verify": "fa --distribution normal --dtype float16", "profile": "fa", "interpret": "fa",
+    "plan": "--devices 2", "analyze": "m.safetensors",
+    "convert": "m.safetensors --output out --dry-run", "dequantize": "m.safetensors --output out",
+    "kandinsky": "--model-path m.safetensors --output-path out", "cache": "",
+}  # fmt: skip
+#: Numbers that would otherwise be tried, by their flags: they mean something.
+MEANT = {
+    "--seed": ("0",), "--warmup": ("0",), "--margin": ("0",), "--max-outliers": ("0",),
+    "--min-elements": ("0",), "--min-sqnr": ("0", "-1"),
+}  # fmt: skip
+#: Flags that a message has by the name of the argument in Python.
+IN_PYTHON = {
+    "--min-elements": "min_elements_for_int8", "--block-size": "block_size",
+    "--tiles": "--tiles describes a kernel in a .cu file",
+}  # fmt: skip
+
+
+def numeric_flags() -> list[tuple[str, str, int | str, str]]:
+    """Command, flag, how many numbers it takes and a number that means nothing, of all there are.
+
+    Flags of both kinds are read off the parsers, so that a new one is tried, too.
+    """
+    found = []
+    (commands,) = (a.choices for a in cli.parser()._actions if isinstance(a.choices, dict))
+    for command, parser in commands.items():
+        for action in parser._actions:
+            if action.type not in (int, float) or not action.option_strings:
+                continue
+            flag = action.option_strings[-1]
+            numbers = ["0", "-1", *(["nan", "inf"] if action.type is float else [])]
+            numbers = [number for number in numbers if number not in MEANT.get(flag, ())]
+            found += [(command, flag, action.nargs or 1, number) for number in numbers]
+    return found
+
+
+@pytest.mark.parametrize(("command", "flag", "count", "number"), numeric_flags())
+def test_a_number_that_means_nothing_is_refused(
+    command: str, flag: str, count: int, number: str, files: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(files)
+    arguments = [command, *BESIDE[command].split(), flag, *[number] * count]
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cupyattn: ") and IN_PYTHON.get(flag, flag) in line, line
+    assert f"got {number}" in line or flag == "--tiles"
+
+
+def test_flags_with_numbers_are_many() -> None:
+    tried = numeric_flags()
+    assert len({(command, flag) for command, flag, *_ in tried}) > 60
+    assert {command for command, *_ in tried} == BESIDE.keys()
+    assert MEANT.keys() | IN_PYTHON.keys() <= {flag for _, flag, *_ in tried}
+
+
+@pytest.mark.parametrize(
+    "arguments", ["ladder --len 4611686018427387904", "plan --heads 4611686018427387904"]
+)
+def test_sizes_past_any_memory_are_one_line(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "4611686018427387904" in line and "give smaller sizes" in line
 
 
 @pytest.mark.skipif(not device_missing(), reason="there is a device")

@@ -384,7 +384,7 @@ def test_a_call_is_checked() -> None:
     q, k, v = example()
     with pytest.raises(ValueError, match=r"num_heads=4 and head_dim=16, got 2 heads of 16"):
         layer()(q[:, :2], k[:, :2], v[:, :2], 0)
-    with pytest.raises(TypeError, match="a call may override .*, got 'pruning'"):
+    with pytest.raises(TypeError, match="argument 'pruning': a call may override "):
         layer()(q, k, v, 0, pruning=True)
     with pytest.raises(ValueError, match="a precision mode must be one of"):
         layer()(q, k, v, 0, mode="fp16")

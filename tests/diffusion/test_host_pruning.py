@@ -11,8 +11,8 @@ import pytest
 from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import key_importance, pruning
 from cupyattn.runtime import recent
-from tests.problem.test_host_calls import Driver, array, driver  # noqa: F401
 from tests.quant.test_host_gemm import Host, watched
+from tests.runtime.test_host_calls import Driver, array, driver  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 

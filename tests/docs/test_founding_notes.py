@@ -69,11 +69,11 @@ ENDS = {
     "softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
     "torch: softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
     "torch: trade-offs": r"TypeError: .* head_dim, .*: give Int8Attention\(num_heads=32, head_dim=",
-    "torch: 16 bits for critical steps": r"UnsupportedError: .* use cupyattn\.attention",
-    "precision by step": r"UnsupportedError: int8_attention is not .*variant='fa_int8'",
-    "Kandinsky in a pipeline": r"UnsupportedError: .*use cupyattn\.checkpoints\.optimize_kandinsky",
-    "linear layers": r"UnsupportedError: TritonInt8LinearLayer .*use cupyattn\.Int8Linear",
-    "configuration": r"UnsupportedError: TritonInt8Config .*use cupyattn\.Int8Config",
+    "torch: 16 bits for critical steps": r"RenamedImportError: .* use cupyattn\.attention",
+    "precision by step": r"RenamedImportError: int8_attention is not .*variant='fa_int8'",
+    "Kandinsky in a pipeline": r"RenamedImportError: .*cupyattn\.checkpoints\.optimize_kandinsky",
+    "linear layers": r"RenamedImportError: TritonInt8LinearLayer .*use cupyattn\.Int8Linear",
+    "configuration": r"RenamedImportError: TritonInt8Config .*use cupyattn\.Int8Config",
     # What is not ours: torch's own functions, misspelt once, and libraries that judge images.
     "benchmark": r"(AssertionError|RuntimeError|AttributeError): .*(CUDA|cuda_synchronize)",
     "quality": r"ModuleNotFoundError: No module named '(torchvision|lpips)'",
@@ -157,14 +157,51 @@ def test_what_is_no_code_names_nothing_of_ours() -> None:
     assert ENDS.keys() <= set(PYTHON)
 
 
-@pytest.mark.parametrize("name", sorted(ca.RENAMED))
-def test_names_of_the_plan_name_their_successor(name: str) -> None:
-    for package in (ca, ca.checkpoints, ca.diffusion):
-        with pytest.raises(ca.UnsupportedError, match=f"^{name} is not in cupyattn: use cupyattn"):
+#: Packages where people try such names, and what they need.
+PACKAGES = {
+    "cupyattn": None, "cupyattn.bounds": None, "cupyattn.checkpoints": None,
+    "cupyattn.diffusion": None, "cupyattn.distributed": None, "cupyattn.gradients": None,
+    "cupyattn.interpret": None, "cupyattn.quant": None, "cupyattn.reference": None,
+    "cupyattn.testing": None, "cupyattn.interop": None, "cupyattn.interop.torch": "torch",
+    "cupyattn.interop.diffusers": "diffusers",
+}  # fmt: skip
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("place", PACKAGES)
+def test_every_package_answers_for_names_of_the_plan(place: str) -> None:
+    if PACKAGES[place] is not None:
+        pytest.importorskip(PACKAGES[place])
+    package = importlib.import_module(place)
+    for name in ca.RENAMED:
+        if name in getattr(package, "__all__", ()):
+            continue
+        sentence = f"^{name} is not in {re.escape(place)}: use cupyattn"
+        with pytest.raises(AttributeError, match=sentence) as asked:
             getattr(package, name)
-    with pytest.raises(ca.UnsupportedError, match=f"^{name} is not"):
-        exec(f"from cupyattn import {name}", {})
-    assert name not in dir(ca) and name in PAGE.read_text(encoding="utf-8")
+        assert isinstance(asked.value, ca.UnsupportedError)
+        assert not hasattr(package, name) and getattr(package, name, 3) == 3
+        with pytest.raises(ImportError, match=sentence) as imported:
+            exec(f"from {place} import {name}", {})
+        assert isinstance(imported.value, ca.UnsupportedError)
+        assert name not in dir(package)
+
+
+def test_names_of_the_core_are_pointed_to_from_other_packages() -> None:
+    sentence = "^quantize_kv is not in cupyattn.diffusion: use cupyattn.quantize_kv$"
+    with pytest.raises(ImportError, match=sentence):
+        exec("from cupyattn.diffusion import quantize_kv", {})
+    exec("from cupyattn.reference import quantize", names := {})  # a module of that name
+    assert names["quantize"].__name__ == "cupyattn.reference.quantize"
+    for name in ("nothing", "__wrapped__"):
+        assert not hasattr(ca, name)
+    with pytest.raises(ImportError, match="^cannot import name 'nothing'"):
+        exec("from cupyattn import nothing", {})
+
+
+@pytest.mark.parametrize("name", sorted(ca.RENAMED))
+def test_successors_are_there_and_on_the_page(name: str) -> None:
+    assert name in PAGE.read_text(encoding="utf-8")
     for path in re.findall(r"cupyattn\.(?!interop)([\w.]*\w)", ca.RENAMED[name]):
         found: Any = ca
         for part in path.split("."):

@@ -29,7 +29,8 @@ def code(title: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ten_lines, features, varlen, codes, linear, prepared, gradients = code("Ten lines")
+    blocks = code("Ten lines")
+    ten_lines, features, varlen, padded, codes, keys, linear, prepared, gradients = blocks
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
@@ -43,9 +44,16 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(o.shape == (1, 8, 256, 64) and np.isfinite(o).all() for o in found)  # type: ignore[attr-defined]
     exec(varlen, names)
     assert names["within"].shape == (256, 8, 64)  # type: ignore[attr-defined]
+    exec(padded, names)
+    alone = ca.attention(*(names[n][:, :, :200] for n in "qkv"), causal=True)  # type: ignore[index]
+    np.testing.assert_array_equal(names["filled"][:, :, :200], alone)  # type: ignore[index]
+    assert not names["filled"][:, :, 200:].any()  # type: ignore[index]
     exec(codes, names)
     close = names["o88"]
     assert np.abs(close - first).max() < 0.1 and not np.array_equal(close, first)  # type: ignore[operator]
+    assert len(keys.splitlines()) <= 6
+    exec(keys, names)
+    assert not names["kv"].has_queries and names["z"].len_q == 256  # type: ignore[attr-defined]
     exec(linear, names)
     layer, rows, w = (names[name] for name in ("layer", "rows", "w"))
     product = rows.astype(np.float64) @ w.astype(np.float64).T  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ def test_every_feature_has_its_options() -> None:
     assert tuple(found) == scores.FEATURES and found[scores.PLAIN] == {}
     keys, rows = found[scores.PADDING]["mask"], found[scores.MASK]["mask"]
     assert keys.shape == (4, 1, 1, 64) and keys.sum(axis=-1).ravel().tolist() == [64, 46, 46, 46]
+    assert found[scores.LENGTHS]["lengths_kv"].tolist() == [64, 46, 46, 46]
     assert rows.shape == (64, 64) and 0.4 < rows.mean() < 0.6
     assert found[scores.BIAS]["bias"].shape == (1, 2, 64, 64)
     assert found[scores.OWN_BIAS]["bias"].shape == (4, 2, 64, 64)
@@ -39,7 +40,8 @@ def row(feature: str, **more: Any) -> dict[str, Any]:
 
 def test_what_is_asked_of_a_feature() -> None:
     ratio = {"of_plain": [1.0, 1.0, 1.0]}
-    assert scores.aim_of(row(scores.PADDING, **ratio), 64, 0.8) == (1.25, 1.08)
+    for padded in scores.PADDED:
+        assert scores.aim_of(row(padded, **ratio), 64, 0.8) == (1.25, 1.08)
     assert scores.aim_of(row(scores.SOFTCAP, **ratio), 128, 0.8) == (1.0, 1.5)
     own = row(scores.OWN_BIAS, copy_seconds=4.0, **ratio)
     assert scores.aim_of(own, 64, 1.0) == (0.5, scores.OWN_AIM)

@@ -3,7 +3,8 @@
 A patch is a unified diff against ``kernels_cu`` after a few lines: what goes wrong, in one
 sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
 that a device shows only sometimes), in either case ``on`` what shows it where not every call does,
-an option of `attention`, ``far_apart`` or ``stacked`` (heads as the rows of one); for the latter
+an option of `attention`, ``lengths``, ``far_apart`` or ``stacked`` (heads as the rows of one); for
+the latter
 ``finding: KIND at CODE``, what the interpreter must report and the line of the source that it must
 name; and the ``variants:`` in which it must be seen, ``fa_int8@pv8`` being a form of one.
 """
@@ -42,9 +43,15 @@ class Fault:
     hunks: tuple[Hunk, ...]
 
     @property
+    def of_padded(self) -> bool:
+        """Whether it is compiled for padded entries with lengths of their own alone."""
+        return self.shown_by == "lengths"
+
+    @property
     def of_packed(self) -> bool:
-        """Whether it is compiled for packed sequences alone."""
-        return all(hunk.file == "prims/io/varlen.cuh" for hunk in self.hunks)
+        """Whether it is compiled for packed sequences, and not for plain calls."""
+        files = {hunk.file for hunk in self.hunks}
+        return files == {"prims/io/varlen.cuh"} and not self.of_padded
 
     @property
     def of_zero_points(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from cupyattn import distributions
 from cupyattn.bounds import kernel
 from cupyattn.quant import quantize
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.testing.verdict import judge
 
 

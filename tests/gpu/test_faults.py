@@ -15,7 +15,18 @@ import pytest
 
 from cupyattn.kernels.ladder import VARIANTS
 from tests.faults.fault_patches import FAULTS, FORMS, Fault, put_in_place
-from tests.gpu.support import embedded, moved, on_device, once, prebuild, run, run_packed, specs_of
+from tests.gpu.support import (
+    arch_of,
+    embedded,
+    moved,
+    on_device,
+    once,
+    prebuild,
+    run,
+    run_packed,
+    specs_of,  # fmt: skip
+)
+from tests.support.padded import padded, run_padded
 from tests.support.runs import REVEALING, Run, packed, revealing, revealing_zero_points
 
 cupy = pytest.importorskip("cupy")
@@ -64,12 +75,18 @@ def packed_runs(variant: str) -> list[Run]:
     ]
 
 
+def padded_runs(variant: str) -> list[Run]:
+    inputs, lengths = padded(((7, 130), (150, 200)), (150, 200), 4, 2, 64)
+    moved_lengths = {name: cupy.asarray(x) for name, x in lengths.items()}
+    return run_padded(variant, on_device(*inputs), moved_lengths, arch=arch_of(variant))
+
+
 @pytest.mark.parametrize("variant", [*VARIANTS, *FORMS])
 def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
     for one in runs(variant):
         one.check()
     if "@" not in variant:
-        for one in packed_runs(variant):
+        for one in (*packed_runs(variant), *padded_runs(variant)):
             one.check()
     if variant in ("fa_int8", "fa_int8@pv8"):
         for one in zero_point_runs(variant):
@@ -84,7 +101,7 @@ def test_a_mistake_breaks_a_judgement(
     fault: Fault, variant: str, planted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_place(planted[fault.name], variant, monkeypatch)
-    calls = packed_runs if fault.of_packed else runs
+    calls = packed_runs if fault.of_packed else padded_runs if fault.of_padded else runs
     calls = zero_point_runs if fault.of_zero_points else calls
     reports = [one.judge() for one in calls(variant)]
     assert not all(report.passed for report in reports), (

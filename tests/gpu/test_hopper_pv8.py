@@ -11,7 +11,7 @@ import pytest
 
 from cupyattn import attention
 from cupyattn.quant import QuantConfig
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from tests.hopper import hopper_pv8_cases as cases
 from tests.quant import pv8_cases
 from tests.support.runs import Guarded, asked_for, bits, host_copy, normal, on_host

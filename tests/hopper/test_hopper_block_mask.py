@@ -16,7 +16,7 @@ from cupyattn.interpret import KernelFault
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.records import Plan
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
 from tests.support import runs

@@ -15,8 +15,8 @@ from cupyattn.interpret import KernelFault
 from cupyattn.kernels import numerics
 from cupyattn.kernels.ladder import HOPPER_VALUE_KEYS, lookup
 from cupyattn.quant import QuantConfig, quantize
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing import strategies, verdict
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases

@@ -14,7 +14,7 @@ from cupyattn import attention, explain
 from cupyattn.interpret import tensor_core, warpgroup
 from cupyattn.kernels import numerics
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.testing import strategies, verdict
 from tests.hopper import hopper_pv8_cases as cases
 from tests.support.runs import normal

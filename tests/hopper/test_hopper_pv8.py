@@ -14,7 +14,7 @@ from cupyattn import attention, explain
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.numerics import Shifts
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.testing import strategies, verdict
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases

@@ -15,7 +15,7 @@ import pytest
 from cupyattn import QuantConfig, UnsupportedError
 from cupyattn.runtime import recent
 from tests.interop.test_interop_torch_host import OnDevice, calls  # noqa: F401
-from tests.problem.test_host_calls import Driver, array, check, driver, planned  # noqa: F401
+from tests.runtime.test_host_calls import Driver, array, check, driver, planned  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")

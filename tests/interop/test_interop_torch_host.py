@@ -12,10 +12,12 @@ import pytest
 
 from cupyattn import QuantConfig
 from cupyattn.ops import backward
+from cupyattn.problem import resolve as resolve_module
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.runtime import recent
 from cupyattn.runtime.ready import Conversion
-from tests.problem.test_host_calls import (  # noqa: F401
+from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
+from tests.runtime.test_host_calls import (  # noqa: F401
     CASES,
     SHAPES,
     Done,
@@ -25,11 +27,9 @@ from tests.problem.test_host_calls import (  # noqa: F401
     driver,
     planned,
 )
-from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
-attention_module = importlib.import_module("cupyattn.ops.attention")
 
 
 class OnDevice:
@@ -260,7 +260,7 @@ def test_scales_that_a_caller_gives_arrive_by_one_copy(
     )
     monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: capturing[0])
     monkeypatch.setattr(cupy, "copyto", lambda target, _: filled.append(target))
-    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
+    monkeypatch.setattr(resolve_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
     quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
     settings = calls.Settings(variant="fa_int8", arch="sm_90", quant=quant)
     shapes = zip("qkv", SHAPES, strict=True)

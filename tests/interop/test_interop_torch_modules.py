@@ -182,7 +182,7 @@ def test_a_graph_outlives_no_module() -> None:
     with pytest.raises(RuntimeError, match="the Int8Attention of this graph is no more"):
         torch.ops.cupyattn.int8_attention(q, k, v, None, None, None, 3, None, False, False, -1)
     with pytest.raises(RuntimeError, match="the block mask of this graph is no more"):
-        torch.ops.cupyattn.attention(q, k, v, *[None] * 6, None, 0, False, "block_mask=-1")
+        torch.ops.cupyattn.attention(q, k, v, *[None] * 8, None, 0, False, "block_mask=-1")
 
 
 def test_pruning_guidance_and_projections() -> None:

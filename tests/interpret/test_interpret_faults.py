@@ -12,6 +12,7 @@ import pytest
 from cupyattn.interpret import Finding, KernelFault
 from cupyattn.kernels.ladder import VARIANTS
 from tests.faults.fault_patches import FAULTS, Fault, put_in_place
+from tests.support.padded import padded, run_padded
 from tests.support.runs import (
     REVEALING,
     Arrays,
@@ -91,6 +92,11 @@ def interpreted_packed(variant: str) -> Iterator[Run]:
     yield from run_packed(variant, inputs, ends, backend="interpret", causal=True)
 
 
+def interpreted_padded(variant: str) -> Iterator[Run]:
+    inputs, lengths = padded(((5, 9), (35, 40)), (35, 40), 4, 2, 64)
+    yield from run_padded(variant, inputs, lengths, backend="interpret", causal=True)
+
+
 @pytest.mark.parametrize(
     "variant",
     [
@@ -116,6 +122,7 @@ def test_a_mistake_is_noticed(
     folder = fault.plant(tmp_path)
     put_in_place(folder, variant, monkeypatch)
     calls = interpreted_packed(variant) if fault.of_packed else interpreted(variant, fault.shown_by)
+    calls = interpreted_padded(variant) if fault.of_padded else calls
     calls = interpreted_zero_points(variant) if fault.of_zero_points else calls
     check_noticed(calls, fault, folder)
 

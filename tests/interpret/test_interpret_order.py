@@ -1,4 +1,4 @@
-"""What is ordered before what, against vector clocks without a shortcut; and arrays in memory."""
+"""What is ordered before what, by vector clocks without a shortcut; races; arrays in memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cupyattn.interpret.memory import GlobalMemory, duplicate, span
 from cupyattn.interpret.ordering import WARP, Clocks
+from cupyattn.interpret.shadow import Shadow
 
 BLOCKS, THREADS = 2, 64
 LANES = BLOCKS * THREADS
@@ -132,6 +133,73 @@ def test_threads_of_earlier_batches_are_never_ordered() -> None:
     before = np.arange(-WARP, 0)
     assert not clocks.ordered(np.arange(WARP), before, np.full(WARP, 1, np.int32)).any()
     assert clocks.ordered(np.arange(WARP), np.arange(WARP), np.full(WARP, 10, np.int32)).all()
+
+
+# ---- accesses ------------------------------------------------------------------------------------
+
+GRANULES = 6  # of a block
+#: Few lanes and granules, so that they meet: who, whether to write, where, and how many from there.
+ACCESS = st.tuples(
+    st.just("access"),
+    st.tuples(
+        st.sampled_from([0, 1, 40]), st.booleans(),
+        st.integers(0, GRANULES - 2), st.integers(1, 2),
+    ),
+)  # fmt: skip
+BOTH = ("some", np.array([0, 40]))
+
+
+# Reads that wait while a later one is entered: of another granule, and of the same one.
+@example([("access", (0, False, 0, 1)), ("access", (1, False, 3, 1)), ("access", (1, True, 3, 1)),
+          ("access", (40, True, 0, 1))])  # fmt: skip
+@example([("access", (0, False, 1, 1)), BOTH, ("access", (0, False, 1, 2)),
+          ("access", (0, True, 2, 1)), ("access", (40, True, 1, 1))])  # fmt: skip
+@given(st.lists(MEETING | ACCESS, max_size=24))
+def test_races_are_those_of_a_list_of_all_accesses(steps: list[tuple[str, Any]]) -> None:
+    clocks, plain = Clocks(BLOCKS, THREADS), PlainClocks()
+    shadow = Shadow(
+        "memory", BLOCKS * GRANULES, 4, THREADS, initialised=True, period=4 * GRANULES
+    )  # fmt: skip
+    reads: list[tuple[int, int, int]] = []  # granule, lane, time
+    writes: dict[int, tuple[int, int]] = {}
+
+    def report(kind: str, *_: Any) -> None:
+        raise LookupError(kind)
+
+    for kind, who in steps:
+        clocks.now += 1
+        plain.now += 1
+        if kind != "access":
+            lanes = {
+                "block": lambda n: np.arange(n * THREADS, (n + 1) * THREADS),
+                "warp": lambda n: np.arange(n * WARP, (n + 1) * WARP),
+                "some": lambda n: n,
+            }[kind](who)
+            plain.meet(lanes)
+            clocks.meet_blocks(np.array([who])) if kind == "block" else clocks.meet(lanes)
+            continue
+        lane, is_write, first, count = who
+        touched = range(first, first + count)
+        earlier = [(u, t) for g, (u, t) in writes.items() if g in touched]
+        earlier += [(u, t) for g, u, t in reads if is_write and g in touched]
+        race = not all(plain.ordered(lane, *one) for one in earlier)
+        try:
+            if is_write:
+                written, owners = np.arange(first, first + count), np.full(count, lane)
+                shadow.before_write(written, owners, clocks, report)
+                shadow.wrote(written, owners, clocks, report)
+            else:
+                at = np.array([first]), np.array([lane])
+                shadow.before_read(*at, clocks, report, count=count)
+        except LookupError:
+            assert race
+            return
+        assert not race
+        for granule in touched:
+            if is_write:
+                writes[granule] = lane, plain.now
+            else:
+                reads.append((granule, lane, plain.now))
 
 
 # ---- arrays --------------------------------------------------------------------------------------

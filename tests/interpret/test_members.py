@@ -10,7 +10,7 @@ import pytest
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import KernelCompileError
 from cupyattn.interpret.members import Member, member_names, shared_members
-from tests.kernels.test_contracts import GOOD, arch_of, spec_of
+from tests.compiler.test_contracts import GOOD, arch_of, spec_of
 
 WITHOUT_STORAGE = [
     "prepare/quantize.cu",

@@ -31,7 +31,7 @@ from cupyattn.interpret.ptx import (
     Variable,
     Vector,
 )
-from tests.kernels.test_contracts import GOOD, arch_of, spec_of
+from tests.compiler.test_contracts import GOOD, arch_of, spec_of
 
 HEADER = ".version 8.0\n.target sm_80\n.address_size 64\n"
 REGISTERS = ".reg .pred %p<4>; .reg .b32 %r<10>; .reg .b64 %rd<4>; .reg .f32 %f<8>;"

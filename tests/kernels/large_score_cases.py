@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import attention
+from cupyattn import attention, quantize
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.quant import QuantConfig
-from tests.support.runs import bits, on_host
+from tests.support.runs import bits, on_host, quantiser
 
 HEAD_DIM = 64
 LARGEST = 65504.0
@@ -99,7 +99,12 @@ def operands(kind: str, size: float, seed: int, form: Form) -> Arrays:
 def call(form: Form, given: Arrays, backend: str, move: Move, **options: Any) -> list[np.ndarray]:
     """Return O, and lse where it is asked for, of arrays that must stay what they were."""
     moved = tuple(move(x) for x in given)
-    found = attention(*moved, variant=form.variant, arch=form.arch, backend=backend, **options)
+    operands: tuple[Any, ...] = moved
+    quant = options.get("quant")
+    if backend == "interpret" and quant is not None and not quant.fused:
+        del options["quant"]
+        operands = (quantize(*moved, quant=quant, backend=quantiser(backend), arch=form.arch),)
+    found = attention(*operands, variant=form.variant, arch=form.arch, backend=backend, **options)
     for x, unmoved in zip(moved, given, strict=True):
         assert bits(x) == bits(unmoved)
     return [on_host(x).astype(np.float32) for x in (found if type(found) is tuple else (found,))]

@@ -388,7 +388,7 @@ print("good")
 
 
 def test_12_stale_and_shared_caches(tmp_path: Path) -> None:
-    """Also tests/kernels/test_compile.py: threads, processes, damaged and read-only folders."""
+    """Also tests/compiler/test_compile.py: threads, processes, damaged and read-only folders."""
     (tmp_path / "number.cuh").write_text("constexpr int NUMBER = 11;\n")
     source = tmp_path / "use.cu"
     source.write_text(

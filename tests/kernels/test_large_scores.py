@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from tests.kernels import large_score_cases as cases
 
 FLAGS = {"smooth_k": True, "causal": False, "return_lse": True}

@@ -15,7 +15,8 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.distributions import make
 from cupyattn.kernels import ladder
-from cupyattn.plans import attention, records
+from cupyattn.plans import records
+from cupyattn.plans.unfused import plan_unfused_step
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import settle
 from tests.support.planned import plan_attention
@@ -109,7 +110,7 @@ def step(name: str, **buffers: Any) -> records.Plan:
     sizes = AttentionSpec(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=name == "softmax")
     operands = {n: Operand.of(a) for n, a in buffers.items()}
     kernel = settle(ladder.lookup("unfused"), sizes)
-    return attention.plan_unfused_step(name, kernel, operands)
+    return plan_unfused_step(name, kernel, operands)
 
 
 def test_steps_launch_what_the_whole_launches() -> None:

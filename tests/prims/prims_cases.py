@@ -288,6 +288,16 @@ def varlen_expected(bottom_right: int) -> Callable[..., dict[str, np.ndarray]]:
     return expected
 
 
+def padded_expected(**_: Any) -> dict[str, np.ndarray]:
+    """The same numbers as lengths of the entries, which lie at their strides."""
+    lengths = []
+    for len_q, len_kv in np.minimum((ENDS_Q[:5], ENDS_K[:5]), LONGEST).T.tolist():
+        shift = len_kv - len_q
+        lengths.append([len_q, len_kv, min(shift + 2, len_kv), max(shift - 4, -len_q)])
+    # Pointers are the arrays' own; the log-sum-exp is that of head 99 of all.
+    return {"lengths": np.int32(lengths), "offsets": np.int64([[0, 0, 0, 0, 99 * 12, 0]] * 5)}
+
+
 def quant_arguments() -> Arguments:
     absmax = np.abs(normal(64)) * np.float32(2.0) ** np.arange(-60, 68, 2, np.float32)
     absmax[:6] = [0.0, 1e-45, 2.0**-126, np.inf, np.nan, 3e38]
@@ -371,6 +381,10 @@ PRIMS = [
             defines=defines(CONFIG_TILES, Features("float16", 24, varlen=True)),
         )
         for bottom_right in (0, 1)
+    ),
+    Prim(
+        "varlen-padded", "varlen", "varlen", 5, varlen_arguments(1), padded_expected,
+        defines=defines(CONFIG_TILES, Features("float16", 24, padded=True)),
     ),
     Prim("quant", "quant", "quant", 64, quant_arguments, quant_expected),
     Prim(

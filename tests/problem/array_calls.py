@@ -193,6 +193,7 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
     "attention_varlen": (PACKED, lambda g: ca.attention_varlen(**g)),
     "plan": (SCORED, _planned),
     "explain": (SCORED, lambda g: ca.explain(**_options(g))),
+    "kernel_form": (SCORED, lambda g: ca.kernel_form(**_options(g))),
     "quantize": (QKV, lambda g: ca.quantize(**g)),
     "quantize_kv": ({"k": K, "v": V}, lambda g: ca.quantize_kv(**g)),
     "QuantizedQKV": (

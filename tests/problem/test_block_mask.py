@@ -167,7 +167,7 @@ def test_a_judgement_on_the_host_takes_the_mask_there() -> None:
 @pytest.mark.parametrize(
     ("make_it", "error", "sentence"),
     [
-        (lambda: BlockMask([[True]], 64, 64), TypeError, "got builtins.list"),
+        (lambda: BlockMask([[True]], 64, 64), TypeError, "got list"),
         (lambda: BlockMask(np.ones((1, 1, 2, 3)), 64, 64), TypeError, "got mask.dtype=float64"),
         (
             lambda: BlockMask(np.ones((2, 3), bool), 64, 64), ValueError,

@@ -76,6 +76,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ),
         ("ca.BlockMask(np.ones((2, 2), int), 64, 64)", "a block mask must be bool, got"),
         ("ca.BlockMask(np.ones((2, 2), bool), 60, 64)", "a block mask must have four axes (batch"),
+        ("ca.BlockMask([[[[True]]]], 64, 64)", "mask must be a NumPy or CuPy array, or have"),
+        ("ca.BlockMask.from_dense([[True]])", "mask must be a NumPy or CuPy array, or have"),
         ("ca.BlockMask.from_window(8, 8, 3)", "window must be a pair (left, right) of whole"),
         ("ca.attention(q, k, v, rope=np.ones((8, 8), 'f4'))", "rope must be a pair (cos, sin) of"),
         (
@@ -183,6 +185,9 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
             "k_mean must have shape (1, 2, 16), got",
         ),
         ("z.dequantize('float16')", "dtype must be 'float32' or 'float64', got 'float16'"),
+        ("ca.attention(kv)", "this QuantizedQKV holds keys and values only: give it queries, as"),
+        ("ca.plan(kv)", "this QuantizedQKV holds keys and values only: give it queries, as"),
+        ("ca.explain(kv)", "this QuantizedQKV holds keys and values only: give it queries, as"),
         ("z.with_q(q[0])", "q must be (batch, heads, len_q, head_dim) = (1, a multiple of 2, *,"),
         ("z.with_q(q, colour='red')", "with_q() got an unexpected keyword argument 'colour': it"),
     ],
@@ -219,6 +224,9 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.Int8Linear.from_weight(x, outlier_columns=[1000])", "outlier_columns must be 0 to"),
         ("ca.Int8Linear.from_weight(x, activation='swish2')", "activation must be 'gelu' or"),
         ("ca.Int8Linear.from_weight(x)(x[:, :4])", "x must have shape (..., 256), got (4, 4)"),
+        ("ca.Int8Linear(128, 128)", "codes must be an array, got 128: Int8Linear takes codes and"),
+        ("ca.Int8Linear(None, b_scales)", "codes must be an array, got None: Int8Linear takes"),
+        ("ca.Int8Linear(b, 128)", "scales must be an array, got 128: Int8Linear takes codes and"),
         ("ca.Int8Config(block_size=64)", "block_size must be 128, got 64: the INT8 products take"),
     ],
     "diffusion": [
@@ -241,6 +249,10 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.compute_sigma_schedule(10, 'linear')", "kind must be 'edm', 'flow' or 'ddpm', got"),
         ("ca.compute_adaptive_scales([-1.0, 2.0])", "sigmas must be noise-to-signal ratios, 0 or"),
         ("ca.calibrate_quantization_scales([])", "batches is empty: give at least one (q, k)"),
+        ("ca.calibrate_quantization_scales(len, [(q, k)])", "batches must be recorded (q, k) or"),
+        ("ca.calibrate_quantization_scales(3)", "batches must be recorded (q, k) or (q, k, times"),
+        ("ca.calibrate_quantization_scales([3])", "batch 0 must be (q, k) or (q, k,"),
+        ("ca.calibrate_quantization_scales([{'q': q, 'k': k}])", "batch 0 must be (q, k) or (q,"),
         ("ca.calibrate_quantization_scales([(q,)])", "batch 0 must be (q, k) or (q, k, timestep),"),
         ("ca.calibrate_quantization_scales([(q, k)], percentile=101)", "percentile is in per"),
         ("ca.Int8Attention(2, block_q=64)", "Int8Attention needs head_dim, which q.shape ="),
@@ -248,6 +260,15 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
     "judging and the rest": [
         ("ca.explain(q, k)", "v must be a NumPy or CuPy array, or have __dlpack__, got NoneType"),
         ("ca.register('mine', 'mine.cu')", "variant must be a cupyattn.Variant, got 'mine'"),
+        ("ca.ladder(q, k, v, variants='fa')", "variants must be names of rungs, as ['fa'], got"),
+        ("ca.ladder(q, k, v, scale='1')", "scale must be a number or None, got '1'"),
+        ("ca.reference.attention_exact(q, k, v, scale=[1])", "scale must be a number or None, got"),
+        ("ca.reference.attention_exact(q, k, v, block_mask=3)", "block_mask must be a cupyattn"),
+        ("ca.bounds.attention(q, k, v, block_mask=3)", "block_mask must be a cupyattn.BlockM"),
+        ("ca.bounds.attention(q, k, v, quantized=3)", "quantized must be a cupyattn.QuantizedQKV,"),
+        ("ca.unfused.scores(q, None)", "k must be a NumPy or CuPy array, or have __dlpack__, got"),
+        ("ca.attention(q, k, v, variant=ca.VARIANTS['fa'])", "variant must be one of unfused, fa,"),
+        ("ca.QuantizedQKV.load(True)", "expected str, bytes or os.PathLike object, not bool"),
         ("ca.ladder(q, k, v, variants=['fa', 'flash'])", "variant must be one of unfused, fa,"),
         ("ca.testing.judge(q[:, :, :4], q, k, v, variant='fa')", "o must have q's shape (1, 2, 8,"),
         ("ca.testing.judge(q, q, k, v, variant='flash')", "variant must be one of unfused, fa,"),
@@ -272,9 +293,6 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.adaptive_precision_attention", "adaptive_precision_attention is not in cupyattn: use"),
     ],
 }  # fmt: skip
-ALL = [pytest.param(*pair, id=pair[0]) for some in MISUSES.values() for pair in some]
-
-
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
     rng = np.random.default_rng(0)
@@ -284,20 +302,81 @@ def given() -> dict[str, Any]:
     packed = ca.quantize(*rows, cu_seqlens_q=ends, cu_seqlens_k=ends)
     _, lse = ca.attention(q, k, v, return_lse=True)
     x = rng.standard_normal((4, 256)).astype(np.float32)
+    kv = ca.quantize_kv(k, v)
     names = {"np": np, "ca": ca, "q": q, "k": k, "v": v, "rows": rows, "ends": ends, "z": z}
-    names |= {"packed": packed, "codes": z.q_codes.copy(), "lse": lse, "x": x}
+    names |= {"packed": packed, "codes": z.q_codes.copy(), "lse": lse, "x": x, "kv": kv}
     names |= {"tables": (np.ones((8, 8), "f4"),) * 2, "weights": (np.ones(16, "f4"),) * 2}
     names |= zip(("a", "a_scales"), ca.act_quant(x), strict=True)
     return names | dict(zip(("b", "b_scales"), ca.weight_quant(x), strict=True))
 
 
-@pytest.mark.parametrize(("call", "says"), ALL)
-def test_a_misuse_is_answered_by_one_sentence(call: str, says: str, given: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError, ca.UnsupportedError)) as caught:
-        eval(call, dict(given))
-    said = str(caught.value)
-    assert said.startswith(says), said
-    assert "\n" not in said and len(said) < 300
+@pytest.mark.parametrize("function", MISUSES)
+def test_a_misuse_is_answered_by_one_sentence(function: str, given: dict[str, Any]) -> None:
+    for call, says in MISUSES[function]:
+        said = "nothing"
+        try:
+            eval(call, dict(given))
+        except (ValueError, TypeError, ca.UnsupportedError) as error:
+            said = str(error)
+        assert said.startswith(says), f"{call} is answered: {said}"
+        assert "\n" not in said and len(said) < 300, f"{call} is answered: {said}"
+
+
+#: Functions and what they are called with: each argument is tried as a thing of another kind.
+FUNCTIONS = {
+    "ca.attention": "q=q, k=k, v=v, variant='fa_int8', scale=1.0, causal=False, window=(-1, -1), "
+    "mask=None, bias=None, rope=None, qk_norm=None, block_mask=None, layout='BHSD', out=None, "
+    "quant=None, tiles=None, arch=None, backend=None",
+    "ca.attention_varlen": "q=rows[0], k=rows[1], v=rows[2], cu_seqlens_q=ends, cu_seqlens_k=ends, "
+    "max_len_q=None, mask=None",
+    "ca.attention_backward": "d_out=q, q=q, k=k, v=v, out=q, lse=lse, deterministic=None",
+    "ca.quantize": "q=q, k=k, v=v, quant=None, tiles=None, backend=None, rope=None",
+    "ca.quantize_kv": "k=k, v=v, quant=None, cu_seqlens_k=None",
+    "kv.with_q": "q=q, backend='mirror', rope=None",
+    "ca.QuantizedQKV.from_codes": "q_codes=codes, k_codes=codes, v=q, q_scale=1.0, k_scale=1.0, "
+    "q_zero=None, k_mean=None, v_scale=None",
+    "ca.act_quant": "x=x, block_size=128, backend=None", "ca.weight_quant": "w=x, block_size=128",
+    "ca.weight_dequant": "codes=b, scales=b_scales, block_size=128",
+    "ca.int8_gemm": "a=a, a_scales=a_scales, b=b, b_scales=b_scales, bias=None, out=None",
+    "ca.Int8Linear": "codes=b, scales=b_scales, bias=None, activation=None, outlier_columns=()",
+    "ca.Int8Linear.from_weight": "weight=x, bias=None, activation=None, outlier_columns=()",
+    "ca.BlockMask": "mask=np.ones((1, 1, 1, 1), bool), block_q=64, block_kv=64",
+    "ca.BlockMask.from_dense": "mask=np.ones((8, 8), bool)",
+    "ca.BlockMask.from_window": "len_q=8, len_kv=8, window=(3, 3)",
+    "ca.QuantConfig": "granularity_q='token', pv='16bit', scales='dynamic'",
+    "ca.Tiles": "block_q=64, block_kv=64, num_warps=4",
+    "ca.Int8Attention": "num_heads=2, head_dim=16, num_timesteps=10, timestep_scales=None, "
+    "precision_policy='adaptive', window_size=None, out_proj=None, quant=None, scale=None",
+    "ca.Int8Attention(2, 16)": "q=q, k=k, v=v, timestep=3, mask=None, rope=None",
+    "ca.calibrate_quantization_scales": "batches=[(q, k)], percentile=99.0, of='maxima'",
+    "ca.testing.judge": "o=q, q=q, k=k, v=v, variant='auto', lse=lse, quantized=None, mask=None, "
+    "block_mask=None, rope=None",
+    "ca.bounds.attention": "q=q, k=k, v=v, variant='fa', tiles=None, block_mask=None, scale=1.0, "
+    "quantized=None",
+    "ca.reference.attention_exact": "q=q, k=k, v=v, scale=1.0, mask=None, block_mask=None",
+    "ca.reference.attention_mirror": "q=q, k=k, v=v, variant='fa', tiles=None, block_mask=None",
+    "ca.ladder": "q=q[:, :1], k=k[:, :1], v=v[:, :1], variants=['fa'], scale=1.0",
+    "ca.unfused.scores": "q=q, k=k, scale=1.0, mask=None, bias=None, block_mask=None",
+    "ca.unfused.softmax": "S=lse[..., None]", "ca.unfused.weighted_sum": "P=x[None, None], v=v",
+}  # fmt: skip
+OTHERS = (None, 3, "x", [1], object(), {})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_thing_of_another_kind_ends_in_no_error_of_the_inside(
+    name: str, given: dict[str, Any]
+) -> None:
+    """It is taken, or refused in one line; a str may be the name of a file."""
+    function, arguments = (eval(text, dict(given)) for text in (name, f"dict({FUNCTIONS[name]})"))
+    refused = 0
+    for argument in arguments:
+        for other in OTHERS:
+            try:
+                function(**{**arguments, argument: other})
+            except (ValueError, TypeError, FileNotFoundError, ca.UnsupportedError) as error:
+                refused += 1
+                assert "\n" not in str(error) and "has no attribute" not in str(error)
+    assert refused > len(arguments)
 
 
 def test_with_those_of_the_command_they_are_at_least_220() -> None:

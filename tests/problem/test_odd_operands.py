@@ -78,7 +78,7 @@ def test_a_command_is_refused_before_it_works(
 ) -> None:
     for arguments, says in (
         (["--json", str(tmp_path / "none" / "x.json")], "--json: there is no folder"),
-        (["--distribution", "normal", "--seed", "-1"], "seed must be 0 or more, got -1"),
+        (["--distribution", "normal", "--seed", "-1"], "--seed must be at least 0, got -1"),
     ):
         assert cli.main(["ladder", *arguments]) == 2
         printed = capsys.readouterr()

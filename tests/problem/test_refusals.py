@@ -24,7 +24,7 @@ from cupyattn.distributed import Mesh, Partition, Shared
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import GemmTiles, Tiles
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import mirror
+from cupyattn.reference import attention as mirror
 from cupyattn.testing import verdict
 from tests.distributed.distributed_cases import on_ranks
 
@@ -495,7 +495,7 @@ def test_outlier_columns_of_integers_and_none_are_taken() -> None:
 
 # ---- commands ------------------------------------------------------------------------------------
 
-EMPTY = "must be 1 or more, got 0"
+EMPTY = "must be at least 1, got 0"
 
 
 @pytest.mark.parametrize(
@@ -514,7 +514,7 @@ EMPTY = "must be 1 or more, got 0"
         ("ladder --heads 0", f"--heads {EMPTY}"),
         ("ladder --heads-kv 0", f"--heads-kv {EMPTY}"),
         ("ladder --head-dim 0", f"--head-dim {EMPTY}"),
-        ("ladder --len -3", "--len must be 1 or more, got -3"),
+        ("ladder --len -3", "--len must be at least 1, got -3"),
         ("ablate --len 0", f"--len {EMPTY}"),
         ("interpret fa --len 0", f"--len {EMPTY}"),
         ("plan fa --len 0", "--len must be at least 1, got 0"),

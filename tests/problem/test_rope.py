@@ -30,8 +30,8 @@ from cupyattn.ops.attention import resolved
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.reference.mirror import attention_mirror
 from tests.support import runs
 from tests.support.planned import plan_attention
 from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of

@@ -24,9 +24,10 @@ from cupyattn.kernels import ladder
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import kernel_form
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.received import Received
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.support import SUPPORTED, Support
-from cupyattn.reference import mirror
+from cupyattn.reference import attention as mirror
 from cupyattn.testing import verdict
 from tests.problem.settled_calls import Call, calls
 
@@ -51,42 +52,52 @@ def test_the_table_has_every_form_and_a_line_for_each_call() -> None:
     assert len(TABLE) >= 200 and min(found.values()) >= 2
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_form_tiles_and_note(call: Call) -> None:
+of_each_rung = pytest.mark.parametrize("rung", sorted({call.variant for call in CALLS}))
+
+
+@of_each_rung
+def test_form_tiles_and_note(rung: str) -> None:
     """Those of the last plan: what `plan`, `explain` and `kernel_form` say."""
+    for call in CALLS:
+        if call.variant == rung:
+            check_form_tiles_and_note(call)
+
+
+def check_form_tiles_and_note(call: Call) -> None:
     form, tiles, note = TABLE[call.name]
     arrays, options = call.operands()
     plan = ca.plan(*arrays, **options).plans[-1]
-    assert [plan.form, plan.tiles, plan.note] == [form, ca.Tiles(*tiles), note]
-    assert kernel_form(*arrays, **options) == {"form": form, "tiles": plan.tiles}
+    assert [plan.form, plan.tiles, plan.note] == [form, ca.Tiles(*tiles), note], call.name
+    assert kernel_form(*arrays, **options) == {"form": form, "tiles": plan.tiles}, call.name
     said = ca.explain(*arrays, **options)
     sizes = ", ".join(f"{name}={size}" for name, size in asdict(plan.tiles).items())
-    assert f"{call.variant} ({form})\n  tiles     {sizes}\n" in said
-    assert said.endswith(note)
+    assert f"{call.variant} ({form})\n  tiles     {sizes}\n" in said, call.name
+    assert said.endswith(note), call.name
 
 
 # ---- one record ----------------------------------------------------------------------------------
 
 
 class Seen(Exception):
-    """Carries what the core function of mirror, bounds or judge was given."""
+    """Carries the record that the core function of mirror, bounds or judge was given."""
 
 
 @pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[tuple[Any, ...], Any]]:
-    """What a function hands to the core: its arguments, the record first."""
+def records(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Received]:
+    """The record that a function hands to the core."""
 
-    def stop(*args: Any, **options: Any) -> None:
-        raise Seen(args, options)
+    def stop(received: Received, *args: Any, **options: Any) -> None:
+        raise Seen(received)
 
     monkeypatch.setattr(mirror, "run_kernel", stop)
     monkeypatch.setattr(kernel_bounds, "bound_kernel", stop)
     monkeypatch.setattr(verdict, "judge_kernel", stop)
 
-    def of(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[tuple[Any, ...], Any]:
+    def of(function: Callable[..., Any], *args: Any, **options: Any) -> Received:
         with pytest.raises(Seen) as seen:
             function(*args, **options)
-        return seen.value.args[0], seen.value.args[1]
+        found: Received = seen.value.args[0]
+        return found
 
     return of
 
@@ -95,26 +106,32 @@ def key(kernel: Kernel) -> tuple[Any, ...]:
     return kernel.variant, kernel.form, kernel.tiles
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_plan_mirror_bounds_and_judge_take_one_record(call: Call, records: Any) -> None:
+@of_each_rung
+def test_plan_mirror_bounds_and_judge_take_one_record(rung: str, records: Any) -> None:
+    for call in CALLS:
+        if call.variant == rung:
+            check_that_one_record_is_taken(call, records)
+
+
+def check_that_one_record_is_taken(call: Call, records: Any) -> None:
     arrays, keywords = call.operands()
     q, k, v = (*arrays, None, None)[:3]
     request = resolved(q, k, v, **keywords)
     form, tiles, note = TABLE[call.name]
     settled = request.kernel
-    assert [settled.form, settled.tiles, settled.note] == [form, ca.Tiles(*tiles), note]
-    assert ca.plan(*arrays, **keywords).kernel == settled
+    assert [settled.form, settled.tiles, settled.note] == [form, ca.Tiles(*tiles), note], call.name
+    assert ca.plan(*arrays, **keywords).kernel == settled, call.name
 
     packed = request.call.packed is not None
     run = (lambda **x: ca.attention_varlen(q, k, v, **x)) if packed else ca.attention
     given = () if packed else arrays
-    (kernel, inputs, scores), beside = records(run, *given, **keywords, backend="mirror")
-    assert key(kernel) == key(settled) and (packed or kernel == settled)
+    received = records(run, *given, **keywords, backend="mirror")
+    kernel, inputs, z = received.kernel, received.arrays, received.quantized
+    assert key(kernel) == key(settled) and (packed or kernel == settled), call.name
 
     # By name, and by themselves where they know as much: not of the device, of strides and of
     # other sequences.
-    z = beside["quantized"]
-    options = {**vars(scores), "variant": call.variant}
+    options = {**vars(received.scores), "variant": call.variant}
     if settled.stacks or packed or not settled.own_tiles:
         options["tiles"] = settled.tiles
     by_itself = not form.startswith("sm90") and form != "fused" and not packed
@@ -124,8 +141,8 @@ def test_plan_mirror_bounds_and_judge_take_one_record(call: Call, records: Any) 
         mirrored = records(mirror.attention_mirror, *(inputs if z is None else (z,)), **named)
         bounded = records(kernel_bounds.attention, *inputs, quantized=z, **named)
         judged = records(verdict.judge, o, *inputs, quantized=z, **named)
-        for (found, *_), _ in (mirrored, bounded, judged):
-            assert key(found) == key(settled)
+        for found in (mirrored, bounded, judged):
+            assert key(found.kernel) == key(settled), call.name
 
 
 def test_a_judge_takes_the_record_of_a_prepared_call() -> None:
@@ -135,10 +152,10 @@ def test_a_judge_takes_the_record_of_a_prepared_call() -> None:
     prepared = ca.plan(q, k, v, variant="fa_tc", arch="sm_90a", return_lse=True)
     assert prepared.kernel.stacks and prepared.kernel.call.heads == 16
     o, lse = prepared(q, k, v)
-    given = verdict.Given((q, k, v), ScoreOptions())
-    report = verdict.judge_kernel(prepared.kernel, given, o, lse)
+    received = Received(prepared.kernel, (q, k, v), ScoreOptions())
+    report = verdict.judge_kernel(received, o, lse)
     assert report.passed and report.variant == "fa_tc"
-    assert not verdict.judge_kernel(prepared.kernel, given, 1.1 * o, lse).passed
+    assert not verdict.judge_kernel(received, 1.1 * o, lse).passed
 
 
 def test_form_and_tiles_are_chosen_in_one_place() -> None:
@@ -156,7 +173,7 @@ def test_form_and_tiles_are_chosen_in_one_place() -> None:
 
 
 def test_who_asks_for_form_and_tiles() -> None:
-    """Each of these has one way in: a call, arrays beside a variant's name, and unfused steps."""
+    """Each of these has one way in: a call, operands beside a rung's name, and unfused steps."""
     package = Path(ca.__file__).parent
     found = Counter(
         (node.func.id, path.relative_to(package).as_posix())
@@ -165,24 +182,29 @@ def test_who_asks_for_form_and_tiles() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         and node.func.id.startswith("settle")
     )  # fmt: skip
-    in_core = {"settle_request": ["problem/request.py"], "settle": ["problem/form.py"] * 2}
-    in_core["settle"] += ["unfused.py"]
-    of_arrays = ["bounds/kernel.py", "reference/mirror.py", "testing/verdict.py"]
-    wanted = in_core | {"settle_arrays": of_arrays}
+    wanted = {
+        "settle_request": ["problem/request.py"],
+        "settle": ["problem/form.py", "problem/received.py", "unfused.py"],
+    }
     assert found == Counter((name, place) for name, places in wanted.items() for place in places)
 
 
-def test_an_operation_has_plans_of_its_name() -> None:
+def test_an_operation_is_three_files_of_one_name() -> None:
+    """But the mirror of the backward pass is in gradients/, beside what gradients are."""
     package = Path(ca.__file__).parent
     operations = {
         path.name
         for path in (package / "ops").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and path.name != "operation.py"
-        and {"resolve", "plan", "mirror"} <= {getattr(one, "name", "") for one in node.body}
+        and {"plan", "mirror", "restore"} <= {getattr(one, "name", "") for one in node.body}
     }  # fmt: skip
     assert len(operations) >= 6
-    assert operations <= {path.name for path in (package / "plans").glob("*.py")}
+    plans, mirrors = (
+        {path.name for path in (package / name).glob("*.py")} for name in ("plans", "reference")
+    )
+    assert operations <= plans and operations - mirrors == {"backward.py"}
+    assert {"unfused.py"} <= plans & mirrors  # whose steps stand below ops/
 
 
 def test_support_says_why_not() -> None:

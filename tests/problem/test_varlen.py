@@ -32,7 +32,7 @@ from cupyattn.quant.config import GRANULARITIES, GROUP_ALL
 from cupyattn.quant.packed import packed_groups
 from cupyattn.quant.quantizers import VALUES_PAD, group_count
 from tests.kernels.feature_cases import admitted
-from tests.kernels.test_launch import call_of
+from tests.plans.test_launch import call_of
 from tests.support import runs
 from tests.support.runs import (
     GUARD,
@@ -219,13 +219,13 @@ def test_within_the_bound(rung: str) -> None:
 @pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_neighbours_have_no_influence(rung: str) -> None:
     """What precedes and follows a sequence is NaN, and so is all beside the packed rows."""
-    (q, k, v), ends = packed(((3, 2), (37, 41), (4, 5)), 2, 1)
+    (q, k, v), ends = packed(((3, 2), (37, 41), (4, 5)), 2, 1, head_dim=32)
     rows, keys = slice(3, 40), slice(2, 43)
     spoilt = []
     for x, own in ((q, rows), (k, keys), (v, keys)):
-        wide = np.full((x.shape[0], 3, 80), np.nan, x.dtype)
-        wide[own, : x.shape[1], 8:72] = x[own]
-        spoilt.append(wide[:, : x.shape[1], 8:72])
+        wide = np.full((x.shape[0], 3, 48), np.nan, x.dtype)
+        wide[own, : x.shape[1], 8:40] = x[own]
+        spoilt.append(wide[:, : x.shape[1], 8:40])
     options = {"causal": True, "window": (20, 0), "backend": "interpret"}
     o, lse = varlen(rung, (q, k, v), ends, **options)
     amid, amid_lse = varlen(rung, tuple(spoilt), ends, **options)
@@ -293,7 +293,7 @@ def test_limits_of_a_sequence_are_those_of_its_lengths(
 @pytest.mark.parametrize("rung", RUNGS)
 def test_nothing_to_do(rung: str, backend: str) -> None:
     for lengths in ((), ((0, 0),), ((0, 7), (0, 0)), ((3, 0), (2, 0))):
-        inputs, ends = packed(lengths or ((0, 0),), 4, 2)
+        inputs, ends = packed(lengths or ((0, 0),), 4, 2, head_dim=32)
         ends = ends if lengths else tuple(x[:1] for x in ends)
         o, lse = varlen(rung, inputs, ends, backend=backend)
         assert o.shape == inputs[0].shape and o.dtype == np.float16

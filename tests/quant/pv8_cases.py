@@ -18,7 +18,7 @@ from cupyattn import attention
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.numerics import P_CODE_ONE
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from tests.support.runs import bits, host_copy, on_host
 
 LN2 = math.log(2.0)

@@ -15,7 +15,7 @@ from cupyattn.ops import act_quant, gemm, weights
 from cupyattn.ops.act_quant import act_quant_but
 from cupyattn.plans.records import TensorMap
 from cupyattn.runtime import launches, recent, tensor_map
-from tests.problem.test_host_calls import Driver, array, driver  # noqa: F401
+from tests.runtime.test_host_calls import Driver, array, driver  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 

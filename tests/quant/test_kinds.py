@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.ops.explain import kernel_form
 from cupyattn.testing import judge
 from tests.quant.kind_cases import A_SCALES, CASES, LSE, OUT, QKV, TOLD, A, B, K, Q, V, W, X, check
 from tests.support.foreign import Foreign, ForeignWithNamespace
@@ -96,6 +95,32 @@ def test_codes_of_keys_serve_any_queries(name: str) -> None:
     assert_same(few, expected)
     assert few.k_codes is whole.k_codes and few.k_scale is whole.k_scale
     np.testing.assert_array_equal(ca.attention(few), ca.attention(expected))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ca.attention, ca.plan, ca.explain, ca.kernel_form,
+        lambda z: ca.plan(ca.quantize(**QKV))(z),
+        lambda z: judge(Q, None, None, None, variant="auto", quantized=z),
+        lambda z: judge(Q, **QKV, variant="fa_int8", quantized=z),
+        lambda z: ca.bounds.attention(None, None, None, variant="fa_int8", quantized=z),
+        lambda z: ca.bounds.quantisation(*QKV.values(), z),
+        lambda z: ca.reference.attention_mirror(z, variant="fa_int8"),
+    ],
+)  # fmt: skip
+def test_keys_without_queries_are_refused(call: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Attention of no rows would be an empty array, which no caller of these has in mind."""
+    kv = ca.quantize_kv(K, V)
+    kv.save(tmp_path / "kv.npz")
+    for z in (kv, ca.QuantizedQKV.load(tmp_path / "kv.npz"), copy.copy(kv)):
+        with pytest.raises(ValueError, match=r"^this .* holds keys and values only: give it quer"):
+            call(z)
+    packed = packed_keys()
+    with pytest.raises(ValueError, match=r"holds keys and values only: .* record\.with_q\(q\)$"):
+        ca.attention_varlen(packed)
+    assert ca.attention(kv.with_q(Q[:, :, :0])).shape == (1, 2, 0, 16)
+    assert ca.attention(ca.quantize(Q[:, :, :0], K, V)).shape == (1, 2, 0, 16)
 
 
 def test_queries_may_have_more_heads_and_positions_of_their_own() -> None:
@@ -326,7 +351,7 @@ def test_judge_takes_the_rung_that_attention_takes(options: dict[str, Any]) -> N
     assert report.passed and report.variant == plan.variant
     by_name = judge(
         o, **QKV, lse=lse, variant=plan.variant, **options,
-        **kernel_form(**QKV, variant="auto", **options),
+        **ca.kernel_form(**QKV, variant="auto", **options),
     )  # fmt: skip
     assert str(report) == str(by_name)
     assert not judge(1.1 * o, **QKV, variant="auto", **options).passed

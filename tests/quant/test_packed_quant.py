@@ -15,7 +15,7 @@ from cupyattn.bounds import kernel as bounds
 from cupyattn.ops.call_operands import QUANTIZED
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantizers import padded_length, values_by_key
-from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.testing import verdict
 from tests.support.runs import Arrays, bits, packed, sequences
 

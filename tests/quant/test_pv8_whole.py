@@ -19,8 +19,8 @@ from cupyattn import attention, explain
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.kernels.numerics import WHOLE
 from cupyattn.quant import QuantConfig, quantize
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.reference.mirror import attention_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
 from tests.quant import pv8_cases

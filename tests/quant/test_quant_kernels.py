@@ -26,7 +26,7 @@ from cupyattn.plans.quantize import (
     STEPS,
     Part,
     block_rows,
-    parts,
+    operand_parts,
     plan_quantize,
     value_columns,
 )
@@ -151,7 +151,7 @@ def test_q_k_and_v_take_one_launch_by_default(head_dim: int) -> None:
 def of_call(quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], dtype: str = "float16"):
     itemsize = STORAGE[dtype].itemsize
     operands = {n: Operand.contiguous(s, itemsize) for n, s in zip("qkv", (q, k, k), strict=True)}
-    found = parts(quant, Tiles(64, 64, 4), operands, dict.fromkeys("qkv"))
+    found = operand_parts(quant, Tiles(64, 64, 4), operands, dict.fromkeys("qkv"))
     return plan_quantize(dtype, **found, p_type=quant.value_p_type), found
 
 

@@ -67,6 +67,9 @@ SPILLED = {
 SPILLED_FINE = {("fa_int8@sm90", 64): 224, ("fa_int8@pv8", 64): 16}
 #: The same where sequences are packed.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
+#: The same where entries are padded. The form of P and V in 8 bits without Hopper has no register
+#: left at head_dim 128.
+SPILLED_PADDED = SPILLED_PACKED | {("fa_int8@pv8_whole", 128): 128}
 #: The same of the split form with more than 16 rows: one number, stored before the loop and loaded
 #: after it.
 SPILLED_SPLIT = 4
@@ -354,6 +357,15 @@ def quantized(
     return quantize(*inputs, quant=quant, backend=backend, arch=arch, **given)
 
 
+def quantiser(backend: str | None) -> str | None:
+    """Return the backend that makes the codes of a call of another kernel.
+
+    In place of the interpreter it is the mirror, which needs no module: the bits are the same
+    (tests/quant/test_quantize_interpret.py, tests/interpret/test_interpret_attention.py).
+    """
+    return "mirror" if backend == "interpret" else backend
+
+
 def run(
     rung: str,
     inputs: Arrays,
@@ -364,7 +376,7 @@ def run(
     **options: Any,
 ) -> Run:
     """Call `attention`, and keep the quantised operands of the INT8 rung, which `quant` makes."""
-    z = quantized(rung, inputs, backend, options, quant, arch)
+    z = quantized(rung, inputs, quantiser(backend), options, quant, arch)
     given = options if quant is None else {**options, "quant": quant}
     form = form_taken(rung, inputs, arch=arch, backend=backend, **given)
     if z is None or form == "fused":
@@ -435,7 +447,7 @@ def run_packed(
         if rows.start == rows.stop:
             continue
         own = of_sequence(judged, number, one)
-        z = quantized(rung, one, backend, options, own.get("quant"), arch)
+        z = quantized(rung, one, quantiser(backend), options, own.get("quant"), arch)
         found.append(Run(rung, plan.form, one, own, z, o[:, :, rows], lse[None, :, rows]))
     return found
 
@@ -456,7 +468,7 @@ def run_into(
     form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
     added = {n: interchange.broadcast(options[n], call.score_shape) for n in ADDED if n in options}
     described = {name: Operand.of(array) for name, array in added.items()}
-    z = quantized(rung, inputs, backend, options, arch=arch)
+    z = quantized(rung, inputs, quantiser(backend), options, arch=arch)
     if z is None:
         operands = dict(zip("qkv", inputs, strict=True))
         lie = map(Operand.of, (*inputs, o))

@@ -1,6 +1,9 @@
 """INT8 attention in the models of diffusers: by step and layer, and back again."""
 
+from cupyattn import lazy_face
 from cupyattn.interop.diffusers.replace import Int8Replacement, replace_attention_with_int8
 from cupyattn.interop.diffusers.report import LayerReport, Report
 
 __all__ = ["Int8Replacement", "LayerReport", "Report", "replace_attention_with_int8"]
+
+__getattr__, __dir__ = lazy_face(__name__, {})  # whose names are imported above

@@ -23,6 +23,7 @@ from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, compiled
+from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.quant.config import QuantConfig
 
 #: Shorter calls stay native: quantising and a launch cost more than they can win.
@@ -68,6 +69,7 @@ class Int8Replacement(Handle):
                 interception.restore_class(layer.module)
 
 
+@points_to_our_names
 def replace_attention_with_int8(
     pipe_or_model: Any,
     *,

@@ -1,5 +1,6 @@
 """Attention for torch: functions and modules with autograd, on torch's memory and streams."""
 
+from cupyattn import lazy_face
 from cupyattn.interop.torch.functional import (
     attention,
     attention_varlen,
@@ -21,3 +22,5 @@ __all__ = [
     "replace_linear_with_int8",
     "scaled_dot_product_attention",
 ]
+
+__getattr__, __dir__ = lazy_face(__name__, {})  # whose names are imported above

@@ -31,7 +31,7 @@ from cupyattn.runtime.recent import CALLS
 #: Tensors of a call, by the names that plans have for them.
 TENSORS = (
     "q", "k", "v", "mask", "bias", "rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight",
-    "cu_seqlens_q", "cu_seqlens_k",
+    "lengths_q", "lengths_kv", "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import transforms
+from cupyattn.problem.request import LENGTHS
+from cupyattn.quant.quantized import QuantizedQKV
 
 #: Operands whose rows kernels read in vectors.
 _ROWS = ("q", "k", "v")
@@ -65,7 +67,8 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
 def check_device(name: str, q: Any) -> None:
     """Raise NotImplementedError for a tensor that lies where no kernel runs, TypeError for none."""
     if not isinstance(q, Tensor):
-        raise TypeError(f"{name}(): argument 'q' must be Tensor, not {type(q).__name__}")
+        codes = ": cupyattn.attention takes it" if isinstance(q, QuantizedQKV) else ""
+        raise TypeError(f"{name}(): argument 'q' must be Tensor, not {type(q).__name__}{codes}")
     if not (q.is_cuda or q.is_cpu):
         raise NotImplementedError(
             f"Could not run 'cupyattn::{name}' with arguments from the '{q.device.type}' backend: "
@@ -88,6 +91,11 @@ def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
             raise UnsupportedError(
                 f"{name}: the derivative through qk_norm is not implemented: give q and k as they "
                 "are after it"
+            )
+        if argument in LENGTHS:
+            raise UnsupportedError(
+                f"{name}: the derivative beside {argument} is not implemented: give mask=, or pack "
+                "the entries for attention_varlen, or compute under torch.no_grad()"
             )
     if tensors["q"].dtype == torch.float32:
         raise UnsupportedError(

@@ -39,6 +39,8 @@ def attention(
     qk_norm: tuple[Tensor, Tensor] | None = None,
     qk_norm_eps: float = EPS,
     block_mask: BlockMask | None = None,
+    lengths_q: Tensor | None = None,
+    lengths_kv: Tensor | None = None,
     layout: str = "BHSD",
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -59,6 +61,9 @@ def attention(
     k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
     mask, bias, rope, qk_norm : Tensor, or a pair of them, optional
         As for `cupyattn.attention`, on the device of q. They get no gradient.
+    lengths_q, lengths_kv : Tensor, (batch,), int32 or int64, optional
+        As for `cupyattn.attention`, on the device of q. int32 needs no copy. There is no gradient
+        beside them.
     deterministic : bool
         Gradients have the same bits on every run, as after
         ``torch.use_deterministic_algorithms(True)``.
@@ -110,7 +115,7 @@ def attention(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
-    tensors = named(q, k, v, mask, bias, rope, qk_norm)
+    tensors = with_lengths(named(q, k, v, mask, bias, rope, qk_norm), lengths_q, lengths_kv)
     return call(TensorSettings(settings, deterministic, block_mask), tensors, out)
 
 
@@ -277,6 +282,13 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, is_causal=True, backend="mirror").shape
     torch.Size([2, 4, 3, 8])
     """
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (name != "attn_mask" or x is not None):
+            raise TypeError(
+                f"scaled_dot_product_attention(): argument '{name}' must be Tensor, not "
+                f"{type(x).__name__}"
+            )
     if dropout_p:
         raise UnsupportedError(
             f"dropout_p={dropout_p!r} is not supported: give 0.0, as a model in eval() does, or "
@@ -311,6 +323,12 @@ def named(q: Any, k: Any, v: Any, mask: Any, bias: Any, rope: Any, qk_norm: Any)
     if qk_norm is not None:
         tensors["q_norm_weight"], tensors["k_norm_weight"] = pair("qk_norm", qk_norm)
     return tensors
+
+
+def with_lengths(tensors: dict[str, Any], lengths_q: Any, lengths_kv: Any) -> dict[str, Any]:
+    """Return the tensors of a call and the lengths of its padded entries, where they are given."""
+    given = {"lengths_q": lengths_q, "lengths_kv": lengths_kv}
+    return tensors | {name: x for name, x in given.items() if x is not None}
 
 
 def pair(name: str, given: Any) -> tuple[Any, Any]:

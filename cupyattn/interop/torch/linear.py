@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.compiler.architectures import check_arch
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply
@@ -141,10 +141,16 @@ class Int8Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_activation(activation or "")
+        for name, tensor in (("weight", weight), ("weight_scale", weight_scale)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"{name} must be a tensor, got {shown(tensor)}: Int8Linear takes codes and "
+                    "scales, and Int8Linear.from_linear(torch.nn.Linear(in, out)) makes them"
+                )
         if weight.dim() != 2 or weight.dtype != torch.int8:
             raise TypeError(
                 f"weight must be torch.int8 of shape (out, in), got {weight.dtype} "
-                f"{tuple(weight.shape)}"
+                f"{tuple(weight.shape)}: Int8Linear.from_linear quantises a torch.nn.Linear"
             )
         blocks, channels = scale_shape(weight.shape, BLOCK_SIZE), (weight.shape[0], 1)
         shape = tuple(weight_scale.shape)
@@ -153,6 +159,8 @@ class Int8Linear(torch.nn.Module):
                 f"weight_scale must be torch.float32 of shape {blocks}, or {channels} by channel, "
                 f"got {weight_scale.dtype} {shape}"
             )
+        if bias is not None and not isinstance(bias, Tensor):
+            raise TypeError(f"bias must be a tensor or None, got {shown(bias)}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
@@ -185,7 +193,17 @@ class Int8Linear(torch.nn.Module):
         Returns
         -------
         Int8Linear
+
+        Raises
+        ------
+        TypeError
+            For what is no linear layer.
         """
+        if not isinstance(linear, torch.nn.Linear):
+            raise TypeError(
+                f"linear must be a torch.nn.Linear, got {type(linear).__name__}: "
+                "replace_linear_with_int8 takes a whole model"
+            )
         with on_device_of(linear.weight):
             made = weight_quant(as_array(linear.weight), strategy=strategy)
             codes, scales = map(as_tensor, made)
@@ -217,10 +235,12 @@ class Int8Linear(torch.nn.Module):
         RuntimeError
             For an x of another shape, or on another device.
         TypeError
-            For another type.
+            For another type, and what is no tensor.
         UnsupportedError
             For a gradient with `activation`, and for forward-mode derivatives.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Int8Linear(): argument 'x' must be Tensor, not {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}"

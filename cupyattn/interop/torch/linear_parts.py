@@ -49,14 +49,19 @@ def find(
 
     The key is None where the call is not kept.
     """
-    for x in tensors.values():
-        rows = len(x.shape) == 2 and x.stride()[1] == 1  # at any distance
-        if not x.is_cuda or not (rows or x.is_contiguous()) or not x.numel():
-            return None, None, {}
-        if x.data_ptr() % x.element_size():  # copied by each call
-            return None, None, {}
     forms, addresses = forms_of(tensors)
-    return *CALLS.find(("torch, linear", *options), forms), addresses
+    key, ready = CALLS.find(("torch, linear", *options), forms)
+    # NOTE: the forms tell a call that is kept from all that are not; only a new one is looked at.
+    if ready is None and not all(map(_can_be_kept, tensors.values())):
+        key = None
+    return key, ready, addresses
+
+
+def _can_be_kept(x: Tensor) -> bool:
+    """Whether a call may read a tensor by its address: one on a device that is not copied."""
+    rows = len(x.shape) == 2 and x.stride()[1] == 1  # at any distance
+    lies_so: bool = x.is_cuda and (rows or x.is_contiguous())
+    return bool(lies_so and x.numel() and x.data_ptr() % x.element_size() == 0)
 
 
 def _codes_of(x: Tensor, strategy: str, *_: Any) -> tuple[Tensor, Tensor]:

@@ -188,6 +188,8 @@ def replace_linear_with_int8(
     kept |= others
     if not made:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
+        if isinstance(model, nn.Linear):
+            why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
     places = _put(own, {id(candidates[name]): layer for name, layer in made.items()})
     if originals == "cpu":

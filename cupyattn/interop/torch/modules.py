@@ -16,7 +16,7 @@ from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, in_region
-from cupyattn.interop.torch.functional import named, pair
+from cupyattn.interop.torch.functional import named, pair, with_lengths
 from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
 from cupyattn.kernels.tiles import Tiles, check_kind
@@ -100,12 +100,14 @@ class Attention(torch.nn.Module):
         bias: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         qk_norm: tuple[Tensor, Tensor] | None = None,
+        lengths_q: Tensor | None = None,
+        lengths_kv: Tensor | None = None,
     ) -> Any:
         """Run attention.
 
         Parameters
         ----------
-        q, k, v, mask, bias, rope, qk_norm
+        q, k, v, mask, bias, rope, qk_norm, lengths_q, lengths_kv
             As for `attention`.
 
         Returns
@@ -116,7 +118,8 @@ class Attention(torch.nn.Module):
         settings = self.settings
         if settings.block_mask is not None and torch.compiler.is_compiling():
             settings = settings._replace(block_mask=self._block_mask_number)
-        return call(settings, named(q, k, v, mask, bias, rope, qk_norm))
+        tensors = with_lengths(named(q, k, v, mask, bias, rope, qk_norm), lengths_q, lengths_kv)
+        return call(settings, tensors)
 
     def extra_repr(self) -> str:
         """Name the settings that are not the default ones."""

@@ -101,7 +101,7 @@ class Schema:
 ATTENTION = Schema(TENSORS[:-2], 3)
 #: Of a call on q, k and v alone, which most are.
 ATTENTION_QKV = Schema(TENSORS[:3], 3)
-ATTENTION_VARLEN = Schema(TENSORS, 5)
+ATTENTION_VARLEN = Schema(tuple(n for n in TENSORS if not n.startswith("lengths")), 5)
 
 
 def _text_of(settings: TensorSettings) -> str:

@@ -20,17 +20,14 @@
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
 #include "prims/codes/gemm_channel.cuh"
+#include "prims/codes/gemm_sm90.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
 
-constexpr int WARPGROUP = 128;           // threads
-constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that compute
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
-constexpr int COMPUTING = CONSUMERS * WARPGROUP;  // threads
-constexpr int FRAGMENTS = BLOCK_N / 8;            // tiles of 16 x 8 of a warp
 
 using Partial = int32_t[FRAGMENTS][COMPUTING][4];  // what a part of k comes to, for other blocks
 
@@ -59,18 +56,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap A_map,
     const __grid_constant__ TensorMap B_map) {
   extern __shared__ unsigned char shared_bytes[];
-  auto& smem = *reinterpret_cast<SharedStorage*>(
-      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+  auto& smem = aligned_storage<SharedStorage>(shared_bytes);
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.full[s], 1);
-      mbarrier_init(smem.empty[s], CONSUMERS * 4);  // a lane of every consumer warp
-    }
-    fence_mbarrier_init();
-  }
-  __syncthreads();  // the barriers are initialised before anyone waits or arrives
+  init_ring(smem.full, smem.empty);
   RingPosition<NUM_STAGES> at;
   if (warpgroup == 0) {  // ---- the producer, one thread
     if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();

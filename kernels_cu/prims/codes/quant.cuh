@@ -36,9 +36,10 @@ struct QuantizeParams : PrepareParams<PREPARED> {
   int32_t length;
   int32_t splits;             // slices of the rows that are summed side by side
   int32_t split_rows;         // rows of a slice
-  const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest
-  int32_t total;              // VARLEN: rows of all sequences
-  int32_t padded;             // V: codes are [batch, heads, HEAD_DIM, padded], contiguous; VARLEN:
+  const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest.
+                              // PADDED: [batch], lengths; null: all have the longest
+  int32_t total;              // PACKED: rows of all sequences
+  int32_t padded;             // V: codes are [batch, heads, HEAD_DIM, padded], contiguous; PACKED:
                               // [heads, HEAD_DIM, padded], sequences as prims/params.cuh says
   int32_t* zero;              // ZERO_POINTS: as scale
   int32_t* code_sum;  // ZERO_POINTS, not of V: [batch, heads, length], sums of a row's codes

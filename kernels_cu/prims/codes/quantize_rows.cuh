@@ -62,7 +62,7 @@ struct Place {
   int slice;   // which of the parts of a head, each of as many rows
   int row0;    // first row
   int rows;    // rows of this block that exist; VARLEN: none where not positive
-  int first;   // VARLEN: first row of the sequence in the packed array
+  int first;   // PACKED: first row of the sequence in the packed array
   int length;  // rows of this head
   __device__ __forceinline__
   Place(const QuantizeParams& p, uint32_t block, int rows_of_block, bool of_mean = false) {
@@ -80,7 +80,7 @@ struct Place {
   }
   __device__ __forceinline__ const elem_t* X(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
-           (VARLEN ? first + row0 : row0) * p.X_stride.len;
+           (PACKED ? first + row0 : row0) * p.X_stride.len;
   }
   // Which row of X is row i of this block. Those of all rows are asked for before the first row is:
   // it waits for its place.
@@ -89,11 +89,11 @@ struct Place {
     return p.places[batch_head * p.length + row0 + i] - row0;
   }
   __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, CODES_PITCH]
-    if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * CODES_PITCH;
+    if constexpr (PACKED) return p.codes + (head * p.total + first + row0) * CODES_PITCH;
     return p.codes + (batch_head * p.length + row0) * CODES_PITCH;
   }
   __device__ __forceinline__ int8_t* value_codes(const QuantizeParams& p) const {
-    return p.codes + (VARLEN ? head : batch_head) * HEAD_DIM * p.padded +  // [HEAD_DIM, padded]
+    return p.codes + (PACKED ? head : batch_head) * HEAD_DIM * p.padded +  // [HEAD_DIM, padded]
            ::first_scale<VALUES_PAD>(p.cu_seqlens, batch) * VALUES_PAD + row0;
   }
   template <int GROUP>

@@ -1,5 +1,6 @@
-// varlen.cuh -- batch entries of different lengths, packed one behind the other without padding.
-// A kernel without VARLEN compiles all of this to nothing: its batch entries have one length.
+// varlen.cuh -- batch entries of different lengths: PACKED one behind the other without padding, or
+// PADDED to one length, each with the number of its rows that count. A kernel without VARLEN
+// compiles all of this to nothing: its batch entries have one length.
 #pragma once
 
 #include "prims/config.cuh"
@@ -7,20 +8,26 @@
 #include "prims/instructions/warp.cuh"
 
 // The rows [first, first + length) of a packed array that are one sequence. One that is longer than
-// the host was told is cut: grid and workspace were made for `longest` rows.
+// the host was told is cut: grid and workspace were made for `longest` rows. PADDED: those of a
+// batch entry, of which `cu_seqlens` has the lengths, or null where all are the longest.
 struct Sequence {
   int32_t first, length;
   Sequence() = default;
   __device__ __forceinline__ Sequence(const int32_t* cu_seqlens, int64_t batch, int longest) {
-    first = cu_seqlens[batch];
-    device_assert(
-        cu_seqlens[batch + 1] - first <= longest, "a sequence is longer than max_len says");
-    length = min(cu_seqlens[batch + 1] - first, longest);
+    if constexpr (PADDED) {
+      first = 0;
+      length = cu_seqlens == nullptr ? longest : max(0, min(cu_seqlens[batch], longest));
+    } else {
+      first = cu_seqlens[batch];
+      device_assert(
+          cu_seqlens[batch + 1] - first <= longest, "a sequence is longer than max_len says");
+      length = min(cu_seqlens[batch + 1] - first, longest);
+    }
   }
 };
 
-// The rows of a batch entry among those of packed arrays. Without VARLEN there is nothing to say.
-template <bool PACKED>
+// The rows of a batch entry among those of its array. Without VARLEN there is nothing to say.
+template <bool LENGTHS>
 struct Sequences {
   Sequences() = default;
   __device__ __forceinline__ Sequences(const AttnParams&, int64_t) {}
@@ -33,14 +40,14 @@ struct Sequences<true> {
   Sequences() = default;
   __device__ __forceinline__ Sequences(const AttnParams& call, int64_t batch)
       : q(call.cu_seqlens_q, batch, call.len_q), kv(call.cu_seqlens_k, batch, call.len_kv) {}
-  __device__ __forceinline__ int first_row() const { return q.first; }
-  __device__ __forceinline__ int first_key() const { return kv.first; }
+  __device__ __forceinline__ int first_row() const { return PACKED ? q.first : 0; }
+  __device__ __forceinline__ int first_key() const { return PACKED ? kv.first : 0; }
 };
 
 // The same in every lane, and known to be.
-template <bool PACKED>
-__device__ __forceinline__ Sequences<PACKED> uniform(Sequences<PACKED> x) {
-  if constexpr (PACKED)
+template <bool LENGTHS>
+__device__ __forceinline__ Sequences<LENGTHS> uniform(Sequences<LENGTHS> x) {
+  if constexpr (LENGTHS)
     for (Sequence* one : {&x.q, &x.kv}) {
       one->first = uniform(one->first);
       one->length = uniform(one->length);
@@ -48,20 +55,22 @@ __device__ __forceinline__ Sequences<PACKED> uniform(Sequences<PACKED> x) {
   return x;
 }
 
-// The parameters as one batch entry has them. VARLEN: its arrays begin with its own sequence, whose
-// lengths are all that exist, and its causal mask and window are placed by them. Operand is the
-// storage type of Q and K, Value that of V.
+// The parameters as one batch entry has them. VARLEN: its lengths are all that exist, and its
+// causal mask and window are placed by them. PACKED: its arrays begin with its own sequence.
+// Operand is the storage type of Q and K, Value that of V.
 template <typename Operand = elem_t, typename Value = elem_t, typename Entry>
 __device__ __forceinline__ decltype(auto) of_sequences(
     const AttnParams& call, const Entry& sequences) {
   if constexpr (VARLEN) {
     const Sequence q = sequences.q, kv = sequences.kv;
     AttnParams p = call;
-    p.Q = static_cast<const Operand*>(call.Q) + q.first * call.Q_stride.len;
-    p.K = static_cast<const Operand*>(call.K) + kv.first * call.K_stride.len;
-    p.V = static_cast<const Value*>(call.V) + kv.first * call.V_stride.len;
-    p.O = static_cast<elem_t*>(call.O) + q.first * call.O_stride.len;
-    p.lse = call.lse + q.first;
+    if constexpr (PACKED) {
+      p.Q = static_cast<const Operand*>(call.Q) + q.first * call.Q_stride.len;
+      p.K = static_cast<const Operand*>(call.K) + kv.first * call.K_stride.len;
+      p.V = static_cast<const Value*>(call.V) + kv.first * call.V_stride.len;
+      p.O = static_cast<elem_t*>(call.O) + q.first * call.O_stride.len;
+      p.lse = call.lse + q.first;
+    }
     p.len_q = q.length;
     p.len_kv = kv.length;
     const int shift = call.bottom_right ? kv.length - q.length : 0;
@@ -79,8 +88,8 @@ __device__ __forceinline__ decltype(auto) of_batch(const AttnParams& call, int64
 
 // The log-sum-exps of one head of one batch entry: [len_q].
 __device__ __forceinline__ float* lse_of(const AttnParams& p, int64_t batch_head, int64_t head) {
-  if constexpr (VARLEN) return p.lse + head * p.total_q;
-  return p.lse + batch_head * p.len_q;
+  if constexpr (PACKED) return p.lse + head * p.total_q;
+  return p.lse + batch_head * (PADDED ? p.total_q : p.len_q);
 }
 
 // The first scale of a sequence: its groups of rows begin with its first row. Of a packed array
@@ -88,12 +97,12 @@ __device__ __forceinline__ float* lse_of(const AttnParams& p, int64_t batch_head
 // lie likewise along a channel: VALUES_PAD of them are a group.
 template <int GROUP>
 __device__ __forceinline__ int64_t first_scale(const int32_t* cu_seqlens, int64_t batch) {
-  if constexpr (VARLEN) return cu_seqlens[batch] / GROUP + batch;
+  if constexpr (PACKED) return cu_seqlens[batch] / GROUP + batch;
   return 0;
 }
 
-// What blocks that stay take tiles from: the tiles [first, end) of the batch entries, or of one
-// packed sequence. Sequences come one after the other, each with as many as its own rows fill.
+// What blocks that stay take tiles from: the tiles [first, end) of the batch entries, or VARLEN of
+// one of them. These come one after the other, each with as many as its own rows fill.
 struct TileRange {
   int first, end, sequence;
   __device__ __forceinline__ explicit TileRange(const AttnParams& call)

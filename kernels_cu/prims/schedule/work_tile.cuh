@@ -8,14 +8,14 @@
 #include "prims/instructions/warp.cuh"
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
-// all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
+// all of them are masked. PACKED: `batch` is the sequence; to the copy engine all are one entry.
 struct WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
   int head, batch, steps;
   int first, slot;  // as a Piece has them
   int head_kv;      // last: fa_tc's consumers have no use for it
   int padding;      // it is read 16 bytes at a time
-  __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
+  __device__ __forceinline__ int entry() const { return PACKED ? 0 : batch; }  // of the tensor maps
 };
 
 // Tile `index` of a sequence or of all, an element of K and one of V taking so many bytes together;

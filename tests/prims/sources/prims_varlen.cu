@@ -1,4 +1,4 @@
-// prims_varlen -- what a block of each batch entry sees of packed sequences.
+// prims_varlen -- what a block sees of each batch entry with lengths of its own.
 #include "prims/io/varlen.cuh"
 
 extern "C" __global__ void varlen(

@@ -21,9 +21,10 @@ from cupyattn.kernels.numerics import numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.reference import mirror, rounding
+from cupyattn.reference import attention as mirror
+from cupyattn.reference import rounding
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact, score_blocks
-from cupyattn.reference.mirror import attention_mirror
 from cupyattn.reference.rounding import round_to
 from cupyattn.testing.strategies import attention_inputs
 from cupyattn.testing.verdict import Report, judge

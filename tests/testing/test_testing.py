@@ -15,8 +15,8 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import quantize
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing.strategies import REGIMES, attention_inputs, make_regime
 from cupyattn.testing.verdict import SAMPLED_ROWS, assert_within_bound, judge, sample_rows
 

@@ -14,154 +14,28 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from cupyattn.arrays.groups import merge_heads, scale_of_row, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
-from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
-from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import check_dtype, check_scale
-from cupyattn.problem.form import Kernel, settle_arrays
-from cupyattn.problem.rope import Rope, check_turned_before
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.checks import check_dtype
+from cupyattn.problem.form import Kernel
+from cupyattn.problem.received import Received, receive
+from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.scoring import Scoring, check_smoothing
+from cupyattn.problem.settings import Settings
 from cupyattn.quant.operand_protocol import (
     Quantized,
     check_one_sequence,
     codes_less_zero,
 )
-from cupyattn.reference.mirror_8bit import by_shifts, by_tile
+from cupyattn.reference.attention_8bit import by_shifts, by_tile
 from cupyattn.reference.rounding import ex2, fma32, from_sum, round_to
 from cupyattn.reference.scores import Scores, prepare_scores
-from cupyattn.reference.softmax_state import LN2, LOG2E, Float32, RowState, Step, inverse
-
-#: From here on the largest score of a whole row stays in natural units: log2(e) times it may
-#: overflow.
-LARGEST_IN_LOG2 = 2.0**126
-
-
-class _WholeRows(RowState):
-    """The state of whole rows, those in `natural` in natural units."""
-
-    natural: npt.NDArray[np.bool_] | None = None
-
-    def lse(self) -> Float32:
-        """Natural log of the sum of exponentials."""
-        lse = super().lse()
-        if self.natural is None:
-            return lse
-        return np.where(self.natural, fma32(np.log2(self.l), LN2, self.M), lse)
-
-
-def _softmax(S: Float32, factor: np.float32, subtracts_first: bool) -> tuple[Float32, RowState]:
-    """Whole rows: P divided by l, and the final state."""
-    state = _WholeRows(S.shape[:-1], subtracts_first)
-    m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
-    state.advance(m, factor)
-    p = state.exponentials(S, factor)
-    large = (m != NEG_INF) & (np.abs(m) >= LARGEST_IN_LOG2)
-    if large.any() and not subtracts_first:
-        other = RowState(m.shape, subtracts_first=True)
-        other.advance(m, factor)
-        p = np.where(large[..., None], other.exponentials(S, factor), p)
-        state.M, state.l = np.where(large, m, state.M), np.where(large, other.l, state.l)
-        state.natural = large
-    return p * state.inverse_l()[..., None], state  # R6
-
-
-def scores_mirror(
-    q: Array,
-    k: Array,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
-) -> Float32:
-    """S3 of the unfused rung: the scores, in float32.
-
-    Parameters
-    ----------
-    q, k, scale, causal, causal_align, window, softcap, mask, bias, block_mask
-        As for `attention_mirror`.
-
-    Returns
-    -------
-    S : (batch, heads, len_q, len_kv) array, float32
-        fl(dot * scale), softcapped, with the bias; -inf where masked.
-
-    Examples
-    --------
-    >>> x = np.full((1, 1, 2, 4), 0.5, np.float16)
-    >>> scores_mirror(x, x, causal=True)[0, 0].tolist()
-    [[0.5, -inf], [0.5, 0.5]]
-    """
-    _, _, _, _, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
-    n = compose_numerics("unfused", "portable", _storage_name(q, k, k))
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    scoring = Scoring.of(q, k, options)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scores = prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
-        return cast(Float32, merge_heads(scores.block(0, len_kv)))
-
-
-def softmax_mirror(S: Float32) -> tuple[Float32, Float32]:
-    """S4 of the unfused rung: P = softmax(S) and the log-sum-exp, in float32.
-
-    Parameters
-    ----------
-    S : (..., len_kv) array, float32
-
-    Returns
-    -------
-    P : (..., len_kv) array, float32
-    lse : (...) array, float32
-
-    Examples
-    --------
-    >>> P, lse = softmax_mirror(np.zeros((1, 4), np.float32))
-    >>> P.tolist(), lse.round(5).tolist()
-    ([[0.25, 0.25, 0.25, 0.25]], [1.3862899541854858])
-    """
-    require_numpy(S)
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        P, state = _softmax(S, LOG2E, False)
-        return P, state.lse()
-
-
-def weighted_sum_mirror(P: Float32, v: Array) -> Array:
-    """S5 and S6 of the unfused rung: O = P V, stored in v's type.
-
-    Parameters
-    ----------
-    P : (batch, heads, len_q, len_kv) array, float32
-    v : (batch, heads_kv, len_kv, head_dim) array, float16, bfloat16 or float32
-
-    Returns
-    -------
-    o : (batch, heads, len_q, head_dim) array, v's dtype
-
-    Examples
-    --------
-    >>> v = np.arange(4, dtype=np.float16).reshape(1, 1, 4, 1)
-    >>> weighted_sum_mirror(np.full((1, 1, 1, 4), 0.25, np.float32), v).tolist()
-    [[[[1.5]]]]
-    """
-    require_numpy(P)
-    out_type = _storage_name(v, v, v)
-    if P.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
-        raise ValueError(f"P and v must agree on batch and len_kv, got {P.shape=} {v.shape=}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        O = split_heads(P, v.shape[1]) @ v[:, :, None].astype(np.float32)  # R6
-        return merge_heads(round_to(O, out_type)).astype(STORAGE[out_type])  # R7
+from cupyattn.reference.softmax_state import Float32, RowState, Step, inverse, softmax_of_rows
 
 
 def require_numpy(*arrays: Array) -> None:
@@ -170,7 +44,7 @@ def require_numpy(*arrays: Array) -> None:
         raise TypeError("the mirror computes on NumPy arrays: bring CuPy arrays over with .get()")
 
 
-def _storage_name(q: Array, k: Array, v: Array) -> str:
+def storage_name(q: Array, k: Array, v: Array) -> str:
     """Return the one storage type of three NumPy arrays."""
     require_numpy(q, k, v)
     return check_dtype(q, k, v)
@@ -266,26 +140,23 @@ def attention_mirror(
         if k is not None or v is not None:
             raise ValueError("k and v must be None where q holds all three quantised operands")
         quantized = q.unpacked()
-        arrays = coded_arrays(quantized)
+        coded_arrays(quantized)
     else:
         if k is None or v is None:
             raise TypeError("k and v may only be left out where q is a QuantizedQKV")
-        _storage_name(q, k, v)
-        arrays = q, k, v
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    kernel = settle_arrays(
-        variant, arrays, scale, options, quantized=quantized, tiles=tiles, form=form
-    )
-    turn = Rope.of(
-        rope, rope_interleaved, rope_offset_q, kernel.call.len_q, kernel.call.len_kv,
-        kernel.call.head_dim,
+        storage_name(q, k, v)
+    settings = Settings(
+        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+        tiles=tiles,
     )  # fmt: skip
-    if turn is not None:
+    arrays = {
+        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
+    }  # fmt: skip
+    received = receive(settings, arrays, quantized=quantized, form=form)
+    if received.preparation is not None:
         check_turned_before(quantized)
-        arrays = (*turn.turned(*arrays[:2]), arrays[2])
-    o, lse, steps = run_kernel(
-        kernel, arrays, options, quantized=quantized, numerics=numerics, trace=trace
-    )
+    o, lse, steps = run_kernel(received, numerics=numerics, trace=trace)
     results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
     return results if len(results) > 1 else o
 
@@ -299,24 +170,13 @@ def coded_arrays(quantized: Quantized) -> tuple[Array, Array, Array]:
 
 
 def run_kernel(
-    kernel: Kernel,
-    arrays: tuple[Array, Array, Array],
-    options: ScoreOptions,
-    *,
-    quantized: Quantized | None = None,
-    numerics: Numerics | None = None,
-    trace: bool = False,
+    received: Received, *, numerics: Numerics | None = None, trace: bool = False
 ) -> tuple[Array, Float32, list[Step]]:
     """Compute attention as a kernel does.
 
     Parameters
     ----------
-    kernel : Kernel
-    arrays : (array, array, array)
-        q, k, v, prepared where the kernel takes such, or `coded_arrays`.
-    options : ScoreOptions
-    quantized : QuantizedQKV, optional
-        What the codes come from, INT8.
+    received : Received
     numerics : Numerics, optional
         Rounding points in place of the kernel's own.
     trace : bool
@@ -328,7 +188,12 @@ def run_kernel(
     steps : list of Step
         Of a kernel with P and V in 8 bits always, of others with `trace`.
     """
-    q, k, v = arrays
+    kernel, options, quantized = received.kernel, received.scores, received.quantized
+    if quantized is None:
+        q, k, v = received.prepared
+    else:
+        quantized = quantized.unpacked()
+        q, k, v = coded_arrays(quantized)
     tiles, sigma = kernel.tiles, kernel.call.scale
     n = numerics or kernel.numerics(quantized and quantized.config)
     check_features(n, options.softcap, options.bias)
@@ -382,21 +247,21 @@ def _slices(
     cut = kernel.cut
     found = [_over_keys(scores, V, n, kernel.tiles, steps, keys) for keys in cut.ranges()]
     many = cut.block_slices
-    parts = [_together(found[i : i + many]) for i in range(0, cut.slices, many)]
-    O, state = _together(parts)
+    of_blocks = [_together(found[i : i + many]) for i in range(0, cut.slices, many)]
+    O, state = _together(of_blocks)
     return O * state.inverse_l()[..., None], state  # R7
 
 
-def _together(parts: Sequence[tuple[Float32, RowState]]) -> tuple[Float32, RowState]:
+def _together(partials: Sequence[tuple[Float32, RowState]]) -> tuple[Float32, RowState]:
     """Bring together what parts of the keys came to; one by itself stays what it is."""
-    O, first = parts[0]
-    if len(parts) == 1:
+    O, first = partials[0]
+    if len(partials) == 1:
         return O, first
     state = RowState(first.M.shape, first.subtracts_first)
-    for _, part in parts:
+    for _, part in partials:
         state.M = np.fmax(state.M, part.M)
     O = np.zeros_like(O)
-    for part_O, part in parts:
+    for part_O, part in partials:
         weight = ex2(part.M - state.M_finite())  # R4
         state.l = fma32(weight, part.l, state.l)  # R6
         O = fma32(weight[..., None], part_O, O)  # R6
@@ -448,7 +313,7 @@ def _whole_rows(
 ) -> tuple[Float32, RowState]:
     """The three kernels of the unfused rung: one step over all keys, and P divided by l in it."""
     S = scores.block(0, V.shape[-2])  # S3 scores
-    P, state = _softmax(S, scores.exponent_factor, scores.subtracts_first)  # S4 softmax
+    P, state = softmax_of_rows(S, scores.exponent_factor, scores.subtracts_first)  # S4 softmax
     P = round_to(P, n.p_type)  # R5
     finite = np.isfinite(V) | (scores.scoring.kept is None)
     O = P @ np.where(finite, V, np.float32(0))  # S5 output, R6

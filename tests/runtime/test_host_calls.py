@@ -36,7 +36,6 @@ from cupyattn.problem.settings import Settings
 from cupyattn.runtime import replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
-attention_module = importlib.import_module("cupyattn.ops.attention")
 quantize_module = importlib.import_module("cupyattn.ops.quantize")
 
 SHAPES = ((1, 4, 33, 64), (1, 2, 70, 64), (1, 2, 70, 64))

@@ -24,14 +24,10 @@ from cupyattn.kernels import numerics
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import HALF_SUBNORMAL, UNIT_ROUNDOFF
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact, score_blocks, softmax_exact
-from cupyattn.reference.mirror import (
-    attention_mirror,
-    scores_mirror,
-    softmax_mirror,
-    weighted_sum_mirror,
-)
 from cupyattn.reference.rounding import ex2, fma32, round_to
+from cupyattn.reference.unfused import scores_mirror, softmax_mirror, weighted_sum_mirror
 from tests.support.problems import Problem, problems
 
 FLOAT_RUNGS = [name for name, variant in VARIANTS.items() if variant.family != "int8"]

@@ -15,11 +15,11 @@ from cupyattn.arrays import interchange
 from cupyattn.arrays.form import forms_of
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block, Span, blocks
-from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.partition import Partition, Range
+from cupyattn.distributed.rank_calls import Calls
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits as kernels_limits

@@ -12,8 +12,8 @@ import pytest
 from cupyattn.bounds import kernel, quantised
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.quant import QuantConfig, quantize
+from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing.verdict import Report
 from cupyattn.testing.verdict import judge as judge_output
 

@@ -1,5 +1,5 @@
-"""The mirror's loops over keys where P and V are codes: `cupyattn.reference.mirror` has those of 16
-bits."""
+"""The mirror's loops over keys where P and V are codes; `attention.py` has those of 16
+and 32 bits."""
 
 # ruff: noqa: E741  (O and l are the paper's letters)
 
@@ -102,7 +102,7 @@ def by_shifts(
         codes = np.fmin(np.rint(np.where(unknown, np.float32(0), p)), 255)  # R5
         state.add_codes(codes, by)  # R6
         # NOTE: no code is NaN.
-        state.parts[unknown.any(axis=-1)] = np.nan
+        state.lane_sums[unknown.any(axis=-1)] = np.nan
         state.l = np.where(unknown.any(axis=-1), np.float32(np.nan), state.l)
 
         # S5 output

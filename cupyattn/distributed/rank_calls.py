@@ -40,27 +40,27 @@ class Calls:
         """Return O and lse of all rows and keys of some heads."""
         return _forward(self.settings, q, k, v, self.offsets)
 
-    def parts(self, q: Any, k: Any, v: Any, blocks: Iterable[Block]) -> Iterator[Part]:
+    def of_blocks(self, q: Any, k: Any, v: Any, blocks: Iterable[Block]) -> Iterator[Part]:
         """Yield rows, O and lse of blocks."""
         for rows, keys, settings, offsets in self._runs(blocks):
             some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             yield rows, *_forward(settings, *some, offsets)
 
-    def whole_backward(self, given: tuple[Any, ...], deterministic: bool) -> Any:
+    def whole_backward(self, tensors: tuple[Any, ...], deterministic: bool) -> Any:
         """Return the gradients of all rows and keys of some heads.
 
-        `given` are d_out, q, k, v, out and lse.
+        `tensors` are d_out, q, k, v, out and lse.
         """
         settings = BackwardSettings(self.settings.without_rung, deterministic or None)
-        return _backward(settings, given, self.offsets)
+        return _backward(settings, tensors, self.offsets)
 
-    def parts_backward(
-        self, given: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool
+    def of_blocks_backward(
+        self, tensors: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool
     ) -> Iterator[tuple[Block, Any]]:
         """Yield rows and keys of blocks, and the gradients that these owe to one another."""
         for rows, keys, of_call, offsets in self._runs(blocks):
             where = [slice(*(keys if name in "kv" else rows)) for name in "gqkvol"]
-            some = tuple(x[:, :, at] for x, at in zip(given, where, strict=True))
+            some = tuple(x[:, :, at] for x, at in zip(tensors, where, strict=True))
             settings = BackwardSettings(of_call.without_rung, deterministic or None, all_keys=False)
             yield Block(rows, keys), _backward(settings, some, offsets)
 
@@ -130,8 +130,8 @@ def _forward(
     return _heads_first(o), lse[None]
 
 
-def _backward(settings: BackwardSettings, given: tuple[Any, ...], offsets: dict[str, Any]) -> Any:
-    arrays = dict(zip(("d_out", "q", "k", "v", "out", "lse"), given, strict=True))
+def _backward(settings: BackwardSettings, tensors: tuple[Any, ...], offsets: dict[str, Any]) -> Any:
+    arrays = dict(zip(("d_out", "q", "k", "v", "out", "lse"), tensors, strict=True))
     if not offsets:
         return run_backward(settings, arrays)
     rows = {name: x[0] if name == "lse" else _rows_first(x) for name, x in arrays.items()}

@@ -1,0 +1,92 @@
+"""Plans the unfused rung: its three kernels one after the other, or one of them by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler.contracts import check_tiles
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.kernels.features import Features
+from cupyattn.plans.assemble import attn_params, check_grid, features_of, module_spec, widest
+from cupyattn.plans.records import Launch, Plan, Workspace
+from cupyattn.plans.structs import ATTN_PARAMS
+from cupyattn.problem.form import Kernel
+
+#: Kernels of the unfused rung, in order; each can be planned alone.
+UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
+
+
+def _unfused_launch(
+    step: str, kernel: Kernel, spec: ModuleSpec, params: Mapping[str, Any]
+) -> tuple[Launch, ...]:
+    """Return the launch of one step of the unfused rung; none where it has nothing to write."""
+    variant, call, tiles = kernel.variant, kernel.call, kernel.tiles
+    q_blocks, kv_blocks = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
+    batch_heads = call.batch * call.heads
+    grids = {
+        "scores": (kv_blocks, q_blocks, batch_heads),
+        "softmax": (-(-call.len_q // tiles.num_warps), batch_heads),
+        "weighted_sum": (q_blocks, batch_heads),
+    }
+    grid = check_grid(variant.name, *grids[step])
+    if grid == 0:
+        return ()
+    entry = f"{variant.entry_point}_{step}"
+    return (
+        Launch(spec, entry, grid, tiles.num_threads, step != "softmax", ((ATTN_PARAMS, params),)),
+    )
+
+
+def plan_unfused(
+    kernel: Kernel,
+    features: Features,
+    spec: ModuleSpec,
+    params: dict[str, Any],
+    before: tuple[Launch, ...],
+) -> Plan:
+    """Plan the three kernels, with S in scratch memory, behind what goes before them."""
+    variant, call, params = kernel.variant, kernel.call, {**params, "S": "S"}
+    steps = (
+        launch
+        for step in UNFUSED_STEPS
+        for launch in _unfused_launch(step, kernel, spec, params)
+    )
+    scores = Workspace("S", (call.batch, call.heads, call.len_q, call.len_kv), "float32")
+    launches = (*before, *steps)
+    return Plan(variant.name, kernel.form, kernel.tiles, features, launches, (scores,))
+
+
+def plan_unfused_step(step: str, kernel: Kernel, operands: Mapping[str, Operand]) -> Plan:
+    """Plan one kernel of the unfused rung by itself.
+
+    Parameters
+    ----------
+    step : {"scores", "softmax", "weighted_sum"}
+        S = scale Q K^T; P = softmax(S), in place; O = P V.
+    kernel : Kernel
+        Of a variant of the family ``"unfused"``.
+    operands : mapping of str to Operand
+        Those of ``"q"``, ``"k"``, ``"v"``, ``"o"``, ``"mask"``, ``"bias"``, ``"kept_blocks"`` that
+        the step uses. It also uses a buffer ``"S"``, float32 ``(batch, heads, len_q, len_kv)`` in C
+        order, and ``"lse"`` where the call asks for it.
+
+    Returns
+    -------
+    Plan
+        Without workspace: S is the caller's.
+    """
+    variant, tiles = kernel.variant, kernel.tiles
+    rows = [x for name, x in operands.items() if name in "qkvo"]
+    features = features_of(kernel.call, widest(*rows) if rows else 1)
+    spec = module_spec(variant, features, tiles)
+    check_tiles(spec, tiles, f"{variant.name} (portable)")
+    absent = Operand((1, 1, 1, 1), (0, 0, 0, 0), 1, 0)
+    q, k, v, o = (operands.get(name, absent) for name in "qkvo")
+    of_scores = (operands.get(name) for name in ("mask", "bias", "kept_blocks"))
+    params = attn_params(kernel.call, q, k, v, o, *of_scores)
+    params["S"] = "S"
+    params.update({name.upper(): None for name in "qkvo" if name not in operands})
+    launches = _unfused_launch(step, kernel, spec, params)
+    return Plan(variant.name, "portable", tiles, features, launches)

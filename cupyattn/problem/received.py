@@ -1,0 +1,119 @@
+"""What a kernel receives: the record that mirror, bounds and judge take.
+
+A call that runs is a `cupyattn.problem.request.Request`. Here are operands beside the name of a
+rung, wherever they lie. Nothing is launched, so a form may be named that no device here runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupyattn.arrays.interchange import operands
+from cupyattn.errors import shown
+from cupyattn.kernels import ladder
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.kernels.tiles import check_kind
+from cupyattn.problem.checks import check_dtype, check_options
+from cupyattn.problem.form import Kernel, settle
+from cupyattn.problem.operands import Codes
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.settings import Settings
+from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
+
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """A kernel and its operands.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    arrays : (array, array, array)
+        The caller's q, k, v, layout (batch, heads, len, head_dim); None where only the `quantized`
+        operands are known.
+    scores : ScoreOptions
+        What changes and masks scores.
+    quantized : QuantizedQKV, optional
+        The INT8 operands that the kernel reads in place of arrays.
+    preparation : Preparation, optional
+        What happens to rows of q and k first.
+    """
+
+    kernel: Kernel
+    arrays: tuple[Any, Any, Any]
+    scores: ScoreOptions
+    quantized: Any = None
+    preparation: Preparation | None = None
+
+    @functools.cached_property
+    def prepared(self) -> tuple[Any, Any, Any]:
+        """q, k and v as rungs of 16 and 32 bits multiply them."""
+        q, k, v = self.arrays
+        return self.arrays if self.preparation is None else (*self.preparation.stored(q, k), v)
+
+
+def receive(
+    settings: Settings,
+    arrays: Mapping[str, Any],
+    *,
+    quantized: Quantized | None = None,
+    form: str | None = None,
+) -> Received:
+    """Settle the kernel of arrays or quantised operands, wherever they lie.
+
+    Parameters
+    ----------
+    settings : Settings
+        With the name of a rung; of the others those count that say what is computed, and the tiles.
+    arrays : mapping
+        q, k and v of layout (batch, heads, len, head_dim), not looked at where `quantized` is
+        given, and of the others of `cupyattn.problem.settings.ARRAYS` those that change scores or
+        rows.
+    quantized : QuantizedQKV, optional
+        Operands that are quantised already.
+    form : str, optional
+        As for `cupyattn.problem.form.settle`.
+
+    Returns
+    -------
+    Received
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        For operands or options that do not fit together.
+    """
+    check_kind(settings.tiles)
+    rung, codes = ladder.lookup(settings.variant), None
+    rung.check_form(form)
+    q, k, v = (arrays[name] for name in "qkv")
+    if quantized is None:
+        dtype, shapes = check_dtype(q, k, v), [tuple(x.shape) for x in (q, k, v)]
+    else:
+        if not isinstance(quantized, Quantized):
+            raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
+        check_queries(quantized)
+        check_one_sequence(quantized)
+        z = quantized.unpacked()
+        dtype, codes = z.out_dtype, Codes.of(z)
+        shapes = [tuple(x.shape) for x in (z.q_codes, z.k_codes, z.k_codes)]
+    scores = settings.scores(arrays)
+    mask, bias = operands(mask=scores.mask, bias=scores.bias)
+    taken = replace(scores, mask=mask, bias=bias)
+    call = check_options(check_shapes(*shapes), dtype, settings.scale, taken, return_lse=True)
+    kernel = settle(rung, call, codes=codes, tiles=settings.tiles, form=form)
+    sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
+    preparation = Preparation.of(settings.rows(arrays), sizes)
+    return Received(kernel, (q, k, v), scores, quantized, preparation)
+
+
+def chosen(settings: Settings, arrays: Mapping[str, Any]) -> Kernel:
+    """Return the kernel that `cupyattn.attention` takes by itself for these arguments."""
+    return resolve(settings, {name: a for name, a in arrays.items() if a is not None}).kernel

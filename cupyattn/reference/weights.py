@@ -1,0 +1,78 @@
+"""How weights become INT8 codes, a scale for 128 x 128 of them or an output channel, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupyattn.arrays.kinds import STORAGE, Array, array_namespace
+from cupyattn.quant.blocks import (
+    BLOCK_SIZE,
+    as_matrix,
+    block_max,
+    by_column,
+    by_line,
+    check_block_size,
+    check_codes,
+    check_out_dtype,
+    check_values,
+    panels,
+    rounded_codes,
+    row_strips,
+    scale_shape,
+)
+from cupyattn.quant.quantizers import scale_of_absmax
+from cupyattn.reference.act_quant import quantize_rows
+
+
+def quantize_blocks(
+    w: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
+) -> tuple[Array, Array]:
+    """Do what `cupyattn.weight_quant` does, with the functions of the array's library."""
+    check_values("w", w, least_axes=2)
+    check_block_size(block_size)
+    xp = array_namespace(w)
+    matrix = as_matrix(w)
+    if strategy == "channel":
+        codes, scales = xp.empty(matrix.shape, np.int8), xp.empty((w.shape[0], 1), np.float32)
+        for rows in row_strips(matrix.shape):
+            codes[rows], scales[rows] = quantize_rows(matrix[rows], strategy=strategy)
+        return codes.reshape(w.shape), scales
+    codes = xp.empty(matrix.shape, np.int8)
+    scales = xp.empty(scale_shape(w.shape, block_size), np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for part, blocks in panels(matrix.shape, block_size):
+            values = by_line(matrix[part].astype(np.float32), block_size)
+            largest = block_max(xp.abs(values).max(axis=1), block_size)
+            scales[blocks], inverse = scale_of_absmax(largest)
+            inverse = by_column(inverse, block_size, values.shape[2])
+            codes[part] = rounded_codes(values, inverse[:, None, :]).reshape(-1, values.shape[2])
+    return codes.reshape(w.shape), scales
+
+
+def dequantize_blocks(
+    codes: Array,
+    scales: Array,
+    block_size: int = BLOCK_SIZE,
+    out_dtype: str = "float32",
+    strategy: str = "block",
+) -> Array:
+    """Do what `cupyattn.weight_dequant` does, with the functions of the arrays' library."""
+    check_block_size(block_size)
+    check_out_dtype(out_dtype)
+    check_codes(codes, scales, block_size, strategy)
+    xp = array_namespace(codes, scales)
+    matrix = as_matrix(codes)
+    w = xp.empty(matrix.shape, STORAGE[out_dtype])
+    if strategy == "channel":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for rows in row_strips(matrix.shape):
+                values = matrix[rows].astype(np.float32)
+                values *= scales[rows]
+                w[rows] = values.astype(STORAGE[out_dtype], copy=False)
+        return w.reshape(codes.shape)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for part, blocks in panels(matrix.shape, block_size):
+            values = by_line(matrix[part].astype(np.float32), block_size)
+            values *= by_column(scales[blocks], block_size, values.shape[2])[:, None, :]
+            w[part] = values.astype(STORAGE[out_dtype], copy=False).reshape(-1, values.shape[2])
+    return w.reshape(codes.shape)

@@ -1,0 +1,33 @@
+// gemm_sm90.cuh -- what the Hopper forms of the INT8 matrix products share: a block is a warpgroup
+// whose one thread copies slices, and some that compute 64 rows of the tile each.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/codes/gemm.cuh"
+#include "prims/instructions/mbarrier.cuh"
+
+constexpr int WARPGROUP = 128;                    // threads
+constexpr int CONSUMERS = BLOCK_M / 64;           // warpgroups that compute
+constexpr int COMPUTING = CONSUMERS * WARPGROUP;  // threads
+constexpr int FRAGMENTS = BLOCK_N / 8;            // tiles of 16 x 8 of a warp
+
+// The shared memory of a block from the next multiple of 1024 bytes on, as wgmma and the copy
+// engine ask; smem_bytes has room for it.
+template <typename Storage>
+__device__ __forceinline__ Storage& aligned_storage(unsigned char* shared_bytes) {
+  return *reinterpret_cast<Storage*>(
+      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+}
+
+// Initialises the barriers of the ring of slices. All threads come here.
+__device__ __forceinline__ void init_ring(
+    Mbarrier (&full)[NUM_STAGES], Mbarrier (&empty)[NUM_STAGES]) {
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < NUM_STAGES; ++s) {
+      mbarrier_init(full[s], 1);
+      mbarrier_init(empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are initialised before anyone waits or arrives
+}

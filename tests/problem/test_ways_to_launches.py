@@ -1,0 +1,37 @@
+"""The way of an operand to its launch on a device, as test_ways.py, with no device."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import pytest
+
+from cupyattn.runtime import recent
+from tests.problem.test_host_calls import Driver, array, cupy, driver  # noqa: F401
+from tests.problem.test_ways import OPERATIONS, SIZES, call_of, check, steps
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_to_the_launch(
+    operation: str,
+    driver: Driver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a first call, and of one that is recalled."""
+    launched: list[int] = []
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", lambda one, *_: launched.append(one))
+    for name in ("gemm", "quantize"):
+        module = importlib.import_module(f"cupyattn.ops.{name}")
+        monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
+    arrays = {name: array(shape, dtype) for name, (shape, dtype) in SIZES.items()}
+    call, operand = call_of(operation, arrays, None), arrays[OPERATIONS[operation]]
+    recent.CALLS.clear()
+    first = steps(call, operand)
+    check(first, "arrays", "problem", "runtime")
+    count = len(launched)
+    assert count
+    again = steps(call, operand)
+    check(again, "runtime")
+    assert len(launched) == 2 * count and len(again) < len(first) / 2
+    recent.CALLS.clear()
