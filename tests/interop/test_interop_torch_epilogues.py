@@ -210,12 +210,13 @@ def test_layers_that_share_codes_have_what_follows_them() -> None:
 
 def kept(x: Any, own: Any, r: Any, g: Any) -> dict[str, Any]:
     """Functions of which a product computes nothing: others read it, or its epilogue cannot."""
-    wide, row, few = g.float(), r[:1], r[..., :1]
+    wide, other, row, few = g.float(), r.bfloat16(), r[:1], r[..., :1]
     return {
         "read by two": lambda x: (r + g * (y := own(x)), y.sin()),
         "product read by two": lambda x: (r + (y := g * own(x)), y.sin()),
         "a gate of more digits": lambda x: (r.float() + wide * own(x).float()).half(),
         "a sum of more digits": lambda x: r.float() + own(x),
+        "a residual of another type": lambda x: (other.float() + own(x).float()).half(),
         "a residual that broadcasts": lambda x: row + own(x),
         "a gate of other rows": lambda x: r + row * own(x),
         "a gate of other columns": lambda x: r + few * own(x),
