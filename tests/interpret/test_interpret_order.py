@@ -205,7 +205,8 @@ def test_races_are_those_of_a_list_of_all_accesses(steps: list[tuple[str, Any]])
 @pytest.mark.parametrize("lent", [False, True])
 def test_a_read_that_ends_later_outlasts_one_that_waits_to_be_entered(lent: bool) -> None:
     """Lanes 0 and 40 meet after a read by the first; then a product ends that read the same."""
-    clocks = Clocks(1, THREADS, now=1)
+    clocks = Clocks(1, THREADS)
+    clocks.now = 1
     shadow = Shadow("memory", GRANULES, 4, THREADS, initialised=True, period=4 * GRANULES)
     races: list[str] = []
 
