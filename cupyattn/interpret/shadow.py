@@ -309,7 +309,6 @@ class Shadow:
         """Note that it has ended, on behalf of `lanes`, who waited for it."""
         np.subtract.at(self.lent, granules, np.int16(1))
         self._loans -= len(granules)
-        self._enter_reads(clocks)
         self.read[granules] = self._last_read = clocks.now
         for lane in lanes.tolist():
             self.reads[granules, lane % self.readers] = clocks.now

@@ -202,6 +202,30 @@ def test_races_are_those_of_a_list_of_all_accesses(steps: list[tuple[str, Any]])
                 reads.append((granule, lane, plain.now))
 
 
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_read_that_ends_later_outlasts_one_that_waits_to_be_entered(lent: bool) -> None:
+    """Lanes 0 and 40 meet after a read by the first; then a product ends that read the same."""
+    clocks = Clocks(1, THREADS)
+    clocks.now = 1
+    shadow = Shadow("memory", GRANULES, 4, THREADS, initialised=True, period=4 * GRANULES)
+    races: list[str] = []
+
+    def report(kind: str, *_: Any) -> None:
+        races.append(kind)
+
+    granule, reader, writer = np.array([2]), np.array([0]), np.array([40])
+    shadow.before_read(granule, reader, clocks, report)
+    clocks.now = 2
+    clocks.meet(np.array([0, 40]))
+    clocks.now = 3
+    if lent:
+        shadow.lend(granule)
+        shadow.give_back(granule, reader, clocks)
+    clocks.now = 4
+    shadow.before_write(granule, writer, clocks, report)
+    assert races == (["race"] if lent else [])
+
+
 # ---- arrays --------------------------------------------------------------------------------------
 
 
