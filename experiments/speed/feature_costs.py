@@ -43,6 +43,7 @@ from cupyattn.testing import verdict
 from experiments._harness import merging, recording
 from experiments._harness.cells import Problem, rotating
 from experiments._harness.recording import ROOT
+from experiments.speed import scores
 
 PAGE = ROOT / "docs" / "FEATURES.md"
 RECORD = "experiments/results/feature_costs.json"
@@ -385,6 +386,12 @@ def page(record: Mapping[str, Any]) -> str:
         "| feature | what it is here |",
         "| --- | --- |",
         *(f"| {name} | {text} |" for name, text in _descriptions(record).items()),
+        "",
+        "## Masks, biases and a softcap on Hopper",
+        "",
+        scores.BEGIN,
+        scores.section(recording.stored("scores")),
+        scores.END,
     ]
     for found in record["problems"]:
         forms = {row["rung"]: row["form"] for row in found["rows"] if row["feature"] == PLAIN}

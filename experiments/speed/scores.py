@@ -18,11 +18,13 @@ Expect       of the plain time at most: 1.08 for key padding, by admitted keys, 
              of plain and its bytes at copy bandwidth for a bias of each entry and head. At least
              1.5 times the speed of the fastest library with a mask or bias, 1.6 with a softcap
 Run          python -m experiments.speed.scores [--quick] [--json FILE] [--rounds N]
-             [--cells 64:4096:bfloat16 ...] [--seconds N] [--stored [--merge FILE ...]]
+             [--cells 64:4096:bfloat16 ...] [--seconds N] [--update-docs]
+             [--stored [--merge FILE ...]]
 
 A cell is HEAD_DIM:LENGTH:DTYPE. After four fifths of ``--seconds`` no other library is compiled;
 once they are over no cell begins, and the cells that are left are printed: ``--cells`` measures
 them, and ``--merge`` puts their record into the committed one. The record is written after each.
+``--update-docs`` writes its part of docs/FEATURES.md.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ from experiments._harness import merging, recording
 from experiments._harness.cells import REFUSALS, Problem, rotating
 from experiments._harness.others import refusing
 
+PAGE = recording.ROOT / "docs" / "FEATURES.md"
+BEGIN, END = "<!-- scores: begin -->", "<!-- scores: end -->"
 TOKENS, WIDTH = 16_384, 2048
 PLAIN, PADDING, LENGTHS, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
     "plain", "key padding", "lengths", "mask", "bias", "own bias", "softcap",
@@ -421,6 +425,35 @@ def table(
     return header, lines
 
 
+def section(record: Mapping[str, Any]) -> str:
+    """Return the part of docs/FEATURES.md that a record of a device gives."""
+    environment = record["environment"]
+    lines = [
+        f"Written by `python -m experiments.speed.scores --stored --update-docs`: "
+        f"{environment['device']['name']}, revision {environment['revision'][:10]}"
+        f"{merging.of_another_revision(record)}. Of a call: its time, packing of masks included; "
+        "that as a multiple of the plain call's; and how many times as fast it is as the fastest "
+        "other library, which is named. Key padding and lengths admit the share of the keys that "
+        "is said, and so does the plain time that theirs is a multiple of.",
+    ]
+    for found in record["problems"]:
+        lines += ["", f"### {found['problem']['name']}, {found['admitted']:.2f} of the keys", ""]
+        rows = []
+        for row in found["rows"]:
+            if row["peer"] or "seconds" not in row:
+                continue
+            share = found["admitted"] if row["feature"] in PADDED else 1.0
+            ratio, speed = row.get("of_plain"), row.get("speed_of_best_peer")
+            rows.append([
+                row["feature"], row["name"], words.format_seconds(row["seconds"][0]),
+                f"x {ratio[0] / share:.2f}" if ratio else "-",
+                f"{speed[0]:.2f} ({row['best_peer']})" if speed else "-",
+            ])  # fmt: skip
+        header = ["", "rung", "time", "of plain", "of the fastest other"]
+        lines += recording.markdown(header, rows)
+    return "\n".join(lines)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure cell after cell, and write the record after each."""
     recording.check_rounds(args)
@@ -453,6 +486,8 @@ def run(args: argparse.Namespace) -> int:
         )
         recording.keep(args, "scores", "mirror" if args.quick else "cuda", content)
         passed &= all(row["ok"] for row in rows if not row["peer"])
+    if args.update_docs and not args.quick:
+        recording.replace_between(PAGE, BEGIN, END, section(recording.stored("scores")))
     return 0 if passed else 1
 
 
@@ -463,6 +498,8 @@ def again(args: argparse.Namespace) -> int:
         print(f"\n{found['problem']['name']}")
         share, head_dim = found["admitted"], found["problem"]["head_dim"]
         output.print_table(*table(found["rows"], head_dim, share))
+    if args.update_docs:
+        recording.replace_between(PAGE, BEGIN, END, section(record))
     return 0
 
 
@@ -471,6 +508,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="of these alone")
     parser.add_argument("--seconds", type=float, default=200.0, help="no cell begins later")
+    parser.add_argument("--update-docs", action="store_true", help="rewrite its part of the page")
     parser.add_argument(
         "--stored", action="store_true", help="measure nothing: print the committed record"
     )
