@@ -124,7 +124,10 @@ def test_packed_codes_are_read(tmp_path: Path, strategy: str, bits: int, symmetr
     np.testing.assert_array_equal(back["a.fc.weight"], expected.astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float16", "float32"))],
+)
 def test_wide_weights_are_read_in_parts(tmp_path: Path, dtype: str) -> None:
     """Rows longer than what is in work at a time, of codes and of the check."""
     rng = np.random.default_rng(0)

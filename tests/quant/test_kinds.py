@@ -6,7 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,16 @@ STATIC = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["mirror", "interpret"])
-@pytest.mark.parametrize("name", STATIC)
+def on_both(names: Iterable[str], sooner: str) -> list[Any]:
+    """Return each name with each backend: in the interpreter all but one are slow."""
+    late = [name for name in names if name != sooner]
+    return [
+        *((name, "mirror") for name in names), (sooner, "interpret"),
+        *(pytest.param(name, "interpret", marks=pytest.mark.slow) for name in late),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "backend"), on_both(STATIC, "thread"))
 def test_given_scales_wait_for_the_queries(name: str, backend: str) -> None:
     whole = ca.quantize(FOUR_HEADS, K, V, quant=STATIC[name], backend=backend)
     kv = ca.quantize_kv(K, V, quant=STATIC[name], backend=backend)
@@ -176,8 +184,7 @@ PACKED_CONFIGS = {name: CONFIGS[name] for name in ("default", "block", "zeros", 
 }
 
 
-@pytest.mark.parametrize("backend", ["mirror", "interpret"])
-@pytest.mark.parametrize("name", PACKED_CONFIGS)
+@pytest.mark.parametrize(("name", "backend"), on_both(PACKED_CONFIGS, "block"))
 def test_codes_of_packed_keys_serve_any_packed_queries(name: str, backend: str) -> None:
     q, k, v = PACKED
     how = {"quant": PACKED_CONFIGS[name], "backend": backend}
