@@ -237,7 +237,8 @@ def judge(
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    ladder.lookup(variant, also=("auto",))
+    if variant != "auto":
+        ladder.lookup(variant, also=("auto",))  # whose refusal lists auto, too
     settings = Settings(
         variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
         softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,7 @@ def test_a_run_of_a_part_does_not_begin_to_write_the_page(
 
 
 def test_a_merged_record_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(recording.RESULTS / "scores.json", tmp_path)  # of which the page has a part
     monkeypatch.setattr(recording, "RESULTS", tmp_path)
     monkeypatch.setattr(feature_costs, "PAGE", tmp_path / "FEATURES.md")
     written(tmp_path / "feature_costs.json", record_with_times(128))

@@ -8,8 +8,8 @@ import importlib
 import pytest
 
 from cupyattn.runtime import recent
-from tests.problem.test_host_calls import Driver, array, cupy, driver  # noqa: F401
 from tests.problem.test_ways import OPERATIONS, SIZES, call_of, check, steps
+from tests.runtime.test_host_calls import Driver, array, cupy, driver  # noqa: F401
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
