@@ -86,8 +86,8 @@ def scores(
         "softcap": softcap,
     }  # fmt: skip
     others = {"mask": mask, "bias": bias, "block_mask": block_mask}
-    given = {"q": q, "k": k, **{name: x for name, x in others.items() if x is not None}}
-    return run(SCORES, settings, given)["S"]
+    arrays = {"q": q, "k": k, **{name: x for name, x in others.items() if x is not None}}
+    return run(SCORES, settings, arrays)["S"]
 
 
 def softmax(S: Any, *, return_lse: bool = False) -> Any:
@@ -234,13 +234,13 @@ class _Softmax(_Step):
         if return_lse:
             results["lse"] = Result(call.lse_shape, STORAGE["float32"])
         return Problem(
-            what=self.name, backend=target.choose(None, S), operands={"given": S}, results=results,
+            what=self.name, backend=target.choose(None, S), operands={"S_in": S}, results=results,
             as_given=as_given, settled=call,
         )  # fmt: skip
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Return P and the log-sum-exp from NumPy."""
-        P, lse = mirror.softmax_mirror(problem.operands["given"])
+        P, lse = mirror.softmax_mirror(problem.operands["S_in"])
         return {"S": P, "lse": lse}
 
 

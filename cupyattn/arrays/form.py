@@ -11,10 +11,10 @@ import numpy as np
 from cupyattn.arrays.memory import data_address
 
 #: Name, shape, strides in bytes, dtype, address modulo 16 and device (-1: the host) of an array.
-Form = tuple[str, tuple[int, ...], tuple[int, ...], Any, int, int]
+ArrayForm = tuple[str, tuple[int, ...], tuple[int, ...], Any, int, int]
 
 
-def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[Form, ...] | None, dict[str, int]]:
+def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, dict[str, int]]:
     """Return what a call depends on of its arrays beside their values, and where they lie.
 
     Parameters
@@ -23,13 +23,13 @@ def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[Form, ...] | None, dict[s
 
     Returns
     -------
-    forms : tuple of Form
+    forms : tuple of ArrayForm
         None unless all are arrays of NumPy or CuPy.
     addresses : dict of str to int
     """
     cupy = sys.modules.get("cupy")
     on_device = () if cupy is None else cupy.ndarray
-    forms: list[Form] = []
+    forms: list[ArrayForm] = []
     addresses: dict[str, int] = {}
     for name, array in arrays.items():
         if isinstance(array, on_device):
@@ -44,7 +44,7 @@ def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[Form, ...] | None, dict[s
     return tuple(forms), addresses
 
 
-def described(form: Form) -> str:
+def described(form: ArrayForm) -> str:
     """Return a form in words, for messages."""
     _, shape, strides, dtype, misalignment, device = form
     said = f"shape {shape}, strides {strides} bytes, dtype {dtype}, address 16 n + {misalignment}"

@@ -70,7 +70,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Form:
+class WarpgroupProduct:
     """One ``wgmma.mma_async`` instruction."""
 
     product: Wgmma
@@ -98,7 +98,7 @@ class Form:
 class Product:
     """One product of one warpgroup, under way."""
 
-    form: Form
+    form: WarpgroupProduct
     first_warp: int  # of the warpgroup, numbered through the batch
     number: int  # of the group of products that it is committed with
     a: Ints | None  # where A lies in shared memory, None for registers
@@ -137,7 +137,7 @@ class Warpgroups:
         self._changed: dict[int, npt.NDArray[np.int64]] = {}
         self._read: dict[int, npt.NDArray[np.int64]] = {}
         # The last product that used a register, by register and first warp, and its time.
-        self._last_use: dict[tuple[int, int], tuple[Form, int]] = {}
+        self._last_use: dict[tuple[int, int], tuple[WarpgroupProduct, int]] = {}
 
     def fence(self, lanes: Lanes) -> None:
         """Order the registers of warps before their next products."""
@@ -161,7 +161,7 @@ class Warpgroups:
             of_lanes = times.setdefault(index, np.zeros(machine.size, np.int64))
             of_lanes[lanes.index] = machine.clocks.now
 
-    def start(self, form: Form, lanes: Lanes) -> None:
+    def start(self, form: WarpgroupProduct, lanes: Lanes) -> None:
         """Begin the products of an instruction."""
         machine, shared = self._machine, self._machine.shared
         for warp in self._first_warps(lanes).tolist():
@@ -187,7 +187,7 @@ class Warpgroups:
             size = sum(x.size for x in (a, b) if x is not None) * width
             machine.traffic["shared", "load"] += size
 
-    def _check_fence(self, form: Form, warp: int) -> None:
+    def _check_fence(self, form: WarpgroupProduct, warp: int) -> None:
         """Report a product without the ``wgmma.fence`` that its registers need."""
         machine = self._machine
         own = np.arange(warp * WARP, (warp + GROUP) * WARP)
@@ -213,7 +213,7 @@ class Warpgroups:
             self._check_last_use(form, index, own, fenced)
             self._last_use[index, warp] = form, machine.clocks.now
 
-    def _check_last_use(self, form: Form, index: int, own: Ints, fenced: Ints) -> None:
+    def _check_last_use(self, form: WarpgroupProduct, index: int, own: Ints, fenced: Ints) -> None:
         """Report a register that the product uses in another way than the one before."""
         machine, warp = self._machine, int(own[0]) // WARP
         if (index, warp) not in self._last_use:
@@ -324,7 +324,7 @@ def _multiply(inst: Instruction, product: Wgmma) -> Step | None:
     def shared(operand: Operand, rows: int, kind: str, along_k: bool) -> Shared:
         return Shared(reader(operand, "b64"), rows, product.depth, kind, along_k)
 
-    form = Form(
+    form = WarpgroupProduct(
         product,
         tuple(_indices(registers_in(target))),
         tuple(_indices(registers_in(a))) if in_registers else (),

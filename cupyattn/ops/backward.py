@@ -278,9 +278,9 @@ class BackwardRequest:
 
 def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return arrays of a call by name, d_out, q, k, v, out and lse before those that are given."""
-    given = dict(zip(("d_out", "q", "k", "v", "out", "lse"), arrays, strict=True))
-    given |= {name: array for name, array in others.items() if array is not None}
-    return given
+    named = dict(zip(("d_out", "q", "k", "v", "out", "lse"), arrays, strict=True))
+    named |= {name: array for name, array in others.items() if array is not None}
+    return named
 
 
 def run_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Gradients:
@@ -408,10 +408,10 @@ def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
     return shape[1:] if packed and not turned else shape
 
 
-def _take(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
+def _take(request: Request, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operands by name, d_out, out and lse checked against q; layout BHSD."""
     layout, q, packed = request.settings.layout, request.q, request.call.packed is not None
-    taken = {name: interchange.take(name, array)[0] for name, array in given.items()}
+    taken = {name: interchange.take(name, array)[0] for name, array in arrays.items()}
     array_namespace(q, *taken.values())
     if packed:
         taken = {name: array[None] for name, array in taken.items()}
@@ -511,8 +511,8 @@ def ready_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Rea
         return None
     problem = BACKWARD.resolve(settings, arrays)
     names = {"out": "o"}
-    given = {names.get(n, n): x for n, x in arrays.items() if n != "block_mask"}
-    copied = any(not same_place(problem.operands[name], x) for name, x in given.items())
+    operands = {names.get(n, n): x for n, x in arrays.items() if n != "block_mask"}
+    copied = any(not same_place(problem.operands[name], x) for name, x in operands.items())
     return None if copied else make_ready(problem, BACKWARD.plan(problem))
 
 
@@ -536,5 +536,5 @@ def resolved_backward(
     check_offered(q, options.pop("qk_norm", None), deterministic)
     options = {"variant": "fa_tc", "return_lse": True, **options}
     settings, arrays = parse(function, q, k, v, options)
-    given = {**arrays, "d_out": d_out, "out": out, "lse": lse}
-    return BACKWARD.resolve(BackwardSettings(settings, deterministic), given)
+    named = {**arrays, "d_out": d_out, "out": out, "lse": lse}
+    return BACKWARD.resolve(BackwardSettings(settings, deterministic), named)

@@ -56,9 +56,9 @@ class Prepared:
         self._given = {n: arrays[n] for n in ("block_mask", *PAIRS) if n in arrays}
         # NOTE: a mask or bias that had to be copied is read again, from the caller's memory.
         for name in self._added.keys() & {*_REPLACED}:
-            given = misaligned(arrays.get(name))
-            if given is not None:
-                self._added[name] = given
+            copied = misaligned(arrays.get(name))
+            if copied is not None:
+                self._added[name] = copied
         # NOTE: tables and weights, too, which the short way of a call would not read again.
         self._tables = {
             name: array
@@ -125,8 +125,8 @@ class Prepared:
             If results and scratch memory do not fit; nothing was launched then.
         """
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
-        given = _replaced(others) if others else others
-        if not given and self._is_plain:
+        replaced = _replaced(others) if others else others
+        if not replaced and self._is_plain:
             operands, direct = arrays, type(q) is type(k) is type(v) is self._array
             if not direct:
                 operands = direct_operands(arrays) or {}
@@ -144,8 +144,8 @@ class Prepared:
                     return self._operation.restore(None, received, made)
         names: tuple[str, ...] = _REPLACED
         if isinstance(q, QuantizedQKV):  # which has offsets of its own
-            names = tuple(name for name in names if name not in SEQUENCES or name in given)
-        changed = {name: a for name, a in (self._added | given).items() if name in names}
+            names = tuple(name for name in names if name not in SEQUENCES or name in replaced)
+        changed = {name: a for name, a in (self._added | replaced).items() if name in names}
         if self.backend == "cuda" and self._ready.is_captured():
             self._check_not_copied(q, k, v, changed)
         arrays |= {**self._given, **changed, **({} if out is None else {"out": out})}
@@ -179,15 +179,15 @@ class Prepared:
         ValueError
             For others, and for an `out` that shares memory with what is read.
         """
-        given = operands if out is None else {**operands, "o": out}
-        forms, addresses = forms_of(given)
-        return addresses if forms == self._forms else self._compared(given)
+        arrays = operands if out is None else {**operands, "o": out}
+        forms, addresses = forms_of(arrays)
+        return addresses if forms == self._forms else self._compared(arrays)
 
-    def _compared(self, given: Mapping[str, Any]) -> dict[str, int]:
+    def _compared(self, arrays: Mapping[str, Any]) -> dict[str, int]:
         """Return the addresses of those arrays that the plan has, each compared by itself."""
         addresses: dict[str, int] = {}
         for planned in self._forms or ():
-            name, array = planned[0], given.get(planned[0])
+            name, array = planned[0], arrays.get(planned[0])
             forms, at = forms_of({name: array})
             if forms != (planned,):
                 said = "out" if name == "o" else name
@@ -196,7 +196,7 @@ class Prepared:
                     f"{said} was planned as {described(planned)}, got {found}: plan anew"
                 )
             addresses |= at
-        for name in given.keys() - addresses.keys():
+        for name in arrays.keys() - addresses.keys():
             said = "out" if name == "o" else name
             raise ValueError(f"{said} was not given when the call was planned: plan anew with one")
         return addresses

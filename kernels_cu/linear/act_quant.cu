@@ -10,7 +10,7 @@
 // Kept simple  A channel that is kept is a 0 to its group: its scale is that of the others.
 // Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh); what is kept
 //              is rounded to outlier_t
-// Mirror       cupyattn.quant.blocks.quantize_rows, to the bit
+// Mirror       cupyattn.reference.act_quant.quantize_rows, to the bit
 // Bound        docs/MATH_REFERENCE.md, Q1: half a scale
 #include "prims/config.cuh"
 #include "prims/codes/gemm.cuh"

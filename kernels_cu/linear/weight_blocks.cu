@@ -12,8 +12,8 @@
 //              of a row or column is a 0 that nobody stores.
 // Rounding     R1 scale, inverse, code, and on the way back the product: each operation rounded
 //              once (quant.cuh); then the product to elem_t
-// Mirror       cupyattn.quant.blocks.quantize_blocks and dequantize_blocks, to the bit; of a weight
-//              that is NaN because its scale is, the bits are those of some NaN
+// Mirror       cupyattn.reference.weights.quantize_blocks and dequantize_blocks, to the bit; of a
+//              weight that is NaN because its scale is, the bits are those of some NaN
 // Bound        docs/MATH_REFERENCE.md, Q1: half a scale; Q6: there and back
 #include "prims/config.cuh"
 #include "prims/codes/quant.cuh"

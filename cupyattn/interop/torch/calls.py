@@ -93,8 +93,8 @@ def forward(
     check_tensors("attention", tensors if out is None else {**tensors, "out": out})
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     with on_device_of(q):
-        given = {**_arrays(settings, tensors), "out": as_array(o)}
-        request = ATTENTION.resolve(settings.of_call, given)
+        arrays = {**_arrays(settings, tensors), "out": as_array(o)}
+        request = ATTENTION.resolve(settings.of_call, arrays)
         if request.backend == "cuda":
             ready = make_ready(request, ATTENTION.plan(request))
             made = run_ready(ready, request)
@@ -263,10 +263,10 @@ def launch(
     ready.launch(addresses, start, stream_handle(device.index))
 
 
-def convert(one: Conversion, given: Tensor, scratch: Tensor) -> None:
+def convert(one: Conversion, source: Tensor, scratch: Tensor) -> None:
     """Convert an operand into scratch memory, on torch's current stream."""
     place = scratch[one.start : one.start + one.nbytes].view(getattr(torch, one.dtype))
-    place.view(one.shape).copy_(given.detach().as_strided(one.shape, one.strides))
+    place.view(one.shape).copy_(source.detach().as_strided(one.shape, one.strides))
 
 
 def _arrays(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
