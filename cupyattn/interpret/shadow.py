@@ -201,7 +201,7 @@ class Shadow:
         """Enter the reads noted in `read` and `reads`, but those that every thread has met since.
 
         No write can come too early for these. Reads far from the granules that are about to be
-        `written` wait on: mostly all threads meet before their turn comes, and nothing is entered.
+        `written` stay noted: in most kernels all threads meet before such a write, and none is entered.
         """
         recent = [one for one in self._recent if one.time > clocks.oldest]
         self._recent, self._recent_granules = [], 0

@@ -296,10 +296,9 @@ def plan_quantize(
     -------
     Plan
         Without launches where all operands are empty. It names the buffers ``"q"``, ``"k"`` and
-        ``"v"``, those of `Part.buffers`, the offsets ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, the
-        `Part.lengths`,
-        ``"k_places"``, int32, (batch, heads, length), and of parts that were summed before
-        ``"k_partial_sum"``, float32, (batch, heads, slices, head_dim).
+        ``"v"``, those of `Part.buffers` and `Part.lengths`, the offsets ``"cu_seqlens_q"`` and
+        ``"cu_seqlens_k"``, ``"k_places"``, int32, (batch, heads, length), and of parts that were
+        summed before ``"k_partial_sum"``, float32, (batch, heads, slices, head_dim).
 
     Raises
     ------

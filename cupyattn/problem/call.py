@@ -31,7 +31,8 @@ class Padded:
     of_q, of_kv : bool
         Whether entries have numbers of queries, and of keys.
     bottom_right : bool
-        Whether the shifts of the call are further by the keys of an entry less its queries.
+        Whether causal masks and windows end at an entry's last key: their shift then grows by its
+        number of keys, less its number of queries.
     """
 
     of_q: bool

@@ -307,7 +307,7 @@ def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str |
     for name, form in variant.fastest_first:
         takes = form.takes
         meant = form.block_scales and kind in takes.values and takes.arch in (None, arch)
-        meant = meant and (kind[:4] != "int8" or p_type in takes.p_types)
+        meant = meant and (not kind.startswith("int8") or p_type in takes.p_types)
         # With zero points another form runs. Only scales of V have to fit its steps.
         if meant and (takes.zero_points or not quant.zero_points or kind != "int8 by group"):
             return variant.default_tiles(head_dim, name)

@@ -3,7 +3,8 @@
 // Idea         A launch of its own, so that kernels of attention take no tile that is padding alone
 //              and store no row that nothing was computed for. It writes what they leave out and
 //              reads the lengths alone.
-// Kept simple  BLOCK_Q rows to a block; those of rows that exist end at once.
+// Kept simple  BLOCK_Q rows to a block; a block whose rows all count ends at once.
+// Mirror       cupyattn.reference.attention_mirror, whose rows past a length are 0 and -inf
 #include "prims/config.cuh"
 #include "prims/io/rope.cuh"
 #include "prims/io/varlen.cuh"

@@ -23,4 +23,4 @@ __all__ = [
     "scaled_dot_product_attention",
 ]
 
-__getattr__, __dir__ = lazy_face(__name__, {})  # whose names are imported above
+__getattr__, __dir__ = lazy_face(__name__, {})  # answers for the founding notes' names
