@@ -201,7 +201,8 @@ class Shadow:
         """Enter the reads noted in `read` and `reads`, but those that every thread has met since.
 
         No write can come too early for these. Reads far from the granules that are about to be
-        `written` stay noted: in most kernels all threads meet before such a write, and none is entered.
+        `written` stay noted: in most kernels all threads meet before such a write, so none is
+        entered.
         """
         recent = [one for one in self._recent if one.time > clocks.oldest]
         self._recent, self._recent_granules = [], 0
