@@ -118,9 +118,9 @@ def attention(
         the numbers: nothing waits for them, no mask is made, and tiles of padding alone take no
         time. A number below 0 counts as 0, one past the arrays as their length. `causal`, `window`
         and `causal_align` go by an entry's own lengths, as if it came alone; mask, bias and block
-        mask keep their places. int32 on the device of q needs no copy. ``fa_int8`` quantises the rows
-        that count alone, "tensor" meaning all heads of an entry; a `QuantizedQKV` was quantised
-        with its padding, which then must be finite.
+        mask keep their places. int32 on the device of q needs no copy. ``fa_int8`` quantises the
+        rows that count alone, "tensor" meaning all heads of an entry; a `QuantizedQKV` was
+        quantised with its padding, which then must be finite.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
     return_lse : bool
