@@ -175,6 +175,21 @@ def test_counts_come_out_exact() -> None:
     assert bits(run(RUNGS[0], (q, k, v), bias=bias, softcap=3.0).o) == wanted
 
 
+@pytest.mark.parametrize("rung", [RUNGS[0], *(pytest.param(x, marks=SLOW) for x in RUNGS[1:])])
+def test_a_mask_of_the_last_keys_gives_the_bits_of_a_call_without_them(rung: str) -> None:
+    """A mask alone changes no number: full steps and mixed ones round as plain kernels do."""
+    q, k, v = arrays()
+    keys = 208  # ends within a step
+    k[:, :, keys:] = v[:, :, keys:] = 0  # no scale of a channel depends on them
+    options: dict[str, Any] = {"quant": quant_of(rung, smooth_k=False, smooth_v=False)}
+    mask = (np.arange(LEN_KV) < keys)[None, None, None]
+    options["tiles"] = planned(rung, mask=mask, **options).tiles
+    assert keys % options["tiles"].block_kv
+    one = run(rung, (q, k, v), mask=mask, **options)
+    other = run(rung, (q, k[:, :, :keys], v[:, :, :keys]), **options)
+    assert bits(one.o) == bits(other.o) and bits(one.lse) == bits(other.lse)
+
+
 @SLOW
 @pytest.mark.parametrize("rung", RUNGS)
 def test_what_is_masked_has_no_influence(rung: str) -> None:
@@ -308,6 +323,14 @@ OWN_MISTAKES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "a mixed step taken for a full one": (
         "sm90/int8/producer.cuh", "if (LISTED) smem.step[at.stage] = step_word;",
         "if (LISTED) smem.step[at.stage] = step_word & ~1;", {"mask": row_mask()},
+    ),
+    "places left out of a mixed step": (
+        "sm90/int8/step_bits.cuh", "bits[h] & bits_below(place.end[h]);", "bits[h];",
+        {"mask": row_mask(), "causal": True},
+    ),
+    "a lane's last key left out by a place": (
+        "sm90/int8/step_bits.cuh", "count = keys / 8 * 2 + min(keys % 8, 2);",
+        "count = keys / 8 * 2 + min(keys % 8, 1);", {"mask": row_mask(), "causal": True},
     ),
 }  # fmt: skip
 FOUND = [(rung, name) for rung in RUNGS for name in MISTAKES] + [
