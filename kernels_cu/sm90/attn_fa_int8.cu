@@ -139,7 +139,7 @@ __device__ __forceinline__ void start_output(
 __device__ __forceinline__ void admit_scores(
     const AttnParams& p, float (&S_acc)[BLOCK_KV / 2], const int32_t (&dot)[BLOCK_KV / 2],
     Factors& factor, const StepBits<MASK_ALONE>& bits, int q, int kv0) {
-  const auto mask = bits.mask(p, q, kv0);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = mask.admits(i) ? float(dot[i]) : NEG_INF;
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ __forceinline__ void softmax(
     int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = bits.mixed() || !ScoreMask::admits_all(p, q, kv0, unmasked);
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !FIRST && !masked && weigh<false>(M, dot, factor, P_frag, sum);

@@ -104,8 +104,8 @@ __device__ __forceinline__ bool choose_M(
     int q, int kv0, int unmasked) {
   make_factors(factor, Q_factor, K_scale);
   tile_M[0] = tile_M[1] = NEG_INF;
-  const bool masked = bits.mixed() || !ScoreMask::admits_all(p, q, kv0, unmasked);
-  const auto mask = bits.mask(p, q, kv0);
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   if (masked) {
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],
     const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4],
     const StepBits<MASK_ALONE>& bits, int q, int kv0) {
-  const auto mask = bits.mask(p, q, kv0);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   float l[2] = {0.0f, 0.0f};  // this lane's part, of this tile
   // NOTE: no key of the tile: any number that may be subtracted.
   const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};

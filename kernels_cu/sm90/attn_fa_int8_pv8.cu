@@ -146,7 +146,7 @@ template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
     const AttnParams& p, float (&m)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const StepFactors& factors, const StepBits<MASK_ALONE>& bits, int q, int kv0) {
-  const auto mask = bits.mask(p, q, kv0);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   m[0] = m[1] = NEG_INF;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     int (&shift)[2], const StepFactors& factors, const StepBits<MASK_ALONE>& bits, int q, int kv0,
     int unmasked, bool watched) {
-  const bool masked = bits.mixed() || !ScoreMask::admits_all(p, q, kv0, unmasked);
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
   float m[2];
   if (masked)
     largest_scores<true>(p, m, dot, factors, bits, q, kv0);
@@ -189,7 +189,7 @@ __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const StepFactors& factors, uint32_t (&P_frag)[BLOCK_KV / 32][4],
     const StepBits<MASK_ALONE>& bits, int q, int kv0) {
-  const auto mask = bits.mask(p, q, kv0);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   uint32_t sum[2] = {};  // of codes
   float factor[2];       // of keys that share a scale
 #pragma unroll

@@ -130,7 +130,7 @@ template <bool MASKED>
 __device__ __forceinline__ void find_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const Factors& factor, const StepBits<MASK_ALONE>& bits, int q, int kv0) {
-  const auto mask = bits.mask(p, q, kv0);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   tile_M[0] = tile_M[1] = NEG_INF;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ bool choose_M(
     int q, int kv0, int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = bits.mixed() || !ScoreMask::admits_all(p, q, kv0, unmasked);
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
   if (masked)
     find_M<true>(p, tile_M, dot, factor, bits, q, kv0);
   else
@@ -202,7 +202,7 @@ __device__ __forceinline__ void weigh(
     float (&beta)[2], const int32_t (&dot)[BLOCK_KV / 2], const float (&Q_factor)[2],
     const float (&K_scale)[SCALES], uint32_t (&P_frag)[BLOCK_KV / 32][4],
     const StepBits<MASK_ALONE>& bits, int q, int kv0) {
-  const auto mask = bits.mask(p, q, kv0);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   uint32_t sum[2] = {};            // of this lane's codes
   float weight[2] = {0.0f, 0.0f};  // of this lane's keys, for lse alone
   // NOTE: no key of the tile: any number that may be subtracted.

@@ -15,17 +15,40 @@ constexpr bool MASK_ALONE = MASKED && !SOFTCAP && !BIAS;
 // Softcap or bias make other numbers of the scores (scored_step.cuh).
 constexpr bool SCORES_CHANGE = SCORED && !MASK_ALONE;
 
-// Which scores of a lane are admitted, as ScoreMask has them by place: one bit each, by row.
-struct BitMask {
-  uint32_t bits[2];
-
-  __device__ __forceinline__ bool admits(int i) const { return is_admitted(bits, i); }
-  // Whether one of those from `first` to `last` is admitted, two scores of one row.
-  __device__ __forceinline__ bool admits_any(int first, int last) const {
-    const uint32_t before = (1u << bit_of(first)) - 1, until = (2u << bit_of(last)) - 1;
-    return bits[first / 2 % 2] & until & ~before;
+// The bits of a step that have come with its K; none where MASK_ALONE is false.
+template <bool>
+struct StepBits {
+  __device__ __forceinline__ void load(
+      const ScorePlaces<SCORED>&, const AttnParams&, int, int, int, int) {}
+  // Whether every score of the step is admitted, as ScoreMask::admits_all has it.
+  __device__ __forceinline__ bool admit_all(
+      const AttnParams& p, int q, int kv0, int unmasked) const {
+    return ScoreMask::admits_all(p, q, kv0, unmasked);
   }
-  __device__ __forceinline__ static int bit_of(int i) { return i / 4 * 2 + i % 2; }
+};
+template <>
+struct StepBits<true> {
+  uint32_t bits[2];  // by row of the lane; all ones in a step that is not mixed
+  bool mixed;
+
+  // By a whole warp, before it frees the stage of K. `warp_row` is the first of its 16 rows, `q`
+  // the first of this lane's two.
+  __device__ __forceinline__ void load(
+      const ScorePlaces<true>& places, const AttnParams& p, int stage, int warp_row, int q,
+      int step) {
+    bits[0] = bits[1] = ~0u;
+    mixed = is_mixed(step);
+    if (mixed) load_mask(bits, places.bits[stage], warp_row);
+    // NOTE: a warp's rows raise M together: those past a sequence, whose scores are 0, keep every
+    // key whatever their mask is.
+#pragma unroll
+    for (int h = 0; VARLEN && h < 2; ++h)
+      if (q + h * 8 >= p.len_q) bits[h] = ~0u;
+  }
+  __device__ __forceinline__ bool admit_all(
+      const AttnParams& p, int q, int kv0, int unmasked) const {
+    return !mixed && ScoreMask::admits_all(p, q, kv0, unmasked);
+  }
 };
 
 // The bits of a lane whose key is below `end`; both count from its first key.
@@ -34,45 +57,32 @@ __device__ __forceinline__ uint32_t bits_below(int end) {
   return count < 32 ? (1u << count) - 1 : ~0u;
 }
 
-// The bits of a step that have come with its K; none where MASK_ALONE is false.
+// Which scores of a lane are admitted, by place and by bits, as ScoreMask has them by place.
+// NOTE: types with a constructor, not functions that return a mask: those change the machine code
+// of plain kernels.
 template <bool>
-struct StepBits {
-  __device__ __forceinline__ void load(
-      const ScorePlaces<SCORED>&, const AttnParams&, int, int, int, int) {}
-  // Whether a row may lack one of the step's keys.
-  __device__ __forceinline__ bool mixed() const { return false; }
-  // Places and bits together; `q` is the first of this lane's two rows.
-  __device__ __forceinline__ ScoreMask mask(const AttnParams& p, int q, int kv0) const {
-    return {p, q, kv0};
-  }
+struct StepMask : ScoreMask {
+  __device__ __forceinline__ StepMask(const AttnParams& p, int q, int kv0, const StepBits<false>&)
+      : ScoreMask(p, q, kv0) {}
 };
 template <>
-struct StepBits<true> {
-  uint32_t bits[2];  // all ones in a step that is not mixed
-  bool is_mixed_step;
+struct StepMask<true> {
+  uint32_t admitted[2];  // by row, a bit for each score
 
-  // By a whole warp, before it frees the stage of K; `warp_row` is the first of its 16 rows.
-  __device__ __forceinline__ void load(
-      const ScorePlaces<true>& places, const AttnParams& p, int stage, int warp_row, int q,
-      int step) {
-    bits[0] = bits[1] = ~0u;
-    is_mixed_step = is_mixed(step);
-    if (is_mixed_step) load_mask(bits, places.bits[stage], warp_row);
-    // NOTE: a warp's rows raise M together: those past a sequence, whose scores are 0, keep every
-    // key whatever their mask is.
-#pragma unroll
-    for (int h = 0; VARLEN && h < 2; ++h)
-      if (q + h * 8 >= p.len_q) bits[h] = ~0u;
-  }
-  __device__ __forceinline__ bool mixed() const { return is_mixed_step; }
-  __device__ __forceinline__ BitMask mask(const AttnParams& p, int q, int kv0) const {
+  __device__ __forceinline__
+  StepMask(const AttnParams& p, int q, int kv0, const StepBits<true>& step) {
     const ScoreMask place(p, q, kv0);
-    BitMask admitted;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      admitted.bits[h] = bits[h] & bits_below(place.end[h]);
-      if (WINDOW) admitted.bits[h] &= ~bits_below(place.begin[h]);
+      admitted[h] = step.bits[h] & bits_below(place.end[h]);
+      if (WINDOW) admitted[h] &= ~bits_below(place.begin[h]);
     }
-    return admitted;
   }
+  __device__ __forceinline__ bool admits(int i) const { return is_admitted(admitted, i); }
+  // Whether one of those from `first` to `last` is admitted, two scores of one row.
+  __device__ __forceinline__ bool admits_any(int first, int last) const {
+    const uint32_t before = (1u << bit_of(first)) - 1, until = (2u << bit_of(last)) - 1;
+    return admitted[first / 2 % 2] & until & ~before;
+  }
+  __device__ __forceinline__ static int bit_of(int i) { return i / 4 * 2 + i % 2; }
 };
