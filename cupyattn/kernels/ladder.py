@@ -351,6 +351,7 @@ _FA_TC = {
 }  # fmt: skip
 #: The same of the forms of fa_int8, by what leaves its registers: of those that do not spill the
 #: widest steps. None was measured. With a bias there is room for a softcap and a mask beside it.
+#: A mask alone has the tiles of plain calls, but steps of at most 128 keys: a word of its bits.
 _INT8_BIAS_BLOCKS = {
     64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
 }  # fmt: skip

@@ -131,6 +131,7 @@ class Numerics:
         R3, R4. Softcap and bias change scores in the units that the softmax takes: S becomes
         fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
         then fma(bias, fl(1 / scale), S). With codes S is in log2 units: log2 e replaces 1 / scale.
+        A mask alone changes no number: these kernels then round as those of plain calls.
     """
 
     q_type: str

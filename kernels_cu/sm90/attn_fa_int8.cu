@@ -29,8 +29,9 @@
 //              whom a tile is known two steps before it begins: 0.90 of a call whose pass makes
 //              them, where 1.04 to 1.05 is this. Those of K, in the background: they cost 30 to
 //              60 us, and the pass 32. (experiments/results/NOTES.md)
-// Scores       With softcap, bias or mask the integers of a step become scores in log2 units first,
-//              which score_hook.cuh changes; the softmax takes them with a factor of 1.
+// Scores       With softcap or bias the integers of a step become scores in log2 units first, which
+//              score_hook.cuh changes; the softmax takes them with a factor of 1. A mask alone
+//              changes no number: its bits mask what places do not (step_bits.cuh).
 // Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
 //              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
 //              to 16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store
@@ -53,6 +54,7 @@
 #include "sm90/int8/products.cuh"
 #include "sm90/int8/rows.cuh"
 #include "sm90/int8/scored_step.cuh"
+#include "sm90/int8/step_bits.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
 constexpr int V_BOX_COLS = 64;                           // columns of V per box
@@ -136,8 +138,8 @@ __device__ __forceinline__ void start_output(
 // then, nor NaN where all keys are masked that share the scale.
 __device__ __forceinline__ void admit_scores(
     const AttnParams& p, float (&S_acc)[BLOCK_KV / 2], const int32_t (&dot)[BLOCK_KV / 2],
-    Factors& factor, int q, int kv0) {
-  const ScoreMask mask(p, q, kv0);
+    Factors& factor, const StepBits<MASK_ALONE>& bits, int q, int kv0) {
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = mask.admits(i) ? float(dot[i]) : NEG_INF;
 #pragma unroll
@@ -197,10 +199,11 @@ template <bool FIRST>
 __device__ __forceinline__ void softmax(
     const AttnParams& p, RowState (&state)[2], float (&O_acc)[PV_COLS / 2],
     const int32_t (&dot)[BLOCK_KV / 2], const float (&Q_factor)[2], const float (&K_scale)[SCALES],
-    uint32_t (&P_frag)[BLOCK_KV / 16][4], int q, int kv0, int unmasked) {
+    uint32_t (&P_frag)[BLOCK_KV / 16][4], const StepBits<MASK_ALONE>& bits, int q, int kv0,
+    int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = !ScoreMask::admits_all(p, q, kv0, unmasked);
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !FIRST && !masked && weigh<false>(M, dot, factor, P_frag, sum);
@@ -209,7 +212,7 @@ __device__ __forceinline__ void softmax(
   wgmma_use(P_frag);
   if (!weighed) {
     float S_acc[BLOCK_KV / 2];
-    admit_scores(p, S_acc, dot, factor, q, kv0);
+    admit_scores(p, S_acc, dot, factor, bits, q, kv0);
     const bool stays = !FIRST && masked && weigh<false>(M, S_acc, factor, P_frag, sum);
     wgmma_use(P_frag);
     if (!stays) {
@@ -320,9 +323,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     RowState state[2];              // of row and row + 8
     float O_acc[PV_COLS / 2] = {};  // [PV_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];      // [BLOCK_KV / 8][4]
-    float S_acc[BLOCK_KV / 2];      // likewise; SCORED
+    float S_acc[BLOCK_KV / 2];      // likewise; SCORES_CHANGE
     uint32_t P_frag[BLOCK_KV / 16][4] = {};
     float K_scale[SCALES];
+    StepBits<MASK_ALONE> bits;
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
     if constexpr (QUANTIZE_Q)
       quantize_q(
@@ -348,9 +352,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
     turn.pass();
     copy_scales(K_scale, smem.K_scale[at.stage]);
+    bits.load(smem.places, p, at.stage, warp_row, tile.q0 + row, step_word);
     wgmma_wait_group<0>();
     wgmma_use(dot);
-    if constexpr (SCORED) {
+    if constexpr (SCORES_CHANGE) {
       score_step(
           S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, at.stage,
           warp_row, kv0, step_word, unmasked, smem.empty[at.stage]);
@@ -359,7 +364,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     } else {
       if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
       at.advance();
-      softmax<true>(p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
+      softmax<true>(
+          p, state, O_acc, dot, Q_factor, K_scale, P_frag, bits, tile.q0 + row, kv0, unmasked);
     }
 
     for (int step = 1; step < steps; ++step) {  // K of this step, V of the one before
@@ -374,10 +380,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       start_output(O_acc, P_frag, V_rows);
       if (IN_TURN) turn.pass();
       copy_scales(K_scale, smem.K_scale[at.stage]);
+      bits.load(smem.places, p, at.stage, warp_row, tile.q0 + row, step_word);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       wgmma_use(O_acc);
-      if constexpr (SCORED) {
+      if constexpr (SCORES_CHANGE) {
         score_step(
             S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, at.stage,
             warp_row, kv0, step_word, unmasked, smem.empty[at.stage]);
@@ -387,7 +394,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
         at.advance();
         softmax<false>(
-            p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
+            p, state, O_acc, dot, Q_factor, K_scale, P_frag, bits, tile.q0 + row, kv0, unmasked);
       }
     }
     if (!QUANTIZE_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);

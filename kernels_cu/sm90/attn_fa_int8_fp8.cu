@@ -39,6 +39,7 @@
 #include "sm90/int8/rows.cuh"
 #include "sm90/int8/scored_codes.cuh"
 #include "sm90/int8/scored_step.cuh"
+#include "sm90/int8/step_bits.cuh"
 #include "sm90/int8/value_codes.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
@@ -99,11 +100,12 @@ struct LoadStage {
 // rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2], Factors& factor,
-    const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0, int unmasked) {
+    const float (&Q_factor)[2], const float (&K_scale)[SCALES], const StepBits<MASK_ALONE>& bits,
+    int q, int kv0, int unmasked) {
   make_factors(factor, Q_factor, K_scale);
   tile_M[0] = tile_M[1] = NEG_INF;
-  const bool masked = !ScoreMask::admits_all(p, q, kv0, unmasked);
-  const ScoreMask mask(p, q, kv0);
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   if (masked) {
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
@@ -162,8 +164,8 @@ template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],
     const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4],
-    int q, int kv0) {
-  const ScoreMask mask(p, q, kv0);
+    const StepBits<MASK_ALONE>& bits, int q, int kv0) {
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   float l[2] = {0.0f, 0.0f};  // this lane's part, of this tile
   // NOTE: no key of the tile: any number that may be subtracted.
   const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};
@@ -254,9 +256,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     float sum[O_COLS / 2];         // likewise, of one tile
     int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
-    float S_acc[BLOCK_KV / 2];     // likewise; SCORED
+    float S_acc[BLOCK_KV / 2];     // likewise; SCORES_CHANGE
     uint32_t P_frag[BLOCK_KV / 32][4];
     Factors factor;
+    StepBits<MASK_ALONE> bits;
     float K_scale[SCALES], tile_M[2], beta[2];
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
     if constexpr (QUANTIZE_Q)
@@ -279,9 +282,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
     turn.pass();
     copy_scales(K_scale, smem.K_scale[K_at.stage]);
+    bits.load(smem.places, p, K_at.stage, warp_row, tile.q0 + row, step_word);
     wgmma_wait_group<0>();
     wgmma_use(dot);
-    if constexpr (SCORED)
+    if constexpr (SCORES_CHANGE)
       score_step(
           S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, K_at.stage,
           warp_row, kv0, step_word, unmasked, smem.K_empty[K_at.stage]);
@@ -289,18 +293,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       mbarrier_arrive(smem.K_empty[K_at.stage]);
     V_at = K_at;
     K_at.advance();
-    if constexpr (SCORED) {
+    if constexpr (SCORES_CHANGE) {
       choose_M(tile_M, S_acc);
       follow(state, tile_M, O_acc, beta);
       weigh(state, tile_M, beta, S_acc, P_frag);
     } else {
       const bool first_masked =
-          choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+          choose_M(p, tile_M, dot, factor, Q_factor, K_scale, bits, tile.q0 + row, kv0, unmasked);
       follow(state, tile_M, O_acc, beta);
       if (first_masked)
-        weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+        weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, bits, tile.q0 + row, kv0);
       else
-        weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+        weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, bits, tile.q0 + row, kv0);
     }
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
@@ -316,17 +320,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       start_tile_sums<WgmmaE4m3<O_COLS>>(sum, P_frag, V_rows);
       turn.pass();
       copy_scales(K_scale, smem.K_scale[K_at.stage]);
+      bits.load(smem.places, p, K_at.stage, warp_row, tile.q0 + row, step_word);
       wgmma_wait_group<1>();  // the scores are there: their maximum is found while P V is summed
       wgmma_use(dot);
       bool masked = false;
-      if constexpr (SCORED) {
+      if constexpr (SCORES_CHANGE) {
         score_step(
             S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, K_at.stage,
             warp_row, kv0, step_word, unmasked, smem.K_empty[K_at.stage]);
         choose_M(tile_M, S_acc);
       } else {
         if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
-        masked = choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+        masked =
+            choose_M(p, tile_M, dot, factor, Q_factor, K_scale, bits, tile.q0 + row, kv0, unmasked);
       }
       wgmma_wait_group<0>();
       wgmma_use(sum);
@@ -336,12 +342,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       K_at.advance();
       add_tile(O_acc, sum, beta);
       follow(state, tile_M, O_acc, beta);
-      if constexpr (SCORED)
+      if constexpr (SCORES_CHANGE)
         weigh(state, tile_M, beta, S_acc, P_frag);
       else if (masked)
-        weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+        weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, bits, tile.q0 + row, kv0);
       else
-        weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+        weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, bits, tile.q0 + row, kv0);
     }
     if (!QUANTIZE_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 

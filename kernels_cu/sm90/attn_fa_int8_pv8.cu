@@ -26,8 +26,9 @@
 //              keys: all factors kept in registers 0.70 to 0.75, where 230 to 320 bytes spill. The
 //              few of 64 keys made anew, 0.99; their scales kept and not the factors, 0.88 at
 //              head_dim 256. (experiments/results/NOTES.md)
-// Scores       With softcap, bias or mask as in that form: M follows the largest of the numbers
-//              that come of it. A row with one that is NaN or +inf becomes NaN by way of l.
+// Scores       With softcap, bias or mask as in that form. With softcap or bias M follows the
+//              largest of the changed scores, and one that is NaN or +inf makes its row NaN by way
+//              of l.
 // Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
 //              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
 //              to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times the channel's
@@ -53,6 +54,7 @@
 #include "sm90/int8/rows.cuh"
 #include "sm90/int8/scored_codes.cuh"
 #include "sm90/int8/scored_step.cuh"
+#include "sm90/int8/step_bits.cuh"
 #include "sm90/int8/value_codes.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
@@ -143,8 +145,8 @@ struct StepFactors {
 template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
     const AttnParams& p, float (&m)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const StepFactors& factors, int q, int kv0) {
-  const ScoreMask mask(p, q, kv0);
+    const StepFactors& factors, const StepBits<MASK_ALONE>& bits, int q, int kv0) {
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   m[0] = m[1] = NEG_INF;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j) {
@@ -162,13 +164,14 @@ __device__ __forceinline__ void largest_scores(
 // ShiftState::advance returns. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    int (&shift)[2], const StepFactors& factors, int q, int kv0, int unmasked, bool watched) {
-  const bool masked = !ScoreMask::admits_all(p, q, kv0, unmasked);
+    int (&shift)[2], const StepFactors& factors, const StepBits<MASK_ALONE>& bits, int q, int kv0,
+    int unmasked, bool watched) {
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
   float m[2];
   if (masked)
-    largest_scores<true>(p, m, dot, factors, q, kv0);
+    largest_scores<true>(p, m, dot, factors, bits, q, kv0);
   else
-    largest_scores<false>(p, m, dot, factors, q, kv0);
+    largest_scores<false>(p, m, dot, factors, bits, q, kv0);
   m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
   if (watched) state[0].keep_in_range(), state[1].keep_in_range();
 #pragma unroll
@@ -184,8 +187,9 @@ __device__ __forceinline__ bool choose_M(
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const StepFactors& factors, uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
-  const ScoreMask mask(p, q, kv0);
+    const StepFactors& factors, uint32_t (&P_frag)[BLOCK_KV / 32][4],
+    const StepBits<MASK_ALONE>& bits, int q, int kv0) {
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   uint32_t sum[2] = {};  // of codes
   float factor[2];       // of keys that share a scale
 #pragma unroll
@@ -304,9 +308,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     ShiftState state[2];             // of row and row + 8
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
-    float S_acc[BLOCK_KV / 2];       // likewise; SCORED
+    float S_acc[BLOCK_KV / 2];       // likewise; SCORES_CHANGE
     uint32_t P_frag[BLOCK_KV / 32][4];
     StepFactors factors;
+    StepBits<MASK_ALONE> bits;
     int shift[2];
     const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
     auto& Q_factor = factors.Q_factor;  // Q scale and softmax scale of row and row + 8
@@ -333,10 +338,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       }
       start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
       factors.begin(smem.K_scale[at.stage]);
+      bits.load(smem.places, p, at.stage, warp_row, tile.q0 + row, step_word);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const bool watched = may_overflow && step % WATCH_STEPS == 0;
-      if constexpr (SCORED) {
+      if constexpr (SCORES_CHANGE) {
         score_step(
             S_acc, dot, Q_factor, smem.K_scale[at.stage], change_scores, scoring, smem.places, p,
             tile, at.stage, warp_row, kv0, step_word, unmasked);
@@ -346,13 +352,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         weigh(state, S_acc, P_frag);
       } else {
         const bool masked =
-            choose_M(p, state, dot, shift, factors, tile.q0 + row, kv0, unmasked, watched);
+            choose_M(p, state, dot, shift, factors, bits, tile.q0 + row, kv0, unmasked, watched);
         shift_output(O_acc, shift);
         if (IN_TURN) turn.take();
         if (masked)
-          weigh<true>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
+          weigh<true>(p, state, dot, factors, P_frag, bits, tile.q0 + row, kv0);
         else
-          weigh<false>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
+          weigh<false>(p, state, dot, factors, P_frag, bits, tile.q0 + row, kv0);
       }
       if (IN_TURN) turn.pass();
       start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));

@@ -27,7 +27,7 @@
 //              stages: 0.93 and 0.92 of a call.
 // Scores       With softcap, bias or mask as there: the maximum of a tile is one of the keys that
 //              are admitted, and a row that admits none of the tile has weights of 0 and a beta of
-//              0.
+//              0. With a mask alone M and codes are those of the integers (step_bits.cuh).
 // Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
 //              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 M, up, and
 //              exp2, R5 P to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact
@@ -52,6 +52,7 @@
 #include "sm90/int8/rows.cuh"
 #include "sm90/int8/scored_codes.cuh"
 #include "sm90/int8/scored_step.cuh"
+#include "sm90/int8/step_bits.cuh"
 #include "sm90/int8/value_codes.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
@@ -128,8 +129,8 @@ struct LoadStage {
 template <bool MASKED>
 __device__ __forceinline__ void find_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const Factors& factor, int q, int kv0) {
-  const ScoreMask mask(p, q, kv0);
+    const Factors& factor, const StepBits<MASK_ALONE>& bits, int q, int kv0) {
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   tile_M[0] = tile_M[1] = NEG_INF;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j) {
@@ -144,14 +145,15 @@ __device__ __forceinline__ void find_M(
 // Returns whether scores are masked. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0, int unmasked) {
+    const float (&Q_factor)[2], const float (&K_scale)[SCALES], const StepBits<MASK_ALONE>& bits,
+    int q, int kv0, int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = !ScoreMask::admits_all(p, q, kv0, unmasked);
+  const bool masked = !bits.admit_all(p, q, kv0, unmasked);
   if (masked)
-    find_M<true>(p, tile_M, dot, factor, q, kv0);
+    find_M<true>(p, tile_M, dot, factor, bits, q, kv0);
   else
-    find_M<false>(p, tile_M, dot, factor, q, kv0);
+    find_M<false>(p, tile_M, dot, factor, bits, q, kv0);
   tile_M[0] = shfl_max_nan<4>(tile_M[0]), tile_M[1] = shfl_max_nan<4>(tile_M[1]);
   return masked;
 }
@@ -198,8 +200,9 @@ template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2],
     float (&beta)[2], const int32_t (&dot)[BLOCK_KV / 2], const float (&Q_factor)[2],
-    const float (&K_scale)[SCALES], uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
-  const ScoreMask mask(p, q, kv0);
+    const float (&K_scale)[SCALES], uint32_t (&P_frag)[BLOCK_KV / 32][4],
+    const StepBits<MASK_ALONE>& bits, int q, int kv0) {
+  const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   uint32_t sum[2] = {};            // of this lane's codes
   float weight[2] = {0.0f, 0.0f};  // of this lane's keys, for lse alone
   // NOTE: no key of the tile: any number that may be subtracted.
@@ -311,9 +314,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     exact_l[0] = exact_l[1] = 0.0f;
     float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
-    float S_acc[BLOCK_KV / 2];     // likewise; SCORED
+    float S_acc[BLOCK_KV / 2];     // likewise; SCORES_CHANGE
     int32_t sum[2][SUM_COLS / 2];  // [SUM_COLS / 8][4], of some columns and of the next
     uint32_t P_frag[BLOCK_KV / 32][4];
+    StepBits<MASK_ALONE> bits;
     float tile_M[2], beta[2];
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
     if constexpr (QUANTIZE_Q)
@@ -338,10 +342,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
         continue;
       }
       start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
+      bits.load(smem.places, p, at.stage, warp_row, tile.q0 + row, step_word);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const float (&K_scale)[SCALES] = smem.K_scale[at.stage];
-      if constexpr (SCORED) {
+      if constexpr (SCORES_CHANGE) {
         score_step(
             S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, at.stage,
             warp_row, kv0, step_word, unmasked);
@@ -351,15 +356,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
         weigh(state, exact_l, tile_M, beta, S_acc, P_frag);
       } else {
         const bool masked =
-            choose_M(p, tile_M, dot, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+            choose_M(p, tile_M, dot, Q_factor, K_scale, bits, tile.q0 + row, kv0, unmasked);
         follow(state, exact_l, tile_M, O_acc);
         if (IN_TURN) turn.take();
         if (masked)
           weigh<true>(
-              p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+              p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, bits, tile.q0 + row,
+              kv0);
         else
           weigh<false>(
-              p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+              p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, bits, tile.q0 + row,
+              kv0);
       }
       if (IN_TURN) turn.pass();
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));

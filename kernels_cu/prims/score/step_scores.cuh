@@ -46,9 +46,9 @@ __device__ __forceinline__ void make_factors(
 // NO_KEY where all are masked. Among integers two comparisons are one instruction, and products
 // with a factor keep their order.
 constexpr int NO_KEY = -0x7fffffff - 1;  // less than any integer of Q K^T
-template <bool MASKED>
+template <bool MASKED, typename Mask>
 __device__ __forceinline__ void largest_dots(
-    int (&largest)[2], const int32_t (&dot)[BLOCK_KV / 2], const ScoreMask& mask, int part) {
+    int (&largest)[2], const int32_t (&dot)[BLOCK_KV / 2], const Mask& mask, int part) {
   auto admitted_dot = [&](int i) { return !MASKED || mask.admits(i) ? dot[i] : NO_KEY; };
 #pragma unroll
   for (int i = 0; i < PART; i += 2) {

@@ -1,5 +1,5 @@
 // scored_codes.cuh -- P as codes of scores that are numbers, in the Hopper forms of fa_int8 with
-// softcap, bias or mask (scored_step.cuh).
+// softcap or bias (scored_step.cuh).
 #pragma once
 
 #include "prims/codes/p_codes.cuh"

@@ -1,6 +1,7 @@
-// scored_step.cuh -- scores of a step in the Hopper forms of fa_int8 with softcap, bias or mask.
-// These change numbers, not integers: scores are brought to log2 units first, and the softmax takes
-// them as they then are, with a factor of 1. A kernel that is not SCORED has no use for this.
+// scored_step.cuh -- scores of a step in the Hopper forms of fa_int8 with softcap or bias, and with
+// a mask beside them. Softcap and bias change numbers, not integers: scores are brought to log2
+// units first, and the softmax takes them as they then are, with a factor of 1. A kernel with a
+// mask alone keeps its integers (step_bits.cuh).
 #pragma once
 
 #include "prims/config.cuh"

@@ -1,0 +1,88 @@
+// step_bits.cuh -- which keys of a step query rows attend to, in the Hopper forms of fa_int8: by
+// place, and by the bits of a mask where there is neither softcap nor bias. Such a mask changes no
+// number, so the softmax of a plain kernel takes the integers of its steps. A mixed step is one
+// that the softmax treats as one masked by place.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/params.cuh"
+#include "prims/score/mask_bits.cuh"
+#include "prims/score/score.cuh"
+#include "prims/score/score_hook.cuh"
+
+// A mask is all that SCORED stands for.
+constexpr bool MASK_ALONE = MASKED && !SOFTCAP && !BIAS;
+// Softcap or bias make other numbers of the scores (scored_step.cuh).
+constexpr bool SCORES_CHANGE = SCORED && !MASK_ALONE;
+
+// The bits of a step that have come with its K; none where MASK_ALONE is false.
+template <bool>
+struct StepBits {
+  __device__ __forceinline__ void load(
+      const ScorePlaces<SCORED>&, const AttnParams&, int, int, int, int) {}
+  // Whether every score of the step is admitted, as ScoreMask::admits_all has it.
+  __device__ __forceinline__ bool admit_all(
+      const AttnParams& p, int q, int kv0, int unmasked) const {
+    return ScoreMask::admits_all(p, q, kv0, unmasked);
+  }
+};
+template <>
+struct StepBits<true> {
+  uint32_t bits[2];  // by row of the lane; all ones in a step that is not mixed
+  bool mixed;
+
+  // By a whole warp, before it frees the stage of K. `warp_row` is the first of its 16 rows, `q`
+  // the first of this lane's two.
+  __device__ __forceinline__ void load(
+      const ScorePlaces<true>& places, const AttnParams& p, int stage, int warp_row, int q,
+      int step) {
+    bits[0] = bits[1] = ~0u;
+    mixed = is_mixed(step);
+    if (mixed) load_mask(bits, places.bits[stage], warp_row);
+    // NOTE: a warp's rows raise M together: those past a sequence, whose scores are 0, keep every
+    // key whatever their mask is.
+#pragma unroll
+    for (int h = 0; VARLEN && h < 2; ++h)
+      if (q + h * 8 >= p.len_q) bits[h] = ~0u;
+  }
+  __device__ __forceinline__ bool admit_all(
+      const AttnParams& p, int q, int kv0, int unmasked) const {
+    return !mixed && ScoreMask::admits_all(p, q, kv0, unmasked);
+  }
+};
+
+// The bits of a lane whose key is below `end`; both count from its first key.
+__device__ __forceinline__ uint32_t bits_below(int end) {
+  const int keys = max(end, 0), count = keys / 8 * 2 + min(keys % 8, 2);
+  return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
+// Which scores of a lane are admitted, by place and by bits, as ScoreMask has them by place.
+// NOTE: types with a constructor, not functions that return a mask: those change the machine code
+// of plain kernels.
+template <bool>
+struct StepMask : ScoreMask {
+  __device__ __forceinline__ StepMask(const AttnParams& p, int q, int kv0, const StepBits<false>&)
+      : ScoreMask(p, q, kv0) {}
+};
+template <>
+struct StepMask<true> {
+  uint32_t admitted[2];  // by row, a bit for each score
+
+  __device__ __forceinline__
+  StepMask(const AttnParams& p, int q, int kv0, const StepBits<true>& step) {
+    const ScoreMask place(p, q, kv0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      admitted[h] = step.bits[h] & bits_below(place.end[h]);
+      if (WINDOW) admitted[h] &= ~bits_below(place.begin[h]);
+    }
+  }
+  __device__ __forceinline__ bool admits(int i) const { return is_admitted(admitted, i); }
+  // Whether one of those from `first` to `last` is admitted, two scores of one row.
+  __device__ __forceinline__ bool admits_any(int first, int last) const {
+    const uint32_t before = (1u << bit_of(first)) - 1, until = (2u << bit_of(last)) - 1;
+    return admitted[first / 2 % 2] & until & ~before;
+  }
+  __device__ __forceinline__ static int bit_of(int i) { return i / 4 * 2 + i % 2; }
+};
