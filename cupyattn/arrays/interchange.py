@@ -170,6 +170,13 @@ def _aligned_copy(array: Any) -> Any:
     return found.view(array.dtype).reshape(array.shape)
 
 
+#: What is said of an array under jax.jit or jax.vmap.
+_TRACED = (
+    ", which JAX traces: cupyattn.interop.jax.attention may be traced, other functions are called "
+    "outside of jax.jit"
+)
+
+
 def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a NumPy or CuPy array of the same memory, and the way back, as `take` does."""
     if isinstance(array, np.ndarray) or is_cupy(array):
@@ -179,8 +186,10 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         traced = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
         raise TypeError(
             f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {kind.__name__}"
-            + (", which JAX traces: call cupyattn.interop.jax.attention" if traced else "")
+            + (_TRACED if traced else "")
         )
+    if str(getattr(array, "layout", "")).startswith("torch.sparse"):
+        raise TypeError(f"{name} is sparse ({array.layout}): give {name}.to_dense()")
     if getattr(array, "requires_grad", False):
         raise TypeError(
             f"{name} requires a gradient, which functions on NumPy and CuPy arrays do not record: "

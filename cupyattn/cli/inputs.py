@@ -129,6 +129,8 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
                 "--qkv and --layer name a file's arrays: give no --distribution or shape too"
             )
         return random(args, large=large)
+    if args.qkv == "":
+        raise ValueError("--qkv must name a .npz or .safetensors file, got an empty name")
     path = Path(args.qkv) if args.qkv else sample_path()
     layer = args.layer or (None if args.qkv else SAMPLE_LAYER)
     found, prefix = _find(read_arrays(path), layer, path)
@@ -142,6 +144,11 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
             raise ValueError(
                 f"{letter} of {path} holds nothing, as its shape is {array.shape}: give arrays of "
                 "1 or more rows"
+            )
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise ValueError(
+                f"{letter} of {path} holds a NaN or an infinity, for which no error is a number: "
+                "give finite arrays"
             )
     name = f"{path.name if args.qkv else 'text encoder'}{f', {prefix}' if prefix else ''}"
     return Input(name, *found)

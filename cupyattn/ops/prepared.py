@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.form import described, forms_of
-from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned
+from cupyattn.arrays.form import described, forms_of, same_place
+from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned, take
 from cupyattn.ops.call_operands import PAIRS, direct_operands
 from cupyattn.ops.operation import Operation, interpret, make_ready
 from cupyattn.plans.records import Plan
@@ -54,11 +54,14 @@ class Prepared:
         self._added = {name: a for name, a in operands.items() if name in ADDED}
         #: Arguments that every call has again: a copy of what they hold is made for each call.
         self._given = {n: arrays[n] for n in ("block_mask", *PAIRS) if n in arrays}
-        # NOTE: a mask or bias that had to be copied is read again, from the caller's memory.
-        for name in self._added.keys() & {*_REPLACED}:
-            copied = misaligned(arrays.get(name))
-            if copied is not None:
-                self._added[name] = copied
+        # NOTE: what had to be copied, or converted as numbers of 64 bits are, is read again in each
+        # call, from the caller's memory.
+        for name in self._added.keys() & {*_REPLACED} & arrays.keys():
+            own = misaligned(arrays[name])
+            if own is None:
+                own, _ = take(name, arrays[name])
+            if not same_place(own, operands[name]):
+                self._added[name] = own
         # NOTE: tables and weights, too, which the short way of a call would not read again.
         self._tables = {
             name: array

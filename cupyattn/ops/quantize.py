@@ -221,6 +221,7 @@ def quantize_kv(
             f"k and v must both be {names}, got k.shape={tuple(taken_k.shape)} "
             f"v.shape={tuple(taken_v.shape)}"
         )
+    checks.check_one_dtype(k=taken_k, v=taken_v)
     sequences: dict[str, Any] = {"max_len_k": max_len_k}
     if packed:
         no_rows = taken_k[:0]

@@ -26,14 +26,21 @@ _NAMES = {dtype: name for name, dtype in STORAGE.items()}
 
 def check_dtype(q: Any, k: Any, v: Any) -> str:
     """Return the common dtype name of q, k and v."""
+    return check_one_dtype(q=q, k=k, v=v)
+
+
+def check_one_dtype(**arrays: Any) -> str:
+    """Return the common dtype name of operands."""
     # NOTE: NumPy takes microseconds to name a dtype; comparing two of them takes none.
-    names = tuple(_NAMES.get(x.dtype) or str(x.dtype) for x in (q, k, v))
-    if names[0] not in DTYPES or len(set(names)) != 1:
+    names = {n: _NAMES.get(x.dtype) or str(x.dtype) for n, x in arrays.items()}
+    first, *others = names.values()
+    if first not in DTYPES or any(other != first for other in others):
+        *before, last = names
         raise TypeError(
-            "q, k and v must be of one type, float16, bfloat16 or float32, got "
-            + ", ".join(f"{n}.dtype={d}" for n, d in zip("qkv", names, strict=True))
+            f"{', '.join(before)} and {last} must be of one type, float16, bfloat16 or float32, "
+            "got " + ", ".join(f"{n}.dtype={d}" for n, d in names.items())
         )
-    return names[0]
+    return first
 
 
 def check_scale(scale: Any, head_dim: int) -> float:

@@ -116,4 +116,5 @@ def receive(
 
 def chosen(settings: Settings, arrays: Mapping[str, Any]) -> Kernel:
     """Return the kernel that `cupyattn.attention` takes by itself for these arguments."""
-    return resolve(settings, {name: a for name, a in arrays.items() if a is not None}).kernel
+    present = {n: a for n, a in arrays.items() if a is not None or n in ("q", "k", "v")}
+    return resolve(settings, present).kernel

@@ -110,7 +110,7 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     if call.own_lengths is not None and settings.quant is not None:
         check_packed_quant(settings.quant)
     if settings.check_finite:
-        _check_finite(q, k, v)
+        _check_finite((q, k, v), lengths)
     if call.softcap and variant.family == "int8":
         quant = replace(settings.quant or QuantConfig(), smooth_k=False)
         settings = settings._replace(quant=quant)
@@ -360,7 +360,13 @@ def _capability(q: Any, arch: str | None) -> int | None:
     return int(q.device.compute_capability) if interchange.is_cupy(q) else None
 
 
-def _check_finite(q: Any, k: Any, v: Any) -> None:
-    for name, array in zip("qkv", (q, k, v), strict=True):
-        if not bool(array_namespace(array).isfinite(array.astype("float32")).all()):
+def _check_finite(arrays: tuple[Any, Any, Any], lengths: Mapping[str, Any]) -> None:
+    """Raise ValueError for a NaN or an infinity; padding of batch entries may hold either."""
+    counts = (lengths.get("lengths_q"), *[lengths.get("lengths_kv")] * 2)
+    for name, array, count in zip("qkv", arrays, counts, strict=True):
+        xp = array_namespace(array)
+        finite = xp.isfinite(array.astype("float32"))
+        if count is not None:
+            finite |= (xp.arange(array.shape[2]) >= count[:, None])[:, None, :, None]
+        if not bool(finite.all()):
             raise ValueError(f"{name} holds a NaN or an infinity (check_finite=True)")

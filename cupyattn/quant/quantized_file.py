@@ -64,6 +64,8 @@ def write(record: Any, path: str | os.PathLike[str]) -> None:
 def read(path: str | os.PathLike[str], namespace: Any) -> dict[str, Any]:
     """Return the fields of the record that a file has, arrays in a namespace; else UNREADABLE."""
     arrays = read_npz(path)
+    if "header" not in arrays:
+        raise ValueError(f"it has no header, but arrays called {', '.join(sorted(arrays)) or '-'}")
     header = json.loads(arrays.pop("header").tobytes())
     if header["kind"] != _KIND:
         raise ValueError(f"its kind is {header['kind']!r}")

@@ -87,6 +87,8 @@ def test_a_file_in_float64_says_how_to_convert_it_and_that_works(
         ({n: np.ones((1, 1, 2, 4), bool) for n in "qkv"}, ["--dtype", "float16"], "got bool"),
         ({n: np.array(["x"]) for n in "qkv"}, [], "must be (batch, heads, len, head_dim)"),
         ({n: np.ones((1, 0, 2, 4), np.float16) for n in "qkv"}, [], "holds nothing"),
+        ({n: np.full((1, 1, 2, 4), np.nan, np.float16) for n in "qkv"}, [],
+         "q of {} holds a NaN or an infinity"),
     ],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_says_what_to_do(
@@ -96,7 +98,14 @@ def test_a_file_that_does_not_fit_says_what_to_do(
     np.savez(tmp_path / "x.npz", **arrays)
     assert cli.main(["ladder", "--qkv", str(tmp_path / "x.npz"), *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert message in line and "x.npz" in line
+    assert message.format(tmp_path / "x.npz") in line and "x.npz" in line
+
+
+def test_an_empty_name_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a variable of the shell that is not set."""
+    assert cli.main(["ladder", "--qkv", ""]) == 2
+    said = "--qkv must name a .npz or .safetensors file, got an empty name"
+    assert said in capsys.readouterr().err
 
 
 # ---- records without times -----------------------------------------------------------------------

@@ -138,13 +138,14 @@ def test_a_tensor_of_bfloat16_receives_a_result() -> None:
 
 
 @pytest.mark.parametrize(
-    "x",
-    [torch.ones(1, 1, 4, 16).to_sparse(), torch.ones(1, 1, 4, 16).to(torch.float8_e4m3fn),
-     torch.ones(1, 1, 4, 16, device="meta")],
+    ("x", "says"),
+    [(torch.ones(1, 1, 4, 16).to_sparse(), r"^x is sparse \(torch.sparse_coo\): .* x.to_dense\(\)"),
+     (torch.ones(1, 1, 4, 16).to(torch.float8_e4m3fn), r"^x .*on a CPU.*, got "),
+     (torch.ones(1, 1, 4, 16, device="meta"), r"^x .*on a CPU.*, got ")],
     ids=["sparse", "float8", "meta"],
 )  # fmt: skip
-def test_a_tensor_that_numpy_cannot_read_is_one_line(x: Any) -> None:
-    with pytest.raises(TypeError, match=r"^x .*on a CPU.*, got ") as one:
+def test_a_tensor_that_numpy_cannot_read_is_one_line(x: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says) as one:
         ca.act_quant(x)
     assert "\n" not in str(one.value)
 
@@ -196,7 +197,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a traced array": (
         lambda: jax.jit(lambda x: ca.attention(x, x, x))(jax.numpy.asarray(X)),
-        r"q must be .* got \w+, which JAX traces: call cupyattn\.interop\.jax\.attention",
+        r"q must be .* got \w+, which JAX traces: cupyattn\.interop\.jax\.attention may",
     ),
     "nothing": (lambda: of_jax.attention(X, None, X), "k must be a JAX array, got None"),
     "a model": (

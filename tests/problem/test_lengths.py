@@ -237,6 +237,28 @@ def test_a_prepared_call_takes_other_lengths() -> None:
             plan(*inputs, **options)(*inputs, **other)
 
 
+@pytest.mark.parametrize("kind", ["int32", "int64", "every other"])
+def test_a_prepared_call_reads_what_its_lengths_hold_by_then(kind: str) -> None:
+    q, k, v = runs.normal((2, 2, 20, 16), (2, 2, 20, 16))
+    lengths = np.array([5, 9, 9, 3], "int64" if kind == "int64" else "int32")
+    lengths = lengths[::2] if kind == "every other" else lengths[:2].copy()
+    prepared = plan(q, k, v, lengths_kv=lengths)
+    before = prepared(q, k, v)
+    lengths[:] = 1
+    expected = attention(q, k, v, lengths_kv=lengths)
+    assert bits(prepared(q, k, v)) == bits(expected) != bits(before)
+
+
+def test_only_rows_that_count_have_to_be_finite() -> None:
+    q, k, v = runs.normal((2, 2, 20, 16), (2, 2, 20, 16))
+    lengths = np.int32([5, 9])
+    k[:, :, 9:] = np.nan
+    attention(q, k, v, lengths_kv=lengths, check_finite=True)
+    k[1, 0, 8, 3] = np.inf
+    with pytest.raises(ValueError, match="k holds a NaN or an infinity"):
+        attention(q, k, v, lengths_kv=lengths, check_finite=True)
+
+
 def test_the_plan_makes_no_mask_and_clears_the_padding_alone() -> None:
     inputs, lengths = padded(LENGTHS, SIZES, 2, 1)
     both = explain(*inputs, variant="fa_tc", causal=True, **lengths)

@@ -24,7 +24,7 @@
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for outliers and activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
-#include "prims/codes/gemm_sm90.cuh"
+#include "linear/sm90/gemm_block.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"

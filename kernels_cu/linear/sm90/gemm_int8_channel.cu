@@ -20,7 +20,7 @@
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
 #include "prims/codes/gemm_channel.cuh"
-#include "prims/codes/gemm_sm90.cuh"
+#include "linear/sm90/gemm_block.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"

@@ -1,5 +1,5 @@
-// gemm_sm90.cuh -- what the Hopper forms of the INT8 matrix products share. Of a block one warpgroup
-// copies slices, by a single thread; each of the others computes 64 rows of the tile.
+// gemm_block.cuh -- what the Hopper forms of the INT8 matrix products share. Of a block one
+// warpgroup copies slices, by a single thread; each of the others computes 64 rows of the tile.
 #pragma once
 
 #include "prims/config.cuh"
