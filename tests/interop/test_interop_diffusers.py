@@ -269,6 +269,12 @@ def test_a_mode_is_an_accuracy_class_unless_quant_is_named(
     assert np.array_equal(o.numpy(), ca.attention(q, q, q, **rung, **on))
 
 
+def test_a_name_is_no_scheduler() -> None:
+    model = calling(lambda q: q)
+    with pytest.raises(TypeError, match="scheduler must be one of diffusers, got 'ddpm'"):
+        interop.replace_attention_with_int8(model, scheduler="ddpm", **SHORT)
+
+
 def test_what_broadcasts_stays_native() -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
     model, x = calling(lambda q: attend(q, q[:1], q[:1])), torch.randn(2, 64, 32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cupyattn.arrays.kinds import as_host_array
 from cupyattn.diffusion.schedules import Float64, noise_to_signal
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 
 #: Schedulers whose sigmas say nothing of themselves, by how their names begin: a share of noise, or
 #: noise over signal.
@@ -56,9 +56,13 @@ def kind_of(scheduler: Any) -> str:
 
     Raises
     ------
+    TypeError
+        For what is no scheduler of diffusers.
     UnsupportedError
         For one that is not known.
     """
+    if not hasattr(scheduler, "config"):
+        raise TypeError(f"scheduler must be one of diffusers, got {shown(scheduler)}")
     config, name = scheduler.config, type(scheduler).__name__
     sigmas = getattr(scheduler, "sigmas", None) is not None
     products = getattr(scheduler, "alphas_cumprod", None) is not None
