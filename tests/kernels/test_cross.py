@@ -82,7 +82,10 @@ def check_layout(case: Case, found: list[Run], rung: str, options: dict[str, Any
     if case.cell["layout"] == "BSHD" and case.ends is None:
         turned = (x.swapaxes(1, 2) for x in case.laid())
         o = attention(*turned, variant=rung, layout="BSHD", **options)
-        assert bits(np.swapaxes(o, 1, 2)) == bits(found[0].o)
+        expected = found[0].o
+        if found[0].quantized is not None:  # by the mirror, whose means may round otherwise
+            expected = attention(*case.laid(), variant=rung, **options)
+        assert bits(np.swapaxes(o, 1, 2)) == bits(expected)
 
 
 @pytest.mark.parametrize(
