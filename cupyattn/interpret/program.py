@@ -119,8 +119,8 @@ def program(ptx: str, entry: str) -> Program:
 def _collector_paused() -> Iterator[None]:
     """Keep the garbage collector from running.
 
-    A program is tens of thousands of objects, all of them in use: collections that their number
-    sets off find nothing, and take three times as long as the preparation itself.
+    A program is tens of thousands of objects, all of them in use. Collections that their number
+    sets off find nothing, and take as long as the preparation itself.
     """
     running = gc.isenabled()
     gc.disable()

@@ -112,15 +112,15 @@ def attention(
         above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
         The Hopper forms take blocks of 128 query rows.
     lengths_q, lengths_kv : array, (batch,), int32 or int64, optional
-        Padded batches: entry b has ``lengths_q[b]`` queries and ``lengths_kv[b]`` keys, the first
-        ones; without one of them all count. Keys behind them are not admitted and may hold
-        anything, NaN too. Query rows behind them give ``o = 0`` and ``lse = -inf``. Kernels read
-        the numbers: nothing waits for them, no mask is made, and tiles of padding alone take no
-        time. A number below 0 counts as 0, one past the arrays as their length. `causal`, `window`
-        and `causal_align` go by an entry's own lengths, as if it came alone; mask, bias and block
-        mask keep their places. int32 on the device of q needs no copy. ``fa_int8`` quantises the
-        rows that count alone, "tensor" meaning all heads of an entry; a `QuantizedQKV` was
-        quantised with its padding, which then must be finite.
+        Padded batches: of entry b the first ``lengths_q[b]`` queries and ``lengths_kv[b]`` keys
+        count. Where one of the two is left out, all of its rows count. Keys behind them are not
+        admitted and may hold anything, NaN too. Query rows behind them give ``o = 0`` and
+        ``lse = -inf``. Kernels read the numbers: nothing waits for them, no mask is made, and tiles
+        of padding alone take no time. A number below 0 counts as 0, one past the arrays as their
+        length. `causal`, `window` and `causal_align` go by an entry's own lengths, as if it came
+        alone. Mask, bias and block mask keep their places. int32 on the device of q needs no copy.
+        ``fa_int8`` quantises the rows that count alone, "tensor" meaning all heads of an entry; a
+        `QuantizedQKV` was quantised with its padding, which then must be finite.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
     return_lse : bool

@@ -191,8 +191,8 @@ def quantize_kv(
     Returns
     -------
     QuantizedQKV
-        The codes of `quantize` of these keys and values, with no query row: attention refuses it,
-        and ``quantize_kv(k, v).with_q(q)`` has the bits of ``quantize(q, k, v)``.
+        The codes of `quantize` of these keys and values, with no query row: attention refuses it.
+        ``quantize_kv(k, v).with_q(q)`` has the bits of ``quantize(q, k, v)``.
 
     Raises
     ------

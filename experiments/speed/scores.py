@@ -6,9 +6,8 @@ Varies       the feature: key padding (27 % of the keys of three entries of four
              length in {1024, 4096, 16384}; float16 and bfloat16; rung: fa_tc, and fa_int8 of the
              accuracy class "balanced"
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1)
-Measures     J2, of two heads; time of a prepared call, packing of masks included, and in the same
-             rounds its ratio to the plain call, to the fastest other library, and of fa_int8 to
-             fa_tc
+Measures     J2 of two heads; time of a prepared call, packing of masks included; in the same rounds
+             its ratio to the plain call and to the fastest other library, and of fa_int8 to fa_tc
 Beside       torch's scaled_dot_product_attention with its cuDNN and memory-efficient backends,
              FlexAttention compiled for each case, its block mask made beforehand, and
              FlashAttention-4 where it can be imported
@@ -432,9 +431,9 @@ def section(record: Mapping[str, Any]) -> str:
         f"Written by `python -m experiments.speed.scores --stored --update-docs`: "
         f"{environment['device']['name']}, revision {environment['revision'][:10]}"
         f"{merging.of_another_revision(record)}. Of a call: its time, packing of masks included; "
-        "that as a multiple of the plain call's; and how many times as fast it is as the fastest "
-        "other library, which is named. Key padding and lengths admit the share of the keys that "
-        "is said, and so does the plain time that theirs is a multiple of.",
+        "that as a multiple of the plain call's; and its speed as a multiple of the fastest other "
+        "library's. Key padding and lengths admit the share of the keys that is said, and of the "
+        "plain time the same share is what theirs is a multiple of.",
     ]
     for found in record["problems"]:
         lines += ["", f"### {found['problem']['name']}, {found['admitted']:.2f} of the keys", ""]

@@ -133,11 +133,11 @@ def replace_attention_with_int8(
     Only a hook of the model and the class of its attention modules are new, the latter by the same
     name: weights, processors and what `save_pretrained` writes stay as they are.
     A mask is taken as the model gives it: bool, or numbers that are added to the scores.
-    Some calls run the model's own attention, bit for bit, and are counted with the reason: those
-    that are causal, with dropout, gradients, masks of other types, too few queries or keys, or
-    heads of other sizes than 1 to 256. Guidance needs nothing: of a batch of both branches, or of
-    two passes, each call runs at its step's noise level. A model is called from one thread at a
-    time.
+    Some calls run the model's own attention, bit for bit, and are counted with the reason. They are
+    causal, or have dropout, gradients or a mask of another type; or they have too few queries or
+    keys, or heads of other sizes than 1 to 256. Guidance needs nothing: of a batch of both
+    branches, or of two passes, each call runs at its step's noise level. A model is called from one
+    thread at a time.
 
     A model may be compiled before or after: by ``torch.compile(model)``, ``model.compile()`` or
     ``compile_repeated_blocks``, with ``fullgraph=True``. Attention is an operator of the graph.

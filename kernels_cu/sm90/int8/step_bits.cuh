@@ -1,7 +1,7 @@
-// step_bits.cuh -- which keys of a step query rows attend to, in the Hopper forms of fa_int8: by
-// place, and by the bits of a mask where there is neither softcap nor bias. Such a mask changes no
-// number, so the softmax of a plain kernel takes the integers of its steps. A mixed step is one
-// that the softmax treats as one masked by place.
+// step_bits.cuh -- which keys of a step query rows attend to, in the Hopper forms of fa_int8. Their
+// places say it, and the bits of a mask where there is neither softcap nor bias. Such a mask leaves
+// numbers as they are, so the softmax of a plain kernel takes the integers of its steps. A mixed
+// step is one that the softmax treats as one masked by place.
 #pragma once
 
 #include "prims/config.cuh"
