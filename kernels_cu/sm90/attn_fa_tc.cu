@@ -251,10 +251,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       if (Q_STAGES > 1) load_Q();
       // S2 load K, V: K of a step, V of the one before
       int kv0 = 0;
-      int next = index + gridDim.x;
+      const auto ask = [&] {  // which tile is next
+        return int(UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x);
+      };
+      int next = 0;
       for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        // NOTE: asked for here, it comes while the last V waits for its place.
-        if (UNEVEN && step == tile.steps) next = gridDim.x + atomicAdd(schedule.next_tile, 1);
+        // NOTE: asked for here, it comes while the last V waits for its place. Causal calls without
+        // mask or bias lose by that.
+        if (SCORES_UNEVEN && step == tile.steps) next = ask();
         const int V_kv0 = kv0;
         // NOTE: rows that keep no block get their one step from behind the last key: zeros.
         kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
@@ -277,7 +281,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         if (SCORED && step < tile.steps)
           load_scores(scoring, smem.places, at.stage, smem.full[at.stage], tile, step_word);
       }
-      index = next;
+      index = SCORES_UNEVEN ? next : ask();
     }
   }
 
