@@ -197,6 +197,11 @@ def test_an_activation_is_part_of_the_layer(name: str, dtype: str) -> None:
     assert ((found.double() - plain.double()).abs() <= allowed).all()
 
 
+def wide(gate: Any) -> Any:
+    """A gate with digits that 16 bits do not have."""
+    return gate.float() * (1 + 2.0**-11)
+
+
 def sums(y: Any, r: Any, g: Any) -> dict[str, Any]:
     """Sums as models write them, of a residual, a gate and what a layer makes."""
     return {
@@ -205,6 +210,9 @@ def sums(y: Any, r: Any, g: Any) -> dict[str, Any]:
         "no gate": lambda y, r, g: r + y,
         "in float32": lambda y, r, g: (r.float() + g.float() * y.float()).type_as(r),
         "in float32, no gate": lambda y, r, g: (y.float() + r.float()).type_as(r),
+        "a gate of more digits": lambda y, r, g: (r.float() + y * wide(g)).type_as(r),
+        "all in more digits": lambda y, r, g: (y.float() * wide(g) + r.float()).type_as(r),
+        "a gate of more digits alone": lambda y, r, g: (r + y * wide(g)).type_as(r),
         "after an activation": lambda y, r, g: r + g * functional.silu(y),
     }  # fmt: skip
 
@@ -222,8 +230,9 @@ def test_a_sum_is_part_of_the_layer(form: str, dtype: str) -> None:
     g = rows(TYPES[dtype], 2, 3 * WIDTH).chunk(3, dim=-1)[1].unsqueeze(1)
     function = sums(0, 0, 0)[form]
     found, graphs = run(lambda x, r, g: function(own(x), r, g), x, r, g)
-    assert graphs.names() == [LAYER]
-    assert torch.equal(found, product_of(own, x, r, None if "no" in form else g[:, 0],
+    assert graphs.names()[-1] == LAYER and sum("add" in name for name in graphs.names()) == 0
+    gate = wide(g[:, 0]) if "more digits" in form else g[:, 0]
+    assert torch.equal(found, product_of(own, x, r, None if "no" in form else gate,
                                          "silu" if "activation" in form else None))  # fmt: skip
     plain = function(own(x), r, g)
     unit = torch.finfo(TYPES[dtype]).eps
@@ -265,11 +274,12 @@ def test_a_layer_that_adds_to_a_residual_is_a_call_of_its_own() -> None:
 
 def kept(x: Any, own: Any, r: Any, g: Any) -> dict[str, Any]:
     """Functions of which a product computes nothing: others read it, or its epilogue cannot."""
-    wide, other, row, few = g.float(), r.bfloat16(), r[:1], r[..., :1]
+    other, row, few = r.bfloat16(), r[:1], r[..., :1]
     return {
         "read by two": lambda x: (r + g * (y := own(x)), y.sin()),
         "product read by two": lambda x: (r + (y := g * own(x)), y.sin()),
-        "a gate of more digits": lambda x: (r.float() + wide * own(x).float()).half(),
+        "a gate of other 16 bits": lambda x: (r + g.bfloat16() * own(x)).half(),
+        "a product rounded before the sum": lambda x: (r.float() + (g * own(x)).float()).half(),
         "a sum of more digits": lambda x: r.float() + own(x),
         "a residual of another type": lambda x: (other.float() + own(x).float()).half(),
         "a residual that broadcasts": lambda x: row + own(x),

@@ -230,27 +230,30 @@ def _after(start: Node, pattern: tuple[Node, ...]) -> Node | None:
 def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
     """Return the sum that a result is part of: ``residual + gate * y``, or without the gate.
 
-    In the type of the result; or in float32, of operands of that type, and converted to it.
+    In the type of the result, or in float32 and converted to it. A gate may be float32 itself.
     """
-    at, wide, gate = end, False, None
-    if _is_conversion(reader := _only_reader(at), torch.float32) and like.dtype != torch.float32:
-        at, wide, reader = reader, True, _only_reader(reader)
+    at, gate, reader = end, None, _only_reader(end)
+    if like.dtype != torch.float32 and _is_conversion(reader, torch.float32):
+        at, reader = reader, _only_reader(reader)
     other = _other_operand(reader, _aten.mul.Tensor, at)
     if other is not None:
-        gate = _narrow(other, like.dtype, wide=wide)
-        if gate is None or not _is_gate(_value(gate), like):
+        gate = _narrow(other, like.dtype)
+        if _value(gate).dtype not in (like.dtype, torch.float32):
+            return None
+        if not _is_gate(_value(gate), like):
             return None
         at, reader = reader, _only_reader(reader)
     other = _other_operand(reader, _aten.add.Tensor, at)
-    residual = None if other is None else _narrow(other, like.dtype, wide=wide)
-    if residual is None or not _same(_value(residual).shape, like.shape):
+    if other is None:
         return None
-    if wide:
+    residual = _narrow(other, like.dtype)
+    if _value(residual).dtype != like.dtype or not _same(_value(residual).shape, like.shape):
+        return None
+    if _value(reader).dtype != like.dtype:
         reader = _only_reader(reader)
         if not _is_conversion(reader, like.dtype):
             return None
-    val = reader.meta["val"]
-    if val.dtype != like.dtype or not _same(val.stride(), like.stride()):
+    if not _same(_value(reader).stride(), like.stride()):
         return None
     return _Epilogue(reader, activation, residual, gate)
 
@@ -272,16 +275,10 @@ def _other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
     return others[0] if len(others) == 1 and isinstance(others[0], Node) else None
 
 
-def _narrow(node: Node, dtype: torch.dtype, *, wide: bool) -> Node | None:
-    """Return a node of a type that a node is, or is in float32 where the sum is; None if neither.
-
-    What is float32 itself has more digits than a product of 16 bits reads.
-    """
-    if wide:
-        if not _is_conversion(node, torch.float32):
-            return None
-        node = node.args[0]
-    return node if _value(node).dtype == dtype else None
+def _narrow(node: Node, dtype: torch.dtype) -> Node:
+    """Return what a node converts from a type to float32; any other node as it is."""
+    source = node.args[0] if _is_conversion(node, torch.float32) else None
+    return source if isinstance(source, Node) and _value(source).dtype == dtype else node
 
 
 def _is_gate(gate: Any, like: Any) -> bool:
