@@ -76,7 +76,7 @@ def int8_gemm(
         quantised. They go with scales of blocks.
     residual : array, (..., n), out_dtype, optional
         What the result is added to; not modified.
-    gate : array, (n,) or (groups, n), out_dtype, optional
+    gate : array, (n,) or (groups, n), out_dtype or float32, optional
         Factors of the result before it is added to `residual`, which it needs. Every group has as
         many rows, one after the other: those of a sample, whose modulation the factors are.
     tiles : GemmTiles, optional
@@ -257,9 +257,12 @@ def _check_sum(operands: dict[str, Array], out_dtype: str) -> None:
     rows, n = math.prod(operands["a"].shape[:-1]), operands["b"].shape[0]
     if "gate" in operands and "residual" not in operands:
         raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
-    for name in ("residual", "gate"):
-        if name in operands and operands[name].dtype.name != out_dtype:
-            raise TypeError(f"{name} must be {out_dtype} as out_dtype, got {operands[name].dtype}")
+    for name, other in (("residual", out_dtype), ("gate", "float32")):
+        if name in operands and operands[name].dtype.name not in (out_dtype, other):
+            or_other = "" if other == out_dtype else f" or {other}"
+            raise TypeError(
+                f"{name} must be {out_dtype} as out_dtype{or_other}, got {operands[name].dtype}"
+            )
     residual, shape = operands.get("residual"), (*operands["a"].shape[:-1], n)
     if residual is not None and tuple(residual.shape) != shape:
         raise ValueError(f"residual must have shape {shape}, got {tuple(residual.shape)}")

@@ -82,8 +82,10 @@ class GemmFeatures:
     activation : {"", "gelu", "gelu_tanh", "silu"}
     outliers : {"", "float16", "bfloat16"}
         Storage type of columns that are no codes; "": there are none.
-    residual, gate : bool
-        Whether the result is added to a matrix, and multiplied by a factor for each column before.
+    residual : bool
+        Whether the result is added to a matrix.
+    gate : {"", "float16", "bfloat16", "float32"}
+        Storage type of factors of each column, by which it is multiplied before; "": none.
     """
 
     out_dtype: str
@@ -93,7 +95,7 @@ class GemmFeatures:
     activation: str = ""
     outliers: str = ""
     residual: bool = False
-    gate: bool = False
+    gate: str = ""
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -108,7 +110,8 @@ class GemmFeatures:
             "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
             "CFG_ACTIVATION": ACTIVATIONS.index(self.activation),
             "CFG_OUTLIERS": 1 + DTYPES.index(self.outliers) if self.outliers else 0,
-            "CFG_RESIDUAL": int(self.residual), "CFG_GATE": int(self.gate),
+            "CFG_RESIDUAL": int(self.residual),
+            "CFG_GATE": 1 + DTYPES.index(self.gate) if self.gate else 0,
         }  # fmt: skip
 
 
@@ -310,7 +313,7 @@ class ProductOperands:
     """Where codes, scales and result lie: the buffers of these names when a plan runs.
 
     All have two axes, the last one contiguous. `residual` (m, n) and `gate` (groups of rows, n) are
-    of the type of c, where there are any.
+    of the type of c, where there are any; the gate may be float32 beside any c.
     """
 
     a: Operand
@@ -414,7 +417,7 @@ def plan_gemm(
         activation,
         outliers.dtype if outliers else "",
         at.residual is not None,
-        at.gate is not None,
+        "" if at.gate is None else "float32" if at.gate.itemsize == 4 else out_dtype,
     )
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=note)
@@ -538,8 +541,9 @@ def _elements_per_access(at: ProductOperands) -> int:
     paired = scales.row_strides[:1] == (1,) and scales.misalignment % 8 == 0
     if at.strategy == "channel" and not paired:
         return 1
-    together = [x for x in (at.c, at.residual, at.gate) if x is not None]
-    return max(width for width in (1, 2, 4, 8) if all(x.allows(width) for x in together))
+    together = [x for x in (at.c, at.residual) if x is not None]
+    widths = [width for width in (1, 2, 4, 8) if all(x.allows(width) for x in together)]
+    return max(widths) if at.gate is None or at.gate.allows(2) else 1  # factors are read in pairs
 
 
 def _bytes_per_access(x: Operand) -> int:

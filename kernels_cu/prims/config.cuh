@@ -188,7 +188,7 @@ constexpr int SPLITS = CFG_SPLITS;              // blocks that share the k of ev
 constexpr int TAIL_SPLITS = CFG_TAIL_SPLITS;    // that share the k of a tile of the last wave
 constexpr int CLUSTER = SPLITS * TAIL_SPLITS;   // thread blocks of a cluster
 constexpr bool RESIDUAL = CFG_RESIDUAL;         // a product is added to another matrix
-constexpr bool GATE = CFG_GATE;                 // times a factor for each column, beforehand
+constexpr bool GATE = CFG_GATE != 0;            // times a factor for each column, beforehand
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
 constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
 
@@ -212,6 +212,7 @@ using elem16_t = DType<CFG_DTYPE == 2 ? 0 : CFG_DTYPE>::type;  // 16-bit operand
 constexpr float ELEM16_STEP = CFG_DTYPE == 1 ? 0x1p-7f : 0x1p-10f;  // from 1 to the next of them
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
 using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
+using gate_t = DType<GATE ? CFG_GATE - 1 : 0>::type;  // CFG_GATE 1 to 3, as CFG_BIAS
 using before_t = DType<CFG_BEFORE>::type;             // a partial result so far
 using after_t = DType<CFG_AFTER>::type;               // and with what comes in
 constexpr bool OUTLIERS = CFG_OUTLIERS != 0;          // some columns of a product have 16 bits

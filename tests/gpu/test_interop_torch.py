@@ -448,10 +448,14 @@ def product_of(layer: Any, x: Any, activation: str | None = None, **beside: Any)
 @pytest.mark.parametrize("rows", [3, 1000])
 @pytest.mark.parametrize("strategy", ["block", "channel"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("gates", ["bfloat16", "float32"])
 def test_what_follows_compiled_layers_is_part_of_their_products(
-    mode: str, strategy: str, rows: int
+    gates: str, mode: str, strategy: str, rows: int
 ) -> None:
-    """To the bit `cupyattn.int8_gemm` with it; gates are rows of a wider tensor. No waiting."""
+    """To the bit `cupyattn.int8_gemm` with it; gates are rows of a wider tensor. No waiting.
+
+    Two of the layers have the same input: they are one call.
+    """
     torch.manual_seed(0)
     up, down, other = (
         interop.Int8Linear.from_linear(
@@ -463,12 +467,12 @@ def test_what_follows_compiled_layers_is_part_of_their_products(
     def block(x: Any, modulation: Any) -> Any:
         gate = modulation.chunk(3, dim=-1)[1].unsqueeze(1)
         hidden = torch.nn.functional.gelu(up(x), approximate="tanh")
-        return x + gate * down(hidden), other(x)
+        return (x + gate * down(hidden)).type_as(x), other(x)
 
     torch._dynamo.reset()
     function = torch.compile(block, fullgraph=True, mode=mode)
     inputs = [torch.randn(2, rows, 256, dtype=torch.bfloat16).cuda() for _ in range(5)]
-    factors = [torch.randn(2, 768, dtype=torch.bfloat16).cuda() for _ in range(5)]
+    factors = [torch.randn(2, 768, dtype=getattr(torch, gates)).cuda() for _ in range(5)]
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for turn, (x, modulation) in enumerate(zip(inputs, factors, strict=True)):
             torch.compiler.cudagraph_mark_step_begin()

@@ -77,8 +77,8 @@ class Graphs(list[Any]):
         return [str(target) for target in found if "getitem" not in str(target)]
 
     def products(self) -> list[dict[str, Any]]:
-        """The arguments of layers and products, by name."""
-        ours = linear_parts.layer, linear_parts.product
+        """The arguments of layers, of one or of several, by name."""
+        ours = linear_parts.layer, linear_parts.layers
         nodes = [n for n in self[-1].graph.nodes if n.target in ours]
         names = [[one.name for one in n.target._schema.arguments] for n in nodes]
         return [dict(zip(own, n.args, strict=True)) for own, n in zip(names, nodes, strict=True)]
@@ -100,21 +100,76 @@ def run(function: Any, *given: Any, **options: Any) -> tuple[Any, Graphs]:
     return found, graphs
 
 
-LAYER, QUANTISE, PRODUCT = (
-    f"cupyattn.int8_{name}.default" for name in ("layer", "act_quant", "product")
-)
+LAYER, LAYERS = "cupyattn.int8_layer.default", "cupyattn.int8_layers.default"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("strategy", ["block", "channel"])
-def test_layers_of_one_input_share_its_codes(strategy: str, dynamic: bool) -> None:
+def test_layers_of_one_input_are_one_call(strategy: str, dynamic: bool) -> None:
     """As to_q, to_k, to_v and an MLP beside attention; to the bit what each layer makes."""
     torch.manual_seed(0)
     layers = [layer(strategy=strategy, out=out) for out in (128, 128, 64, 256)]
+    layers[1].bias = None
     x = rows()
-    found, graphs = run(lambda x: [one(x) for one in layers], x, dynamic=dynamic)
-    assert graphs.names() == [QUANTISE] + [PRODUCT] * 4
+
+    def function(x: Any) -> Any:
+        q, k, v, up = [one(x) for one in layers]
+        return q, k, v, functional.gelu(up)
+
+    found, graphs = run(function, x, dynamic=dynamic)
+    assert graphs.names() == [LAYERS]
+    assert graphs.products()[0]["activations"] == ["", "", "", "gelu"]
+    layers[3].activation = "gelu"
     assert all(torch.equal(y, one(x)) for y, one in zip(found, layers, strict=True))
+
+
+def test_layers_of_two_streams_in_turns_are_two_calls() -> None:
+    """As of Flux's double blocks, in the order that Inductor gives them."""
+    torch.manual_seed(0)
+    image, text = [layer() for _ in "qkv"], [layer() for _ in "qkv"]
+    x, y = rows(), rows()
+
+    def function(x: Any, y: Any) -> Any:
+        pairs = [(one(x), other(y)) for one, other in zip(image, text, strict=True)]
+        return [result for pair in pairs for result in pair]
+
+    found, graphs = run(function, x, y)
+    assert graphs.names() == [LAYERS] * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, function(x, y), strict=True))
+
+
+def test_layers_far_apart_are_no_group() -> None:
+    """As of a prompt that every block reads: results are not made blocks before they are read."""
+    torch.manual_seed(0)
+    blocks = [[layer() for _ in range(5)] for _ in range(3)]
+    x, prompt = rows(), rows(torch.float16, 1, 3, WIDTH)
+
+    def function(x: Any, prompt: Any) -> Any:
+        for k, v, *others in blocks:
+            x = x + (k(prompt) * v(prompt)).sum(1, keepdim=True)
+            for one in others:
+                x = functional.relu(one(x))
+        return x
+
+    found, graphs = run(function, x, prompt)
+    assert graphs.names().count(LAYERS) == 3 and graphs.names().count(LAYER) == 9
+    assert torch.allclose(found, function(x, prompt), rtol=2e-2, atol=2e-2)
+
+
+def test_a_layer_whose_weight_is_computed_is_a_call_of_its_own() -> None:
+    """It cannot run where the first layer of the same input does."""
+    torch.manual_seed(0)
+    first, second, third, x = layer(), layer(), layer(), rows()
+
+    def function(x: Any) -> Any:
+        y = first(x)
+        bias = y[0, 0] * 2
+        given = second.weight, second.weight_scale, bias, "", None, "mirror"
+        return y, torch.ops.cupyattn.int8_linear(x, *given), third(x)
+
+    found, graphs = run(function, x)
+    assert sorted(n for n in graphs.names() if "int8" in n) == [LAYER, LAYERS]
+    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
 
 
 def test_layers_of_other_inputs_and_strategies_have_codes_of_their_own() -> None:
@@ -142,6 +197,11 @@ def test_an_activation_is_part_of_the_layer(name: str, dtype: str) -> None:
     assert ((found.double() - plain.double()).abs() <= allowed).all()
 
 
+def wide(gate: Any) -> Any:
+    """A gate with digits that 16 bits do not have."""
+    return gate.float() * (1 + 2.0**-11)
+
+
 def sums(y: Any, r: Any, g: Any) -> dict[str, Any]:
     """Sums as models write them, of a residual, a gate and what a layer makes."""
     return {
@@ -150,6 +210,9 @@ def sums(y: Any, r: Any, g: Any) -> dict[str, Any]:
         "no gate": lambda y, r, g: r + y,
         "in float32": lambda y, r, g: (r.float() + g.float() * y.float()).type_as(r),
         "in float32, no gate": lambda y, r, g: (y.float() + r.float()).type_as(r),
+        "a gate of more digits": lambda y, r, g: (r.float() + y * wide(g)).type_as(r),
+        "all in more digits": lambda y, r, g: (y.float() * wide(g) + r.float()).type_as(r),
+        "a gate of more digits alone": lambda y, r, g: (r + y * wide(g)).type_as(r),
         "after an activation": lambda y, r, g: r + g * functional.silu(y),
     }  # fmt: skip
 
@@ -167,8 +230,9 @@ def test_a_sum_is_part_of_the_layer(form: str, dtype: str) -> None:
     g = rows(TYPES[dtype], 2, 3 * WIDTH).chunk(3, dim=-1)[1].unsqueeze(1)
     function = sums(0, 0, 0)[form]
     found, graphs = run(lambda x, r, g: function(own(x), r, g), x, r, g)
-    assert graphs.names() == [LAYER]
-    assert torch.equal(found, product_of(own, x, r, None if "no" in form else g[:, 0],
+    assert graphs.names()[-1] == LAYER and sum("add" in name for name in graphs.names()) == 0
+    gate = wide(g[:, 0]) if "more digits" in form else g[:, 0]
+    assert torch.equal(found, product_of(own, x, r, None if "no" in form else gate,
                                          "silu" if "activation" in form else None))  # fmt: skip
     plain = function(own(x), r, g)
     unit = torch.finfo(TYPES[dtype]).eps
@@ -196,25 +260,26 @@ def test_gates_of_samples_of_all_rows_and_of_each(kind: str) -> None:
     assert torch.equal(found, product_of(own, x, r, g.reshape(-1, WIDTH)))
 
 
-def test_layers_that_share_codes_have_what_follows_them() -> None:
-    """As Flux's single blocks: an MLP beside attention; the sum is of the last product."""
+def test_a_layer_that_adds_to_a_residual_is_a_call_of_its_own() -> None:
+    """Of layers with one input, too: what it adds to may follow from the others' results."""
     torch.manual_seed(0)
-    first, second, x = layer(), layer(), rows()
-    found, graphs = run(lambda x: x + second(x) * functional.silu(first(x)), x)
-    one, two = graphs.products()
-    assert {one["activation"], two["activation"]} == {"silu", ""}
-    assert graphs.names().count(QUANTISE) == 1 and graphs.names().count(PRODUCT) == 2
+    first, second, third, x = layer(), layer(), layer(), rows()
+    found, graphs = run(lambda x: (x + second(x) * functional.silu(first(x)), third(x)), x)
+    assert sorted(graphs.names()) == [LAYER, LAYERS]
+    assert {one.get("activation", "of several") for one in graphs.products()} == {"", "of several"}
     first.activation = "silu"
-    assert torch.equal(found, product_of(second, x, x, first(x).reshape(-1, WIDTH)))
+    assert torch.equal(found[0], product_of(second, x, x, first(x).reshape(-1, WIDTH)))
+    assert torch.equal(found[1], third(x))
 
 
 def kept(x: Any, own: Any, r: Any, g: Any) -> dict[str, Any]:
     """Functions of which a product computes nothing: others read it, or its epilogue cannot."""
-    wide, other, row, few = g.float(), r.bfloat16(), r[:1], r[..., :1]
+    other, row, few = r.bfloat16(), r[:1], r[..., :1]
     return {
         "read by two": lambda x: (r + g * (y := own(x)), y.sin()),
         "product read by two": lambda x: (r + (y := g * own(x)), y.sin()),
-        "a gate of more digits": lambda x: (r.float() + wide * own(x).float()).half(),
+        "a gate of other 16 bits": lambda x: (r + g.bfloat16() * own(x)).half(),
+        "a product rounded before the sum": lambda x: (r.float() + (g * own(x)).float()).half(),
         "a sum of more digits": lambda x: r.float() + own(x),
         "a residual of another type": lambda x: (other.float() + own(x).float()).half(),
         "a residual that broadcasts": lambda x: row + own(x),
@@ -283,19 +348,17 @@ def test_a_graph_with_gradients_has_its_derivative() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_operators_are_what_they_say(dtype: str) -> None:
     own, x = layer(TYPES[dtype]), rows(TYPES[dtype])
-    for strategy in ("block", "channel"):
-        torch.library.opcheck(linear_parts.act_quantise, (x, strategy, "mirror"))
-    codes = linear_parts.act_quantise(x, "block", "mirror")
     g = rows(TYPES[dtype], 2, 1, WIDTH)
     for sum_of in ((None, None), (x, None), (x, g)):
-        given = (*codes, own.weight, own.weight_scale, own.bias, *sum_of, dtype, "silu", None)
-        torch.library.opcheck(linear_parts.product, (*given, "mirror"))
         given = (x, own.weight, own.weight_scale, own.bias, *sum_of, "silu", None, "mirror")
         torch.library.opcheck(linear_parts.layer, given)
-    empty = linear_parts.act_quantise(x[:0], "block", "mirror")
-    assert linear_parts.product(
-        *empty, own.weight, own.weight_scale, None, None, None, dtype, "", None, "mirror"
-    ).shape == (0, *ROWS[1:], WIDTH)
+    for strategy in ("block", "channel"):
+        several = [layer(TYPES[dtype], strategy, out) for out in (WIDTH, 64)]
+        operands = zip(*[(one.weight, one.weight_scale, one.bias) for one in several], strict=True)
+        given = (x, *map(list, operands), ["", "silu"], None, "mirror")
+        torch.library.opcheck(linear_parts.layers, given)
+        found = linear_parts.layers(x[:0], *given[1:3], [None, None], *given[4:])
+        assert [y.shape for y in found] == [(0, *ROWS[1:], WIDTH), (0, *ROWS[1:], 64)]
 
 
 def test_the_pass_stands_beside_others_and_in_the_key_of_cached_code() -> None:
@@ -343,13 +406,18 @@ def test_a_torch_of_other_passes_is_said_and_compiles(monkeypatch: pytest.Monkey
 def test_inductor_compiles_and_caches_it() -> None:
     torch.manual_seed(0)
     own, x, r, g = layer(), rows(), rows(), rows(torch.float16, 2, 1, WIDTH)
-    function = torch.compile(
-        lambda x, r, g: r + g * own(functional.silu(own(x * 2))), fullgraph=True
-    )
+    others = [layer(), layer(out=64)]
+    others[0].bias = None
+
+    def function(x: Any, r: Any, g: Any) -> Any:
+        x = x * 2
+        return r + g * own(functional.silu(own(x))), *[one(x) for one in others]
+
     torch._dynamo.utils.counters.clear()
     with torch.no_grad():
-        found = function(x, r, g)
+        found = torch.compile(function, fullgraph=True)(x, r, g)
     assert not torch._dynamo.utils.counters["inductor"]["fxgraph_cache_bypass"]
     own.activation = "silu"
     hidden = own(x * 2)
-    assert torch.equal(found, product_of(own, hidden, r, g[:, 0]))
+    assert torch.equal(found[0], product_of(own, hidden, r, g[:, 0]))
+    assert all(torch.equal(y, one(x * 2)) for y, one in zip(found[1:], others, strict=True))

@@ -63,6 +63,9 @@ class OnDevice:
     def detach(self) -> OnDevice:
         return self
 
+    def new_empty(self, shape: tuple[int, ...]) -> OnDevice:
+        return OnDevice(array(shape, str(self.dtype)))
+
     def __getitem__(self, part: slice) -> OnDevice:
         return OnDevice(self.array[part])
 
@@ -396,6 +399,8 @@ def linear_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:
     monkeypatch.setattr(calls, "torch", stand_in)
     monkeypatch.setattr(calls, "stream_handle", lambda _: host.driver.stream)
     monkeypatch.setattr(parts, "torch", stand_in)
+    monkeypatch.setattr(parts, "as_array", lambda x: x.array)
+    monkeypatch.setattr(parts, "on_device_of", lambda _: contextlib.nullcontext())
     return made
 
 
@@ -407,11 +412,6 @@ def test_a_linear_layer_on_tensors_is_planned_once(
     linear = importlib.import_module("cupyattn.interop.torch.linear")
     parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
     made = linear_torch(host, monkeypatch)
-    monkeypatch.setattr(parts, "as_array", lambda x: x.array)
-    monkeypatch.setattr(parts, "on_device_of", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(
-        linear, "_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))
-    )
     given = operands(5)
     weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
     bias, planned = OnDevice(array((N,), "float32")), 0
@@ -438,51 +438,72 @@ def test_a_linear_layer_on_tensors_is_planned_once(
     linear.run(OnDevice(array((2, 5, K))), weight, scales, None, "silu", "sm_90", None)
     assert len(recent.CALLS) > known  # another form: without a bias
     for other in (OnDevice(array((K, 10)).T), OnDevice(array((0, K)))):
-        # Lies otherwise, or is empty: not kept.
-        assert parts.find({"x": other}, ())[:2] == (None, None)
+        assert not parts._can_be_kept(other)  # lies otherwise, or is empty
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("summed", [False, True])
 def test_what_inductor_runs_of_a_layer_is_planned_once(
     summed: bool,
-    whole: bool,
     host: Host,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels get the addresses of the tensors of each call, a gate's rows at their distance."""
     parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    made, codes = linear_torch(host, monkeypatch), (
-        OnDevice(array((2, 5, K), "int8")), OnDevice(array((2, 5, -(-K // 128)), "float32"))
-    )  # fmt: skip
-    for name, stand_in in (
-        ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
-        ("on_device_of", lambda _: contextlib.nullcontext()), ("_codes_of", lambda *_: codes),
-    ):  # fmt: skip
-        monkeypatch.setattr(parts, name, stand_in)
+    made = linear_torch(host, monkeypatch)
     given, planned = operands(5), 0
-    tensors = {name: OnDevice(given[name]) for name in ("b", "b_scales")}
+    weight = [OnDevice(given[name]) for name in ("b", "b_scales")]
     for turn in range(3):
-        x, y = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N)))
-        if summed:
-            tensors |= {"residual": OnDevice(array((2, 5, N))), "gate": Gate()}
-        if whole:
-            tensors["x"] = x
-        else:
-            tensors["a"], tensors["a_scales"] = parts._quantise(x, "block", None)
-        parts.multiply(tensors, y, "gelu", "sm_90", None)
+        x, residual, gate = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N))), Gate()
+        beside = (None, residual, gate) if summed else (None, None, None)
+        y = parts._layer(x, *weight, *beside, "gelu", "sm_90", None)
         entry, quantised = host.passed(2 * turn)
         assert entry == "act_quant" and quantised["x"] == x.data_ptr()
         _, multiplied = host.passed(2 * turn + 1)
-        assert multiplied["c"] == y.data_ptr() and multiplied["b"] == tensors["b"].data_ptr()
+        assert multiplied["c"] == y.data_ptr() and multiplied["b"] == weight[0].data_ptr()
+        assert multiplied["a"] == quantised["codes"]
         if turn:  # the first call quantised into memory of its own
-            assert multiplied["a"] == quantised["codes"]
-            assert multiplied["a_scales"] == quantised["scales"]
-            assert len(host.plans) == planned and len(made) == turn * whole
-            assert whole or quantised["codes"] == codes[0].data_ptr()
+            assert len(host.plans) == planned and len(made) == turn
         planned = len(host.plans)
-        for name in ("residual", "gate") * summed:
-            assert multiplied[name] == tensors[name].data_ptr()
+        if summed:
+            assert multiplied["residual"] == residual.data_ptr()
+            assert multiplied["gate"] == gate.data_ptr()
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_layers_of_one_input_quantise_it_once_and_are_one_graph(
+    strategy: str,
+    host: Host,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that comes again at its addresses is one launch, of a graph of all kernels."""
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    made = linear_torch(host, monkeypatch)
+    given = [operands(5, strategy) for _ in range(3)]
+    weights, scales = ([OnDevice(one[name]) for one in given] for name in ("b", "b_scales"))
+    biases = [OnDevice(array((N,))) for _ in range(3)]
+    x, y = OnDevice(array((2, 5, K))), OnDevice(array((3, 2, 5, N)))
+    results = [y[n] for n in range(3)]
+    monkeypatch.setattr(parts, "results_of", lambda *_: results)
+    how = ["", "silu", ""], "sm_90", None
+    for _ in range(2):
+        assert parts._layers(x, weights, scales, biases, *how) is results
+    _, quantised = host.passed(4)
+    assert len(host.driver.launches) == 8 and quantised["x"] == x.data_ptr()
+    assert quantised["codes"] == made[-1].data_ptr()
+    for number in range(3):
+        _, multiplied = host.passed(5 + number)
+        assert multiplied["a"] == quantised["codes"]
+        assert multiplied["a_scales"] == quantised["scales"]
+        assert multiplied["b"] == weights[number].data_ptr()
+        assert multiplied["b_scales"] == scales[number].data_ptr()
+        assert multiplied["c"] == results[number].data_ptr()
+        assert multiplied["bias"] == biases[number].data_ptr()
+    planned, scratch = len(host.plans), made[-1]
+    monkeypatch.setattr(parts.launch.__globals__["torch"], "empty", lambda *_, **__: scratch)
+    for _ in range(2):
+        parts._layers(x, weights, scales, biases, *how)
+    assert len(host.plans) == planned and host.driver.replays == [(0, 7)] * 2
+    assert len(host.driver.graphs[0].launches) == 4
 
 
 class Gate(OnDevice):
@@ -493,3 +514,27 @@ class Gate(OnDevice):
 
     def reshape(self, *shape: int) -> OnDevice:
         return OnDevice(self.array.reshape(*shape))
+
+
+def test_a_gate_that_has_to_be_copied_is_read_from_its_copy_every_time(
+    host: Host,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    linear_torch(host, monkeypatch)
+    copies = []
+
+    class Apart(Gate):
+        """Its rows lie at no common distance."""
+
+        def reshape(self, *shape: int) -> OnDevice:
+            copies.append(OnDevice(array((2, N))))
+            return copies[-1]
+
+    given = operands(5)
+    weight = [OnDevice(given[name]) for name in ("b", "b_scales")]
+    for turn in range(3):
+        residual = OnDevice(array((2, 5, N)))
+        x = OnDevice(array((2, 5, K)))
+        parts._layer(x, *weight, None, residual, Apart(), "", "sm_90", None)
+        assert host.passed(2 * turn + 1)[1]["gate"] == copies[turn].data_ptr()

@@ -103,6 +103,21 @@ def test_the_kernel_is_the_mirror_to_the_bit(strategy, shape, tiles, out_dtype, 
     assert p.share_of_bound(c) <= 1
 
 
+@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gate_of_float32_keeps_its_digits(strategy: str, out_dtype: str) -> None:
+    """As models with modulation in float32 have it; odd addresses of the gate included."""
+    p = product(6, (36, 46, 200), out_dtype=out_dtype, bias=True, strategy=strategy, gates=2)
+    wide = np.full((2, 60), np.nan, np.float32)
+    for first in (0, 3, 4):
+        gate = wide[:, first : first + 46]
+        gate[:] = p.gate.astype(np.float32) * np.float32(1 + 2.0**-12)
+        q = p.but(gate=gate)
+        c = run(q, SMALL)
+        assert c.tobytes() == q.mirror().tobytes() != p.mirror().tobytes()
+        assert q.share_of_bound(c) <= 1
+
+
 def test_residuals_amid_others() -> None:
     """Leading axes, strides and odd addresses, NaN beside what is read."""
     p = product(4, (34, 33, 200), out_dtype="float16", strategy="channel", gates=2)

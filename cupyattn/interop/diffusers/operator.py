@@ -5,6 +5,7 @@ Its result lies as its queries do, as in eager calls: what models do next then t
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -47,8 +48,15 @@ def attend(tensors: Mapping[str, Tensor], scale: float | None, text: str) -> Ten
     return o
 
 
+@functools.lru_cache(maxsize=256)
+def _settings(*arguments: Any) -> TensorSettings:
+    """Return the settings that the operator's arguments behind the tensors stand for."""
+    return _SCHEMA.settings((*[None] * len(_SCHEMA.tensors), *arguments))
+
+
 def _attention(*arguments: Any) -> Tensor:
-    tensors, settings = _SCHEMA.given(arguments), _SCHEMA.settings(arguments)
+    tensors = _SCHEMA.given(arguments)
+    settings = _settings(*arguments[len(_SCHEMA.tensors) :])
     o = torch.empty_like(tensors["q"])
     try:
         forward(settings, tensors, o)

@@ -1,9 +1,8 @@
 """What Inductor moves into products of INT8 codes: a pass over its graph after autograd.
 
-Layers with the same input share its codes: each becomes a product of them, others stay whole
-(`cupyattn.interop.torch.linear_parts`). GELU and SiLU after a layer, and ``residual + gate * y``,
-become part of either, which computes them in float32 before it rounds, if nothing else reads what
-is between.
+GELU and SiLU after a layer, and ``residual + gate * y``, become part of its product, which computes
+them in float32 before it rounds, if nothing else reads what is between. Layers with the same input
+that add nothing become one call, which quantises it once (`cupyattn.interop.torch.linear_parts`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import hashlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,11 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
 }
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+
+#: Of nodes that are there before all others.
+_GIVEN = ("placeholder", "get_attr")
+#: Other layers that may lie between two of a group: models project two streams in turns.
+_NEAR = 2
 
 #: Why this version of torch fuses nothing; "" where it does, or nothing was compiled yet.
 obstacle = ""
@@ -97,28 +101,22 @@ class _Epilogue(NamedTuple):
 
 
 def fuse(graph: Graph) -> None:
-    """Put products, and codes where layers share them, into the place of layers."""
-    codes: dict[Any, tuple[Node, Node]] = {}
+    """Put layers with what follows them, and calls of several, into the place of layers."""
+    rest = []
     for node in list(graph.nodes):
         if not _is_layer(node):
             continue
-        x, *weight, activation, arch, backend = node.args
-        key = _input_of(node)
-        shared = sum(_is_layer(one) and _input_of(one) == key for one in x.users) > 1
-        if shared and key not in codes:
-            with graph.inserting_before(node):
-                codes[key] = _codes(graph, node, *key[1:])
-        found = _epilogue(node, activation)
-        beside = found.residual, found.gate
-        how = found.activation, arch, backend
-        if shared:
-            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
-            target, args = linear_parts.product, (*codes[key], *weight, *beside, dtype, *how)
+        found = _epilogue(node)
+        if found.residual is None:
+            rest.append(node)
         else:
-            target, args = linear_parts.layer, (x, *weight, *beside, *how)
-        with graph.inserting_before(found.end):
-            made = _inserted(graph, target, args, node.meta["val"])
-        found.end.replace_all_uses_with(made)
+            _replace_by_layer(graph, node, found)
+    for group in list(_groups(rest)):
+        found_of = {node: _epilogue(node) for node in group}
+        if len(group) == 1:
+            _replace_by_layer(graph, *found_of.popitem())
+        else:
+            _replace_by_layers(graph, found_of)
     graph.eliminate_dead_code()
 
 
@@ -127,22 +125,49 @@ def _is_layer(node: Node) -> bool:
     return found and len(node.args) == len(node.target._schema.arguments)
 
 
-def _input_of(layer: Node) -> tuple[Any, str, Any]:
-    """Return the input of a layer, how it is quantised, and where: layers may share its codes."""
-    x, weight, weight_scale, *_, backend = layer.args
-    shapes = (tuple(_value(one).shape) for one in (weight, weight_scale))
-    return x, strategy_of_weight(*shapes), backend
+def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
+    """Return layers that one call may run, in groups: they read one input, near each other.
+
+    Each group is run where its first layer is. Layers far apart stay so: results that are made long
+    before they are read take memory, as those of every block's layers of a prompt would.
+    """
+    groups: dict[Any, tuple[int, list[Node]]] = {}  # by what they share: number of the last, all
+    for number, node in enumerate(layers):
+        x, weight, weight_scale, bias, _, *where = node.args
+        shapes = (tuple(_value(one).shape) for one in (weight, weight_scale))
+        key = x, strategy_of_weight(*shapes), *where
+        if not all(one is None or one.op in _GIVEN for one in (weight, weight_scale, bias)):
+            yield [node]
+            continue
+        last, group = groups.get(key, (number, []))
+        if number - last - 1 > _NEAR:
+            yield group
+            group = []
+        groups[key] = number, [*group, node]
+    yield from (group for _, group in groups.values())
 
 
-def _codes(graph: Graph, layer: Node, strategy: str, backend: Any) -> tuple[Node, Node]:
-    """Insert what quantises the input of a layer; return codes and scales."""
-    args = layer.args[0], strategy, backend
-    vals = linear_parts.act_quantise(*map(_value, args))
-    made = _inserted(graph, linear_parts.act_quantise, args, vals)
-    codes, scales = (
-        _inserted(graph, operator.getitem, (made, i), val) for i, val in enumerate(vals)
-    )
-    return codes, scales
+def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
+    x, weight, weight_scale, bias, _, *where = node.args
+    beside = found.residual, found.gate, found.activation
+    args = x, weight, weight_scale, bias, *beside, *where
+    with graph.inserting_before(found.end):
+        made = _inserted(graph, linear_parts.layer, args, node.meta["val"])
+    found.end.replace_all_uses_with(made)
+
+
+def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
+    first = next(iter(found))
+    x, *_, arch, backend = first.args
+    operands = [[node.args[place] for node in found] for place in (1, 2, 3)]
+    activations = [one.activation for one in found.values()]
+    vals = [node.meta["val"] for node in found]
+    args = x, *operands, activations, arch, backend
+    with graph.inserting_before(first):
+        made = _inserted(graph, linear_parts.layers, args, vals)
+        parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
+    for one, part in zip(found.values(), parts, strict=True):
+        one.end.replace_all_uses_with(part)
 
 
 def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
@@ -154,8 +179,8 @@ def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Nod
     return node
 
 
-def _epilogue(layer: Node, activation: str) -> _Epilogue:
-    end = layer
+def _epilogue(layer: Node) -> _Epilogue:
+    end, activation = layer, str(layer.args[4])
     if not activation:
         for name in _ACTIVATIONS:
             found = _after(layer, _pattern(name, layer.meta["val"].dtype))
@@ -205,27 +230,30 @@ def _after(start: Node, pattern: tuple[Node, ...]) -> Node | None:
 def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
     """Return the sum that a result is part of: ``residual + gate * y``, or without the gate.
 
-    In the type of the result; or in float32, of operands of that type, and converted to it.
+    In the type of the result, or in float32 and converted to it. A gate may be float32 itself.
     """
-    at, wide, gate = end, False, None
-    if _is_conversion(reader := _only_reader(at), torch.float32) and like.dtype != torch.float32:
-        at, wide, reader = reader, True, _only_reader(reader)
+    at, gate, reader = end, None, _only_reader(end)
+    if like.dtype != torch.float32 and _is_conversion(reader, torch.float32):
+        at, reader = reader, _only_reader(reader)
     other = _other_operand(reader, _aten.mul.Tensor, at)
     if other is not None:
-        gate = _narrow(other, like.dtype, wide=wide)
-        if gate is None or not _is_gate(_value(gate), like):
+        gate = _narrow(other, like.dtype)
+        if _value(gate).dtype not in (like.dtype, torch.float32):
+            return None
+        if not _is_gate(_value(gate), like):
             return None
         at, reader = reader, _only_reader(reader)
     other = _other_operand(reader, _aten.add.Tensor, at)
-    residual = None if other is None else _narrow(other, like.dtype, wide=wide)
-    if residual is None or not _same(_value(residual).shape, like.shape):
+    if other is None:
         return None
-    if wide:
+    residual = _narrow(other, like.dtype)
+    if _value(residual).dtype != like.dtype or not _same(_value(residual).shape, like.shape):
+        return None
+    if _value(reader).dtype != like.dtype:
         reader = _only_reader(reader)
         if not _is_conversion(reader, like.dtype):
             return None
-    val = reader.meta["val"]
-    if val.dtype != like.dtype or not _same(val.stride(), like.stride()):
+    if not _same(_value(reader).stride(), like.stride()):
         return None
     return _Epilogue(reader, activation, residual, gate)
 
@@ -247,16 +275,10 @@ def _other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
     return others[0] if len(others) == 1 and isinstance(others[0], Node) else None
 
 
-def _narrow(node: Node, dtype: torch.dtype, *, wide: bool) -> Node | None:
-    """Return a node of a type that a node is, or is in float32 where the sum is; None if neither.
-
-    What is float32 itself has more digits than a product of 16 bits reads.
-    """
-    if wide:
-        if not _is_conversion(node, torch.float32):
-            return None
-        node = node.args[0]
-    return node if _value(node).dtype == dtype else None
+def _narrow(node: Node, dtype: torch.dtype) -> Node:
+    """Return what a node converts from a type to float32; any other node as it is."""
+    source = node.args[0] if _is_conversion(node, torch.float32) else None
+    return source if isinstance(source, Node) and _value(source).dtype == dtype else node
 
 
 def _is_gate(gate: Any, like: Any) -> bool:

@@ -11,7 +11,7 @@ from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
-from cupyattn.interop.torch.linear_parts import multiply
+from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.weights import weight_quant
@@ -29,15 +29,13 @@ def run(
     backend: str | None,
 ) -> Tensor:
     """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
-    tensors = {"x": x, "b": weight, "b_scales": weight_scale}
-    tensors |= {} if bias is None else {"bias": bias}
-    y = _fake(x, weight)  # torch's own memory: its CUDA graphs take it back by themselves
-    return multiply(tensors, y, activation, arch, backend)
+    (y,) = multiply(x, ((weight, weight_scale, bias),), (activation,), arch, backend)
+    return y
 
 
 def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    """Return what a result is made in; of fake tensors, one of which only the form is known."""
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    (y,) = results_of(x, ((weight,),))
+    return y
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

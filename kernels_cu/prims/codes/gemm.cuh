@@ -27,7 +27,7 @@ struct GemmParams {
   const int8_t* A_16;    // [m, outliers] of outlier_t, as bytes; not read unless OUTLIERS, nor is
   const int8_t* B_16;    // [n, outliers] of outlier_t, as bytes       what follows of them
   const void* residual;  // [m, n] of elem_t; not read unless RESIDUAL
-  const void* gate;      // [ceil(m / gate_rows), n] of elem_t; not read unless GATE
+  const void* gate;      // [ceil(m / gate_rows), n] of gate_t; not read unless GATE
   int64_t A_stride;      // from one row to the next: bytes
   int64_t B_stride;
   int64_t A_scale_stride;  // elements
@@ -121,9 +121,10 @@ __device__ __forceinline__ float finished(const GemmParams& p, float x, int col)
 }
 
 // Elements col, which is even, and col + 1 of a row [n]; past the last column others.
-__device__ __forceinline__ Vec<float, 2> pair_of(const GemmParams& p, const elem_t* row, int col) {
+template <class T>
+__device__ __forceinline__ Vec<float, 2> pair_of(const GemmParams& p, const T* row, int col) {
   if constexpr (VEC >= 2) {
-    const auto x = *reinterpret_cast<const Vec<elem_t, 2>*>(row + min(col, p.n - 2));
+    const auto x = *reinterpret_cast<const Vec<T, 2>*>(row + min(col, p.n - 2));
     return {{to_float(x.v[0]), to_float(x.v[1])}};
   } else {
     return {{to_float(row[min(col, p.n - 1)]), to_float(row[min(col + 1, p.n - 1)])}};
@@ -141,7 +142,7 @@ __device__ __forceinline__ Vec<float, 2> finished_pair(
     Vec<float, 2> gate = {{1.0f, 1.0f}};
     if constexpr (GATE)
       gate =
-          pair_of(p, static_cast<const elem_t*>(p.gate) + own / p.gate_rows * p.gate_stride, col);
+          pair_of(p, static_cast<const gate_t*>(p.gate) + own / p.gate_rows * p.gate_stride, col);
 #pragma unroll
     for (int j = 0; j < 2; ++j) y.v[j] = fmaf(gate.v[j], y.v[j], residual.v[j]);  // G6
   }
