@@ -338,12 +338,15 @@ def quantised_product(
     kept = None
     if outliers is None:
         strategy = strategy_of_weight(codes.shape, scales.shape)
-        of_x = act_quant(x, strategy=strategy, backend=backend)
+        codes_x, scales_x = act_quant(x, strategy=strategy, backend=backend)
     else:
         columns, place, weight = outliers
-        *of_x, kept_x = act_quant_but(x, columns, place, weight.dtype.name, backend=backend)
+        dtype = weight.dtype.name
+        codes_x, scales_x, kept_x = act_quant_but(x, columns, place, dtype, backend=backend)
         kept = kept_x, weight
-    return int8_gemm(*of_x, codes, scales, out_dtype, outliers=kept, backend=backend, **options)
+    return int8_gemm(
+        codes_x, scales_x, codes, scales, out_dtype, outliers=kept, backend=backend, **options
+    )
 
 
 # ---- checks, by shapes and types alone ----------------------------------------------------------

@@ -343,7 +343,11 @@ def test_the_examples_of_the_page_run() -> None:
     page = Path(__file__).parents[2] / "docs" / "INTEROP.md"
     section = page.read_text(encoding="utf-8").split("## JAX\n")[1].split("\n## ")[0]
     names: dict[str, Any] = {}
-    exec(section.split("```python\n")[1].split("```")[0], names)
+    blocks = section.split("```python\n")[1:]
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block.split("```")[0], names)
+    assert names["y"].shape == names["z"].shape == names["dx"].shape == names["x"].shape
     assert names["dk"].shape == names["k"].shape and names["each"].shape == (2, 1, 4, 128, 64)
     assert names["o"].dtype == names["int8"].dtype == jnp.bfloat16
 

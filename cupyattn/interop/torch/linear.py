@@ -84,7 +84,7 @@ def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _form(name: str, tensor: Tensor | None) -> np.ndarray | None:
-    """Return an array of a tensor's shape and type that takes no memory; TypeError for no tensor."""
+    """Return an array of a tensor's shape and type that takes no memory; refuse other things."""
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):
@@ -163,10 +163,11 @@ class Int8Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_given("from_linear(linear) makes them of a torch.nn.Linear", codes, scales)
-        given = {"codes": codes, "scales": scales, "bias": bias, "outlier_weight": outlier_weight}
-        forms = (_form(name, tensor) for name, tensor in given.items())
-        settings = activation, outlier_columns, block_size, arch, backend
-        columns = check_layer(*forms, *settings)
+        columns = check_layer(
+            _form("codes", codes), _form("scales", scales), _form("bias", bias),
+            _form("outlier_weight", outlier_weight), activation, outlier_columns, block_size, arch,
+            backend,
+        )  # fmt: skip
         if columns.size:
             raise UnsupportedError(
                 f"outlier_columns are not supported in a module, got {columns.tolist()}: leave "
