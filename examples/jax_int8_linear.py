@@ -1,6 +1,6 @@
-"""An MLP of INT8 layers under ``jax.jit``: layers as arguments, activations and sums in the products.
+"""An MLP of INT8 layers under ``jax.jit``: the activation and the sum are parts of the products.
 
-Run it with ``python examples/jax_int8_linear.py``; JAX's device is what runs it, a CPU on the mirror.
+Run it with ``python examples/jax_int8_linear.py``, on JAX's device; a CPU runs the mirror.
 """
 
 import sys
@@ -37,8 +37,8 @@ def main() -> None:
     wide = jax.nn.gelu((x @ w1.T).astype(jnp.float32)).astype(x.dtype)
     expected = (x + wide @ w2.T).astype(jnp.float32)
     away = jnp.linalg.norm(y.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
-    print(f"INT8 {y.shape} is {away:.2%} away, its weights take {held / (w1.nbytes + w2.nbytes):.0%}")
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) / (w1.nbytes + w2.nbytes)
+    print(f"INT8 {y.shape} is {away:.2%} away, its weights take {held:.0%}")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def test_cupy_torch_and_jax_have_one_signature() -> None:
     for layer in found:
         assert same_but_types(layer) == same_but_types(core)
         assert documented(layer) == names
+    assert same_but_types(Int8Linear.from_weight) == same_but_types(core.from_weight)
     assert same_but_types(Int8Linear.__call__) == same_but_types(core.__call__)
     assert documented(Int8Linear.__call__) == documented(core.__call__)
 

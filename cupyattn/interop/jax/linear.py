@@ -120,7 +120,18 @@ class Int8Linear:
         self.activation, self.arch, self.backend = activation, arch, backend
 
     @classmethod
-    def from_weight(cls, weight: Any, bias: Any = None, **options: Any) -> Int8Linear:
+    def from_weight(
+        cls,
+        weight: Any,
+        bias: Any = None,
+        *,
+        strategy: str = "block",
+        activation: str | None = None,
+        outlier_columns: Sequence[int] = (),
+        outlier_dtype: str | None = None,
+        arch: str | None = None,
+        backend: str | None = None,
+    ) -> Int8Linear:
         """Quantise a weight, outside of a trace.
 
         Parameters
@@ -128,9 +139,8 @@ class Int8Linear:
         weight : array, (out, in), float16, bfloat16 or float32
             JAX, NumPy, CuPy, or anything with DLPack. Not modified.
         bias : jax.Array, (out,), optional
-        **options
-            As for `cupyattn.Int8Linear.from_weight`: strategy, activation, outlier_columns,
-            outlier_dtype, arch and backend.
+        strategy, activation, outlier_columns, outlier_dtype, arch, backend
+            As for `cupyattn.Int8Linear.from_weight`.
 
         Returns
         -------
@@ -141,15 +151,17 @@ class Int8Linear:
         TypeError, ValueError
             As for `cupyattn.Int8Linear.from_weight`; `TypeError` also for a traced weight.
         """
-        made = linear.Int8Linear.from_weight(weight, **options)
         _, as_given = take("weight", weight)
+        made = linear.Int8Linear.from_weight(
+            weight, strategy=strategy, outlier_columns=outlier_columns, outlier_dtype=outlier_dtype
+        )
         columns, kept = made.outlier_columns.tolist(), made.outlier_weight
         if kept is not None:
             kept = _moved(kept[:, : len(columns)].copy(), as_given)
         return cls(
             _moved(made.codes, as_given), _moved(made.scales, as_given), bias,
-            activation=made.activation, outlier_columns=columns, outlier_weight=kept,
-            arch=made.arch, backend=made.backend,
+            activation=activation, outlier_columns=columns, outlier_weight=kept, arch=arch,
+            backend=backend,
         )  # fmt: skip
 
     @property
