@@ -172,8 +172,8 @@ def _aligned_copy(array: Any) -> Any:
 
 #: What is said of an array under jax.jit or jax.vmap.
 _TRACED = (
-    ", which JAX traces: cupyattn.interop.jax.attention may be traced, other functions are called "
-    "outside of jax.jit"
+    ", which JAX traces: calls of attention and Int8Linear in cupyattn.interop.jax may be traced, "
+    "other functions are called outside of jax.jit"
 )
 
 

@@ -33,7 +33,7 @@ MAJOR_VERSION = 0
 _METADATA, _STRING = 1, 4
 #: Types of elements by XLA's numbers for them.
 _DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype(bool), 4: np.dtype(np.int32), 5: np.dtype(np.int64),
+    1: np.dtype(bool), 2: np.dtype(np.int8), 4: np.dtype(np.int32), 5: np.dtype(np.int64),
     10: np.dtype(np.float16), 11: np.dtype(np.float32), 12: np.dtype(np.float64),
     16: np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip

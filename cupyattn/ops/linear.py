@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays.interchange import take, taken
+from cupyattn.arrays.interchange import on_host, take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
 from cupyattn.bounds.products import gemm_error
 from cupyattn.bounds.values import rounding_to_codes
+from cupyattn.compiler.architectures import check_arch
+from cupyattn.compiler.target import check_backend
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
@@ -48,6 +50,8 @@ class Int8Linear:
         These columns of W.
     block_size : int
         Rows and columns of W that share a scale: 128.
+    arch, backend : str, optional
+        As for `int8_gemm`; a call may name others.
 
     Raises
     ------
@@ -86,53 +90,25 @@ class Int8Linear:
         outlier_columns: Sequence[int] = (),
         outlier_weight: Array | None = None,
         block_size: int = BLOCK_SIZE,
+        arch: str | None = None,
+        backend: str | None = None,
     ) -> None:
-        if block_size != BLOCK_SIZE:
-            raise UnsupportedError(
-                f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise "
-                "the weight again"
-            )
-        for name, size in (("codes", codes), ("scales", scales)):
-            if size is None or isinstance(size, numbers.Number):
-                raise TypeError(
-                    f"{name} must be an array, got {size!r}: Int8Linear takes codes and scales, "
-                    "and Int8Linear.from_weight(weight) makes them of an array (out, in)"
-                )
-        codes, scales, bias = taken(codes=codes, scales=scales, bias=bias)
-        if codes.ndim != 2:
-            raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
-        self.strategy = strategy_of_weight(codes.shape, scales.shape)
-        check_codes(codes, scales, BLOCK_SIZE, self.strategy)
-        check_activation(activation or "")
-        if bias is not None and tuple(bias.shape) != codes.shape[:1]:
-            raise ValueError(f"bias must have shape {codes.shape[:1]}, got {tuple(bias.shape)}")
+        check_given(FROM_WEIGHT, codes, scales)
+        codes, scales, bias, outlier_weight = taken(
+            codes=codes, scales=scales, bias=bias, outlier_weight=outlier_weight
+        )
+        settings = activation, outlier_columns, block_size, arch, backend
+        columns = check_layer(codes, scales, bias, outlier_weight, *settings)
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
-        columns = _columns(outlier_columns, codes.shape[1])
-        if columns.size and self.strategy == "channel":
-            raise UnsupportedError(
-                f"outlier_columns go with scales of blocks, got {columns.size} beside scales of "
-                "channels: use strategy='block', or no outliers"
-            )
-        self._keep(columns, outlier_weight)
-
-    def _keep(self, columns: npt.NDArray[np.int32], weight: Array | None) -> None:
-        """Take the columns that are kept in 16 bits, padded as the product reads them."""
+        self.strategy = strategy_of_weight(codes.shape, scales.shape)
+        self.arch, self.backend = arch, backend
         self.outlier_columns, self.outlier_weight = columns, None
-        if (weight is None) != (columns.size == 0):
-            raise ValueError("outlier_columns and outlier_weight go together")
-        if weight is None:
-            return
-        weight, _ = take("outlier_weight", weight)
-        xp = array_namespace(self.codes, weight)
-        expected = (self.codes.shape[0], columns.size)
-        if tuple(weight.shape) != expected or weight.dtype.name not in ("float16", "bfloat16"):
-            raise ValueError(
-                f"outlier_weight must be float16 or bfloat16 of shape {expected}, got "
-                f"{weight.dtype.name} {tuple(weight.shape)}"
-            )
-        self.outlier_weight = xp.zeros((expected[0], padded(columns.size)), weight.dtype)
-        self.outlier_weight[:, : columns.size] = weight
-        self._places = xp.asarray(places(columns, self.codes.shape[1]))
+        if outlier_weight is not None:
+            xp, shape = array_namespace(codes, outlier_weight), outlier_weight.shape
+            # As wide as the product reads it.
+            self.outlier_weight = xp.zeros((shape[0], padded(shape[1])), outlier_weight.dtype)
+            self.outlier_weight[:, : shape[1]] = outlier_weight
+            self._places = xp.asarray(places(columns, codes.shape[1]))
 
     @classmethod
     def from_weight(
@@ -144,6 +120,8 @@ class Int8Linear:
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
+        arch: str | None = None,
+        backend: str | None = None,
     ) -> Int8Linear:
         """Quantise a weight, but for its outlier columns, which are 0 to the scales of the others.
 
@@ -158,6 +136,8 @@ class Int8Linear:
             As for `Int8Linear`.
         outlier_dtype : {"float16", "bfloat16"}, optional
             What outliers are kept in; the weight's own type, bfloat16 for float32.
+        arch, backend
+            As for `Int8Linear`.
 
         Returns
         -------
@@ -184,7 +164,7 @@ class Int8Linear:
             weight[:, index] = 0
         return cls(
             *weight_quant(weight, strategy=strategy), bias, activation=activation,
-            outlier_columns=columns.tolist(), outlier_weight=kept,
+            outlier_columns=columns.tolist(), outlier_weight=kept, arch=arch, backend=backend,
         )  # fmt: skip
 
     def __call__(
@@ -209,7 +189,7 @@ class Int8Linear:
         residual, gate : array, optional
             As for `int8_gemm`: the call returns ``residual + gate layer(x)``.
         arch, backend
-            As for `int8_gemm`.
+            As for `int8_gemm`; those of the layer when omitted.
 
         Returns
         -------
@@ -222,27 +202,15 @@ class Int8Linear:
             For an x that does not fit.
         """
         x, as_given = take("x", x)
-        if not x.ndim or x.shape[-1] != self.codes.shape[1]:
-            raise ValueError(f"x must have shape (..., {self.codes.shape[1]}), got {x.shape}")
-        out_dtype = x.dtype.name if out_dtype is None else out_dtype
         outliers = None
-        if self.outlier_weight is None:
-            codes, scales = act_quant(x, strategy=self.strategy, backend=backend)
-        else:
-            dtype = self.outlier_weight.dtype.name
-            if x.dtype.name not in (dtype, "float32"):
-                raise TypeError(
-                    f"x must be {dtype} or float32, as outliers are kept in {dtype}, got "
-                    f"{x.dtype.name}"
-                )
-            codes, scales, kept = act_quant_but(
-                x, self.outlier_columns, self._places, dtype, backend=backend
-            )
-            outliers = kept, self.outlier_weight
-        y = int8_gemm(
-            codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
-            activation=self.activation, outliers=outliers, residual=residual, gate=gate,
-            arch=arch, backend=backend,
+        if self.outlier_weight is not None:
+            outliers = Outliers(self.outlier_columns, self._places, self.outlier_weight)
+        check_input(x, self.codes, self.outlier_weight)
+        y = quantised_product(
+            x, self.codes, self.scales, x.dtype.name if out_dtype is None else out_dtype,
+            bias=self.bias, activation=self.activation, outliers=outliers, residual=residual,
+            gate=gate, arch=self.arch if arch is None else arch,
+            backend=self.backend if backend is None else backend,
         )  # fmt: skip
         return as_given(y)
 
@@ -254,13 +222,14 @@ class Int8Linear:
         *,
         residual: Array | None = None,
         gate: Array | None = None,
-    ) -> Float64:
+    ) -> Array:
         """Return how far each element of a call may be from the layer in exact arithmetic.
 
         Parameters
         ----------
         x : array, (..., in)
-            On the host, finite, as are the layer's own arrays.
+            Finite, as are the layer's own arrays. Arrays of a device are copied to the host, which
+            computes the bound.
         weight : array, (out, in)
             What the layer was made of.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
@@ -269,8 +238,9 @@ class Int8Linear:
 
         Returns
         -------
-        numpy.ndarray, (..., out), float64
-            Of ``|layer(x) - activation(x W^T + bias)|``, or with these of
+        array, (..., out), float64
+            Of the kind of x; rounded up to float32 for JAX without 64 bits. A bound of
+            ``|layer(x) - activation(x W^T + bias)|``, or with these of
             ``|layer(x) - residual - gate activation(x W^T + bias)|``.
 
         Notes
@@ -279,27 +249,31 @@ class Int8Linear:
         off by ``|x| Δw + Δx (|w| + Δw)``, summed over k, of which an activation passes on its
         slope; the product adds `gemm_error`. docs/MATH_REFERENCE.md, "Block-wise products".
         """
-        x, weight = taken(x=x, weight=weight)
+        x, as_given = take("x", x)
+        xp = array_namespace(x)
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
+        x, weight, residual, gate = _on_host(x, *taken(weight=weight, residual=residual, gate=gate))
+        own = self.codes, self.scales, self.bias, self.outlier_weight
+        of_w, scales_of_w, bias, outlier_weight = _on_host(*own)
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
-        if self.outlier_weight is None:
+        if outlier_weight is None:
             (codes, scales), outliers = act_quant(rows, strategy=self.strategy), None
         else:
-            dtype = self.outlier_weight.dtype.name
-            codes, scales, of_x = act_quant_but(rows, kept, self._places, dtype)
-            outliers = of_x, self.outlier_weight
+            place, dtype = places(kept, of_w.shape[1]), outlier_weight.dtype.name
+            codes, scales, of_x = act_quant_but(rows, kept, place, dtype)
+            outliers = of_x, outlier_weight
         if residual is not None:
-            residual = residual.reshape(-1, self.codes.shape[0])
-        own = gemm_error(
-            codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
+            residual = residual.reshape(-1, of_w.shape[0])
+        product = gemm_error(
+            codes, scales, of_w, scales_of_w, out_dtype, bias=bias,
             activation=self.activation or "", outliers=outliers, residual=residual, gate=gate,
         )  # fmt: skip
         size_x, size_w = abs(as_float64(rows)), abs(as_float64(weight))
-        step_x, step_w = as_float64(scales), as_float64(self.scales)  # (rows, 1), by channel
+        step_x, step_w = as_float64(scales), as_float64(scales_of_w)  # (rows, 1), by channel
         if self.strategy == "block":
             step_x = _spread(scales, size_x.shape, across=False)
-            step_w = _spread(self.scales, size_w.shape, across=True)
+            step_w = _spread(scales_of_w, size_w.shape, across=True)
         error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
         if outliers is not None:
             for error, exact, made in (
@@ -312,7 +286,154 @@ class Int8Linear:
         inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
         if gate is not None:
             inputs = abs(as_float64(by_row(gate, len(rows)))) * inputs
-        return np.asarray((own + inputs).reshape(*x.shape[:-1], self.codes.shape[0]))
+        found = (product + inputs).reshape(*x.shape[:-1], of_w.shape[0])
+        bound = as_given(xp.asarray(found))
+        if str(getattr(bound, "dtype", "")) != "float32":
+            return bound
+        # NOTE: JAX without 64 bits rounds to nearest, which could lower a bound.
+        narrow = found.astype(np.float32)
+        up = np.where(narrow < found, np.nextafter(narrow, np.float32(np.inf)), narrow)
+        return as_given(xp.asarray(up))
+
+
+class Outliers(NamedTuple):
+    """Columns of x that a layer keeps in 16 bits."""
+
+    #: Their numbers, on the host.
+    columns: npt.NDArray[np.int32]
+    #: What `cupyattn.ops.act_quant.places` makes of them, where the weight lies.
+    places: Array
+    #: (out, columns rounded up to `KEPT_PAD`), float16 or bfloat16, zeros at the end.
+    weight: Array
+
+
+def quantised_product(
+    x: Array,
+    codes: Array,
+    scales: Array,
+    out_dtype: str,
+    *,
+    outliers: Outliers | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> Array:
+    """Quantise x and multiply it by the codes of a weight, as a layer does.
+
+    Parameters
+    ----------
+    x : array, (..., in)
+        NumPy or CuPy, which `check_input` has passed.
+    codes, scales : array
+        As for `Int8Linear`.
+    out_dtype : {"float16", "bfloat16", "float32"}
+    outliers : Outliers, optional
+    backend : str, optional
+    **options
+        The other arguments of `int8_gemm`: bias, activation, residual, gate, arch, out.
+
+    Returns
+    -------
+    array, (..., out), out_dtype
+    """
+    kept = None
+    if outliers is None:
+        strategy = strategy_of_weight(codes.shape, scales.shape)
+        codes_x, scales_x = act_quant(x, strategy=strategy, backend=backend)
+    else:
+        columns, place, weight = outliers
+        dtype = weight.dtype.name
+        codes_x, scales_x, kept_x = act_quant_but(x, columns, place, dtype, backend=backend)
+        kept = kept_x, weight
+    return int8_gemm(
+        codes_x, scales_x, codes, scales, out_dtype, outliers=kept, backend=backend, **options
+    )
+
+
+# ---- checks, by shapes and types alone ----------------------------------------------------------
+
+
+#: How a layer of a weight is made, for the message of `check_given`.
+FROM_WEIGHT = "from_weight(weight) makes them of an array (out, in)"
+
+
+def check_given(made_by: str, codes: Any, scales: Any) -> None:
+    """Raise TypeError for sizes in place of arrays, and say which method makes the arrays."""
+    for name, x in (("codes", codes), ("scales", scales)):
+        if x is None or isinstance(x, numbers.Number):
+            raise TypeError(
+                f"{name} must be an array, got {x!r}: Int8Linear takes codes and scales, and "
+                f"Int8Linear.{made_by}"
+            )
+
+
+def check_layer(
+    codes: Any,
+    scales: Any,
+    bias: Any,
+    outlier_weight: Any,
+    activation: str | None,
+    outlier_columns: Sequence[int],
+    block_size: int,
+    arch: str | None,
+    backend: str | None,
+) -> npt.NDArray[np.int32]:
+    """Raise unless the arguments of a layer fit together, and return its outlier columns.
+
+    Parameters
+    ----------
+    codes, scales, bias, outlier_weight : array or None
+        Anything with a shape and a dtype of NumPy's.
+    activation, outlier_columns, block_size, arch, backend
+        As for `Int8Linear`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `Int8Linear`.
+    """
+    if block_size != BLOCK_SIZE:
+        raise UnsupportedError(
+            f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise the "
+            "weight again"
+        )
+    if codes.ndim != 2:
+        raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
+    strategy = strategy_of_weight(codes.shape, scales.shape)
+    check_codes(codes, scales, BLOCK_SIZE, strategy)
+    check_activation(activation or "")
+    check_arch(arch)
+    check_backend(backend)
+    if bias is not None and tuple(bias.shape) != tuple(codes.shape[:1]):
+        raise ValueError(
+            f"bias must have shape {tuple(codes.shape[:1])}, got {tuple(bias.shape)}"
+        )
+    columns = _columns(outlier_columns, codes.shape[1])
+    if columns.size and strategy == "channel":
+        raise UnsupportedError(
+            f"outlier_columns go with scales of blocks, got {columns.size} beside scales of "
+            "channels: use strategy='block', or no outliers"
+        )
+    if (outlier_weight is None) != (columns.size == 0):
+        raise ValueError("outlier_columns and outlier_weight go together")
+    if outlier_weight is not None:
+        expected, dtype = (codes.shape[0], columns.size), outlier_weight.dtype.name
+        if tuple(outlier_weight.shape) != expected or dtype not in ("float16", "bfloat16"):
+            raise ValueError(
+                f"outlier_weight must be float16 or bfloat16 of shape {expected}, got "
+                f"{dtype} {tuple(outlier_weight.shape)}"
+            )
+    return columns
+
+
+def check_input(x: Any, codes: Any, outlier_weight: Any) -> None:
+    """Raise unless a layer takes an x of this shape and type."""
+    if not x.ndim or x.shape[-1] != codes.shape[1]:
+        raise ValueError(f"x must have shape (..., {codes.shape[1]}), got {tuple(x.shape)}")
+    if outlier_weight is not None and x.dtype.name not in (outlier_weight.dtype.name, "float32"):
+        dtype = outlier_weight.dtype.name
+        raise TypeError(
+            f"x must be {dtype} or float32, as outliers are kept in {dtype}, got {x.dtype.name}"
+        )
 
 
 def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]:
@@ -355,6 +476,11 @@ def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
     if np.unique(found).size != found.size:
         raise ValueError(f"outlier_columns must name each column once, got {columns!r}")
     return found.astype(np.int32)
+
+
+def _on_host(*arrays: Array | None) -> Iterator[Any]:
+    """Return NumPy arrays of the same numbers; None stays None."""
+    return (None if x is None else on_host(x) for x in arrays)
 
 
 def _spread(scales: Array, shape: tuple[int, ...], *, across: bool) -> Float64:

@@ -30,6 +30,7 @@ SCRIPTS = {
     ),
     "torch_module": ("torch", (), r"qkv: INT8, linear\nout: INT8, linear\nINT8 .* 0\.\d\d% away"),
     "jax_gradient": ("jax", (), r"loss 1\.0\d+\n.*\(2, 1, 2, 128, 64\)"),
+    "jax_int8_linear": ("jax", (), r"INT8 \(2, 64, 256\) is [01]\.\d\d% away.* 5\d%"),
     "diffusers_pipeline": ("diffusers", (), r"balanced(.|\n)*INT8 is 0\.\d+% away"),
 }  # fmt: skip
 #: Needs a device: tests/gpu/test_examples.py.
@@ -39,6 +40,7 @@ WITHOUT = {
     ("cupy_script", "cupy"): "cupy_script.py needs a CUDA device: CuPy is not installed",
     ("torch_module", "torch"): "torch_module.py needs torch: pip install torch",
     ("jax_gradient", "jax"): "jax_gradient.py needs JAX: pip install jax",
+    ("jax_int8_linear", "jax"): "jax_int8_linear.py needs JAX: pip install jax",
     ("diffusers_pipeline", "torch"): "needs torch and diffusers: pip install torch diffusers",
     ("diffusers_pipeline", "diffusers"): "needs torch and diffusers: pip install torch diffusers",
 }

@@ -22,6 +22,9 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from cupyattn.interop import jax as interop  # noqa: E402 - imports jax
+from cupyattn.interop import xla_ffi  # noqa: E402 - as above
+from cupyattn.interop.jax import functional  # noqa: E402 - as above
+from cupyattn.interop.jax import linear as layers  # noqa: E402 - as above
 
 BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV, HEAD_DIM = 2, 4, 2, 37, 70, 32
 
@@ -97,13 +100,13 @@ def test_jit_takes_mask_bias_and_softcap(
 ) -> None:
     """As operands of one compiled call; a mask of keys arrives with one row for all queries."""
     shapes: list[tuple[int, ...]] = []
-    own = interop.api.attention
+    own = functional.api.attention
 
     def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
         shapes.append(options["mask"].shape)
         return own(q, k, v, **options)
 
-    monkeypatch.setattr(interop.api, "attention", attention)
+    monkeypatch.setattr(functional.api, "attention", attention)
     traced: list[int] = []
 
     @jax.jit
@@ -145,8 +148,8 @@ def test_xla_hands_over_its_own_buffers_and_they_cannot_be_written() -> None:
         seen.extend((x.ctypes.data, x.flags.writeable) for x in operands)
         results[0][...] = 1
 
-    version = interop.xla_ffi.spoken_version(jax.ffi.include_dir())
-    function = interop.xla_ffi.handler(look, version, on_device=False)
+    version = xla_ffi.spoken_version(jax.ffi.include_dir())
+    function = xla_ffi.handler(look, version, on_device=False)
     jax.ffi.register_ffi_target("cupyattn_test_look", jax.ffi.pycapsule(function), platform="cpu")
     x = jax.block_until_ready(jnp.zeros((64, 64), jnp.bfloat16))
     y = jax.ffi.ffi_call("cupyattn_test_look", jax.ShapeDtypeStruct((2,), jnp.float32))(x)
@@ -159,7 +162,7 @@ def test_another_interface_of_xla_is_refused(tmp_path: Path) -> None:
     header.parent.mkdir(parents=True)
     header.write_text("#define XLA_FFI_API_MAJOR 1\n\n#define XLA_FFI_API_MINOR 4\n")
     with pytest.raises(ca.UnsupportedError, match=r"speaks version 1\.4 of .* 0\.\* is supported"):
-        interop.xla_ffi.spoken_version(tmp_path)
+        xla_ffi.spoken_version(tmp_path)
 
 
 def mapped(function: Callable[..., Any], arrays: list[Any], axes: tuple[Any, ...]) -> list[Any]:
@@ -330,15 +333,21 @@ def test_a_failure_of_the_call_itself_has_its_message() -> None:
         jax.block_until_ready(interop.attention(Q, K, V, backend="cuda"))
 
 
-def test_docstrings() -> None:
-    assert doctest.testmod(interop).failed == 0
+@pytest.mark.parametrize("module", [functional, layers])
+def test_docstrings(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
 
 
 def test_the_examples_of_the_page_run() -> None:
     page = Path(__file__).parents[2] / "docs" / "INTEROP.md"
     section = page.read_text(encoding="utf-8").split("## JAX\n")[1].split("\n## ")[0]
     names: dict[str, Any] = {}
-    exec(section.split("```python\n")[1].split("```")[0], names)
+    blocks = section.split("```python\n")[1:]
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block.split("```")[0], names)
+    assert names["y"].shape == names["z"].shape == names["dx"].shape == names["x"].shape
     assert names["dk"].shape == names["k"].shape and names["each"].shape == (2, 1, 4, 128, 64)
     assert names["o"].dtype == names["int8"].dtype == jnp.bfloat16
 
@@ -348,7 +357,7 @@ def test_on_a_device_the_buffers_are_cupy_arrays_on_the_stream_of_xla(
 ) -> None:
     """A frame made by hand, buffers of the host, and stand-ins for what needs a driver."""
     cupy = pytest.importorskip("cupy")
-    ffi, entered, seen = interop.xla_ffi, [], []
+    ffi, entered, seen = xla_ffi, [], []
     owned = cupy.cuda.UnownedMemory
     monkeypatch.setattr(cupy.cuda, "UnownedMemory", lambda at, n, owner: owned(at, n, owner, 0))
 

@@ -215,13 +215,19 @@ def test_what_the_layer_refuses() -> None:
         (RuntimeError, "x is on meta, weight is on cpu",
          lambda: layer(torch.ones(3, 300, device="meta"))),
         (TypeError, "float64", lambda: layer(torch.ones(3, 300).double())),
-        (TypeError, r"weight must be torch.int8 of shape \(out, in\)",
+        (TypeError, r"codes must be int8 with two axes or more and scales float32, got float32",
          lambda: interop.Int8Linear(codes.float(), scale)),
-        (ValueError, r"weight_scale must be torch.float32 of shape \(2, 3\)",
+        (ValueError, r"in blocks of 128 must have shape \(2, 3\), got \(2, 2\)",
          lambda: interop.Int8Linear(codes, scale[:, :2])),
         (ValueError, r"bias must have shape \(200,\)",
          lambda: interop.Int8Linear(codes, scale, torch.ones(3))),
         (ValueError, "activation", lambda: interop.Int8Linear(codes, scale, activation="relu")),
+        (TypeError, "^bias must be a tensor, got 3$", lambda: interop.Int8Linear(codes, scale, 3)),
+        (UnsupportedError, r"got block_size=64", lambda: interop.Int8Linear(
+            codes, scale, block_size=64)),
+        (UnsupportedError, r"outlier_columns are not supported in a module, got \[3\]: leave them",
+         lambda: interop.Int8Linear(codes, scale, outlier_columns=[3],
+                                    outlier_weight=torch.zeros(200, 1).half())),
     ]  # fmt: skip
     for error, message, function in cases:
         with pytest.raises(error, match=message), torch.no_grad():

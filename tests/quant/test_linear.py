@@ -26,6 +26,7 @@ from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand
+from tests.support.foreign import ForeignWithNamespace
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 seeds = st.integers(0, 2**32 - 1)
@@ -251,3 +252,19 @@ LAYER = ca.Int8Linear.from_weight(W, outlier_columns=[1])
 def test_what_cannot_be_is_said(call, error, said) -> None:
     with pytest.raises(error, match=said):
         call()
+
+
+@pytest.mark.parametrize("kept", [[], [3]])
+def test_a_bound_is_an_array_of_the_callers_kind(kept: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    w, x = (rng.standard_normal(s).astype(np.float16) for s in ((40, 200), (2, 3, 200)))
+    residual, gate = (rng.standard_normal(s).astype(np.float16) for s in ((2, 3, 40), (40,)))
+    layer = ca.Int8Linear.from_weight(w, outlier_columns=kept)
+    expected = layer.error(x, w, residual=residual, gate=gate)
+    assert isinstance(expected, np.ndarray) and expected.dtype == np.float64
+    foreign = (ForeignWithNamespace(a) for a in (w, residual, gate))
+    beside = dict(zip(("weight", "residual", "gate"), foreign, strict=True))
+    of = ca.Int8Linear.from_weight(ForeignWithNamespace(w), outlier_columns=kept)
+    found = of.error(ForeignWithNamespace(x), **beside)
+    assert isinstance(found, ForeignWithNamespace)
+    np.testing.assert_array_equal(found.array, expected)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
+from cupyattn.ops.linear import check_given, check_layer
 from cupyattn.ops.weights import weight_quant
-from cupyattn.quant.activation import check_activation
-from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape, strategy_of_weight
+from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
 
 def run(
@@ -80,6 +81,16 @@ def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
     return (weight.to(torch.float32) * scale).to(dtype)
 
 
+def _form(name: str, tensor: Tensor | None) -> np.ndarray | None:
+    """Return an array of a tensor's shape and type that takes no memory; refuse other things."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    return np.broadcast_to(np.zeros((), dtype), tuple(tensor.shape))
+
+
 int8_linear = define(
     "int8_linear",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, str? arch, "
@@ -94,24 +105,32 @@ class Int8Linear(torch.nn.Module):
 
     Parameters
     ----------
-    weight : Tensor, (out, in), int8
-        Codes.
-    weight_scale : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
-        Of blocks of 128 x 128, or of output channels: then x gets a scale for each row.
-    bias : Tensor or Parameter, (out,), optional
+    codes : Tensor, (out, in), int8
+        Of W, as `cupyattn.weight_quant` makes them.
+    scales : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
+        Of blocks, or of channels: then x gets a scale for each row.
+    bias : Tensor or Parameter, (out,), float16, bfloat16 or float32, optional
         A parameter stays one, and may be trained.
     activation : {"gelu", "gelu_tanh", "silu"}, optional
+    outlier_columns : sequence of int
+        Empty: `cupyattn.Int8Linear` keeps columns in 16 bits, and takes tensors.
+    outlier_weight : None
+        Goes with `outlier_columns`.
+    block_size : int
+        Rows and columns of W that share a scale: 128.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
 
     Raises
     ------
-    ValueError, TypeError
+    TypeError, ValueError
         For tensors that do not fit together.
+    UnsupportedError
+        For another `block_size`, and for `outlier_columns`.
 
     Notes
     -----
-    `weight` and `weight_scale` are buffers of these names, as compressed-tensors has them; the
+    Codes and scales are the buffers `weight` and `weight_scale`, as in compressed-tensors; the
     scales stay float32 when the module is converted. A gradient goes to x and to the bias, through
     the weight that the codes stand for.
 
@@ -129,48 +148,36 @@ class Int8Linear(torch.nn.Module):
 
     def __init__(
         self,
-        weight: Tensor,
-        weight_scale: Tensor,
+        codes: Tensor,
+        scales: Tensor,
         bias: Tensor | None = None,
         *,
         activation: str | None = None,
+        outlier_columns: Sequence[int] = (),
+        outlier_weight: Tensor | None = None,
+        block_size: int = BLOCK_SIZE,
         arch: str | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        check_activation(activation or "")
-        for name, tensor in (("weight", weight), ("weight_scale", weight_scale)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"{name} must be a tensor, got {shown(tensor)}: Int8Linear takes codes and "
-                    "scales, and Int8Linear.from_linear(torch.nn.Linear(in, out)) makes them"
-                )
-        if weight.dim() != 2 or weight.dtype != torch.int8:
-            raise TypeError(
-                f"weight must be torch.int8 of shape (out, in), got {weight.dtype} "
-                f"{tuple(weight.shape)}: Int8Linear.from_linear quantises a torch.nn.Linear"
+        check_given("from_linear(linear) makes them of a torch.nn.Linear", codes, scales)
+        columns = check_layer(
+            _form("codes", codes), _form("scales", scales), _form("bias", bias),
+            _form("outlier_weight", outlier_weight), activation, outlier_columns, block_size, arch,
+            backend,
+        )  # fmt: skip
+        if columns.size:
+            raise UnsupportedError(
+                f"outlier_columns are not supported in a module, got {columns.tolist()}: leave "
+                "them out, or use cupyattn.Int8Linear, which takes tensors without gradients"
             )
-        blocks, channels = scale_shape(weight.shape, BLOCK_SIZE), (weight.shape[0], 1)
-        shape = tuple(weight_scale.shape)
-        if weight_scale.dtype != torch.float32 or shape not in (blocks, channels):
-            raise ValueError(
-                f"weight_scale must be torch.float32 of shape {blocks}, or {channels} by channel, "
-                f"got {weight_scale.dtype} {shape}"
-            )
-        if bias is not None and not isinstance(bias, Tensor):
-            raise TypeError(f"bias must be a tensor or None, got {shown(bias)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
-            )
-        check_arch(arch)
-        self.register_buffer("weight", weight)
-        self.register_buffer("weight_scale", weight_scale)
+        self.register_buffer("weight", codes)
+        self.register_buffer("weight_scale", scales)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
-        self.out_features, self.in_features = weight.shape
-        self.strategy = strategy_of_weight(weight.shape, shape)
+        self.out_features, self.in_features = codes.shape
+        self.strategy = strategy_of_weight(codes.shape, scales.shape)
         self.activation, self.arch, self.backend = activation, arch, backend
 
     @classmethod

@@ -16,13 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.interop import xla_ffi
+from cupyattn.interop.jax.calls import as_array, each_entry, register, stand_in
 from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.ops import attention as api
 from cupyattn.ops import backward, explain
@@ -143,7 +142,7 @@ def attention(
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
                 raise TypeError(f"{argument} must be a pair of arrays, got {shown(pair)}")
             arrays |= dict(zip(_PAIRS[argument], pair, strict=True))
-    operands = {name: _as_array(name, x) for name, x in arrays.items() if x is not None}
+    operands = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
     options |= {"layout": layout, "return_lse": bool(return_lse)}
     _check_call(operands, options)
     for name in ("mask", "bias"):
@@ -165,18 +164,6 @@ def _check_names(options: Mapping[str, Any]) -> None:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
 
 
-def _as_array(name: str, x: Any) -> jax.Array:
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise TypeError(f"{name} must be a JAX array, got {type(x).__name__}") from error
-
-
-def _stand_in(x: Any) -> np.ndarray:
-    """Return an array of a traced one's shape and type that takes the memory of one row."""
-    return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
-
-
 def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
     """Return operands beside q, k and v as the arguments that bring them."""
     found = {name: operands[name] for name in ("mask", "bias", *LENGTHS) if name in operands}
@@ -188,7 +175,7 @@ def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Check a call by shapes and types alone."""
-    known = {name: _stand_in(x) for name, x in operands.items()}
+    known = {name: stand_in(x) for name, x in operands.items()}
     constants = {name: x for name, x in options.items() if name != "backend"}
     api.resolved(known["q"], known["k"], known["v"], **constants, **_paired(known))
 
@@ -265,7 +252,7 @@ def _bind_forward(
 
 def _check_gradient(call: _Call, operands: Mapping[str, Any], o: Any, lse: Any) -> None:
     """Check by shapes and types alone that there is a gradient."""
-    known = {name: _stand_in(x) for name, x in {**operands, "o": o, "lse": lse}.items()}
+    known = {name: stand_in(x) for name, x in {**operands, "o": o, "lse": lse}.items()}
     constants = {
         name: x for name, x in _options_of_backward(_options[call.key]).items() if name != "backend"
     }
@@ -339,12 +326,7 @@ def _entries(
         joined = {name: _joined(name, x, whole, batch) for name, x in operands.items()}
         yield joined, [x.reshape(math.prod(whole) * batch, *x.shape[front + 1 :]) for x in results]
         return
-    for entry in np.ndindex(whole):
-        one = {
-            name: x[tuple(i if n > 1 else 0 for i, n in zip(entry, mapped[name], strict=True))]
-            for name, x in operands.items()
-        }
-        yield one, [x[entry] for x in results]
+    yield from each_entry(operands, results, front)
 
 
 def _joined(name: str, x: Any, whole: tuple[int, ...], batch: int) -> Any:
@@ -358,14 +340,5 @@ def _joined(name: str, x: Any, whole: tuple[int, ...], batch: int) -> Any:
     return every.reshape(math.prod(whole) * batch, *rest)
 
 
-def _register() -> None:
-    version = xla_ffi.spoken_version(jax.ffi.include_dir())
-    for name, target in ((_FORWARD, _run_forward), (_BACKWARD, _run_backward)):
-        for platform, on_device in (("cpu", False), ("CUDA", True)):
-            function = xla_ffi.handler(target, version, on_device=on_device)
-            jax.ffi.register_ffi_target(
-                name, jax.ffi.pycapsule(function), platform=platform, api_version=1
-            )
-
-
-_register()
+register(_FORWARD, _run_forward)
+register(_BACKWARD, _run_backward)

@@ -1,0 +1,55 @@
+"""What calls from JAX share: arrays as they are traced, mapped axes, and XLA's registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cupyattn.interop import xla_ffi
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """Return a JAX array, traced or not; TypeError for what is none."""
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a JAX array, got {type(x).__name__}") from error
+
+
+def stand_in(x: Any) -> np.ndarray:
+    """Return an array of a traced one's shape and type that takes the memory of one row."""
+    return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
+
+
+def each_entry(
+    operands: Mapping[str, Any], results: Sequence[Any], front: int
+) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """Yield the operands and results of every entry of the axes that `jax.vmap` put in front.
+
+    Parameters
+    ----------
+    operands : mapping of str to array
+        With `front` axes more than the call has; of length 1 where an operand is not mapped.
+    results : sequence of array
+    front : int
+    """
+    for entry in np.ndindex(results[0].shape[:front]):
+        one = {
+            name: x[tuple(i if n > 1 else 0 for i, n in zip(entry, x.shape, strict=False))]
+            for name, x in operands.items()
+        }
+        yield one, [x[entry] for x in results]
+
+
+def register(name: str, target: xla_ffi.Target) -> None:
+    """Register a foreign function for CPUs and CUDA devices."""
+    version = xla_ffi.spoken_version(jax.ffi.include_dir())
+    for platform, on_device in (("cpu", False), ("CUDA", True)):
+        function = xla_ffi.handler(target, version, on_device=on_device)
+        jax.ffi.register_ffi_target(
+            name, jax.ffi.pycapsule(function), platform=platform, api_version=1
+        )
