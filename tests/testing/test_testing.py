@@ -17,7 +17,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import quantize
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.testing.strategies import REGIMES, attention_inputs, make_regime
+from cupyattn.strategies import REGIMES, attention_inputs, make_regime
 from cupyattn.testing.verdict import SAMPLED_ROWS, assert_within_bound, judge, sample_rows
 
 INF, NAN = np.inf, np.nan
