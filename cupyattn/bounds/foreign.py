@@ -92,9 +92,10 @@ def bound_foreign(received: Received, n: Numerics, *, rows: Array | None = None)
     ValueError
         For a softcap, or for operands that are quantised already.
     """
-    call, options, f = received.kernel.call, received.scores, n.foreign
+    f = n.foreign
     if f is None:
         raise ValueError("numerics must be those of cupyattn.testing.numerics")
+    call, options = received.kernel.call, received.scores
     if received.quantized is not None:
         raise ValueError(
             f"{f.name} is judged by the caller's q, k and v: leave quantized out, and name its "
@@ -137,8 +138,12 @@ def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
 
     def largest(x: Array, codes: str | None) -> Array:
         xp = array_namespace(x)
-        over = xp.where(xp.isfinite(x), xp.abs(x), 0.0).max(axis=(-2, -1), keepdims=True, initial=0)
-        return xp.full_like(over, over.max(initial=0)) if codes == "e4m3" else over
+        over = xp.zeros((*x.shape[:2], 1, 1))
+        if codes is None or x.size == 0:
+            return over
+        # NOTE: one number that is not finite spoils the scale of all that share it.
+        over = xp.where(xp.isfinite(x), xp.abs(x), xp.inf).max(axis=(-2, -1), keepdims=True)
+        return xp.zeros_like(over) + over.max() if codes == "e4m3" else over
 
     heads_kv = k.shape[1]
     q, k, v = map(as_float64, (q, k, v))
@@ -159,9 +164,10 @@ def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
 def _code_error(magnitude: Array, largest: Array, codes: str | None) -> Array:
     """F1: bound how far a code may be from its number."""
     if codes is None:
-        return 0.0 * magnitude
+        return array_namespace(magnitude).zeros_like(magnitude)
     relative, absolute = CODES[codes]
-    return (relative * magnitude + absolute * largest) * SCALE_SLACK
+    with np.errstate(invalid="ignore"):
+        return (relative * magnitude + absolute * largest) * SCALE_SLACK
 
 
 def _block_bound(
@@ -197,7 +203,10 @@ def _block_bound(
 
     coded = (size_q + off_q) @ transposed(size_k + off_k)  # at least Σ|q||k| of codes
     magnitudes = size_q @ transposed(size_k)
-    r1 = sigma * (coded - magnitudes) * REFERENCE if f.qk_codes else 0.0 * magnitudes
+    r1 = xp.zeros_like(coded)
+    if f.qk_codes:
+        with np.errstate(invalid="ignore"):
+            r1 = sigma * (coded - magnitudes) * REFERENCE
     of_sum = 0.0 if f.qk_codes == "int8" else gamma(head_dim + -(-head_dim // 16), roundoff)
     of_sum = (1 + of_sum) * (1 + gamma(ROUNDINGS, U)) - 1
     underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
