@@ -95,10 +95,10 @@ $(VENV)/.ready-$(EXTRA): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "cupyattn needs Python 3.10 or later, $(PYTHON) is" \
 		"$$($(PYTHON) -V 2>&1); name another with make PYTHON=/path/to/python3." >&2; exit 1; }
-	@echo "Setting up $(VENV) with cupyattn[$(EXTRA),cli,test], once (a few minutes)"
+	@echo "Setting up $(VENV) with cupyattn[$(EXTRA),cli,dev], once (a few minutes)"
 	@$(PYTHON) -m venv --clear $(VENV) || { echo "python -m venv failed: on Debian and Ubuntu," \
 		"apt install python3-venv" >&2; exit 1; }
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),cli,test]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),cli,dev]'
 	@touch $@
 
 $(VENV)/.ready-frameworks: $(READY)
@@ -112,5 +112,5 @@ $(VENV)/.ready-browser: $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cupyattn
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         gradients,
         quant,
         reference,
+        strategies,
         testing,
         unfused,
     )
@@ -98,6 +99,7 @@ __all__ = [
     "quantize_kv",
     "reference",
     "register",
+    "strategies",
     "testing",
     "unfused",
     "weight_dequant",
@@ -116,17 +118,20 @@ RENAMED = {
         "cupyattn.checkpoints.optimize_kandinsky(model, output), or the command cupyattn kandinsky"
     ),
     "TritonInt8Config": "cupyattn.Int8Config, with the same arguments",
+    "REGIMES": "cupyattn.strategies.REGIMES",
     "TritonInt8LinearLayer": (
         "cupyattn.Int8Linear(codes, scales, bias), or cupyattn.interop.torch.Int8Linear for tensors"
     ),
     "adaptive_precision_attention": f"cupyattn.{_BY_STEP}",
     "attention_fp16": "cupyattn.attention, which computes in the type of q, k and v",
     "attention_int8": "cupyattn.attention(..., variant='fa_int8')",
+    "attention_inputs": "cupyattn.strategies.attention_inputs, with the same arguments",
     "int8_attention": "cupyattn.attention(..., variant='fa_int8')",
     "int8_attention_hq": (
         "cupyattn.attention(..., variant='fa_int8'), which keeps P and V in 16 bits, or "
         f"cupyattn.{_BY_STEP}"
     ),
+    "make_regime": "cupyattn.strategies.make_regime, with the same arguments",
     "quantize_weight": "cupyattn.weight_quant(weight), which returns codes and scales",
     "replace_attention_with_int8": (
         "cupyattn.interop.diffusers.replace_attention_with_int8, which takes a pipeline or a model"
@@ -205,7 +210,7 @@ __getattr__, __dir__ = lazy_face(
     },
     modules=(
         "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients",
-        "quant", "reference", "testing", "unfused",
+        "quant", "reference", "strategies", "testing", "unfused",
     ),
 )  # fmt: skip
 

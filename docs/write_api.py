@@ -24,9 +24,9 @@ PACKAGE = Path(cupyattn.__file__).parent
 PAGE = Path(__file__).with_name("API.md")
 #: The modules whose public names the page has, in its order.
 MODULES = (
-    "cupyattn", "cupyattn.testing", "cupyattn.bounds", "cupyattn.reference", "cupyattn.unfused",
-    "cupyattn.gradients", "cupyattn.distributions", "cupyattn.quant", "cupyattn.diffusion",
-    "cupyattn.checkpoints", "cupyattn.distributed", "cupyattn.interop.torch",
+    "cupyattn", "cupyattn.testing", "cupyattn.strategies", "cupyattn.bounds", "cupyattn.reference",
+    "cupyattn.unfused", "cupyattn.gradients", "cupyattn.distributions", "cupyattn.quant",
+    "cupyattn.diffusion", "cupyattn.checkpoints", "cupyattn.distributed", "cupyattn.interop.torch",
     "cupyattn.interop.jax", "cupyattn.interop.diffusers", "cupyattn.interpret",
 )  # fmt: skip
 #: Sections of a docstring that list names with what they are.

@@ -38,7 +38,7 @@ HOUSE: tuple[tuple[str, ...], ...] = (
     ("bounds", "runtime"),
     ("gradients",),
     ("testing",),
-    ("interpret",),
+    ("strategies", "interpret"),
     ("ops",),
     ("unfused", "measure"),
     ("checkpoints",),
@@ -49,14 +49,16 @@ HOUSE: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 #: What stands in no folder.
-FLAT = {"errors", "files", "switches", "version", "unfused", "distributions", "__main__"}
+FLAT = {
+    "errors", "files", "switches", "version", "unfused", "distributions", "strategies", "__main__",
+}  # fmt: skip
 #: Packages whose public names are defined elsewhere: their faces import at first use, and name
 #: modules below them for type checkers only.
 FACES = {"quant", "interpret"}
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
     "errors", "files", "switches", "distributions", "kernels", "quant", "problem", "reference",
-    "plans", "bounds", "gradients", "testing", "interpret",
+    "plans", "bounds", "gradients", "testing", "strategies", "interpret",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")

@@ -23,6 +23,7 @@ from cupyattn.arrays.interchange import as_it_is, operands
 from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.bounds import values
 from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
+from cupyattn.bounds.foreign import bound_foreign
 from cupyattn.bounds.perturbation import (
     gamma,
     rounding_of_mean,
@@ -180,6 +181,8 @@ def bound_kernel(
     kernel, options, quantized = received.kernel, received.scores, received.quantized
     call = kernel.call
     n = numerics or kernel.numerics(quantized and quantized.config)
+    if n.foreign is not None:
+        return bound_foreign(received, n, rows=rows)
     check_features(n, options.softcap, options.bias)
     if (quantized is None) != (n.scaling != "dequantised"):
         way_out = (

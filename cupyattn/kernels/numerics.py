@@ -80,6 +80,43 @@ FP8_ROUNDOFF = 2.0**-13
 
 
 @dataclass(frozen=True)
+class Foreign:
+    """What is known of a kernel of another library: only what its documents say that it rounds.
+
+    `cupyattn.testing.numerics` makes it, and says what it covers.
+
+    Parameters
+    ----------
+    name : str
+        What reports call it.
+    accumulate : {"float32", "float16", "fp22"}
+        R2, R6. What both products are summed in.
+    promote : int, optional
+        R6. Keys after which partial sums of P.V are added up in float32; None: never.
+    score_type : {"float32", "float16", "bfloat16"}
+        R3. What scores are stored as.
+    exponential : float
+        R4. Largest relative error of one exponential.
+    sequential : bool
+        R4. Whether a row takes its keys in order, from either end; False: in any order, in slices.
+    qk_codes, v_codes : {"int8", "e4m3"}, optional
+        R1. Codes that the kernel makes of Q and K, and of V.
+    out_type : {"float16", "bfloat16", "float32"}, optional
+        R7. Storage type of O; that of q when omitted.
+    """
+
+    name: str
+    accumulate: str
+    promote: int | None
+    score_type: str
+    exponential: float
+    sequential: bool
+    qk_codes: str | None
+    v_codes: str | None
+    out_type: str | None
+
+
+@dataclass(frozen=True)
 class Numerics:
     """Rounding points of one kernel.
 
@@ -132,6 +169,8 @@ class Numerics:
         fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
         then fma(bias, fl(1 / scale), S). With codes S is in log2 units: log2 e replaces 1 / scale.
         A mask alone changes no number: these kernels then round as those of plain calls.
+    foreign : Foreign, optional
+        A kernel of another library: `cupyattn.bounds.foreign` bounds it by this and `p_type` alone.
     """
 
     q_type: str
@@ -152,6 +191,7 @@ class Numerics:
     shifts: Shifts | None = None
     scales_last: bool = False
     scored: bool = False
+    foreign: Foreign | None = None
 
     @property
     def subtracts_first(self) -> bool:

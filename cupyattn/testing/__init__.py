@@ -1,8 +1,9 @@
-"""Error-bound testing: draw inputs, judge outputs.
+"""Error-bound testing: judge outputs, of this library's kernels and of others'.
 
 `judge` compares an output with exact attention as a fraction of a derived bound, element by
-element. `assert_within_bound` raises where the fraction exceeds 1. `attention_inputs` draws arrays
-with Hypothesis.
+element. `assert_within_bound` raises where the fraction exceeds 1; under pytest it keeps the
+counterexample. `numerics` says what a kernel of another library rounds. `cupyattn.strategies` draws
+inputs.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from cupyattn import lazy_face
 
 if TYPE_CHECKING:
     from cupyattn.bounds.perturbation import ratio_to_bound
-    from cupyattn.testing.strategies import REGIMES, attention_inputs, make_regime
+    from cupyattn.testing.counterexamples import Counterexample, load_counterexample
+    from cupyattn.testing.foreign import numerics
     from cupyattn.testing.verdict import Report, assert_within_bound, judge, sample_rows
 
 __all__ = [
-    "REGIMES",
+    "Counterexample",
     "Report",
     "assert_within_bound",
-    "attention_inputs",
     "judge",
-    "make_regime",
+    "load_counterexample",
+    "numerics",
     "ratio_to_bound",
     "sample_rows",
 ]
@@ -31,7 +33,8 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "bounds.perturbation": ("ratio_to_bound",),
-        "testing.strategies": ("REGIMES", "attention_inputs", "make_regime"),
+        "testing.counterexamples": ("Counterexample", "load_counterexample"),
+        "testing.foreign": ("numerics",),
         "testing.verdict": ("Report", "assert_within_bound", "judge", "sample_rows"),
     },
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The public door to error-bound testing: draw inputs, judge outputs.
+"""The judge: how far is an output from exact attention, as a fraction of its bound?
 
 `judge` compares an output with exact attention as a fraction of a derived bound, element by
-element; `assert_within_bound` raises where the fraction exceeds 1; `attention_inputs` draws the
-arrays, with Hypothesis. All but the last work on NumPy and on CuPy arrays alike.
+element; `assert_within_bound` raises where the fraction exceeds 1. `cupyattn.strategies` draws the
+arrays, with Hypothesis.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ from cupyattn.problem.received import Received, chosen, receive
 from cupyattn.problem.row_preparation import EPS, PAIRS
 from cupyattn.problem.settings import Settings
 from cupyattn.reference.exact import attention_exact
+from cupyattn.testing.counterexamples import keep
+from cupyattn.testing.watching import WATCHED
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.
 SMALL_CELL = 2**22
+#: A rung that takes what any kernel does: beside `numerics` of another library, it only cuts rows.
+_ANY_RUNG = "unfused"
 #: Query rows that are drawn at random in larger cells, and at most as many at the tiles' edges.
 SAMPLED_ROWS = 64
 
@@ -45,7 +49,7 @@ class Report:
     Parameters
     ----------
     variant : str
-        The rung judged.
+        The rung judged, or what `cupyattn.testing.numerics` calls a kernel of another library.
     rows : int
         Query rows looked at, of each (batch, head).
     ratio : float
@@ -160,7 +164,7 @@ def judge(
     k: Array | None,
     v: Array | None,
     *,
-    variant: str,
+    variant: str | None = None,
     lse: Array | None = None,
     quantized: Any = None,
     numerics: Numerics | None = None,
@@ -191,16 +195,17 @@ def judge(
         The output, all of it. All arrays: NumPy, CuPy, or anything with DLPack.
     q, k, v : array
         The caller's arrays. With `quantized` they may be None; J3 is then left out.
-    variant : str
+    variant : str, optional
         The rung that made `o`. "auto": rung, form and tiles that `cupyattn.attention` takes by
         itself for these arguments where they lie, of accuracy class "full"; ``fa_int8`` with
-        `quantized`.
+        `quantized`. It may be left out with the `numerics` of a kernel of another library.
     lse : (batch, heads, len_q) array, optional
         Log-sum-exp, natural logarithm, to be judged too.
     quantized : QuantizedQKV, optional
         The INT8 operands that the rung worked on. J2 is then against exact attention of these.
     numerics, tiles, form
-        As for `cupyattn.bounds.attention`.
+        As for `cupyattn.bounds.attention`. Where `o` comes from another library, `numerics` is what
+        `cupyattn.testing.numerics` makes of the words of its documents.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for the call that made `o`.
     rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps
@@ -220,6 +225,8 @@ def judge(
 
     Raises
     ------
+    TypeError
+        If neither `variant` nor the `numerics` of another library say what made `o`.
     ValueError
         If `o` or `lse` does not have the shape that the inputs ask for, or the rung has no such
         `form`.
@@ -237,6 +244,13 @@ def judge(
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
+    if variant is None:
+        if numerics is None or numerics.foreign is None:
+            raise TypeError(
+                "judge needs the rung that made o, such as variant='fa_tc', or for a kernel of "
+                "another library numerics=cupyattn.testing.numerics('fp16 P')"
+            )
+        variant = _ANY_RUNG
     if variant != "auto":
         ladder.lookup(variant, also=("auto",))  # whose refusal lists auto, too
     settings = Settings(
@@ -366,8 +380,9 @@ def judge_kernel(
         relative_l2_given, _ = _relative_l2(value, of_caller[0])
     elif quantized is None:
         relative_l2_given = relative_l2
+    foreign = None if numerics is None else numerics.foreign
     return Report(
-        variant=kernel.variant.name,
+        variant=kernel.variant.name if foreign is None else foreign.name,
         rows=int(rows.size),
         ratio=ratio,
         index=(*at[:2], int(rows[at[2]]), at[3]) if at else at,
@@ -389,6 +404,9 @@ def assert_within_bound(
     o: Array, q: Array | None, k: Array | None, v: Array | None, **options: Any
 ) -> Report:
     """Raise unless an output is within its bound.
+
+    In a test that pytest runs with the plugin of this package the arrays of the last failure are
+    kept in a file, and the report of the test ends with the line that replays it.
 
     Parameters
     ----------
@@ -415,7 +433,10 @@ def assert_within_bound(
     """
     report = judge(o, q, k, v, **options)
     if not report.passed:
-        raise AssertionError(str(report))
+        message = str(report)
+        if WATCHED.test:
+            WATCHED.failure = keep(o, q, k, v, options, test=WATCHED.test, message=message)
+        raise AssertionError(message)
     return report
 
 

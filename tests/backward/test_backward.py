@@ -31,7 +31,7 @@ from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.testing.strategies import attention_inputs
+from cupyattn.strategies import attention_inputs
 from tests.backward.backward_cases import (
     FORMS,
     Received,

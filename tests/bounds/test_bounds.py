@@ -26,7 +26,7 @@ from cupyattn.reference import rounding
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact, score_blocks
 from cupyattn.reference.rounding import round_to
-from cupyattn.testing.strategies import attention_inputs
+from cupyattn.strategies import attention_inputs
 from cupyattn.testing.verdict import Report, judge
 
 Array = npt.NDArray[Any]

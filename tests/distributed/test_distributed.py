@@ -19,7 +19,7 @@ from cupyattn import distributed
 from cupyattn.distributed import HostGroup, Mesh, Partition, Shared
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
-from cupyattn.testing.strategies import attention_inputs
+from cupyattn.strategies import attention_inputs
 from tests.distributed.distributed_cases import MESHES, asked_for, on_ranks, packed, partitions
 from tests.support.runs import bits, normal
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cupyattn import strategies
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.testing import strategies
 from tests.gpu.support import attend, on_device, prebuild, run, specs_of
 from tests.support.runs import CELLS, PLAIN, normal, on_host
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantizedQKV, Tiles, attention, explain
+from cupyattn import QuantizedQKV, Tiles, attention, explain, strategies
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels import numerics
 from cupyattn.kernels.ladder import HOPPER_VALUE_KEYS, lookup
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.testing import strategies, verdict
+from cupyattn.testing import verdict
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
 from tests.support.runs import bits, normal

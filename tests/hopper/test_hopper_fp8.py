@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupyattn import attention, explain
+from cupyattn import attention, explain, strategies
 from cupyattn.interpret import tensor_core, warpgroup
 from cupyattn.kernels import numerics
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference.attention import attention_mirror
-from cupyattn.testing import strategies, verdict
+from cupyattn.testing import verdict
 from tests.hopper import hopper_pv8_cases as cases
 from tests.support.runs import normal
 

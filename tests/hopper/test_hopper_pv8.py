@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, explain
+from cupyattn import attention, explain, strategies
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.numerics import Shifts
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference.attention import attention_mirror
-from cupyattn.testing import strategies, verdict
+from cupyattn.testing import verdict
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
 from tests.quant import pv8_cases

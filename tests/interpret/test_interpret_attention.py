@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cupyattn import strategies
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.interpret import executor
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.reference.quantize import quantize_mirror
-from cupyattn.testing import strategies
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support import runs
 from tests.support.runs import (

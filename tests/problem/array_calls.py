@@ -448,16 +448,16 @@ WITHOUT_ARRAYS = {
     "register",
     # Modules:
     "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients", "quant",
-    "reference", "testing", "unfused",
+    "reference", "strategies", "testing", "unfused",
     # Numbers, sizes and names alone:
     "bounds.gamma", "diffusion.block_order", "diffusion.window_3d", "diffusion.SigmaPolicy",
-    "diffusion.Step", "testing.make_regime", "testing.sample_rows", "testing.attention_inputs",
+    "diffusion.Step", "testing.load_counterexample", "testing.numerics", "testing.sample_rows",
     # Constants:
-    "bounds.TERMS", "diffusion.MODES", "quant.GROUP_ALL", "testing.REGIMES",
+    "bounds.TERMS", "diffusion.MODES", "quant.GROUP_ALL",
     # What functions return, or callers define:
     "bounds.Bound", "diffusion.PrecisionPolicy", "gradients.GradientBounds",
     "gradients.GradientReport", "gradients.Gradients", "reference.ScoreBlock", "reference.Step",
-    "testing.Report",
+    "testing.Counterexample", "testing.Report",
     # Groups of ranks, and how they find each other:
     "distributed.CopyGroup", "distributed.Group", "distributed.HostGroup", "distributed.Mesh",
     "distributed.NcclGroup", "distributed.RankError", "distributed.Work", "distributed.connect",

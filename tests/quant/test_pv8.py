@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupyattn import attention, attention_varlen, explain, plan
+from cupyattn import attention, attention_varlen, explain, plan, strategies
 from cupyattn.arrays.groups import value_scale_of_key
 from cupyattn.bounds.values import E4M3_RELATIVE
 from cupyattn.errors import UnsupportedError
@@ -27,7 +27,7 @@ from cupyattn.quant import GROUP_ALL, QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.quantizers import group_count, numbers_of, quantize_values, values_by_key
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.quantize import quantize_mirror
-from cupyattn.testing import strategies, verdict
+from cupyattn.testing import verdict
 from tests.quant import pv8_cases
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support.runs import ADDED, bits, normal, packed, sequences

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupyattn import attention, attention_varlen, explain, plan
+from cupyattn import attention, attention_varlen, explain, plan, strategies
 from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
@@ -33,7 +33,7 @@ from cupyattn.quant.quantizers import (
     values_by_key,
 )
 from cupyattn.reference.quantize import quantize_mirror
-from cupyattn.testing import strategies, verdict
+from cupyattn.testing import verdict
 from tests.kernels.test_kernels_compile import LATE
 from tests.quant.quant_inputs import DTYPES, operand
 from tests.support.runs import ADDED, bits, normal, packed, sequences

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
+import cupyattn as ca
 from cupyattn import distributions
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -17,7 +18,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import quantize
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
-from cupyattn.testing.strategies import REGIMES, attention_inputs, make_regime
+from cupyattn.strategies import REGIMES, attention_inputs, make_regime
 from cupyattn.testing.verdict import SAMPLED_ROWS, assert_within_bound, judge, sample_rows
 
 INF, NAN = np.inf, np.nan
@@ -215,5 +216,12 @@ def test_regimes_are_what_they_say(regime: str, dtype: str) -> None:
 
 def test_hypothesis_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
-    with pytest.raises(ImportError, match="pip install hypothesis"):
+    with pytest.raises(ImportError, match="pip install .cupyattn"):
         attention_inputs()
+
+
+@pytest.mark.parametrize("name", ["REGIMES", "attention_inputs", "make_regime"])
+def test_the_old_place_of_a_strategy_names_the_new_one(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"use cupyattn.strategies.{name}"):
+        getattr(ca.testing, name)
+    assert hasattr(ca.strategies, name)

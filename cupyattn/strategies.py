@@ -1,6 +1,7 @@
-"""Inputs to test attention with: kinds of values by name, and a Hypothesis strategy of problems.
+"""Inputs to test attention with: a Hypothesis strategy of problems, and kinds of values by name.
 
-`cupyattn.testing` is their public door.
+`attention_inputs` needs Hypothesis, nothing here needs a GPU. `cupyattn.testing` judges what a
+kernel makes of them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import numpy.typing as npt
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.testing.counterexamples import replayed
+from cupyattn.testing.watching import WATCHED
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
+
+__all__ = ["REGIMES", "attention_inputs", "make_regime"]
 
 SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}
 
@@ -153,7 +158,7 @@ def attention_inputs(
     SearchStrategy
         Of (q, k, v, options): NumPy arrays, and ``scale``, ``causal``, ``causal_align`` and the
         features as `cupyattn.attention` takes them. It shrinks towards short, plain, single-headed
-        problems.
+        problems. With ``pytest --cupyattn-replay=FILE`` it draws the problem of that file alone.
 
     Raises
     ------
@@ -164,7 +169,7 @@ def attention_inputs(
         from hypothesis import strategies as st
     except ImportError:
         raise ImportError(
-            "cupyattn.testing.attention_inputs needs Hypothesis: pip install hypothesis"
+            "cupyattn.strategies.attention_inputs needs Hypothesis: pip install 'cupyattn[test]'"
         ) from None
 
     tiles = Tiles(32, 32, 4) if tiles is None else tiles
@@ -221,6 +226,9 @@ def attention_inputs(
 
     @st.composite
     def draw_inputs(draw: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+        if WATCHED.replay is not None:
+            q, k, v, given = replayed(str(WATCHED.replay))
+            return q.copy(), k.copy(), v.copy(), dict(given)
         head_dim = draw(st.sampled_from(head_dims))
         batch, heads_kv, group = (draw(st.sampled_from(x)) for x in ((1, 2), (1, 2), (1, 2, 3)))
         heads = heads_kv * group

@@ -1,0 +1,319 @@
+"""How far a kernel of another library may be from exact attention, by what it is said to round.
+
+Nothing here knows its tiles or the order of its operations, so every usual one is charged:
+docs/MATH_REFERENCE.md, "Kernels of other libraries", proves the formulas under the names F1 to F7.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.groups import split_heads
+from cupyattn.arrays.kinds import FINITE_MAX, NEG_INF, Array, array_namespace, as_float64
+from cupyattn.bounds import values
+from cupyattn.bounds.bound import Bound, assemble, empty, exact
+from cupyattn.bounds.perturbation import gamma, softmax_perturbation
+from cupyattn.bounds.scores import (
+    FAR_BELOW,
+    MAX_FLOAT,
+    REFERENCE,
+    U64,
+    U,
+    count_rises,
+    far_below,
+    far_keys,
+)
+from cupyattn.kernels.numerics import (
+    EX2_FLUSH,
+    FP8_ROUNDOFF,
+    HALF_SUBNORMAL,
+    TENSOR_CORE_ROUNDOFF,
+    UNIT_ROUNDOFF,
+    Foreign,
+    Numerics,
+)
+from cupyattn.problem.received import Received
+from cupyattn.reference.exact import ScoreBlock, blocks_of
+
+#: The terms of `bound_foreign`, in the order in which a kernel rounds.
+TERMS = ("R1", "R2", "R3", "R4", "R5", "R6", "R7")
+#: F2, F6: roundoff of one step of a sum, truncated or not. "fp22" is what tensor cores make of
+#: 8-bit floats.
+ACCUMULATORS = {"float32": TENSOR_CORE_ROUNDOFF, "float16": 2.0**-10, "fp22": FP8_ROUNDOFF}
+#: F1: error of a code, relative to its number and to the largest number that shares its scale.
+CODES = {"int8": (0.0, 1 / 254), "e4m3": (2.0**-4, 2.0**-10 / 448)}
+#: F1: what the scale of codes may be larger than the largest number asks for, with its roundings.
+SCALE_SLACK = 1.0 + 2.0**-6
+#: F5: roundoff of P and half its smallest number, where its largest weight is 1. Codes of P reach
+#: 256 at least.
+OPERANDS = {
+    "float32": (0.0, 0.0),
+    "float16": (UNIT_ROUNDOFF["float16"], HALF_SUBNORMAL["float16"]),
+    "bfloat16": (UNIT_ROUNDOFF["bfloat16"], HALF_SUBNORMAL["bfloat16"]),
+    "e4m3": (2.0**-4, 2.0**-10 / 256),
+}
+#: Keys of a step, at least, where nothing else is known of the order of keys.
+LEAST_STEP = 16
+#: Slices of the keys whose results are merged, at most, where they may be split.
+MOST_SLICES = 128
+#: Everything below this may be flushed to zero: numbers, weights, products.
+FLUSH = 2.0 * EX2_FLUSH
+#: F2, F3, F7: roundings of scales, biases and divisions that a kernel may add where it likes.
+ROUNDINGS = 8
+#: F4: roundings of the argument of an exponential, each of the largest score.
+ARGUMENT_ROUNDINGS = 10
+#: Error of a logarithm in lse and in the weights of slices, natural units.
+LOG_ERROR = 2.0**-20
+
+
+def bound_foreign(received: Received, n: Numerics, *, rows: Array | None = None) -> Bound:
+    """Bound what a kernel of another library does to the caller's operands.
+
+    Parameters
+    ----------
+    received : Received
+        Of arrays; the rung that it names is not looked at.
+    n : Numerics
+        With `Foreign`.
+    rows : 1-D integer array, optional
+        Query rows to look at.
+
+    Returns
+    -------
+    Bound
+        Terms R1 to R7.
+
+    Raises
+    ------
+    ValueError
+        For a softcap, or for operands that are quantised already.
+    """
+    f = n.foreign
+    if f is None:
+        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+    call, options = received.kernel.call, received.scores
+    if received.quantized is not None:
+        raise ValueError(
+            f"{f.name} is judged by the caller's q, k and v: leave quantized out, and name its "
+            "codes by cupyattn.testing.numerics(..., qk='int8')"
+        )
+    if options.softcap:
+        raise ValueError(
+            f"softcap must be 0 with numerics of another library, got {options.softcap}: how "
+            "exact its tanh is differs by library, so no bound covers it"
+        )
+    q, k, v = received.prepared
+    sizes = _sizes(q, k, v, f)
+    n = replace(n, q_type=call.dtype, out_type=f.out_type or call.dtype)
+    terms, lse = empty(q, k, v, rows, TERMS)
+    for block in blocks_of(q, k, v, call.scale, options, rows):
+        found, lse[block.index] = _block_bound(block, n, f, call.scale, sizes)
+        for tag, term in found.items():
+            terms[tag][block.index] = term
+    return assemble(terms, lse)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of split heads: the largest magnitudes that share a scale, and the mean of the keys.
+
+    Shapes (batch, heads_kv, group, 1, 1), and (batch, heads_kv, 1, 1, head_dim) of the mean.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    k_mean: Array
+
+
+def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
+    """F1: return the largest magnitudes of a head of Q, K and V, or of all, for 8-bit floats.
+
+    Those of K are of K and of K without its mean, whichever is larger: kernels may subtract it.
+    """
+
+    def largest(x: Array, codes: str | None) -> Array:
+        xp = array_namespace(x)
+        over = xp.zeros((*x.shape[:2], 1, 1))
+        if codes is None or x.size == 0:
+            return over
+        # NOTE: one number that is not finite spoils the scale of all that share it.
+        over = xp.where(xp.isfinite(x), xp.abs(x), xp.inf).max(axis=(-2, -1), keepdims=True)
+        return xp.zeros_like(over) + over.max() if codes == "e4m3" else over
+
+    heads_kv = k.shape[1]
+    q, k, v = map(as_float64, (q, k, v))
+    xp = array_namespace(k)
+    mean = xp.zeros((*k.shape[:2], 1, k.shape[3]))
+    of_k = largest(k, f.qk_codes)
+    if f.qk_codes and k.shape[2]:
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = k.mean(axis=2, keepdims=True)
+            of_k = xp.maximum(of_k, largest(k - mean, f.qk_codes) * (1 + 2.0**-7))
+        mean = xp.where(xp.isfinite(mean), xp.abs(mean), 0.0)
+    return _Sizes(
+        split_heads(largest(q, f.qk_codes), heads_kv), split_heads(of_k, heads_kv),
+        split_heads(largest(v, f.v_codes), heads_kv), split_heads(mean, heads_kv),
+    )  # fmt: skip
+
+
+def _code_error(magnitude: Array, largest: Array, codes: str | None) -> Array:
+    """F1: bound how far a code may be from its number."""
+    if codes is None:
+        return array_namespace(magnitude).zeros_like(magnitude)
+    relative, absolute = CODES[codes]
+    with np.errstate(invalid="ignore"):
+        return (relative * magnitude + absolute * largest) * SCALE_SLACK
+
+
+def _block_bound(
+    block: ScoreBlock, n: Numerics, f: Foreign, sigma: float, sizes: _Sizes
+) -> tuple[dict[str, Array], Array]:
+    """R1 to R7 of one block of rows: the terms of O, and the bound of lse."""
+    xp = array_namespace(block.S)
+    keys, head_dim = block.S.shape[-1], block.q.shape[-1]
+    if keys == 0:
+        zero = xp.zeros((*block.S.shape[:-1], head_dim))
+        return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1])
+    P, lse, v, o, spoilt = exact(block)
+    admitted = block.admitted
+    count = admitted.sum(axis=-1).astype(np.float64)
+    attends = count > 0
+    roundoff = ACCUMULATORS[f.accumulate]
+
+    # F1: codes. F2: the inner product, operands scaled before or after it.
+    batch, head, group, _ = block.index
+    at_q, at_kv = (batch, head, group), (batch, head)
+    size_q, size_k, size_v = xp.abs(block.q), xp.abs(block.k), xp.abs(v)
+    mean = sizes.k_mean[at_kv]
+    shift = sigma * (size_q * mean).sum(axis=-1)  # of the scores of a row, if K loses its mean
+    size_k = size_k + mean
+    off_q = _code_error(size_q, sizes.q[at_q], f.qk_codes)
+    off_k = _code_error(size_k, sizes.k[at_kv], f.qk_codes)
+    off_v = _code_error(size_v, sizes.v[at_kv], f.v_codes)
+    if f.qk_codes:  # K without its mean is rounded once more, before its codes
+        off_k = off_k + UNIT_ROUNDOFF[n.q_type] * sizes.k[at_kv]
+
+    def transposed(x: Array) -> Array:
+        return x.swapaxes(-1, -2)
+
+    coded = (size_q + off_q) @ transposed(size_k + off_k)  # at least Σ|q||k| of codes
+    magnitudes = size_q @ transposed(size_k)
+    r1 = xp.zeros_like(coded)
+    if f.qk_codes:
+        with np.errstate(invalid="ignore"):
+            r1 = sigma * (coded - magnitudes) * REFERENCE
+    of_sum = 0.0 if f.qk_codes == "int8" else gamma(head_dim + -(-head_dim // 16), roundoff)
+    of_sum = (1 + of_sum) * (1 + gamma(ROUNDINGS, U)) - 1
+    underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
+    r2 = (sigma * (of_sum * coded + 2 * head_dim * underflow) + FLUSH) * REFERENCE
+
+    # F3: scaling, bias, and the type that holds the scores.
+    finite = xp.isfinite(block.S) & xp.isfinite(coded)
+    top = xp.where(finite, block.S, NEG_INF).max(axis=-1)
+    top = xp.where(xp.isfinite(top), top, 0.0)
+    S = xp.where(finite, block.S, top[..., None])
+    unbiased = xp.abs(xp.where(finite, block.unbiased, 0.0))
+    r1, r2 = (xp.where(finite & admitted, r, 0.0) for r in (r1, r2))
+    reach = xp.abs(S) + 2.0 * unbiased + r1 + r2 + shift[..., None]
+    r3 = ROUNDINGS * U * reach + FLUSH
+    largest_score = MAX_FLOAT
+    if f.score_type != "float32":
+        unit, least = UNIT_ROUNDOFF[f.score_type], HALF_SUBNORMAL[f.score_type]
+        r3 = r3 + (1 + 4 * unit) * unit * reach + 3 * least * max(1.0, sigma)
+        largest_score = FINITE_MAX[f.score_type] / 2
+    r3 = r3 * REFERENCE
+
+    # F4: every exponential on a weight's way, at each step at which the maximum may rise.
+    known = xp.where(admitted, r1 + r2 + r3, 0.0)
+    rises_after, rises = _rises(S, known, admitted, f)
+    counts = admitted & (S + known >= top[..., None] - FAR_BELOW)
+    largest = xp.where(counts, xp.abs(S) + known, 0.0).max(axis=-1)
+    largest = largest + shift + xp.log(xp.maximum(count, 1.0))
+    each = ARGUMENT_ROUNDINGS * U * largest - math.log1p(-f.exponential)
+    r4 = ((2.0 + rises_after) * each[..., None] + LOG_ERROR * (not f.sequential)) * REFERENCE
+    far = admitted & far_below(S, top, known + r4)
+    r1, r2, r3, r4 = (xp.where(admitted & ~far, r, 0.0) for r in (r1, r2, r3, r4))
+    d = r1 + r2 + r3 + r4
+    delta_o, P_plus, delta_lse, _ = softmax_perturbation(P, d, v, o)
+    inverse_l = xp.exp(xp.minimum(d.max(axis=-1), 60.0))[..., None]
+
+    # F5: P as an operand. F6: both sums. F7: the division and the store.
+    relative, subnormal = OPERANDS[n.p_type]
+    rho = xp.maximum(relative * P_plus, xp.minimum(subnormal * inverse_l, P_plus))
+    size_v = size_v + off_v
+    of_codes = P_plus @ off_v
+    r5 = rho @ size_v
+    total_v = size_v.sum(axis=-2, keepdims=True)
+    flushed = 2.0 * FLUSH * total_v * inverse_l
+    steps = xp.minimum(count, float(-(-keys // LEAST_STEP)))
+    slices = 0 if f.sequential else MOST_SLICES
+    if f.promote is None:
+        theta_o = gamma(count + steps, roundoff)
+    else:
+        within = gamma(f.promote + -(-f.promote // 16), roundoff)
+        theta_o = (1 + within) * (1 + gamma(xp.minimum(count, -(-keys // f.promote)) + 1, U)) - 1
+    theta_o = (1 + theta_o) * (1 + gamma(rises + 2 + slices, TENSOR_CORE_ROUNDOFF)) - 1
+    theta_l = gamma(count + steps + rises + 2 + slices, TENSOR_CORE_ROUNDOFF)
+    theta_l = xp.minimum(theta_l + 2 * count * FLUSH * inverse_l[..., 0], 1.0)
+    r6 = theta_o[..., None] * (P_plus @ size_v + r5)
+    r6 = r6 + (count + steps + rises + 2 + slices)[..., None] * underflow * inverse_l
+    size = xp.abs(o) + delta_o + of_codes + flushed + r5 + r6
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_l = (1.0 / (1.0 - theta_l) - 1.0)[..., None]
+        r6 = r6 + by_l * size
+        size = size * (1 + by_l)
+    r7 = gamma(ROUNDINGS, U) * size + FLUSH
+    cost, fits = values.store(o, size + r7, n)
+    r7 = r7 + cost
+
+    shares = _shares(P, (r1, r2, r3, r4), delta_o)
+    terms = dict(zip(TERMS, (*shares, r5, r6, r7), strict=True))
+    terms["R1"] = terms["R1"] + of_codes
+    terms["R4"] = terms["R4"] + flushed + far_keys(far, v)
+
+    usable = (finite | ~admitted).all(axis=-1)
+    most = xp.where(admitted & finite, coded, 0.0).max(axis=-1)
+    usable &= most * max(1.0, sigma) <= largest_score
+    usable &= xp.where(admitted, xp.abs(S), 0.0).max(axis=-1) <= MAX_FLOAT
+    fits &= total_v <= (FINITE_MAX["float16"] / 2 if f.accumulate == "float16" else MAX_FLOAT)
+    for tag, term in terms.items():
+        term = xp.where(xp.isnan(term), xp.inf, term)
+        terms[tag] = xp.where((attends & usable)[..., None], term, 0.0)
+    terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
+    terms["R6"] = xp.where(spoilt, xp.inf, terms["R6"])
+    terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
+
+    lse = xp.where(xp.isfinite(lse), lse, 0.0)
+    delta_lse = delta_lse - xp.log1p(-xp.minimum(theta_l, 1 - U64)) + LOG_ERROR
+    delta_lse = delta_lse + ROUNDINGS * U * (xp.abs(lse) + largest + delta_lse)
+    return terms, xp.where(attends, xp.where(usable, delta_lse * REFERENCE, xp.inf), 0.0)
+
+
+def _rises(S: Array, known: Array, admitted: Array, f: Foreign) -> tuple[Array, Array]:
+    """F4: count the steps at which the maximum may rise: after each key's own, and in a row.
+
+    Keys in order, from either end, in steps of any size: no more than there are keys above all
+    before them. In any order: one in each step but the first.
+    """
+    xp = array_namespace(S)
+    if not f.sequential:
+        most = float(-(-S.shape[-1] // LEAST_STEP))
+        return xp.full(S.shape, most), xp.full(S.shape[:-1], most)
+    after, rises, *_ = count_rises(S, known, admitted, 1)
+    back = (x[..., ::-1] for x in (S, known, admitted))
+    after_back, rises_back, *_ = count_rises(*back, 1)
+    return xp.maximum(after, after_back[..., ::-1]), xp.maximum(rises, rises_back)
+
+
+def _shares(P: Array, errors: tuple[Any, ...], delta_o: Array) -> list[Array]:
+    """Split the effect of the scores' perturbation among R1 to R4, by Σ p_j d_j."""
+    xp = array_namespace(P)
+    parts = [(P * r).sum(axis=-1, keepdims=True) for r in errors]
+    whole = sum(parts)
+    safe = xp.where(whole > 0, whole, 1.0)
+    return [xp.where(whole > 0, part / safe, 1 / len(parts)) * delta_o for part in parts]

@@ -1,0 +1,129 @@
+"""`numerics`: what a kernel of another library rounds, in the words of its documents."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+from cupyattn.bounds.foreign import ACCUMULATORS, CODES, OPERANDS
+from cupyattn.errors import shown
+from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.numerics import EX2_APPROX_ERROR, Foreign, Numerics
+
+#: Short names of types, by the name that the bounds know.
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_LONG = {short: name for name, short in _SHORT.items()} | {"fp8": "e4m3", "half": "float16"}
+
+
+def numerics(
+    p: str,
+    *,
+    accumulate: str = "fp32",
+    promote: int | None = None,
+    scores: str = "fp32",
+    exponential: float = EX2_APPROX_ERROR,
+    order: str = "sequential",
+    qk: str | None = None,
+    v: str | None = None,
+    out: str | None = None,
+) -> Numerics:
+    """Say what a kernel of another library rounds, for `judge` and `assert_within_bound`.
+
+    Types are ``"fp32"``, ``"fp16"``, ``"bf16"`` or their long names, and ``"e4m3"``.
+
+    Parameters
+    ----------
+    p : str
+        Type of P, the weights, where they multiply V: ``"fp16"``, or ``"fp16 P"``. Weights are
+        summed before that rounding.
+    accumulate : {"fp32", "fp16", "fp22"}
+        What both products are summed in; ``"fp22"`` is what Hopper's tensor cores make of 8-bit
+        floats.
+    promote : int, optional
+        Keys after which partial sums of P.V are added up in float32, where `accumulate` is less.
+    scores : {"fp32", "fp16", "bf16"}
+        What scores are stored as, before and after the scale and a bias.
+    exponential : float
+        Largest relative error of one exponential: 2^-22 is that of ``ex2.approx.ftz.f32``.
+    order : {"sequential", "any"}
+        ``"sequential"``: keys are taken from first to last or from last to first, in steps of any
+        size. ``"any"``: in any order, or in up to 128 slices that are merged, in steps of at least
+        16 keys; the bound is wider.
+    qk, v : {"int8", "e4m3"}, optional
+        Codes that the kernel makes of q and k, and of v: symmetric, with a scale for each head at
+        the coarsest (INT8) or for each tensor (e4m3). The mean of the keys may be subtracted first.
+    out : {"fp32", "fp16", "bf16"}, optional
+        Type of the result; that of q when omitted.
+
+    Returns
+    -------
+    Numerics
+        What the bounds take. docs/MATH_REFERENCE.md, "Kernels of other libraries", proves the bound
+        and lists what it does not cover: a softcap, scales folded into Q in 16 bits.
+
+    Raises
+    ------
+    ValueError
+        For a word that is none of these.
+
+    Examples
+    --------
+    >>> x = np.ones((1, 1, 8, 16), np.float16)
+    >>> flash = numerics("fp16 P", accumulate="fp32")
+    >>> flash.foreign.name
+    'fp16 P, fp32 sums'
+    >>> from cupyattn.testing import judge
+    >>> judge(x, x, x, x, numerics=flash).passed
+    True
+    """
+    if not isinstance(p, str):
+        raise ValueError(f"p must be a type such as 'fp16 P', got {shown(p)}")
+    p_type = _known("p", p.removesuffix("P").strip(), OPERANDS)
+    sums = _known("accumulate", accumulate, ACCUMULATORS)
+    score_type = _known("scores", scores, DTYPES)
+    qk_codes = None if qk is None else _known("qk", qk, CODES)
+    v_codes = None if v is None else _known("v", v, CODES)
+    out_type = None if out is None else _known("out", out, DTYPES)
+    if order not in ("sequential", "any"):
+        raise ValueError(f"order must be 'sequential' or 'any', got {shown(order)}")
+    try:
+        steps = None if promote is None else operator.index(promote)
+    except TypeError:
+        steps = 0
+    if steps is not None and steps < 1:
+        raise ValueError(f"promote must be a positive number of keys or None, got {shown(promote)}")
+    error = exponential
+    if isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 <= error < 0.5:
+        raise ValueError(
+            "exponential must be a relative error of at least 0 and less than 0.5, such as "
+            f"2**-22, got {shown(exponential)}"
+        )
+    parts = [f"{_short(p_type)} P", f"{_short(sums)} sums"]
+    parts += [] if steps is None else [f"promoted after {steps} keys"]
+    parts += [] if score_type == "float32" else [f"{_short(score_type)} scores"]
+    parts += [] if qk_codes is None else [f"{qk_codes} Q and K"]
+    parts += [] if v_codes is None else [f"{v_codes} V"]
+    foreign = Foreign(
+        ", ".join(parts), sums, steps, score_type, float(error), order == "sequential", qk_codes,
+        v_codes, out_type,
+    )  # fmt: skip
+    return Numerics(
+        "float32", "float32", "float32", out_type or "float32", "fma", "natural", p_type, "fma",
+        False, foreign=foreign,
+    )  # fmt: skip
+
+
+def _short(name: str) -> str:
+    return _SHORT.get(name, name)
+
+
+def _known(argument: str, given: Any, known: Collection[str]) -> str:
+    """Return the name of a type as the bounds know it; raise ValueError where it is none of
+    `known`."""
+    word = given.strip().lower() if isinstance(given, str) else ""
+    name = _LONG.get(word, word)
+    if name not in known:
+        words = ", ".join(repr(_short(one)) for one in known)
+        raise ValueError(f"{argument} must be one of {words}, got {shown(given)}")
+    return name
