@@ -305,8 +305,8 @@ def _rises(S: Array, known: Array, admitted: Array, f: Foreign) -> tuple[Array, 
         most = float(-(-S.shape[-1] // LEAST_STEP))
         return xp.full(S.shape, most), xp.full(S.shape[:-1], most)
     after, rises, *_ = count_rises(S, known, admitted, 1)
-    back = (x[..., ::-1] for x in (S, known, admitted))
-    after_back, rises_back, *_ = count_rises(*back, 1)
+    S, known, admitted = (x[..., ::-1] for x in (S, known, admitted))
+    after_back, rises_back, *_ = count_rises(S, known, admitted, 1)
     return xp.maximum(after, after_back[..., ::-1]), xp.maximum(rises, rises_back)
 
 

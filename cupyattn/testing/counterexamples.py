@@ -74,8 +74,9 @@ class Counterexample:
                 f"the counterexample must not exceed {MOST_BYTES} bytes, got {size}: draw smaller "
                 "inputs, or call numpy.savez in the test"
             )
+        arrays[_NOTES] = np.array(json.dumps(notes))
         with replacing(path) as file:
-            np.savez_compressed(file, **arrays, **{_NOTES: np.array(json.dumps(notes))})
+            np.savez_compressed(file, **arrays)
 
 
 def keep(
@@ -84,8 +85,9 @@ def keep(
     """Return a counterexample of a caller's arrays, copied to the host as they are now."""
     kept = {name: x for name, x in options.items() if name not in _LEFT_OUT}
     kept = {"seed": 0} | {name: _on_host(name, x) for name, x in kept.items()}
-    arrays = (_on_host(name, x) for name, x in {"o": o, "q": q, "k": k, "v": v}.items())
-    return Counterexample(*arrays, kept, test, message)
+    arrays = {"o": o, "q": q, "k": k, "v": v}
+    o, q, k, v = (_on_host(name, x) for name, x in arrays.items())
+    return Counterexample(o, q, k, v, kept, test, message)
 
 
 def load_counterexample(path: str | os.PathLike[str]) -> Counterexample:

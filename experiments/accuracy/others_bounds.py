@@ -113,7 +113,9 @@ def kernels(problem: Problem, *, on_device: bool) -> Iterator[Judged]:
         yield Judged(rung("fa_tc", problem), None)
 
 
-def judge(judged: Judged, problem: Problem, inputs: Sequence[Any], **options: Any) -> dict[str, Any]:
+def judge(
+    judged: Judged, problem: Problem, inputs: Sequence[Any], **options: Any
+) -> dict[str, Any]:
     """Return a kernel's row: what it is documented to round, and its error over each bound."""
     cell = judged.cell
     row: dict[str, Any] = {"kernel": cell.name, "documented": None, "ratio": None, "ladder": {}}

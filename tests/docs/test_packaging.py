@@ -101,6 +101,7 @@ def test_the_wheel_holds_kernels_and_data_inside_the_package(built: Path) -> Non
         next(name for name in names if name.endswith("entry_points.txt"))
     )
     assert b"cupyattn = cupyattn.cli:main" in entry_points
+    assert b"[pytest11]\ncupyattn.testing.plugin = cupyattn.testing.plugin" in entry_points
 
 
 @pytest.mark.slow

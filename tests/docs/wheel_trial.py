@@ -20,7 +20,7 @@ def main(expected_sources: list[str]) -> None:
         check(importlib.util.find_spec(absent) is None, f"{absent} is not installed")
     modules = (
         "bounds", "kernels.ladder", "ops.attention", "plans.assemble", "problem.checks", "quant",
-        "reference",
+        "reference", "strategies", "testing.plugin", "testing.verdict",
     )  # fmt: skip
     for name in modules:
         importlib.import_module(f"cupyattn.{name}")
