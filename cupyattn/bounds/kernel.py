@@ -65,8 +65,8 @@ from cupyattn.reference.exact import ScoreBlock, blocks_of
 #: The terms of `attention`, in the order in which a kernel rounds.
 TERMS = ("R2", "R3", "R4", "R5", "R6", "R7")
 
-#: [L29] What flushing and underflow may take from the weight of one key: the flush of ex2, once for p and
-#: once for alpha, times a p of at most 2^8.
+#: [L29] What flushing and underflow may take from the weight of one key: the flush of ex2, once for
+#: p and once for alpha, times a p of at most 2^8.
 FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
 #: Relative error of log2f: 1 ulp from the correctly rounded result (CUDA C++ Programming Guide,
 #: mathematical functions), hence 3/2 ulp.

@@ -37,8 +37,8 @@ def gamma(n: Any, u: float) -> Any:
 
     Notes
     -----
-    |Π(1 + δ_i)^±1 - 1| <= γ_n for n factors with |δ_i| <= u (Higham 2002, Lemma 3.1) [L1], so a sum in
-    any order, with at most n roundings on the way of any term, errs by at most γ_n Σ|terms|.
+    [L1] |Π(1 + δ_i)^±1 - 1| <= γ_n for n factors with |δ_i| <= u (Higham 2002, Lemma 3.1). So a sum
+    in any order, with at most n roundings on the way of any term, errs by at most γ_n Σ|terms|.
 
     Examples
     --------
@@ -64,8 +64,8 @@ def half_ulp(x: Array, fmt: str) -> Array:
 
     Notes
     -----
-    [L2] u 2^floor(log2 x), but at least half a subnormal. The spacing of floating-point numbers does not
-    decrease with their magnitude, so an upper bound of the magnitude will do.
+    [L2] u 2^floor(log2 x), but at least half a subnormal. The spacing of floating-point numbers
+    does not decrease with their magnitude, so an upper bound of the magnitude will do.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """What a kernel may do to its scores: R2, R3 and R4 as one bound d_j of the perturbation of each.
 
-Proofs are in docs/MATH_REFERENCE.md, under the tags [L10] to [L33] that stand here; `cupyattn.bounds`
-turns d into a bound of the output.
+Proofs are in docs/MATH_REFERENCE.md, under the tags [L10] to [L32] that stand here;
+`cupyattn.bounds` turns d into a bound of the output.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
 
     tiny, largest = 2.0**-148, sigma
     if n.scored and n.scaling == "folded":
-        # [L25] ((fl(u tanh(dot / u)) + bias f) (1 + U)), f = fl(1 / sigma): f / (1 / sigma) belongs to
+        # [L25]
+        # ((fl(u tanh(dot / u)) + bias f) (1 + U)), f = fl(1 / sigma): f / (1 / sigma) belongs to
         # the sum, and its inverse to the product alone.
         factor = constant(1 / sigma) if n.bias else 0.0
         own = (1 + (SOFTCAP_ERROR if softcap else 0.0)) / (1 - factor) - 1
@@ -128,8 +129,8 @@ def _range(scale: Array) -> tuple[float, float]:
 def products(n: str, terms: Any, steps: Any = None) -> Any:
     """Return γ of an inner product of so many nonzero terms (R2 [L21], R6).
 
-    [L3] A tensor core adds 16 products and its accumulator with one truncation each but the largest, and
-    truncates the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the instructions that
+    [L3] A tensor core adds 16 products and its accumulator with one truncation each but the
+    largest, and truncates the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the instructions that
     see a nonzero term.
     """
     if n == "fma":

@@ -347,7 +347,7 @@ def _score_errors(
 
 
 def _normalised_errors(block: GradientBlock, shared: _Constants, capped: Array) -> Array:
-    """R9 of coarse rows [L46]: bound the error of log P where M and the sum are those of the scores.
+    """R9 of coarse rows [L46]: bound the error of log P; M and the sum are those of the scores.
 
     `capped` bounds the error of a score before its bias is added.
     """

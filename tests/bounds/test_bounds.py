@@ -284,7 +284,7 @@ def test_total_variation_is_sharp(h: float) -> None:
 
 @given(seeds, st.floats(-6, 1))
 def test_each_bound_of_a_mean_holds_alone(seed: int, log_size: float) -> None:
-    """[L7] and [L8] each, which `softmax_perturbation` takes the least of, and neither a tenth less."""
+    """[L7] and [L8] each, not only the least that `softmax_perturbation` takes."""
     rng = np.random.default_rng(seed)
     keys = int(rng.integers(2, 12))
     s, v = 3 * rng.standard_normal(keys), rng.standard_normal(keys)
@@ -329,7 +329,8 @@ def test_an_error_that_a_row_shares_is_a_shift(seed: int, log_size: float) -> No
     q, k = np.ones((1, 1, 1, 1), np.float32), (offset + s - s.mean()).astype(np.float32)
     (block,) = score_blocks(q, k[None, None, :, None], k[None, None, :, None], scale=1.0)
     scaling = scores.Scaling(kappa, 0.0, 0.0, 0.0, 1.0)
-    found = scores.perturb(block, numerics("float32", "portable", "float32"), SMALL_TILES, 1.0, scaling)
+    n = numerics("float32", "portable", "float32")
+    found = scores.perturb(block, n, SMALL_TILES, 1.0, scaling)
     S = block.S[0, 0, 0, 0]
     np.testing.assert_allclose(found.r3[0, 0, 0, 0], kappa * (S.max() - S), rtol=1e-5, atol=1e-30)
     np.testing.assert_allclose(found.shift[0, 0, 0, 0], kappa * abs(S.max()), rtol=1e-5)

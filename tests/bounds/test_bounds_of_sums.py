@@ -182,19 +182,19 @@ def test_sums_of_tiles_are_within_their_bound(seed: int, tiles: int) -> None:
     rng = np.random.default_rng(seed)
     n = numerics("int8", "pv8", "float16")
     channels, keys = 200, tiles * TILES.block_kv
-    O = np.zeros(channels, np.float32)
+    out = np.zeros(channels, np.float32)
     exact, size, rescalings = np.zeros(channels), np.zeros(channels), 0
     for _ in range(tiles):
         dots = rng.integers(-(2**23), 2**23, channels).astype(np.float32)
         beta, scale = np.float32(rng.random()), rng.random(channels).astype(np.float32)
         alpha = np.float32(rng.random() if rng.random() < 0.5 else 1.0)
         rescalings += int(alpha != 1)
-        O = O * alpha + dots * (beta * scale)
+        out = out * alpha + dots * (beta * scale)
         term = dots.astype(np.float64) * float(beta) * scale
         exact, size = exact * float(alpha) + term, size * float(alpha) + np.abs(term)
     theta = values.accumulation(np.array([float(keys)]), keys, n, TILES)[0]
     theta = (1 + theta) * (1 + kernel.gamma(rescalings, U)) - 1
-    ratio = np.abs(O - exact) / (theta * size)
+    ratio = np.abs(out - exact) / (theta * size)
     target(float(ratio.max()))
     assert ratio.max() <= 1
     assert tiles > 1 or ratio.max() > 0.25
@@ -227,18 +227,18 @@ def test_the_mean_of_v_comes_back_within_its_bound(pieces: int, seed: int) -> No
     """[L58]: fl(O), the scale, 1/l, their product and the mean, in float32; in pieces l means."""
     rng = np.random.default_rng(seed)
     count = 400
-    O = rng.integers(-(2**30), 2**30, count)
+    out = rng.integers(-(2**30), 2**30, count)
     l = np.float32(rng.uniform(2**7, 2**23))  # noqa: E741
     scale = rng.uniform(1e-3, 1, count).astype(np.float32)
     mean = (10.0 ** rng.uniform(-3, 6) * rng.standard_normal(count)).astype(np.float32)
-    exact_sum = O.astype(np.float64) * scale / float(l)
+    exact_sum = out.astype(np.float64) * scale / float(l)
     cost, size = values.with_mean(np.abs(exact_sum), mean.astype(np.float64), pieces)
     if pieces:
         parts = np.float32(0.5) * l  # two pieces of one M, each with half of everything
-        piece = O.astype(np.float32) * np.float32(0.5) * scale + parts * mean
+        piece = out.astype(np.float32) * np.float32(0.5) * scale + parts * mean
         found = (piece + piece) * (np.float32(1) / l)
     else:
-        found = O.astype(np.float32) * (scale * (np.float32(1) / l)) + mean
+        found = out.astype(np.float32) * (scale * (np.float32(1) / l)) + mean
     exact = exact_sum + mean
     error = np.abs(found.astype(np.float64) - exact)
     target(float((error / cost).max()))
@@ -285,26 +285,27 @@ def test_units_of_shifted_codes_are_within_their_bound(seed: int, keys: int, spr
     assert (error <= bound).all() and (error > 0.2 * bound).any()
 
 
-@given(seeds, st.floats(0.1, 3))
-def test_shifts_drop_less_than_their_bound(seed: int, spread: float) -> None:
+@given(seeds, st.floats(0.6, 3.5))
+def test_shifts_drop_less_than_their_bound(seed: int, rise: float) -> None:
     """[L61]: the floors of O at its shifts, against sums that no shift has cut."""
     rng = np.random.default_rng(seed)
     keys = 400
-    P = np.sort(probabilities(rng, keys, spread * 4))  # M rises all the time
+    s = math.log(2) * (rise * (np.arange(keys) // TILES.block_kv) + 0.3 * rng.random(keys))
+    P = np.exp(s - s.max()) / np.exp(s - s.max()).sum()  # M rises by `rise` at every tile
     by = Shifts(l_bits=7)
     Ms, weights, _ = shifted(P, by, TILES.block_kv)
     V = rng.integers(-127, 128, (keys, 6))
-    O, exact, lane, exact_lane = np.zeros(6), np.zeros(6), 0.0, 0.0
+    out, exact, lane, exact_lane = np.zeros(6), np.zeros(6), 0.0, 0.0
     for step, (M, weight) in enumerate(zip(Ms, weights, strict=True)):
         codes = np.minimum(np.rint(weight), 255)
         added = codes @ V[step * TILES.block_kv :][: len(codes)]
         shift = 2.0 ** (Ms[step - 1] - M) if step else 1.0
-        O, exact = np.floor(O * shift) + added, exact + added * 2.0**M
+        out, exact = np.floor(out * shift) + added, exact + added * 2.0**M
         lane = math.floor(lane * shift * 2.0**by.l_bits) * 2.0**-by.l_bits + codes.sum()
         exact_lane += codes.sum() * 2.0**M
     unit = values.units(P[None], by, TILES)
     bound = values.dropped_by_shifts(unit, np.full((1, 6), 0.5))[0]
-    lost = 0.5 * (exact - O * 2.0 ** Ms[-1])
+    lost = 0.5 * (exact - out * 2.0 ** Ms[-1])
     assert (lost >= -1e-12).all() and (lost <= bound).all() and (lost > 0.02 * bound).any()
     of_l = values.dropped_of_l(unit, by)[0] / 4  # one lane of the four
     assert -1e-12 <= exact_lane - lane * 2.0 ** Ms[-1] <= of_l

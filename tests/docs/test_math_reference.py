@@ -9,12 +9,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "MATH_REFERENCE.md").read_text()
-GREEK = {
-    "\\" + name
-    for name in "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi "
-    "pi rho sigma varsigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma "
-    "Upsilon Phi Psi Omega".split()
-}
+GREEK = set(
+    re.findall(
+        r"\\\w+",
+        r"\alpha\beta\gamma\delta\epsilon\varepsilon\zeta\eta\theta\iota\kappa\lambda\mu\nu\xi\pi"
+        r"\rho\sigma\varsigma\tau\upsilon\phi\varphi\chi\psi\omega\Gamma\Delta\Theta\Lambda\Xi\Pi"
+        r"\Sigma\Upsilon\Phi\Psi\Omega",
+    )
+)
 TAG = re.compile(r"\[(L\d+)\]")
 
 
@@ -29,10 +31,7 @@ def definitions() -> dict[str, list[str]]:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names = [node.name]
             elif isinstance(node, ast.Assign):
-                flat = [
-                    one for t in node.targets for one in (t.elts if isinstance(t, ast.Tuple) else [t])
-                ]
-                names = [one.id for one in flat if isinstance(one, ast.Name)]
+                names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
             else:
                 continue
             first = node.lineno - 1
@@ -115,12 +114,13 @@ def symbols_of(page: str) -> list[str]:
     """Return the symbols of the table, as they stand there."""
     table = page.split("## 1. Symbols")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (\$.*?) \| ", table, re.M)
-    return [s for cell in cells for part in re.findall(r"\$(.*?)\$", cell) for s in part.split(", ")]
+    parts = [part for cell in cells for part in re.findall(r"\$(.*?)\$", cell)]
+    return [symbol for part in parts for symbol in part.split(", ")]
 
 
 def letters(formula: str) -> set[str]:
     """Return the Greek and single Latin letters of a formula, words in roman type left out."""
-    formula = re.sub(r"\\(mathrm|text|operatorname)\{[^{}]*\}", " ", formula)
+    formula = re.sub(r"\\(mathrm|text)\{[^{}]*\}|\bR\d+", " ", formula)
     greek = set(re.findall(r"\\(?:var)?[A-Za-z]+", formula)) & GREEK
     return greek | set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula)))
 
@@ -144,10 +144,10 @@ def test_every_symbol_is_defined_once() -> None:
 
 def test_sections_that_other_pages_name_are_there() -> None:
     sections = set(re.findall(r"^## (\d+)\. ", PAGE, re.M))
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests").rglob("*.py")]:
+    name = r"MATH_REFERENCE(?:\.md)?[`\])]*(?:\([\w./]*\))?,? (?:§(\d+)|(L\d+))"
+    for path in [*ROOT.rglob("*.md"), *(ROOT / "tests").rglob("*.py")]:
         if path.name == "CHANGELOG.md":
             continue
-        text = path.read_text()
-        named = re.findall(r"MATH_REFERENCE(?:\.md)?[`\])]*(?:\([\w./]*\))?,? (?:§(\d+)|(L\d+))", text)
+        named = re.findall(name, path.read_text())
         assert {s for s, _ in named if s} <= sections, path.name
         assert {tag for _, tag in named if tag} <= set(lemmas(PAGE)), path.name
