@@ -130,8 +130,8 @@ def products(n: str, terms: Any, steps: Any = None) -> Any:
     """Return γ of an inner product of so many nonzero terms (R2 [L21], R6).
 
     [L3] A tensor core adds 16 products and its accumulator with one truncation each but the
-    largest, and truncates the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the instructions that
-    see a nonzero term.
+    largest, and truncates the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the
+    instructions that see a nonzero term.
     """
     if n == "fma":
         return gamma(terms, U)

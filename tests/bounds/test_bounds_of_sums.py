@@ -285,6 +285,20 @@ def test_units_of_shifted_codes_are_within_their_bound(seed: int, keys: int, spr
     assert (error <= bound).all() and (error > 0.2 * bound).any()
 
 
+@pytest.mark.parametrize("rise", [0.0, 1e-4])
+def test_the_guard_of_l_raises_units_within_their_bound(rise: float) -> None:
+    """[L60]: 60,000 equal or slowly rising keys, whose codes would add up past 2^23."""
+    by, tiles = Shifts(), Tiles(16, 64, 1)
+    P = np.exp(rise * np.arange(60_000))
+    P /= P.sum()
+    Ms, _, seen = shifted(P, by, tiles.block_kv)
+    unit = values.units(P[None], by, tiles)[0]
+    assert 2.0 ** (by.sum_bits - 3) < max(seen) < 2.0**by.sum_bits
+    assert (2.0**Ms <= unit).all() and (2.0**Ms > 0.24 * unit).any()
+    if rise == 0:  # M is above the largest score less code_bits
+        assert (2.0**Ms > 2.0 ** (1 - by.code_bits) * P.max()).any()
+
+
 @given(seeds, st.floats(0.6, 3.5))
 def test_shifts_drop_less_than_their_bound(seed: int, rise: float) -> None:
     """[L61]: the floors of O at its shifts, against sums that no shift has cut."""

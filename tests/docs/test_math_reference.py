@@ -120,7 +120,7 @@ def symbols_of(page: str) -> list[str]:
 
 def letters(formula: str) -> set[str]:
     """Return the Greek and single Latin letters of a formula, words in roman type left out."""
-    formula = re.sub(r"\\(mathrm|text)\{[^{}]*\}|\bR\d+", " ", formula)
+    formula = re.sub(r"\\(mathrm|text|begin|end)\{[^{}]*\}|\bR\d+", " ", formula)
     greek = set(re.findall(r"\\(?:var)?[A-Za-z]+", formula)) & GREEK
     return greek | set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula)))
 
