@@ -27,8 +27,8 @@ TANHF_ERROR = 2.0**-21
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
 #: [L31] How far weights may grow before an M that lags rises, in log2 units. P and its sums hold
 #: weights up to one number, whether M's rounding makes them or its lag. That of
-#: ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``, ``attn_fa_int8.cu`` and
-#: ``attn_fa_int8_fused.cu`` is 2 to its power.
+#: ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``,
+#: ``attn_fa_int8.cu`` and ``attn_fa_int8_fused.cu`` is 2 to its power.
 HEADROOM = LARGEST_EXPONENT
 #: Pieces along the keys that a tile of the Hopper forms is cut into, but the last one [L32].
 MOST_PIECES = 16

@@ -139,7 +139,7 @@ def test_every_symbol_is_defined_once() -> None:
     symbols = symbols_of(PAGE)
     assert len(symbols) > 80 and len(symbols) == len(set(symbols))
     assert undefined(PAGE) == set()
-    assert undefined(PAGE.replace("$\\kappa$; $\\pi$; ", "")) == {"\\kappa", "\\pi"}
+    assert undefined(PAGE.replace("$\\kappa$; $\\pi$; $\\pi_b$", "$B$")) == {"\\kappa", "\\pi"}
 
 
 def test_sections_that_other_pages_name_are_there() -> None:
