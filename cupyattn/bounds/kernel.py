@@ -5,7 +5,7 @@ rounding points R2 to R7); `quantisation` bounds what INT8 operands may do to th
 (J3, R1). Both are computed from the actual inputs and scales, never from an output, on whichever
 kind of array they are given.
 
-Every formula is proved in docs/MATH_REFERENCE.md under the tag that stands beside it here. In
+Every formula is proved in docs/MATH_REFERENCE.md: [L33] and the like are its lemmas. In
 short: all that happens to the scores is collected into one number d_j per score, a bound of the
 perturbation of the score that the kernel in effect used (R2, R3, R4). `softmax_perturbation` turns
 d into a bound on the output. The roundings of P, of the two sums and of the result (R5, R6, R7)
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.interchange import as_it_is, operands
-from cupyattn.arrays.kinds import Array, array_namespace, check_values
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, check_values
 from cupyattn.bounds import values
 from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.foreign import bound_foreign
@@ -31,6 +31,7 @@ from cupyattn.bounds.perturbation import (
     sum_of_operand,
 )
 from cupyattn.bounds.scores import (
+    ABOVE_BY_SHIFTS,
     EX2_LOG_ERROR,
     LN2,
     LOG2E,
@@ -65,8 +66,8 @@ from cupyattn.reference.exact import ScoreBlock, blocks_of
 #: The terms of `attention`, in the order in which a kernel rounds.
 TERMS = ("R2", "R3", "R4", "R5", "R6", "R7")
 
-#: What flushing and underflow may take from the weight of one key: the flush of ex2, once for p and
-#: once for alpha, times a p of at most 2^8.
+#: [L29] What flushing and underflow may take from the weight of one key: the flush of ex2, once for
+#: p and once for alpha, times a p of at most 2^8.
 FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
 #: Relative error of log2f: 1 ulp from the correctly rounded result (CUDA C++ Programming Guide,
 #: mathematical functions), hence 3/2 ulp.
@@ -247,6 +248,8 @@ class _Shared:
 def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     """Return the operands that an INT8 kernel multiplies: dequantised, in float64, without mean.
 
+    Any mean will do [L17], so one that pruning hands on, too [L53].
+
     The mean that smoothing took from the keys shifts all scores of a row by sigma q.mean; the
     kernel gives it back to lse alone.
     """
@@ -269,16 +272,10 @@ def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], 
     total_v = magnitude.sum(axis=-2, keepdims=True)
     delta_o, P_plus, delta_lse, Z_minus = softmax_perturbation(P, score.d, v, o)
 
-    # What l is at least, in units of its final maximum: the largest key has weight 2^-slack, and
-    # the sum cannot be less than e^(lse - s_max) but for the perturbations.
-    with np.errstate(invalid="ignore", over="ignore"):
-        drop = xp.where(count > 0, lse - score.reach, 0.0) - LN2 * score.slack
-    by_sum = Z_minus * xp.exp(xp.where(xp.isfinite(drop), xp.minimum(drop, 60.0), -60.0))
-    by_max = 0.999 * xp.exp2(-2.0 * xp.minimum(score.slack, 99.0))
-    l_least = xp.maximum(by_sum, by_max) * xp.exp(-EX2_LOG_ERROR * score.rises) / REFERENCE
+    l_least = least_sum(score, lse, Z_minus)
     inverse_l = (1.0 / l_least)[..., None]
 
-    # R5: P as an operand: half a unit in its last place, or half a subnormal but no more than P.
+    # R5: P as an operand: half a unit in its last place, or half a subnormal, at most P [L34].
     rho = xp.zeros_like(P)
     if n.shifts:
         unit = values.units(P_plus, n.shifts, tiles)
@@ -294,7 +291,7 @@ def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], 
     weighted = P_plus @ magnitude
     r5 = rho @ magnitude
 
-    # R4: weights flushed to zero; then R6: the sums, in any order.
+    # R4: weights flushed to zero; then R6: the sums, in any order [L35].
     flushed = FLUSHED_WEIGHT * total_v * inverse_l
     if n.shifts:
         theta_o = xp.zeros_like(count)  # whole numbers
@@ -370,8 +367,22 @@ def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], 
     return terms, xp.where(overflows, xp.inf, delta_lse)
 
 
+def least_sum(score: Perturbed, lse: Array, Z_minus: Array) -> Array:
+    """Bound l from below, in units of its final maximum [L33].
+
+    The largest key has weight 2^-slack, and the sum cannot be less than e^(lse - s_max) but for the
+    perturbations.
+    """
+    xp = array_namespace(lse)
+    with np.errstate(invalid="ignore", over="ignore"):
+        drop = xp.where(lse > NEG_INF, lse - score.reach, 0.0) - LN2 * score.slack
+    by_sum = Z_minus * xp.exp(xp.where(xp.isfinite(drop), xp.minimum(drop, 60.0), -60.0))
+    by_max = 0.999 * xp.exp2(-2.0 * xp.minimum(score.slack, 99.0))
+    return xp.maximum(by_sum, by_max) * xp.exp(-EX2_LOG_ERROR * score.rises) / REFERENCE
+
+
 def _mantissa_share(score: Perturbed) -> Array:
-    """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known.
+    """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known [L34].
 
     p lies within a factor 2^±uncertain of 2^exponent, in the units of its own step.
     """
@@ -397,7 +408,7 @@ def _lse_bound(
     score: Perturbed,
     shared: _Shared,
 ) -> Array:
-    """R7 of the log-sum-exp: fl(fl(M + log2 l) LN2), and what smoothing gives back to it.
+    """R7 of the log-sum-exp [L38]: fl(fl(M + log2 l) LN2), and what smoothing gives back [L17].
 
     Where M is in natural units: fl(fma(log2 l, LN2, M)). `delta` is what perturbed scores and the
     rounding of l do to it.
@@ -407,6 +418,8 @@ def _lse_bound(
     lse = xp.where(xp.isfinite(lse), lse, 0.0)
     log_l = xp.abs(lse - score.top) + delta + score.shift + score.top_drift  # |log l|
     lower_M = n.headroom + (0 if n.subtracts_first else n.code_log2)
+    if n.shifts:  # M is whole, below the largest score or above it [L59]
+        lower_M = ABOVE_BY_SHIFTS
     log_l = log_l + LN2 * (score.slack + lower_M * REFERENCE)
     size, roundings = xp.abs(lse) + (log_l if n.subtracts_first else 0.0), 3
     if mean is not None:

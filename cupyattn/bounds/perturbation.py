@@ -1,6 +1,6 @@
 """The mathematics below the bounds: counted roundings, and a softmax whose scores are perturbed.
 
-Proofs are in docs/MATH_REFERENCE.md, "Tools" and "From scores to probabilities".
+Proofs are in docs/MATH_REFERENCE.md: a tag such as [L1] is the number of a lemma there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def gamma(n: Any, u: float) -> Any:
 
     Notes
     -----
-    |Π(1 + δ_i)^±1 - 1| <= γ_n for n factors with |δ_i| <= u (Higham 2002, Lemma 3.1), so a sum in
-    any order, with at most n roundings on the way of any term, errs by at most γ_n Σ|terms|.
+    [L1] |Π(1 + δ_i)^±1 - 1| <= γ_n for n factors with |δ_i| <= u (Higham 2002, Lemma 3.1). So a sum
+    in any order, with at most n roundings on the way of any term, errs by at most γ_n Σ|terms|.
 
     Examples
     --------
@@ -64,8 +64,8 @@ def half_ulp(x: Array, fmt: str) -> Array:
 
     Notes
     -----
-    u 2^floor(log2 x), but at least half a subnormal. The spacing of floating-point numbers does not
-    decrease with their magnitude, so an upper bound of the magnitude will do.
+    [L2] u 2^floor(log2 x), but at least half a subnormal. The spacing of floating-point numbers
+    does not decrease with their magnitude, so an upper bound of the magnitude will do.
 
     Examples
     --------
@@ -145,11 +145,11 @@ def softmax_perturbation(
     -----
     With h = max d, per channel, the least of
 
-    - tanh(h/2) (max v - min v),
-    - (e^{2h} - 1)/2 Σ p_j |v_j - o|,
-    - Σ p_j (e^{d_j} - 1) |v_j - o| / Σ p_j e^{-d_j};
+    - tanh(h/2) (max v - min v) [L6],
+    - (e^{2h} - 1)/2 Σ p_j |v_j - o| [L7],
+    - Σ p_j (e^{d_j} - 1) |v_j - o| / Σ p_j e^{-d_j} [L8];
 
-    p'_j <= p_j e^{d_j} / Σ p_j e^{-d_j}; |δlse| <= log Σ p_j e^{d_j}.
+    p'_j <= p_j e^{d_j} / Σ p_j e^{-d_j} [L5]; |δlse| <= log Σ p_j e^{d_j} [L9].
 
     Examples
     --------
@@ -188,7 +188,7 @@ def softmax_perturbation(
 
 
 def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Array:
-    """R5, R6: bound the relative error of l where it is a column of P.V: that of a V of one number,
+    """R5, R6: bound the relative error of l as a column of P.V [L36]: that of a V of one number,
     divided out.
 
     Parameters
@@ -211,7 +211,7 @@ def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Arra
 
 
 def rounding_of_mean(rho: Array, v: Array, o: Array, delta_o: Array) -> tuple[Array, Array]:
-    r"""R5: bound what rounding the weights does to a mean that is divided by what they then sum to.
+    r"""R5: bound what rounding weights does to a mean that is divided by their new sum [L56].
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ def rotation(x: Array, rope: Rope, position: int) -> Array:
     -----
     x c - y s meets two roundings of each product, :math:`((1 + u)^2 - 1)(|x c| + |y s|)`, what
     underflows and the rounding to the storage type. Times σ and the other operand it perturbs the
-    scores as the codes of INT8 do (docs/MATH_REFERENCE.md, R0 and Q3).
+    scores as the codes of INT8 do (docs/MATH_REFERENCE.md [L12], [L18]).
     """
     (x,) = operands(x=x)
     exact = as_float64(x)
@@ -68,7 +68,8 @@ def preparation(
     -----
     A mean square of D numbers meets ``n = 6 + ceil(log2(D / 2))`` roundings, underflow included,
     its root's inverse :math:`(1 - γ_n)^{-1/2}(1 + u)/(1 - u)`, and the two products
-    :math:`(1 + u)^2`. What that leaves of error turns with the numbers. docs/MATH_REFERENCE.md, R0.
+    :math:`(1 + u)^2`. What that leaves of error turns with the numbers. docs/MATH_REFERENCE.md
+    [L13].
     """
     found = []
     for i, x in enumerate(operands(q=q, k=k)):

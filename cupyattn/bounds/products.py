@@ -59,8 +59,8 @@ def gemm_error(
     channels S = |dot| f, and G1 and G2 give ``γ_3 S``; outliers ``γ_{r + ceil(r/16)}(2^-23)`` of
     everything so far, for r columns, and the sums from block to block ``γ_7``; G3 one rounding; G4
     passes on its largest slope times all of that and adds ``8 u |x| + 2^-118``; G6 multiplies by
-    the gate and rounds once; G5 half a unit of the last place. docs/MATH_REFERENCE.md, "Block-wise
-    products".
+    the gate and rounds once; G5 half a unit of the last place. docs/MATH_REFERENCE.md [L39],
+    with scales of channels [L40].
     """
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
@@ -122,8 +122,8 @@ def weight_error(
 
     Notes
     -----
-    With the error of the codes Δ (Q1), the float32 product, of at most ``|w| + Δ``, is rounded by
-    ``u (|w| + Δ) + 2^-150`` at most, and then to `out_dtype`: docs/MATH_REFERENCE.md, Q6.
+    With the error of the codes Δ [L14], the float32 product, of at most ``|w| + Δ``, is rounded by
+    ``u (|w| + Δ) + 2^-150`` at most, and then to `out_dtype`: docs/MATH_REFERENCE.md [L20].
     """
     w, scales = operands(w=w, scales=scales)
     size = abs(as_float64(as_matrix(w)))

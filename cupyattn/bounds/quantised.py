@@ -72,11 +72,11 @@ def quantisation(
     -----
     Codes of scale s leave |x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ, where
     the second number counts only if a static scale clips; with zero points the first is
-    s/2 (1 + 2^-12). Hence, with centred keys,
+    s/2 (1 + 2^-12). Hence, with centred keys [L18],
 
     .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
 
-    where operands that were prepared add their error to Δ (Q7),
+    where operands that were prepared add their error to Δ [L19],
     and V's own rounding to 16 bits adds Σ p'_j |δv_j|. A softcap is 1-Lipschitz and a bias the same
     on both sides: neither adds anything.
     """

@@ -1,7 +1,7 @@
 """What a kernel may do to its scores: R2, R3 and R4 as one bound d_j of the perturbation of each.
 
-Proofs are in docs/MATH_REFERENCE.md, "R2 and R3: scores" and "R4: exponentials and the online
-recurrence"; `cupyattn.bounds` turns d into a bound of the output.
+Proofs are in docs/MATH_REFERENCE.md, under the tags [L10] to [L32] that stand here;
+`cupyattn.bounds` turns d into a bound of the output.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_BIASED = 2.0**102
 LEAST_P = 1e-300
 #: A score that stays so far below the largest has a probability below LEAST_P.
 FAR_BELOW = 700.0
-#: Float64's share of everything, in the exact result and in the bound itself.
+#: [L4] Float64's share of everything, in the exact result and in the bound itself.
 REFERENCE = 1.0 + 2.0**-20
 
 
@@ -68,7 +68,7 @@ class Scaling:
 
 
 def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0.0) -> Scaling:
-    """Return the relative errors of R3; the constants' own roundings are known, so taken as is."""
+    """Return the relative errors of R3 [L22]; constants' roundings are known, so taken as is."""
 
     def constant(x: float) -> float:
         with np.errstate(over="ignore"):
@@ -76,6 +76,7 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
 
     tiny, largest = 2.0**-148, sigma
     if n.scored and n.scaling == "folded":
+        # [L25]
         # ((fl(u tanh(dot / u)) + bias f) (1 + U)), f = fl(1 / sigma): f / (1 / sigma) belongs to
         # the sum, and its inverse to the product alone.
         factor = constant(1 / sigma) if n.bias else 0.0
@@ -111,7 +112,7 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         return Scaling(row - 1, own, 0.0, tiny, largest)
     own = row * (1 + own) - 1
     if softcap:
-        # fl(cap * tanhf(fl(x * fl(1 / cap))))
+        # [L23] fl(cap * tanhf(fl(x * fl(1 / cap))))
         constants = (1 + constant(1 / softcap)) * (1 + constant(softcap))
         own = (1 + own) * constants * (1 + U) ** 2 * (1 + TANHF_ERROR) - 1
         tiny += softcap * 2.0**-146
@@ -126,18 +127,18 @@ def _range(scale: Array) -> tuple[float, float]:
 
 
 def products(n: str, terms: Any, steps: Any = None) -> Any:
-    """Return γ of an inner product of so many nonzero terms (R2, R6).
+    """Return γ of an inner product of so many nonzero terms (R2 [L21], R6).
 
-    A tensor core adds 16 products and its accumulator with one truncation each but the largest, and
-    truncates the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the instructions that
-    see a nonzero term.
+    [L3] A tensor core adds 16 products and its accumulator with one truncation each but the
+    largest, and truncates the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the
+    instructions that see a nonzero term.
     """
     if n == "fma":
         return gamma(terms, U)
     if n == "tensor_core":
         steps = -(-terms // 16) if steps is None else steps
         return gamma(terms + steps, TENSOR_CORE_ROUNDOFF)
-    return 0.0  # int32
+    return 0.0  # int32 [L16]
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def perturb(
     magnitudes = xp.where(admitted & finite, magnitudes, 0.0)
     largest = magnitudes.max(axis=-1)
 
-    # R2: the inner product; then float64's own, which int32 would do without.
+    # R2: the inner product [L21]; then float64's own, which int32 would do without.
     dot = products(n.scores, head_dim) * magnitudes
     if n.scores != "int32":
         dot = dot + 2 * head_dim * 2.0**-149  # underflow
@@ -192,14 +193,14 @@ def perturb(
     own, added = scaling.own, (1 + scaling.added) * (1 + scaling.common)
     r2 = sigma * (1 + own) * added * dot * REFERENCE
 
-    # R3: a relative error that a row shares is a shift, and that error of s - s_max.
+    # R3: a relative error that a row shares is a shift, and that error of s - s_max [L10].
     r3 = scaling.common * (top[..., None] - S) + (
         own * added * unbiased + scaling.added * (1 + scaling.common) * xp.abs(S) + scaling.tiny
     )
     r3 = r3 * REFERENCE
     shift = scaling.common * xp.abs(top) * REFERENCE
 
-    # R4: arguments of exp2 and of alpha, and exp2 itself.
+    # R4: arguments of exp2 and of alpha, and exp2 itself [L27]. M's own rounding cancels [L26].
     known = xp.where(admitted, r2 + r3, 0.0)
     attends = admitted.any(axis=-1)
     reach = xp.where(attends, xp.where(admitted, S + known, NEG_INF).max(axis=-1), 0.0)
@@ -214,7 +215,7 @@ def perturb(
             S, known, admitted, tiles.block_kv, cut
         )
     below = xp.maximum(reach[..., None] - S + known, 0.0)
-    if n.subtracts_first:
+    if n.subtracts_first:  # [L30]
         shift, slack = xp.zeros_like(shift), xp.zeros_like(shift)
         square = (1 + U) ** 2 - 1
         arguments = square * (1 + scaling.common) * below
@@ -228,15 +229,15 @@ def perturb(
             started &= running + drift >= top[..., None] - FAR_BELOW
         largest_M = xp.where(started, xp.abs(xp.where(started, running, 0.0)) + drift, 0.0)
         slack = U * ((largest_M.max(axis=-1) + shift) / LN2) * (1 + 2 * U)
-        if n.code_log2:  # M is that much lower, and rounded up
+        if n.code_log2:  # M is that much lower, and rounded up [L54]
             slack = 2 * slack + 2 * U * n.code_log2
         above = ABOVE_BY_SHIFTS if n.shifts else 3 * n.headroom + n.code_log2
         arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + above)
         if n.headroom:
             rises_after, rises = every_step(S, tiles.block_kv)
-        elif n.shifts:  # exact: powers of two
+        elif n.shifts:  # exact: powers of two [L59]
             rises_after, rises = xp.zeros_like(rises_after), xp.zeros_like(rises)
-        if n.pieces > 1:  # what brings a piece to the largest maximum of all
+        if n.pieces > 1:  # what brings a piece to the largest maximum of all [L32]
             rises_after, rises = rises_after + 1, rises + 1
     # Of the key, beta, and every alpha.
     exponentials = (2 if n.by_tile and not n.shifts else 1) + rises_after
@@ -256,7 +257,7 @@ def perturb(
 
 
 def every_step(S: Array, block_kv: int) -> tuple[Array, Array]:
-    """Count steps as `count_rises` does where M may rise at any of them, whatever the maximum."""
+    """Count steps as `count_rises` does where M may rise at any of them [L31]."""
     xp = array_namespace(S)
     len_kv = S.shape[-1]
     last = (len_kv - 1) // block_kv
@@ -265,7 +266,7 @@ def every_step(S: Array, block_kv: int) -> tuple[Array, Array]:
 
 
 def far_below(S: Array, top: Array, d: Array) -> Array:
-    """Whether a score stays so far below the largest that its probability is below LEAST_P.
+    """Whether a score is so far below the largest that its probability is below LEAST_P [L11].
 
     A caller that sets d to 0 for these keys owes `far_keys` of the output.
     """
@@ -275,7 +276,7 @@ def far_below(S: Array, top: Array, d: Array) -> Array:
 
 
 def far_keys(far: Array, values: Array) -> Array:
-    """E5: bound what keys that are `far_below` may do to an output while their d is 0.
+    """[L11] Bound what keys that are `far_below` may do to an output while their d is 0.
 
     Parameters
     ----------
@@ -301,7 +302,7 @@ def far_keys(far: Array, values: Array) -> Array:
 def count_rises(
     S: Array, known: Array, admitted: Array, block_kv: int | None
 ) -> tuple[Array, Array, Array, Array]:
-    """Count the steps at which the running maximum may rise.
+    """Count the steps at which the running maximum may rise [L27].
 
     Returns the count after each key's own step, the count after the first step (..., rows), the
     running maximum of the exact scores at each key's own step, and how far that of scores perturbed
@@ -343,7 +344,7 @@ def count_rises(
 def count_rises_of_slices(
     S: Array, known: Array, admitted: Array, block_kv: int, cut: Splits
 ) -> tuple[Array, Array, Array, Array]:
-    """`count_rises`, the keys being split: each slice has a running maximum of its own.
+    """`count_rises`, the keys being split [L28]: each slice has a running maximum of its own.
 
     What brings a slice to a larger maximum, of its block's or of all, counts as one rise more.
     """

@@ -1,6 +1,7 @@
 """What 8-bit P and V may do to an output, R5 to R7 of ``"pv8"`` and its siblings, and the store.
 
-Proofs are in docs/MATH_REFERENCE.md, "8-bit P and V"; `cupyattn.bounds` uses them where P is codes.
+Proofs are in docs/MATH_REFERENCE.md, "8-bit P and V", under the tags [L54] to [L61];
+`cupyattn.bounds` uses them where P is codes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CODES_RELATIVE = 2.0**-19
 
 
 def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Array:
-    """R5: bound what rounding P to codes does to each probability.
+    """R5: bound what rounding P to codes does to each probability [L55].
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Arr
 
 
 def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
-    """R5, R6: bound what 2^M of each step weighs in the final sum.
+    """R5, R6: bound what 2^M of each step weighs in the final sum [L60].
 
     Parameters
     ----------
@@ -96,7 +97,7 @@ def largest_of_tiles(P_plus: Array, tiles: Tiles) -> Array:
 
 
 def shifted_rounding(P_plus: Array, unit: Array, tiles: Tiles) -> Array:
-    """R5: the same where codes are multiples of `units`: half of one, or the last of the largest.
+    """R5: the same where codes are multiples of `units` [L60]: half of one, or the last code.
 
     Notes
     -----
@@ -108,7 +109,7 @@ def shifted_rounding(P_plus: Array, unit: Array, tiles: Tiles) -> Array:
 
 
 def dropped_by_shifts(unit: Array, scale: Array) -> Array:
-    """R6: bound what shifts to the right drop of O: less than one of each step but the first.
+    """R6: bound what shifts to the right drop of O [L61]: less than one of each step but the first.
 
     Parameters
     ----------
@@ -125,7 +126,7 @@ def dropped_by_shifts(unit: Array, scale: Array) -> Array:
 
 
 def dropped_of_l(unit: Array, by: Shifts) -> Array:
-    """R6: bound what shifts drop of l where it is whole, too: in each lane less than its unit.
+    """R6: bound what shifts drop of l where it is whole, too [L61]: less than a unit of each lane.
 
     Parameters
     ----------
@@ -139,7 +140,7 @@ def dropped_of_l(unit: Array, by: Shifts) -> Array:
 
 
 def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:
-    """R6: bound the relative error of a term on its way through the sum over tiles.
+    """R6: bound the relative error of a term on its way through the sum over tiles [L57].
 
     Parameters
     ----------
@@ -166,7 +167,7 @@ def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:
 
 
 def rounding_of_values(size: Array, scale: Array, n: Numerics) -> Array:
-    """R1 of V: bound what symmetric codes do to numbers of magnitude `size`, with dynamic scales.
+    """R1 of V: bound what symmetric codes of dynamic scales do to magnitudes `size` [L55].
 
     Parameters
     ----------
@@ -182,14 +183,14 @@ def rounding_of_values(size: Array, scale: Array, n: Numerics) -> Array:
 
 
 def rounding_to_codes(x: Array, scale: Array, largest: int = 127) -> Array:
-    """R1: the error of codes of magnitudes `x`: of code 0, of any other, of one that clips."""
+    """R1: the error of codes of magnitudes `x` [L14]: of code 0, any other, one that clips."""
     xp = array_namespace(scale)
     rounded = xp.maximum(scale / 2 * (1 + 2.0**-15), x - largest * scale)
     return xp.where(x < scale / 2 * (1 - 2.0**-15), x, rounded)
 
 
 def rounding_with_zero_points(x: Array, scale: Array, zero: Array) -> Array:
-    """R1: the error of codes with zero points: of the code of 0, of any other, of one that clips.
+    """R1: the error of codes with zero points [L15]: of that of 0, any other, one that clips.
 
     Parameters
     ----------
@@ -206,7 +207,7 @@ def rounding_with_zero_points(x: Array, scale: Array, zero: Array) -> Array:
 
 
 def with_mean(size: Array, mean: Any, pieces: int) -> tuple[Array, Array]:
-    """R7: return what the last steps cost before the store, and the size of what is stored.
+    """R7: return the cost of the last steps before the store, and the size of the result [L58].
 
     Parameters
     ----------
@@ -232,7 +233,7 @@ def with_mean(size: Array, mean: Any, pieces: int) -> tuple[Array, Array]:
 
 
 def store(o: Array, stored: Array, n: Numerics) -> tuple[Array, Array]:
-    """R7: return what the store costs, and where it yields a finite number for certain.
+    """R7: return what the store costs, and where it yields a finite number for certain [L37].
 
     Parameters
     ----------

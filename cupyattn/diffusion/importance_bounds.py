@@ -1,4 +1,4 @@
-"""How far the importance of keys may lie from the exact one (docs/MATH_REFERENCE.md, K1)."""
+"""How far the importance of keys may lie from the exact one (docs/MATH_REFERENCE.md [L52])."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MERGED = 4 + 32
 def importance_bound(
     q: Array, k: Array, *, scale: float, rows: int, rounded_to: str = ""
 ) -> tuple[Array, Array]:
-    """Return the exact importance of keys, and how far `key_importance` may lie from it.
+    """Return the exact importance of keys, and how far `key_importance` may lie from it [L52].
 
     Parameters
     ----------

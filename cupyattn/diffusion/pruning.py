@@ -87,7 +87,7 @@ def key_importance(
     The cost is ``2 * rows / len_q`` of Q.K^T, and the keys are read twice; on compute capability
     9.0, or where `arch` is ``"sm_90a"``, half as much, and once, for up to 8,192 keys (4,096 beyond
     head_dim 128). ``arch="sm_90"`` asks for the other form, whose bits differ. Without the kernels
-    scaled rows are rounded to the type of q once more: docs/MATH_REFERENCE.md, K1.
+    scaled rows are rounded to the type of q once more: docs/MATH_REFERENCE.md [L52].
 
     Examples
     --------

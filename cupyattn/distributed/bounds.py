@@ -1,6 +1,6 @@
 """How far partial results that are brought together may be from exact attention.
 
-Every partial result is held to the bound of its own call; docs/MATH_REFERENCE.md, "Rings", proves
+Every partial result is held to the bound of its own call; docs/MATH_REFERENCE.md [L50] proves
 what bringing them together adds (R13).
 """
 
@@ -43,7 +43,7 @@ class Expected:
 
 
 def merged(partials: Sequence[Expected], dtype: str) -> Expected:
-    r"""Return exact attention to the keys of all parts, and the bound of what is merged of them.
+    r"""Return exact attention to the keys of all parts, and the bound of their merge [L50].
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def merged(partials: Sequence[Expected], dtype: str) -> Expected:
 
 
 def summed(errors: Array, sizes: Array, terms: Array, roundings: Array, dtype: str) -> Array:
-    """Return what a sum of gradients may differ by.
+    """Return what a sum of gradients may differ by [L51].
 
     Parameters
     ----------

@@ -1,7 +1,6 @@
 """How far the backward kernels may be from the gradients: element-wise a-priori bounds, in float64.
 
-Every formula is proved in docs/MATH_REFERENCE.md, "The backward pass", under the tag that stands
-beside it here.
+Every formula is proved in docs/MATH_REFERENCE.md, under the tags [L43] to [L49].
 """
 
 from __future__ import annotations
@@ -117,7 +116,8 @@ def backward_bound(
 ) -> GradientBounds:
     r"""Bound \|kernel - `backward_exact`\| of the operands that the kernels received (J2).
 
-    `backward_exact` is then given `out` but no `lse`: P is the softmax of the scores.
+    `backward_exact` is then given `out` but no `lse`: P is the softmax of the scores. With the
+    bounds of a forward pass the gradients are those of exact attention [L49].
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ def gradient_bounds(
         size_v[at] += over_rows(e.largest_P, xp.abs(block.d_out))
         size_k[at] += sigma * over_rows(e.largest_dS, magnitude_q)
         rows_of_key[at] += admitted.sum(axis=(2, 3))
-        # R12: the sum over keys, a chain for each block of keys at the most.
+        # R12 [L48]: the sum over keys, a chain for each block of keys at the most.
         theta = products("tensor_core", count, xp.minimum(count, -(-len_kv // 16)))
         theta = (1 + theta) * (1 + gamma(xp.minimum(count, key_blocks), U)) - 1
         size = sigma * (e.largest_dS @ magnitude_k)
@@ -263,12 +263,12 @@ def _errors(
     admitted = scores.admitted
     flush = xp.where(admitted, EX2_FLUSH, 0.0)
 
-    # R9: P, before and after it is rounded to 16 bits.
+    # R9 [L45]: P, before and after it is rounded to 16 bits.
     error_P = block.P * xp.expm1(d) + flush
     largest = block.P + error_P
     rounded = xp.where(admitted, xp.minimum(half_ulp(largest, dtype), largest), 0.0)
 
-    # R10: dP, on the tensor core over the channels; R8: Delta.
+    # R10: dP, on the tensor core over the channels; R8: Delta [L44].
     magnitude = xp.abs(block.d_out) @ xp.abs(scores.v).swapaxes(-1, -2)
     channels = products("tensor_core", head_dim) + gamma(head_dim + 4, U64)
     error_dP = channels * magnitude + 2 * head_dim * 2.0**-149
@@ -278,7 +278,7 @@ def _errors(
     error_delta = chain * (of_row + of_out_error) + of_out_error + 2 * head_dim * 2.0**-149
     error_delta = error_delta[..., None]
 
-    # R11: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.
+    # R11 [L47]: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.
     distance = xp.abs(block.dP - block.delta[..., None])
     t = distance + error_dP + error_delta
     roundings = (1 + U) ** (3 if shared.softcap else 2) - 1
@@ -306,7 +306,7 @@ def _errors(
 def _score_errors(
     block: GradientBlock, shared: _Constants, lse_error: Array | None
 ) -> tuple[Array, Array | float]:
-    """R9: bound the error of log P, and of a softcap's slope."""
+    """R9: bound the error of log P [L45], and of a softcap's slope [L47]."""
     xp = array_namespace(block.P)
     scores, scaling, sigma = block.scores, shared.scaling, shared.sigma
     head_dim, natural = scores.q.shape[-1], shared.n.subtracts_first
@@ -347,7 +347,7 @@ def _score_errors(
 
 
 def _normalised_errors(block: GradientBlock, shared: _Constants, capped: Array) -> Array:
-    """R9 of coarse rows: bound the error of log P where M and the sum are those of the scores.
+    """R9 of coarse rows [L46]: bound the error of log P; M and the sum are those of the scores.
 
     `capped` bounds the error of a score before its bias is added.
     """

@@ -125,7 +125,7 @@ def backward_exact(
     block_mask: BlockMask | None = None,
     all_keys: bool = True,
 ) -> Gradients:
-    r"""Gradients of attention, in float64.
+    r"""Gradients of attention, in float64 [L43].
 
     Parameters
     ----------

@@ -173,7 +173,7 @@ def accumulation_error(
 
     Notes
     -----
-    By T3 of docs/MATH_REFERENCE.md each addend but the largest loses less than `roundoff` of the
+    By [L3] of docs/MATH_REFERENCE.md each addend but the largest loses less than `roundoff` of the
     largest when it is aligned, and cutting the sum to 24 bits loses that much of it: `products` + 1
     losses. The model's own rounding is one more; that of float64 is far below it. Each may be one
     subnormal number instead. Two sums that close to each other round to float16 numbers that differ

@@ -1,7 +1,8 @@
 """Where each kernel rounds, and to what: the record that drives mirror and bound.
 
-The tags R0 to R7 are those of docs/MATH_REFERENCE.md; a kernel's header and body, its mirror in
-`cupyattn.reference` and its bound in `cupyattn.bounds` carry the same tags.
+The tags R0 to R7 are those of docs/MATH_REFERENCE.md, [L24] and the like its lemmas. A kernel's
+header and body, its mirror in `cupyattn.reference` and its bound in `cupyattn.bounds` carry the
+same tags R0 to R7.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ HALF_SUBNORMAL = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-1
 EX2_APPROX_ERROR = 2.0**-22
 #: Results of ``ex2.approx.ftz.f32`` below this are flushed to zero.
 EX2_FLUSH = 2.0**-126
-#: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
-#: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
+#: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md [L24]). The
+#: CUDA C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
 #: LARGEST_SCORE of ``score.cuh``, in log2 units: M is rounded to nearest below, and down from
 #: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
-#: How far weights may grow before an M that lags rises, in log2 units. P and its sums hold weights
-#: up to one number, whether M's rounding makes them or its lag. That of ``sm90/attn_fa_int8.cu``;
-#: LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``, ``attn_fa_int8.cu`` and
-#: ``attn_fa_int8_fused.cu`` is 2 to its power.
+#: [L31] How far weights may grow before an M that lags rises, in log2 units. P and its sums hold
+#: weights up to one number, whether M's rounding makes them or its lag. That of
+#: ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``,
+#: ``attn_fa_int8.cu`` and ``attn_fa_int8_fused.cu`` is 2 to its power.
 HEADROOM = LARGEST_EXPONENT
-#: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
+#: Pieces along the keys that a tile of the Hopper forms is cut into, but the last one [L32].
 MOST_PIECES = 16
 #: Codes of P by type: that of the largest exponential of a tile.
 P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}

@@ -6,7 +6,7 @@ from __future__ import annotations
 TANH_COEFFICIENTS = (0.9999862909, -0.3327365816, 0.1290488839, -0.0425835401, 0.0078722397)
 LARGEST_Y = 1.08671
 #: Relative error of ``prims/score/softcap.cuh``, roundings of float32 included
-#: (docs/MATH_REFERENCE.md, R3).
+#: (docs/MATH_REFERENCE.md [L25]).
 SOFTCAP_ERROR = 2.0**-16
 
 

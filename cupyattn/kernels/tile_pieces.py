@@ -2,7 +2,7 @@
 those of the last wave cut into pieces along the keys, where whole ones would leave blocks idle.
 
 Which rows come out of pieces follows from the sizes of a call, its batch and heads among them; that
-changes how float32 sums are rounded, not more (docs/MATH_REFERENCE.md, E6′).
+changes how float32 sums are rounded, not more (docs/MATH_REFERENCE.md [L32]).
 """
 
 from __future__ import annotations

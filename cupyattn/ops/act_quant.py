@@ -68,7 +68,7 @@ def act_quant(
 
     Notes
     -----
-    ``|x - scale code| <= scale/2 (1 + 2^-15)``: docs/MATH_REFERENCE.md, Q1.
+    ``|x - scale code| <= scale/2 (1 + 2^-15)``: docs/MATH_REFERENCE.md [L14].
 
     Examples
     --------

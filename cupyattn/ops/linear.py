@@ -245,9 +245,9 @@ class Int8Linear:
 
         Notes
         -----
-        With Δ the error of a code (Q1), or of 16 bits in a column that is kept: the operands are
+        With Δ the error of a code [L14], or of 16 bits in a column that is kept: the operands are
         off by ``|x| Δw + Δx (|w| + Δw)``, summed over k, of which an activation passes on its
-        slope; the product adds `gemm_error`. docs/MATH_REFERENCE.md, "Block-wise products".
+        slope; the product adds `gemm_error`. docs/MATH_REFERENCE.md [L42].
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)

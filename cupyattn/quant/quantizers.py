@@ -412,7 +412,7 @@ def quantize_symmetric(
     *Error*: ``|x - s code| <= s/2 (1 + 2^-15)``. A mantissa m in [1, 2) of s has the relative error
     u/m at most, and that of 127/A has 2/m, hence u m/2: together 3u/2 at most, of at most 127 s.
     The product, below 128, adds 2^-18 = 64 u in units of s; rint adds 1/2. In units of s:
-    1/2 + 254.5 u, and 509 u = 2^-15.008. docs/MATH_REFERENCE.md, R1.
+    1/2 + 254.5 u, and 509 u = 2^-15.008. docs/MATH_REFERENCE.md [L14].
 
     A static scale may saturate; the error is then ``max(s/2 (1 + 2^-15), |x| - 127 s)``. With
     codes of 4 bits 7 stands for 127 throughout, and the products are smaller.
@@ -463,7 +463,7 @@ def quantize_affine(
     clipped to -128 and 127; x is ``s (code - z)``, and 0 is code z exactly.
 
     *Error*: ``|x - s (code - z)| <= s/2 (1 + 2^-12)``, also where it was clipped: docs/
-    MATH_REFERENCE.md, Q5.
+    MATH_REFERENCE.md [L15].
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values = x.astype(np.float32)

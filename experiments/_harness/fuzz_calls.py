@@ -504,7 +504,7 @@ def importance(case: Case) -> None:
     size = (abs(Q) @ abs(K).swapaxes(2, 3)).max() / np.sqrt(q.shape[3])
     P = softmax(S)[0].mean(2)
     exact = P.reshape(k.shape[0], k.shape[1], -1, k.shape[2]).mean(2)
-    # K1: scaled rows are rounded to the type of q once more.
+    # [L52] Scaled rows are rounded to the type of q once more.
     near("importance", found, exact, 1e-4 + np.expm1(4 * ROUNDING[q.dtype.name] * size))
 
 

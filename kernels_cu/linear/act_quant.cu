@@ -11,7 +11,7 @@
 // Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh); what is kept
 //              is rounded to outlier_t
 // Mirror       cupyattn.reference.act_quant.quantize_rows, to the bit
-// Bound        docs/MATH_REFERENCE.md, Q1: half a scale
+// Bound        docs/MATH_REFERENCE.md [L14]: half a scale
 #include "prims/config.cuh"
 #include "prims/codes/gemm.cuh"
 #include "prims/codes/quant.cuh"

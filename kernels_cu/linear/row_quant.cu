@@ -9,7 +9,7 @@
 // Kept simple  What a row has past BLOCK_N is read twice, the second time from the L2 cache.
 // Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh)
 // Mirror       cupyattn.reference.act_quant.quantize_rows with strategy="channel", to the bit
-// Bound        docs/MATH_REFERENCE.md, Q1: half a scale
+// Bound        docs/MATH_REFERENCE.md [L14]: half a scale
 #include "prims/config.cuh"
 #include "prims/codes/quant.cuh"
 #include "prims/instructions/warp.cuh"

@@ -14,7 +14,7 @@
 //              once (quant.cuh); then the product to elem_t
 // Mirror       cupyattn.reference.weights.quantize_blocks and dequantize_blocks, to the bit; of a
 //              weight that is NaN because its scale is, the bits are those of some NaN
-// Bound        docs/MATH_REFERENCE.md, Q1: half a scale; Q6: there and back
+// Bound        docs/MATH_REFERENCE.md [L14]: half a scale; [L20]: there and back
 #include "prims/config.cuh"
 #include "prims/codes/quant.cuh"
 #include "prims/instructions/warp.cuh"

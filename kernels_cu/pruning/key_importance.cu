@@ -13,7 +13,7 @@
 // Rounding     scores as R2 and R4 of attn_fa_tc.cu, times scale_log2 in float32; sums in float32
 // Mirror       cupyattn.diffusion.pruning.key_importance on NumPy arrays, which rounds the scaled
 //              rows to 16 bits
-// Bound        docs/MATH_REFERENCE.md, K1
+// Bound        docs/MATH_REFERENCE.md [L52]
 #include "prims/config.cuh"
 #include "prims/instructions/mma.cuh"
 #include "prims/score/online_softmax.cuh"

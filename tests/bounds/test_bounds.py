@@ -282,6 +282,60 @@ def test_total_variation_is_sharp(h: float) -> None:
     assert softmax_perturbation(P, np.zeros((1, 2)), v, P @ v)[0].max() == 0
 
 
+@given(seeds, st.floats(-6, 1))
+def test_each_bound_of_a_mean_holds_alone(seed: int, log_size: float) -> None:
+    """[L7] and [L8] each, not only the least that `softmax_perturbation` takes."""
+    rng = np.random.default_rng(seed)
+    keys = int(rng.integers(2, 12))
+    s, v = 3 * rng.standard_normal(keys), rng.standard_normal(keys)
+    P = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+    d = np.full(keys, 10.0**log_size) if rng.random() < 0.5 else rng.random(keys) * 10.0**log_size
+    o = P @ v
+    spread = np.abs(v - o)
+    by_largest = 0.5 * math.expm1(2 * d.max()) * (P @ spread)
+    by_key = (P * np.expm1(d)) @ spread / (P @ np.exp(-d))
+    signs = [np.where(v > threshold, 1.0, -1.0) for threshold in (*v, o)]
+    signs += [-sign for sign in signs] + [rng.uniform(-1, 1, keys) for _ in range(8)]
+    worst = 0.0
+    for sign in signs:
+        moved = P * np.exp(sign * d)
+        worst = max(worst, abs(moved @ v / moved.sum() - o))
+    assert worst <= by_largest * (1 + 1e-9) + 1e-14
+    assert worst <= by_key * (1 + 1e-9) + 1e-14
+    known = softmax_perturbation(P[None], d[None], v[:, None], o[None, None])[0][0, 0]
+    assert known <= min(by_largest, by_key) * (1 + 1e-9) + 1e-13
+    if np.ptp(d) == 0 and log_size < -2:
+        assert worst >= 0.9 * by_largest  # attained to first order
+
+
+@given(seeds, st.floats(-7, -1))
+def test_an_error_that_a_row_shares_is_a_shift(seed: int, log_size: float) -> None:
+    """[L10]: large scores times 1 + kappa move a softmax by kappa times their differences alone."""
+    rng = np.random.default_rng(seed)
+    kappa, offset = 10.0**log_size, rng.choice([-1e4, 0.0, 1e4])
+    s, v = 4 * rng.standard_normal(9) + offset, rng.standard_normal((9, 3))
+
+    def softmax(x: Array) -> Array:
+        return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+
+    P = softmax(s)
+    d = kappa * (s.max() - s)
+    delta_o, P_plus, *_ = softmax_perturbation(P[None], d[None], v, (P @ v)[None])
+    for factor in (1 - kappa, 1 + kappa):
+        moved = softmax(factor * s)
+        assert (np.abs(moved @ v - P @ v) <= delta_o[0] + 1e-11).all()
+        assert (moved <= P_plus[0] + 1e-11).all()
+    # What `perturb` counts is this, and it does not grow with the offset.
+    q, k = np.ones((1, 1, 1, 1), np.float32), (offset + s - s.mean()).astype(np.float32)
+    (block,) = score_blocks(q, k[None, None, :, None], k[None, None, :, None], scale=1.0)
+    scaling = scores.Scaling(kappa, 0.0, 0.0, 0.0, 1.0)
+    n = numerics("float32", "portable", "float32")
+    found = scores.perturb(block, n, SMALL_TILES, 1.0, scaling)
+    S = block.S[0, 0, 0, 0]
+    np.testing.assert_allclose(found.r3[0, 0, 0, 0], kappa * (S.max() - S), rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(found.shift[0, 0, 0, 0], kappa * abs(S.max()), rtol=1e-5)
+
+
 def find_shift(delta: Array, d: Array) -> bool:
     """Whether one shift a per row brings every perturbation within d: |delta - a| <= d."""
     return bool(((delta - d).max(axis=-1) <= (delta + d).min(axis=-1)).all())

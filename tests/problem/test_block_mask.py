@@ -388,7 +388,7 @@ def test_scores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = np.abs(q, dtype=np.float64), np.abs(k, dtype=np.float64)
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
     magnitude = q @ k.swapaxes(-1, -2) / np.sqrt(head_dim)
-    bound = 2 * (head_dim + 2) * 2.0**-24 * magnitude  # of two sums in float32, in any order (T1)
+    bound = 2 * (head_dim + 2) * 2.0**-24 * magnitude  # of two sums in float32, in any order [L1]
     assert (np.abs(found[dense] - mirrored[dense]) <= bound[dense]).all()
 
 

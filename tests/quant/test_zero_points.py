@@ -44,7 +44,7 @@ REGIMES = (
 )  # fmt: skip
 #: How the numbers lie about 0.
 SHAPES = ("both sides", "above", "below", "spike", "far above")
-#: docs/MATH_REFERENCE.md, Q5.
+#: docs/MATH_REFERENCE.md [L15].
 HALF_STEP = 0.5 * (1 + 2.0**-12)
 #: Arrays of the record that J1 is about.
 CODED = (

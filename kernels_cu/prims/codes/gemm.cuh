@@ -102,7 +102,7 @@ __device__ __forceinline__ Part part_of(const GemmParams& p, int part) {
 __device__ __forceinline__ float gated(float x, float z) {
   return __fdividef(x, 1.0f + ex2_approx_ftz(z));
 }
-// G4: the activation, within 8 u |x| + 2^-118 of its definition (docs/MATH_REFERENCE.md, G4).
+// G4: the activation, within 8 u |x| + 2^-118 of its definition (docs/MATH_REFERENCE.md [L41]).
 template <Activation KIND>
 __device__ __forceinline__ float activated(float x) {
   if constexpr (KIND == Activation::GELU) return 0.5f * x * (1.0f + erff(x * SQRT_HALF));

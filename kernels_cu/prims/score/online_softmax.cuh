@@ -1,7 +1,7 @@
 // online_softmax.cuh -- running softmax of one query row, in log2 units:
 //   M = largest score seen so far,   l = sum of 2^(score - M)
 // The same rounded M stands in every exponent, in alpha and in the log-sum-exp, so its own rounding
-// cancels (docs/MATH_REFERENCE.md, R4). NATURAL_SCORES have M in natural units, not rounded at all.
+// cancels (docs/MATH_REFERENCE.md [L26]). NATURAL_SCORES have M in natural units, not rounded.
 #pragma once
 
 #include "prims/config.cuh"

@@ -15,7 +15,7 @@
 //              rows, and finds them in the L2 cache. Their sums are then found again, and stored
 //              with the first chunk.
 // Rounding     as key_importance.cu, but that exponentials are taken at the maximum of a warp
-// Bound        docs/MATH_REFERENCE.md, K1
+// Bound        docs/MATH_REFERENCE.md [L52]
 #include "prims/instructions/cluster.cuh"
 #include "prims/config.cuh"
 #include "prims/instructions/mma.cuh"
