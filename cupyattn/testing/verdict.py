@@ -20,6 +20,7 @@ from cupyattn.arrays.kinds import Array, array_namespace, as_float64, check_valu
 from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
+from cupyattn.bounds.bound import Bound
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
@@ -311,6 +312,66 @@ def _quantisation(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Expectation:
+    """What `judge` holds the output of a kernel to.
+
+    Parameters
+    ----------
+    rows : 1-D integer array
+        Query rows that are judged.
+    o : (batch, heads, len(rows), head_dim) array
+        Exact attention of the operands that the kernel multiplies, float64.
+    lse : (batch, heads, len(rows)) array
+        Log-sum-exp of the same, with the score of the mean of K where smoothing took it off.
+    bound : Bound
+        What an output may differ by.
+    """
+
+    rows: Array
+    o: Array
+    lse: Array
+    bound: Bound
+
+
+def expectation(
+    received: Received,
+    *,
+    numerics: Numerics | None = None,
+    rows: Array | None = None,
+    seed: int = 0,
+    exact: Callable[..., Any] = attention_exact,
+) -> Expectation:
+    """Compute what outputs of a kernel are held to, once for many outputs of the same operands.
+
+    Parameters
+    ----------
+    received : Received
+    numerics, rows, seed, exact
+        As for `judge`.
+    """
+    kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
+    call = kernel.call
+    if rows is None:
+        small = math.prod(call.score_shape) <= SMALL_CELL
+        block_q = kernel.tiles.block_q
+        rows = np.arange(call.len_q) if small else sample_rows(call.len_q, block_q, seed)
+    rows = operand("rows", array_namespace(*multiplied).asarray(rows))
+    o, lse = exact(*multiplied, return_lse=True, **_scored(received, rows))
+    bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
+    if quantized is not None and quantized.k_mean is not None:
+        lse = lse + mean_score(multiplied[0], quantized, rows, call.scale)
+    return Expectation(rows, o, lse, bound)
+
+
+def _scored(received: Received, rows: Array) -> dict[str, Any]:
+    """Return the options of exact attention."""
+    call = received.kernel.call
+    # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
+    scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
+    return {"scale": scale, "rows": rows, **vars(received.scores)}
+
+
 def judge_kernel(
     received: Received,
     o: Array,
@@ -331,26 +392,14 @@ def judge_kernel(
     """
     check_values("rows", rows)
     kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
-    call = kernel.call
-    xp = array_namespace(o, *multiplied)
     shape = tuple(multiplied[0].shape)
     if o.shape != shape:
         raise ValueError(f"o must have q's shape {shape}, got {o.shape}")
     if lse is not None and lse.shape != shape[:3]:
         raise ValueError(f"lse must have shape {shape[:3]}, got {lse.shape}")
-    if rows is None:
-        small = math.prod(call.score_shape) <= SMALL_CELL
-        block_q = kernel.tiles.block_q
-        rows = np.arange(call.len_q) if small else sample_rows(call.len_q, block_q, seed)
-    rows = operand("rows", xp.asarray(rows))
-    # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
-    scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
-    scored = {"scale": scale, "rows": rows, **vars(received.scores)}
-
-    expected, expected_lse = exact(*multiplied, return_lse=True, **scored)
-    bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
-    if quantized is not None and quantized.k_mean is not None:
-        expected_lse = expected_lse + mean_score(multiplied[0], quantized, rows, call.scale)
+    known = expectation(received, numerics=numerics, rows=rows, seed=seed, exact=exact)
+    rows, bound, expected, expected_lse = known.rows, known.bound, known.o, known.lse
+    scored = _scored(received, rows)
 
     value = as_float64(o[:, :, rows])
     total = bound.total
