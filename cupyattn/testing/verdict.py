@@ -32,6 +32,7 @@ from cupyattn.problem.received import Received, chosen, receive
 from cupyattn.problem.row_preparation import EPS, PAIRS
 from cupyattn.problem.settings import Settings
 from cupyattn.reference.exact import attention_exact
+from cupyattn.testing.signed import SignedRatio, SignedRun, judge_signed
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.
 SMALL_CELL = 2**22
@@ -72,6 +73,8 @@ class Report:
     relative_l2_given : float or None
         The same norm against exact attention of the caller's arrays: what quantising or preparing
         them cost is in it. It decides nothing. None where they were not given.
+    signed : SignedRatio or None
+        The largest error with signed values; None where they were not asked for.
     """
 
     variant: str
@@ -88,11 +91,12 @@ class Report:
     tightness: float
     quantisation: float | None
     relative_l2_given: float | None
+    signed: SignedRatio | None = None
 
     @property
     def passed(self) -> bool:
         """Whether no ratio exceeds 1."""
-        ratios = (self.ratio, self.lse_ratio, self.quantisation)
+        ratios = (self.ratio, self.lse_ratio, self.quantisation, self.signed and self.signed.ratio)
         return all(ratio is None or ratio <= 1.0 for ratio in ratios)
 
     def __str__(self) -> str:
@@ -113,6 +117,8 @@ class Report:
             lines.append(f"  lse: error / bound = {self.lse_ratio:.3g} at {self.lse_index}")
         if self.quantisation is not None:
             lines.append(f"  quantisation (J3): difference / bound = {self.quantisation:.3g}")
+        if self.signed is not None:
+            lines.append(str(self.signed))
         return "\n".join(lines)
 
 
@@ -183,6 +189,8 @@ def judge(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
+    signed: SignedRun | None = None,
+    draws: int = 1,
 ) -> Report:
     """Compare an output with exact attention, as a fraction of the derived bound.
 
@@ -214,6 +222,13 @@ def judge(
         Of that sample.
     exact : callable
         What computes exact attention: `cupyattn.reference.attention_exact`, or a cache before it.
+    signed : callable, optional
+        Runs the same call on other values: ``signed(v)``, or ``signed(quantized)``, returns O. The
+        values of each key then get a random sign, from `seed`. Errors of P cannot hide behind
+        those of other keys, so the bound is narrower. It is random: right outputs fail with a
+        probability of at most 1e-12 a judgement. For P in 16 or 32 bits.
+    draws : int
+        How many times signs are drawn.
 
     Returns
     -------
@@ -222,8 +237,8 @@ def judge(
     Raises
     ------
     ValueError
-        If `o` or `lse` does not have the shape that the inputs ask for, or the rung has no such
-        `form`.
+        If `o` or `lse` does not have the shape that the inputs ask for, the rung has no such
+        `form`, or P or V are codes where `signed` is given.
 
     Examples
     --------
@@ -259,7 +274,10 @@ def judge(
         if form is None:
             form, settings = own.form, settings._replace(tiles=own.tiles)
     received = receive(settings, arrays, quantized=quantized, form=form)
-    return judge_kernel(received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact)
+    return judge_kernel(
+        received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact, signed=signed,
+        draws=draws,
+    )  # fmt: skip
 
 
 def _multiplied(received: Received) -> tuple[Any, Any, Any]:
@@ -381,13 +399,15 @@ def judge_kernel(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
+    signed: SignedRun | None = None,
+    draws: int = 1,
 ) -> Report:
     """Judge the output of a kernel, such as that of a prepared call.
 
     Parameters
     ----------
     received : Received
-    o, lse, numerics, rows, seed, exact
+    o, lse, numerics, rows, seed, exact, signed, draws
         As for `judge`.
     """
     check_values("rows", rows)
@@ -430,7 +450,11 @@ def judge_kernel(
         tightness=_tightness(total, size),
         quantisation=_quantisation(received, (expected, expected_lse), of_caller, scored),
         relative_l2_given=relative_l2_given,
-    )
+        signed=None if signed is None else judge_signed(
+            received, signed, rows, lambda other: exact(*_multiplied(other), **scored),
+            draws=draws, numerics=numerics, seed=seed,
+        ),
+    )  # fmt: skip
 
 
 @points_to_our_names

@@ -394,17 +394,18 @@ def page(record: Mapping[str, Any]) -> str:
         "[sensitivity.json](../experiments/results/sensitivity.json): "
         f"{plots.source(record)}.",
         "",
-        f"`cupyattn.testing.judge` compares an output with its derived bound. {trials:,} outputs of "
-        f"{len(record['found'])} kernel forms were judged, and {alarms} of their {rows:,} rows left "
-        "the bound." if not alarms else
-        f"{alarms} of {trials:,} right outputs left the bound: false alarms.",
+        "`cupyattn.testing.judge` compares an output with its derived bound. "
+        f"{trials:,} right outputs of {len(record['found'])} kernel forms were judged, "
+        f"{rows:,} rows in all: {alarms} of the outputs left their bounds.",
+        "",
         "Then 30 kinds of fault were laid on each output, in sizes from 1e-1 to 1e-5. "
         "[output_faults.py](../experiments/_harness/output_faults.py) defines them.",
         "",
         "![The smallest fault that is seen, by form](sensitivity.svg)",
         "",
-        "A number is the smallest fault that at least 95 % of the trials see. A dash means that "
-        "faults of 1e-1 are missed more often. The size is relative, or absolute for scores and lse.",
+        "A number is the smallest fault that at least 95 % of the "
+        f"{record['trials']} trials of a form see. A dash means that faults of 1e-1 are missed "
+        "more often. The size is relative, or absolute for scores and lse.",
     ]  # fmt: skip
     for kind, title in (("in_o", "Seen in O"), ("in_o_or_lse", "Seen in O or lse")):
         lines += ["", f"## {title}", "", *recording.markdown(*table(record, kind))]
