@@ -7,6 +7,7 @@ Hoeffding's inequality bounds. The proof is docs/MATH_REFERENCE.md, "Random sign
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from cupyattn.arrays.groups import merge_heads
 from cupyattn.arrays.kinds import Array, array_namespace
@@ -88,22 +89,39 @@ def signed_bound(
     return Bound(terms, certain.lse)
 
 
-def weight_errors(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:
-    """Bound the error of each weight of a row, and return 1 over the least that l may be.
+@dataclass(frozen=True)
+class WeightErrors:
+    """What the weights of a kernel may differ by from probabilities, (..., rows, keys).
 
     Parameters
     ----------
-    block : ScoreBlock
-    shared : Shared
-        Of a kernel whose P is no codes.
-
-    Returns
-    -------
-    c : (..., rows, keys) array
-        Bounds of what the kernel's weights, over l, differ by from probabilities; +inf in rows
-        where their errors may exceed the sum of all.
+    P : array
+        Probabilities.
+    of_scores : array
+        What perturbed scores do to each weight before they are normalised, over the least that the
+        sum of all may be; +inf in rows where that may be 0.
+    rounding : array
+        R5: what rounding P as an operand does.
     inverse_l : (..., rows, 1) array
+        1 over the least that l may be.
     """
+
+    P: Array
+    of_scores: Array
+    rounding: Array
+    inverse_l: Array
+
+    @property
+    def c(self) -> Array:
+        """Bounds of the differences of normalised weights."""
+        xp = array_namespace(self.P)
+        total = self.of_scores.sum(axis=-1, keepdims=True)
+        spread = xp.where(self.P > 0, self.P * total, 0.0)
+        return self.of_scores + spread + self.rounding
+
+
+def weight_errors(block: ScoreBlock, shared: Shared) -> WeightErrors:
+    """Bound the error of each weight of a row, for a kernel whose P is no codes."""
     n = shared.n
     P, lse, v, o, _ = exact(block)
     xp = array_namespace(P)
@@ -113,11 +131,11 @@ def weight_errors(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:
     inverse_l = (1.0 / least_sum(lse, score, Z_minus, count))[..., None]
     delta = P * xp.expm1(xp.minimum(score.d, 300.0))
     total = delta.sum(axis=-1, keepdims=True)
-    usable = total < 1
-    c = (delta + P * total) / xp.where(usable, 1.0 - total, 1.0)
+    of_scores = xp.where(total < 1, delta / xp.where(total < 1, 1.0 - total, 1.0), xp.inf)
+    rounding = xp.zeros_like(P)
     if n.p_type != "float32":
-        c = c + operand_rounding(P_plus, n, score, inverse_l)
-    return xp.where(usable, c, xp.inf), inverse_l
+        rounding = operand_rounding(P_plus, n, score, inverse_l)
+    return WeightErrors(P, of_scores, rounding, inverse_l)
 
 
 def _of_block(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:
@@ -126,12 +144,13 @@ def _of_block(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:
     if block.S.shape[-1] == 0:
         zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))
         return zero, zero
-    c, inverse_l = weight_errors(block, shared)
+    errors = weight_errors(block, shared)
+    c = errors.c
     v = xp.where(xp.isfinite(block.v), block.v, 0.0)
     usable = xp.isfinite(c).all(axis=-1, keepdims=True)
     c = xp.where(usable, c, 0.0)
     spread = spread_of(c, v)
-    flushed = FLUSHED_WEIGHT * xp.abs(v).sum(axis=-2, keepdims=True) * inverse_l
+    flushed = FLUSHED_WEIGHT * xp.abs(v).sum(axis=-2, keepdims=True) * errors.inverse_l
     return xp.where(usable, spread, xp.inf), flushed + 0.0 * spread
 
 

@@ -32,6 +32,7 @@ from cupyattn.problem.received import Received, chosen, receive
 from cupyattn.problem.row_preparation import EPS, PAIRS
 from cupyattn.problem.settings import Settings
 from cupyattn.reference.exact import attention_exact
+from cupyattn.testing.functionals import FunctionalRatio, sums_over_channels
 from cupyattn.testing.signed import SignedRatio, SignedRun, judge_signed
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.
@@ -75,6 +76,8 @@ class Report:
         them cost is in it. It decides nothing. None where they were not given.
     signed : SignedRatio or None
         The largest error with signed values; None where they were not asked for.
+    sums : tuple of FunctionalRatio
+        The largest errors of sums over the channels of a row, where they were asked for.
     """
 
     variant: str
@@ -92,11 +95,13 @@ class Report:
     quantisation: float | None
     relative_l2_given: float | None
     signed: SignedRatio | None = None
+    sums: tuple[FunctionalRatio, ...] = ()
 
     @property
     def passed(self) -> bool:
         """Whether no ratio exceeds 1."""
-        ratios = (self.ratio, self.lse_ratio, self.quantisation, self.signed and self.signed.ratio)
+        ratios = [self.ratio, self.lse_ratio, self.quantisation]
+        ratios += [self.signed and self.signed.ratio, *(one.ratio for one in self.sums)]
         return all(ratio is None or ratio <= 1.0 for ratio in ratios)
 
     def __str__(self) -> str:
@@ -119,6 +124,7 @@ class Report:
             lines.append(f"  quantisation (J3): difference / bound = {self.quantisation:.3g}")
         if self.signed is not None:
             lines.append(str(self.signed))
+        lines += [str(one) for one in self.sums if one.ratio > 1]
         return "\n".join(lines)
 
 
@@ -191,6 +197,7 @@ def judge(
     exact: Callable[..., Any] = attention_exact,
     signed: SignedRun | None = None,
     draws: int = 1,
+    sums: bool = False,
 ) -> Report:
     """Compare an output with exact attention, as a fraction of the derived bound.
 
@@ -229,6 +236,10 @@ def judge(
         probability of at most 1e-12 a judgement. For P in 16 or 32 bits.
     draws : int
         How many times signs are drawn.
+    sums : bool
+        Hold sums over the channels of a row to their bounds, too: along exact attention, the
+        softmax scale, a group of keys, one key. These bounds are certain, and show faults that
+        each element hides (docs/MATH_REFERENCE.md, "Sums over channels"). For P in 16 or 32 bits.
 
     Returns
     -------
@@ -276,7 +287,7 @@ def judge(
     received = receive(settings, arrays, quantized=quantized, form=form)
     return judge_kernel(
         received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact, signed=signed,
-        draws=draws,
+        draws=draws, sums=sums,
     )  # fmt: skip
 
 
@@ -401,13 +412,14 @@ def judge_kernel(
     exact: Callable[..., Any] = attention_exact,
     signed: SignedRun | None = None,
     draws: int = 1,
+    sums: bool = False,
 ) -> Report:
     """Judge the output of a kernel, such as that of a prepared call.
 
     Parameters
     ----------
     received : Received
-    o, lse, numerics, rows, seed, exact, signed, draws
+    o, lse, numerics, rows, seed, exact, signed, draws, sums
         As for `judge`.
     """
     check_values("rows", rows)
@@ -453,6 +465,9 @@ def judge_kernel(
         signed=None if signed is None else judge_signed(
             received, signed, rows, lambda other: exact(*_multiplied(other), **scored),
             draws=draws, numerics=numerics, seed=seed,
+        ),
+        sums=() if not sums else sums_over_channels(
+            received, value - expected, bound, rows, numerics=numerics
         ),
     )  # fmt: skip
 

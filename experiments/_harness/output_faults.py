@@ -86,8 +86,8 @@ class Ground:
         """
         xp = array_namespace(self.q)
         of_o = self.weights * factor
-        l = (of_o if in_l is None else self.weights * in_l).sum(axis=-1)
-        return of_o @ self.v / l[..., None] - self.exact, xp.log(l)
+        total = (of_o if in_l is None else self.weights * in_l).sum(axis=-1)
+        return of_o @ self.v / total[..., None] - self.exact, xp.log(total)
 
     def stored(self, difference: Array) -> Array:
         """Return O with a difference, rounded to its type, in float64."""
@@ -269,10 +269,10 @@ def _key_past_the_edge(ground: Ground, size: float, rng: Generator) -> Differenc
     past[:, 0] = False
     scores = ground.scale * (ground.q @ ground.k.swapaxes(-1, -2))
     top = ground.scores.max(axis=-1, keepdims=True)
-    total = xp.exp(ground.scores - top).sum(axis=-1, keepdims=True)
-    more = xp.where(past, size * xp.exp(scores - top) / total, 0.0)
-    l = 1.0 + more.sum(axis=-1)
-    return (ground.exact + more @ ground.v) / l[..., None] - ground.exact, xp.log(l)
+    before = xp.exp(ground.scores - top).sum(axis=-1, keepdims=True)
+    more = xp.where(past, size * xp.exp(scores - top) / before, 0.0)
+    total = 1.0 + more.sum(axis=-1)
+    return (ground.exact + more @ ground.v) / total[..., None] - ground.exact, xp.log(total)
 
 
 def _last_key_loses(ground: Ground, size: float, rng: Generator) -> Difference:

@@ -5,14 +5,16 @@ Holds fixed  N(0, 1), one batch entry, 2 heads, 256 queries and keys, head_dim 6
              is causal; on the interpreter 1 head, 48 queries and keys, head_dim 32
 Measures     share of the trials in which O, or O and lse, leave their bounds; the smallest fault
              that is seen in 95 % of them; right outputs outside their bounds, in judged rows
-Run          python -m experiments.accuracy.sensitivity [--backend cuda] [--trials N] [--update-docs]
+Run          python -m experiments.accuracy.sensitivity [--backend cuda] [--trials N]
              python -m experiments.accuracy.sensitivity --planted     # faults in the kernels
              python -m experiments.accuracy.sensitivity --resume FILE # goes on from a record
              python -m experiments.accuracy.sensitivity --stored --update-docs  # no device
 
-A fault is laid on the numbers that the kernel stored, and stored again: `experiments._harness.
-output_faults`. The smallest size that a trial sees is found by bisection. With ``--planted`` kernels are compiled from copies with a fault in them, of
-``experiments/accuracy/planted``: on a device or the interpreter. Exit status 1: a false alarm.
+A fault is laid on the numbers that the kernel stored, and the sum is stored again
+(`experiments._harness.output_faults`). The smallest size that a trial sees is found by bisection.
+With ``--planted`` kernels are compiled from copies with a fault in them, those of
+``experiments/accuracy/planted``: on a device or the interpreter. ``--update-docs`` writes
+docs/SENSITIVITY.md. Exit status 1: a false alarm.
 """
 
 from __future__ import annotations

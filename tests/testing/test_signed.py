@@ -124,7 +124,7 @@ def test_weights_err_by_no_more_than_c(regime: str, form: Form) -> None:
     received = receive(settings, {"q": q, "k": k, "v": v, **rest}, form=found["form"])
     (Q, K, V), shared = bounds_signed.taken_by(received)
     blocks = bounds_signed.blocks_of(Q, K, V, shared.sigma, received.scores, np.arange(64))
-    c = np.concatenate([bounds_signed.weight_errors(b, shared)[0][0, 0, 0] for b in blocks])
+    c = np.concatenate([bounds_signed.weight_errors(b, shared).c[0, 0, 0] for b in blocks])
     certain = ca.bounds.attention(q, k, v, **{"variant": form.variant, **found})
     error = np.abs(
         ca.attention(q, k, v, **options).astype(np.float64)
