@@ -179,6 +179,25 @@ def bound_kernel(
     rows, numerics
         As for `attention`.
     """
+    (q, k, v), shared = taken_by(received, numerics)
+    terms, lse = empty(q, k, v, rows, TERMS)
+    for block in blocks_of(q, k, v, shared.sigma, received.scores, rows):
+        found, lse[block.index] = _block_bound(block, shared)
+        for tag, term in found.items():
+            terms[tag][block.index] = term
+    return assemble(terms, lse)
+
+
+def taken_by(
+    received: Received, numerics: Numerics | None = None
+) -> tuple[tuple[Array, Array, Array], Shared]:
+    """Return q, k and v as a kernel multiplies and sums them, and what its bounds share.
+
+    Parameters
+    ----------
+    received, numerics
+        As for `bound_kernel`.
+    """
     kernel, options, quantized = received.kernel, received.scores, received.quantized
     call = kernel.call
     n = numerics or kernel.numerics(quantized and quantized.config)
@@ -201,23 +220,18 @@ def bound_kernel(
         if quantized.v_codes is not None:  # the kernel sums V without its mean
             v = quantized.centred_values()
         check_smoothing(options.softcap, quantized.k_mean)
-    shared = _Shared(
+    shared = Shared(
         n, kernel.tiles, call.scale, scaling_errors(n, call.scale, quantized, call.softcap),
         None if quantized is None else quantized.k_mean,
         quantized.v_mean if n.by_tile else None,
         quantized.v_scale[:, :, 0] if n.shifts else None,
         kernel.cut if n.splits else None,
     )  # fmt: skip
-    terms, lse = empty(q, k, v, rows, TERMS)
-    for block in blocks_of(q, k, v, call.scale, options, rows):
-        found, lse[block.index] = _block_bound(block, shared)
-        for tag, term in found.items():
-            terms[tag][block.index] = term
-    return assemble(terms, lse)
+    return (q, k, v), shared
 
 
 @dataclass(frozen=True)
-class _Shared:
+class Shared:
     """What the bounds of all blocks of a call share.
 
     Parameters
@@ -258,7 +272,7 @@ def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     return q, k, v
 
 
-def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], Array]:
+def _block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], Array]:
     """R2 to R7 of one block of rows: the terms of O, and the bound of lse."""
     n, tiles, sigma, cut = shared.n, shared.tiles, shared.sigma, shared.cut
     xp = array_namespace(block.S)
@@ -283,11 +297,7 @@ def _block_bound(block: ScoreBlock, shared: _Shared) -> tuple[dict[str, Array], 
     elif n.by_tile:
         rho = values.code_rounding(P_plus, n, tiles, score.slack)
     elif n.p_type != "float32":
-        subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
-        # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
-        known = n.online and not n.headroom
-        relative = UNIT_ROUNDOFF[n.p_type] * (_mantissa_share(score) if known else 1.0)
-        rho = xp.maximum(relative * P_plus, xp.minimum(subnormal, P_plus))
+        rho = operand_rounding(P_plus, n, score, inverse_l)
     weighted = P_plus @ magnitude
     r5 = rho @ magnitude
 
@@ -381,6 +391,16 @@ def least_sum(score: Perturbed, lse: Array, Z_minus: Array) -> Array:
     return xp.maximum(by_sum, by_max) * xp.exp(-EX2_LOG_ERROR * score.rises) / REFERENCE
 
 
+def operand_rounding(P_plus: Array, n: Numerics, score: Perturbed, inverse_l: Array) -> Array:
+    """R5: bound what rounding P to 16 bits does to each probability [L34]."""
+    xp = array_namespace(P_plus)
+    subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
+    # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
+    known = n.online and not n.headroom
+    relative = UNIT_ROUNDOFF[n.p_type] * (_mantissa_share(score) if known else 1.0)
+    return xp.maximum(relative * P_plus, xp.minimum(subnormal, P_plus))
+
+
 def _mantissa_share(score: Perturbed) -> Array:
     """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known [L34].
 
@@ -406,7 +426,7 @@ def _lse_bound(
     lse: Array,
     delta: Array,
     score: Perturbed,
-    shared: _Shared,
+    shared: Shared,
 ) -> Array:
     """R7 of the log-sum-exp [L38]: fl(fl(M + log2 l) LN2), and what smoothing gives back [L17].
 

@@ -20,6 +20,7 @@ from cupyattn.arrays.kinds import Array, array_namespace, as_float64, check_valu
 from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
+from cupyattn.bounds.bound import Bound
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
@@ -32,6 +33,8 @@ from cupyattn.problem.row_preparation import EPS, PAIRS
 from cupyattn.problem.settings import Settings
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing.counterexamples import keep
+from cupyattn.testing.functionals import FunctionalRatio, sums_over_channels
+from cupyattn.testing.signed import SignedRatio, SignedRun, judge_signed
 from cupyattn.testing.watching import WATCHED
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.
@@ -75,6 +78,10 @@ class Report:
     relative_l2_given : float or None
         The same norm against exact attention of the caller's arrays: what quantising or preparing
         them cost is in it. It decides nothing. None where they were not given.
+    signed : SignedRatio or None
+        The largest error with signed values; None where they were not asked for.
+    sums : tuple of FunctionalRatio
+        The largest errors of sums over the channels of a row, where they were asked for.
     """
 
     variant: str
@@ -91,11 +98,14 @@ class Report:
     tightness: float
     quantisation: float | None
     relative_l2_given: float | None
+    signed: SignedRatio | None = None
+    sums: tuple[FunctionalRatio, ...] = ()
 
     @property
     def passed(self) -> bool:
         """Whether no ratio exceeds 1."""
-        ratios = (self.ratio, self.lse_ratio, self.quantisation)
+        ratios = [self.ratio, self.lse_ratio, self.quantisation]
+        ratios += [self.signed and self.signed.ratio, *(one.ratio for one in self.sums)]
         return all(ratio is None or ratio <= 1.0 for ratio in ratios)
 
     def __str__(self) -> str:
@@ -116,6 +126,9 @@ class Report:
             lines.append(f"  lse: error / bound = {self.lse_ratio:.3g} at {self.lse_index}")
         if self.quantisation is not None:
             lines.append(f"  quantisation (J3): difference / bound = {self.quantisation:.3g}")
+        if self.signed is not None:
+            lines.append(str(self.signed))
+        lines += [str(one) for one in self.sums if one.ratio > 1]
         return "\n".join(lines)
 
 
@@ -186,6 +199,9 @@ def judge(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
+    signed: SignedRun | None = None,
+    draws: int = 1,
+    sums: bool = False,
 ) -> Report:
     """Compare an output with exact attention, as a fraction of the derived bound.
 
@@ -218,6 +234,17 @@ def judge(
         Of that sample.
     exact : callable
         What computes exact attention: `cupyattn.reference.attention_exact`, or a cache before it.
+    signed : callable, optional
+        Runs the same call on other values: ``signed(v)``, or ``signed(quantized)``, returns O. The
+        values of each key then get a random sign, from `seed`. Errors of P cannot hide behind
+        those of other keys, so the bound is narrower. It is random: right outputs fail with a
+        probability of at most 1e-12 a judgement. For P in 16 or 32 bits.
+    draws : int
+        How many times signs are drawn.
+    sums : bool
+        Hold sums over the channels of a row to their bounds, too: along exact attention, the
+        softmax scale, a group of keys, one key. These bounds are certain, and show faults that
+        each element hides (docs/MATH_REFERENCE.md, "Sums over channels"). For P in 16 or 32 bits.
 
     Returns
     -------
@@ -228,8 +255,8 @@ def judge(
     TypeError
         If neither `variant` nor the `numerics` of another library say what made `o`.
     ValueError
-        If `o` or `lse` does not have the shape that the inputs ask for, or the rung has no such
-        `form`.
+        If `o` or `lse` does not have the shape that the inputs ask for, the rung has no such
+        `form`, or P or V are codes where `signed` is given.
 
     Examples
     --------
@@ -272,7 +299,10 @@ def judge(
         if form is None:
             form, settings = own.form, settings._replace(tiles=own.tiles)
     received = receive(settings, arrays, quantized=quantized, form=form)
-    return judge_kernel(received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact)
+    return judge_kernel(
+        received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact, signed=signed,
+        draws=draws, sums=sums,
+    )  # fmt: skip
 
 
 def _multiplied(received: Received) -> tuple[Any, Any, Any]:
@@ -325,6 +355,66 @@ def _quantisation(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Expectation:
+    """What `judge` holds the output of a kernel to.
+
+    Parameters
+    ----------
+    rows : 1-D integer array
+        Query rows that are judged.
+    o : (batch, heads, len(rows), head_dim) array
+        Exact attention of the operands that the kernel multiplies, float64.
+    lse : (batch, heads, len(rows)) array
+        Log-sum-exp of the same, with the score of the mean of K where smoothing took it off.
+    bound : Bound
+        What an output may differ by.
+    """
+
+    rows: Array
+    o: Array
+    lse: Array
+    bound: Bound
+
+
+def expectation(
+    received: Received,
+    *,
+    numerics: Numerics | None = None,
+    rows: Array | None = None,
+    seed: int = 0,
+    exact: Callable[..., Any] = attention_exact,
+) -> Expectation:
+    """Compute what outputs of a kernel are held to, once for many outputs of the same operands.
+
+    Parameters
+    ----------
+    received : Received
+    numerics, rows, seed, exact
+        As for `judge`.
+    """
+    kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
+    call = kernel.call
+    if rows is None:
+        small = math.prod(call.score_shape) <= SMALL_CELL
+        block_q = kernel.tiles.block_q
+        rows = np.arange(call.len_q) if small else sample_rows(call.len_q, block_q, seed)
+    rows = operand("rows", array_namespace(*multiplied).asarray(rows))
+    o, lse = exact(*multiplied, return_lse=True, **_scored(received, rows))
+    bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
+    if quantized is not None and quantized.k_mean is not None:
+        lse = lse + mean_score(multiplied[0], quantized, rows, call.scale)
+    return Expectation(rows, o, lse, bound)
+
+
+def _scored(received: Received, rows: Array) -> dict[str, Any]:
+    """Return the options of exact attention."""
+    call = received.kernel.call
+    # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
+    scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
+    return {"scale": scale, "rows": rows, **vars(received.scores)}
+
+
 def judge_kernel(
     received: Received,
     o: Array,
@@ -334,37 +424,28 @@ def judge_kernel(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
+    signed: SignedRun | None = None,
+    draws: int = 1,
+    sums: bool = False,
 ) -> Report:
     """Judge the output of a kernel, such as that of a prepared call.
 
     Parameters
     ----------
     received : Received
-    o, lse, numerics, rows, seed, exact
+    o, lse, numerics, rows, seed, exact, signed, draws, sums
         As for `judge`.
     """
     check_values("rows", rows)
     kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
-    call = kernel.call
-    xp = array_namespace(o, *multiplied)
     shape = tuple(multiplied[0].shape)
     if o.shape != shape:
         raise ValueError(f"o must have q's shape {shape}, got {o.shape}")
     if lse is not None and lse.shape != shape[:3]:
         raise ValueError(f"lse must have shape {shape[:3]}, got {lse.shape}")
-    if rows is None:
-        small = math.prod(call.score_shape) <= SMALL_CELL
-        block_q = kernel.tiles.block_q
-        rows = np.arange(call.len_q) if small else sample_rows(call.len_q, block_q, seed)
-    rows = operand("rows", xp.asarray(rows))
-    # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
-    scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
-    scored = {"scale": scale, "rows": rows, **vars(received.scores)}
-
-    expected, expected_lse = exact(*multiplied, return_lse=True, **scored)
-    bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
-    if quantized is not None and quantized.k_mean is not None:
-        expected_lse = expected_lse + mean_score(multiplied[0], quantized, rows, call.scale)
+    known = expectation(received, numerics=numerics, rows=rows, seed=seed, exact=exact)
+    rows, bound, expected, expected_lse = known.rows, known.bound, known.o, known.lse
+    scored = _scored(received, rows)
 
     value = as_float64(o[:, :, rows])
     total = bound.total
@@ -396,7 +477,14 @@ def judge_kernel(
         tightness=_tightness(total, size),
         quantisation=_quantisation(received, (expected, expected_lse), of_caller, scored),
         relative_l2_given=relative_l2_given,
-    )
+        signed=None if signed is None else judge_signed(
+            received, signed, rows, lambda other: exact(*_multiplied(other), **scored),
+            draws=draws, numerics=numerics, seed=seed,
+        ),
+        sums=() if not sums else sums_over_channels(
+            received, value - expected, bound, rows, numerics=numerics
+        ),
+    )  # fmt: skip
 
 
 @points_to_our_names

@@ -1,0 +1,173 @@
+"""What an output may differ by where every key's values have a random sign.
+
+Errors of P do not depend on V. With random signs before the values they are a Rademacher sum, which
+Hoeffding's inequality bounds. The proof is docs/MATH_REFERENCE.md, "Random signs".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cupyattn.arrays.groups import merge_heads
+from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.bounds.bound import Bound, empty, exact
+from cupyattn.bounds.kernel import (
+    FLUSHED_WEIGHT,
+    Shared,
+    bound_kernel,
+    least_sum,
+    operand_rounding,
+    taken_by,
+)
+from cupyattn.bounds.perturbation import softmax_perturbation
+from cupyattn.bounds.scores import REFERENCE, perturb
+from cupyattn.kernels.numerics import Numerics
+from cupyattn.problem.received import Received
+from cupyattn.reference.exact import ScoreBlock, blocks_of
+
+#: The probability that a judgement of right outputs fails by the draw of its signs.
+FAILURE = 1e-12
+
+
+def signed_bound(
+    received: Received,
+    *,
+    rows: Array,
+    elements: int,
+    failure: float = FAILURE,
+    numerics: Numerics | None = None,
+) -> Bound:
+    """Bound an output whose values had a random sign for each key, independent of all else.
+
+    Parameters
+    ----------
+    received : Received
+        With the signed values.
+    rows : 1-D integer array
+    elements : int
+        How many elements are judged in all, over all draws of signs.
+    failure : float
+        Probability that any of them leaves its bound though the kernel keeps its arithmetic.
+    numerics : Numerics, optional
+        As for `cupyattn.bounds.attention`.
+
+    Returns
+    -------
+    Bound
+        ``P`` is what errors of P do: the random sum, or R2 to R5 where those are less. ``R4`` is
+        what is flushed, and R6 and R7 are certain. lse is that of the certain bound.
+
+    Raises
+    ------
+    ValueError
+        For kernels whose P is codes.
+    """
+    (q, k, v), shared = taken_by(received, numerics)
+    if shared.n.by_tile:
+        raise ValueError(
+            f"signed values need P in 16 or 32 bits, and this form of "
+            f"{received.kernel.variant.name} rounds P to {shared.n.p_type}: leave signed out"
+        )
+    certain = bound_kernel(received, rows=rows, numerics=numerics)
+    factor = math.sqrt(2.0 * math.log(2.0 * max(elements, 1) / failure))
+    found, _ = empty(q, k, v, rows, ("P", "R4"))
+    for block in blocks_of(q, k, v, shared.sigma, received.scores, rows):
+        spread, flushed = _of_block(block, shared)
+        found["P"][block.index] = factor * spread
+        found["R4"][block.index] = flushed
+    xp = array_namespace(v)
+    random, flushed = (merge_heads(found[tag]) * REFERENCE for tag in ("P", "R4"))
+    by_scores = sum(certain.terms[tag] for tag in ("R2", "R3", "R4", "R5"))
+    better = random + flushed < by_scores
+    terms = {
+        "P": xp.where(better, random, by_scores),
+        "R4": xp.where(better, flushed, 0.0),
+        "R6": certain.terms["R6"],
+        "R7": certain.terms["R7"],
+    }
+    return Bound(terms, certain.lse)
+
+
+@dataclass(frozen=True)
+class WeightErrors:
+    """What the weights of a kernel may differ by from probabilities, (..., rows, keys).
+
+    Parameters
+    ----------
+    P : array
+        Probabilities.
+    of_scores : array
+        What perturbed scores do to each weight before they are normalised, over the least that the
+        sum of all may be; +inf in rows where that may be 0.
+    rounding : array
+        R5: what rounding P as an operand does.
+    inverse_l : (..., rows, 1) array
+        1 over the least that l may be.
+    """
+
+    P: Array
+    of_scores: Array
+    rounding: Array
+    inverse_l: Array
+
+    @property
+    def c(self) -> Array:
+        """Bounds of the differences of normalised weights."""
+        xp = array_namespace(self.P)
+        total = self.of_scores.sum(axis=-1, keepdims=True)
+        spread = xp.where(self.P > 0, self.P * total, 0.0)
+        return self.of_scores + spread + self.rounding
+
+
+def weight_errors(block: ScoreBlock, shared: Shared) -> WeightErrors:
+    """Bound the error of each weight of a row, for a kernel whose P is no codes."""
+    n = shared.n
+    P, lse, v, o, _ = exact(block)
+    xp = array_namespace(P)
+    score = perturb(block, n, shared.tiles, shared.sigma, shared.scaling, shared.cut)
+    _, P_plus, _, Z_minus = softmax_perturbation(P, score.d, v, o)
+    count = block.admitted.sum(axis=-1).astype(P.dtype)
+    inverse_l = (1.0 / least_sum(score, lse, Z_minus))[..., None]
+    delta = P * xp.expm1(xp.minimum(score.d, 300.0))
+    total = delta.sum(axis=-1, keepdims=True)
+    of_scores = xp.where(total < 1, delta / xp.where(total < 1, 1.0 - total, 1.0), xp.inf)
+    rounding = xp.zeros_like(P)
+    if n.p_type != "float32":
+        rounding = operand_rounding(P_plus, n, score, inverse_l)
+    return WeightErrors(P, of_scores, rounding, inverse_l)
+
+
+def _of_block(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:
+    """Return the root of the sum of squares of what weights do, and what is flushed."""
+    xp = array_namespace(block.S)
+    if block.S.shape[-1] == 0:
+        zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))
+        return zero, zero
+    errors = weight_errors(block, shared)
+    c = errors.c
+    v = xp.where(xp.isfinite(block.v), block.v, 0.0)
+    usable = xp.isfinite(c).all(axis=-1, keepdims=True)
+    c = xp.where(usable, c, 0.0)
+    spread = spread_of(c, v)
+    flushed = FLUSHED_WEIGHT * xp.abs(v).sum(axis=-2, keepdims=True) * errors.inverse_l
+    return xp.where(usable, spread, xp.inf), flushed + 0.0 * spread
+
+
+def spread_of(c: Array, v: Array) -> Array:
+    """Return the square root of the sum over keys of (c v)^2, without underflow of the squares.
+
+    Parameters
+    ----------
+    c : (..., rows, keys) array
+    v : (..., keys, head_dim) array
+
+    Returns
+    -------
+    (..., rows, head_dim) array
+    """
+    xp = array_namespace(c, v)
+    rows = c.max(axis=-1, keepdims=True)
+    columns = xp.abs(v).max(axis=-2, keepdims=True)
+    rows, columns = (xp.where(x > 0, x, 1.0) for x in (rows, columns))
+    return rows * columns * xp.sqrt((c / rows) ** 2 @ (v / columns) ** 2)

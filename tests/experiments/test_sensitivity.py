@@ -1,0 +1,122 @@
+"""Faults that are laid on outputs are what they say, and their record goes on and is shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.testing.verdict import expectation
+from experiments._harness import recording
+from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, rounded
+from experiments.accuracy import sensitivity
+
+QUICK = ["--forms", "fa", "--trials", "2"]
+
+
+def ground(name: str = "fa", number: int = 1) -> Any:
+    trial = sensitivity.Trial(sensitivity.FORMS[name], "mirror", number, 0)
+    arrays, codes = trial.operands()
+    o, lse = sensitivity.call(trial, arrays, codes)
+    kernel = sensitivity.received(trial, arrays, codes)
+    return expectation(kernel), sensitivity.ground_of(trial, kernel, o, lse)
+
+
+def test_there_are_thirty_kinds() -> None:
+    assert len(FAULTS) == 30 and set(CAUSAL_ALONE) <= set(FAULTS)
+
+
+@pytest.mark.parametrize("name", ["fa", "fa_tc Hopper, bfloat16", "u8 by tile", "FP8 Hopper"])
+def test_the_ground_is_what_the_kernel_is_held_to(name: str) -> None:
+    """Its own attention agrees with the judge's, and its output is a number of its type."""
+    known, here = ground(name)
+    assert np.allclose(here.exact, known.o, rtol=1e-12, atol=1e-14)
+    assert (rounded(here.o, here.dtype) == here.o).all()
+    assert max(sensitivity.leaves(known, here.o, here.lse)) <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_grows_with_its_size_and_a_large_one_is_seen(fault: str) -> None:
+    known, here = ground()
+
+    def laid(size: float) -> tuple[Any, Any]:
+        with np.errstate(invalid="ignore"):
+            o, lse = FAULTS[fault](here, size, np.random.default_rng(0))
+        return o, 0.0 if lse is None else lse
+
+    small, large = (sum(np.abs(x).sum() for x in laid(size)) for size in (1e-3, 1e-1))
+    assert 0 <= small < large
+    o, lse = laid(0.1)
+    assert max(sensitivity.leaves(known, here.stored(o), here.lse + lse)) > 1
+
+
+def test_stored_numbers_are_those_of_the_mirror() -> None:
+    x = np.random.default_rng(0).standard_normal(4096) * 10.0 ** np.arange(-4, 4).repeat(512)
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert (rounded(x, dtype) == ca.reference.rounding.round_to(x, dtype)).all()
+
+
+def test_a_run_goes_on_from_its_record(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    assert sensitivity.main([*QUICK, "--json", str(whole)]) == 0
+    assert sensitivity.main(["--forms", "fa", "--trials", "1", "--json", str(part)]) == 0
+    record = json.loads(part.read_text())
+    assert record["found"]["fa"]["trials"] == 1
+    part.write_text(json.dumps({**record, "trials": 2}))
+    assert sensitivity.main(["--resume", str(part)]) == 0
+    assert json.loads(part.read_text())["found"] == json.loads(whole.read_text())["found"]
+
+
+def test_a_false_alarm_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = sensitivity.call
+
+    def wrong(*args: Any) -> tuple[Any, Any]:
+        o, lse = right(*args)
+        return o * o.dtype.type(2), lse
+
+    monkeypatch.setattr(sensitivity, "call", wrong)
+    assert sensitivity.main(["--forms", "fa", "--trials", "1"]) == 1
+
+
+def test_faults_in_kernels_need_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sensitivity.main(["--planted"]) == 2
+    assert "give --backend interpret or cuda" in capsys.readouterr().err
+
+
+def test_patches_apply_and_name_forms() -> None:
+    for patch in sensitivity.planted():
+        assert set(patch.forms) <= set(sensitivity.FORMS)
+        before = sensitivity.compiler.KERNELS
+        with patch.plant(1e-3):
+            changed = [
+                (sensitivity.compiler.KERNELS / hunk.file).read_text() for hunk in patch.hunks
+            ]
+        assert all("1.000000000e-03f" in text for text in changed)
+        assert before == sensitivity.compiler.KERNELS
+
+
+@pytest.mark.slow
+def test_a_fault_in_a_kernel_is_seen() -> None:
+    patch = next(p for p in sensitivity.planted() if p.name == "l_too_large")
+    trial = sensitivity.Trial(sensitivity.FORMS["fa_tc"], "interpret", 0, 0)
+    arrays, codes = trial.operands()
+    known = expectation(sensitivity.received(trial, arrays, codes))
+    with patch.plant(0.1):
+        o, lse = sensitivity.call(trial, arrays, codes)
+    assert sensitivity.leaves(known, o.astype(np.float64), lse)[0] > 1
+
+
+def test_page_and_plot_are_those_of_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = sensitivity.DOCUMENT.read_text(encoding="utf-8")
+    assert sensitivity.page(recording.stored("sensitivity")) == committed
+    monkeypatch.setattr(sensitivity, "DOCUMENT", tmp_path / "page.md")
+    monkeypatch.setattr(sensitivity, "PLOT", tmp_path / "plot.svg")
+    assert sensitivity.main(["--stored", "--update-docs"]) == 0
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == committed
+    assert "<svg" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
