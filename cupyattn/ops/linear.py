@@ -97,8 +97,8 @@ class Int8Linear:
         codes, scales, bias, outlier_weight = taken(
             codes=codes, scales=scales, bias=bias, outlier_weight=outlier_weight
         )
-        settings = activation, outlier_columns, block_size, arch, backend
-        columns = check_layer(codes, scales, bias, outlier_weight, *settings)
+        settings = LayerSettings(activation, outlier_columns, block_size, arch, backend)
+        columns = check_layer(LayerArrays(codes, scales, bias, outlier_weight), settings)
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
         self.strategy = strategy_of_weight(codes.shape, scales.shape)
         self.arch, self.backend = arch, backend
@@ -366,31 +366,35 @@ def check_given(made_by: str, codes: Any, scales: Any) -> None:
             )
 
 
-def check_layer(
-    codes: Any,
-    scales: Any,
-    bias: Any,
-    outlier_weight: Any,
-    activation: str | None,
-    outlier_columns: Sequence[int],
-    block_size: int,
-    arch: str | None,
-    backend: str | None,
-) -> npt.NDArray[np.int32]:
-    """Raise unless the arguments of a layer fit together, and return its outlier columns.
+class LayerArrays(NamedTuple):
+    """Arrays of a layer, or anything with their shapes and types: arguments of `Int8Linear`."""
 
-    Parameters
-    ----------
-    codes, scales, bias, outlier_weight : array or None
-        Anything with a shape and a dtype of NumPy's.
-    activation, outlier_columns, block_size, arch, backend
-        As for `Int8Linear`.
+    codes: Any
+    scales: Any
+    bias: Any
+    outlier_weight: Any
+
+
+class LayerSettings(NamedTuple):
+    """The other arguments of `Int8Linear`."""
+
+    activation: str | None
+    outlier_columns: Sequence[int]
+    block_size: int
+    arch: str | None
+    backend: str | None
+
+
+def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.int32]:
+    """Raise unless the arguments of a layer fit together, and return its outlier columns.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError
         As for `Int8Linear`.
     """
+    codes, scales, bias, outlier_weight = arrays
+    activation, outlier_columns, block_size, arch, backend = settings
     if block_size != BLOCK_SIZE:
         raise UnsupportedError(
             f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise the "

@@ -108,8 +108,9 @@ class Int8Linear:
         bias = None if bias is None else as_array("bias", bias)
         if outlier_weight is not None:
             outlier_weight = as_array("outlier_weight", outlier_weight)
-        settings = activation, outlier_columns, block_size, arch, backend
-        columns = linear.check_layer(codes, scales, bias, outlier_weight, *settings)
+        arrays = linear.LayerArrays(codes, scales, bias, outlier_weight)
+        settings = linear.LayerSettings(activation, outlier_columns, block_size, arch, backend)
+        columns = linear.check_layer(arrays, settings)
         self.codes, self.scales, self.bias = codes, scales, bias
         self.outlier_weight = self.places = None
         if outlier_weight is not None:  # as wide as the product reads it

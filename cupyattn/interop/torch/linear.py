@@ -15,7 +15,7 @@ from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
-from cupyattn.ops.linear import check_given, check_layer
+from cupyattn.ops.linear import LayerArrays, LayerSettings, check_given, check_layer
 from cupyattn.ops.weights import weight_quant
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
@@ -161,11 +161,12 @@ class Int8Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_given("from_linear(linear) makes them of a torch.nn.Linear", codes, scales)
-        columns = check_layer(
+        arrays = LayerArrays(
             _form("codes", codes), _form("scales", scales), _form("bias", bias),
-            _form("outlier_weight", outlier_weight), activation, outlier_columns, block_size, arch,
-            backend,
+            _form("outlier_weight", outlier_weight),
         )  # fmt: skip
+        settings = LayerSettings(activation, outlier_columns, block_size, arch, backend)
+        columns = check_layer(arrays, settings)
         if columns.size:
             raise UnsupportedError(
                 f"outlier_columns are not supported in a module, got {columns.tolist()}: leave "
