@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
 from cupyattn.bounds import values
 from cupyattn.bounds.perturbation import gamma
-from cupyattn.bounds.scores import EX2_LOG_ERROR, FAR_BELOW, LN2, LOG2E, REFERENCE, U64, Perturbed, U
+from cupyattn.bounds.scores import (
+    EX2_LOG_ERROR,
+    FAR_BELOW,
+    LN2,
+    LOG2E,
+    REFERENCE,
+    U64,
+    Perturbed,
+    U,
+    running_max,
+)
 from cupyattn.kernels.numerics import EX2_FLUSH, FP8_ROUNDOFF, LANES, P_CODE_ONE, Numerics, Shifts
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.reference.exact import ScoreBlock
@@ -89,7 +98,11 @@ def predict(
     """
     xp = array_namespace(block.S)
     cut = _Cut(block, score, tiles.block_kv)
-    weights = _shifted(cut, score, n, common) if n.shifts else _by_tile(cut, score, n)
+    weights = (
+        _shifted(cut, score, n.shifts, common, n.pieces > 1)
+        if n.shifts
+        else _by_tile(cut, score, n)
+    )
     v = xp.where(xp.isfinite(block.v), block.v, 0.0)
     magnitude = xp.abs(v)
     e = xp.expm1(weights.unit_error)
@@ -168,7 +181,7 @@ class _Cut:
         self.keys, self.block_kv = block.S.shape[-1], block_kv
         self.steps = -(-self.keys // block_kv)
         self.top = score.top[..., None, None]
-        near = block.admitted & (block.S > score.top[..., None] - FAR_BELOW)
+        near = block.admitted & (score.top[..., None] - FAR_BELOW < block.S)
         self.S = self.tiled(xp.where(near, block.S, NEG_INF), NEG_INF)
         known = self.tiled(score.r2 + score.r3, 0.0)
         #: Largest score of a step, -inf without keys; and what R2 and R3 may do to it.
@@ -223,7 +236,9 @@ class _Cut:
         reached = by_step(self.products(middle, v, FP8_PRODUCTS)).cumsum(axis=-3)
         in_doubt = self.products(radius, xp.abs(v), FP8_PRODUCTS)
         reached = xp.abs(reached) + by_step(in_doubt).cumsum(axis=-3)
-        before = xp.concatenate([xp.zeros_like(reached[..., :1, :, :]), reached[..., :-1, :, :]], -3)
+        before = xp.concatenate(
+            [xp.zeros_like(reached[..., :1, :, :]), reached[..., :-1, :, :]], -3
+        )
         lost = FP8_PRODUCTS * xp.maximum(by_step(product), before) + reached
         growth = (1 + (FP8_PRODUCTS + 2) * FP8_ROUNDOFF) ** each
         return FP8_ROUNDOFF * growth * (factor * lost.sum(axis=-3)).sum(axis=-3)
@@ -265,11 +280,10 @@ def _by_tile(cut: _Cut, score: Perturbed, n: Numerics) -> _Weights:
     return _Weights(least, most, unit_error, 0.0 * score.top)
 
 
-def _shifted(cut: _Cut, score: Perturbed, n: Numerics, common: float) -> _Weights:
+def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: bool) -> _Weights:
     """Predict codes in units of 2^M, M a whole number that is one of two, or in between."""
-    xp, by = cut.xp, n.shifts
-    assert by is not None
-    low, high = _exponents(cut, by, common, n.pieces > 1)
+    xp = cut.xp
+    low, high = _exponents(cut, by, common, pieces)
     top = cut.top[..., 0] * LOG2E
     doubt = cut.tiled(score.d, 0.0) + score.shift[..., None, None]
     y = cut.S * LOG2E
@@ -278,8 +292,8 @@ def _shifted(cut: _Cut, score: Perturbed, n: Numerics, common: float) -> _Weight
         unit = xp.exp2(M - top)[..., None]
         w = xp.exp2(y - M[..., None])
         return (
-            unit * rounded(w * xp.exp(-doubt), n.p_type),
-            unit * rounded(w * xp.exp(doubt), n.p_type),
+            unit * rounded(w * xp.exp(-doubt), "u8"),
+            unit * rounded(w * xp.exp(doubt), "u8"),
         )
 
     least, most = ends(low)
@@ -312,10 +326,7 @@ def _exponents(cut: _Cut, by: Shifts, common: float, pieces: bool) -> tuple[Arra
     ends = []
     for end in (-off, off):
         a = xp.where(cut.has_keys, xp.floor(y + end) + (1 - by.code_bits), -(2.0**127))
-        highest = a.copy()
-        for step in range(1, a.shape[-1]):
-            highest[..., step] = xp.maximum(highest[..., step - 1], a[..., step])
-        ends.append((a, xp.maximum(a, highest - by.lower_bits)))
+        ends.append((a, xp.maximum(a, running_max(a) - by.lower_bits)))
     (least, followed), (_, high) = ends
     low = least if pieces else followed
     if by.guards(cut.keys):
@@ -326,4 +337,3 @@ def _exponents(cut: _Cut, by: Shifts, common: float, pieces: bool) -> tuple[Arra
             reached = xp.log2(2.01 * before) + cut.top[..., 0] * LOG2E
         high = xp.maximum(high, xp.floor(reached) + 3 - by.sum_bits)
     return low, high
-

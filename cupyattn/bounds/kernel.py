@@ -232,9 +232,7 @@ def _may_cut(kernel: Kernel) -> bool:
     return share_out(1, steps, MOST_PIECES + 1, tiles.block_kv).cut > 0
 
 
-def _operands(
-    received: Received, numerics: Numerics | None
-) -> tuple[Array, Array, Array, _Shared]:
+def _operands(received: Received, numerics: Numerics | None) -> tuple[Array, Array, Array, _Shared]:
     """Return q, k and v as the kernel multiplies them, and what the bounds of all blocks share."""
     kernel, options, quantized = received.kernel, received.scores, received.quantized
     call = kernel.call

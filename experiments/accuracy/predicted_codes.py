@@ -6,7 +6,7 @@ Varies       form and type of P; length 256, 1,024 and 4,096; head_dim 64 and 12
 Holds fixed  the seed; operands from `quantize`; tiles and form from the call's own plan
 Measures     |O - prediction| / bound; codes in doubt; rows left to the other bound; the bound over
              the other one; how far another tile size predicts wrongly
-Run          python -m experiments.accuracy.predicted_codes          # a device; a million rows a form
+Run          python -m experiments.accuracy.predicted_codes     # a device; a million rows a form
              python -m experiments.accuracy.predicted_codes --backend mirror [--rows N]
              python -m experiments.accuracy.predicted_codes --backend interpret
 
@@ -53,11 +53,11 @@ DISTRIBUTIONS = ("normal", "tripled", "outlier", "sink")
 HEAD_DIMS = (64, 128)
 #: Whether a call is causal, and the type of its output: float32 stores round nothing.
 KINDS = ((False, "float32"), (True, "float16"))
-#: Rows of a form and lengths, by backend.
-SIZES = {
-    "cuda": (1_000_000, (256, 1024, 4096)),
-    "mirror": (20_000, (256, 1024)),
-    "interpret": (1_500, (96,)),
+#: Rows of a form, lengths, head sizes and distributions, by backend.
+SIZES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], tuple[str, ...]]] = {
+    "cuda": (1_000_000, (256, 1024, 4096), HEAD_DIMS, DISTRIBUTIONS),
+    "mirror": (20_000, (256, 1024), HEAD_DIMS, DISTRIBUTIONS),
+    "interpret": (800, (200,), HEAD_DIMS[:1], DISTRIBUTIONS[:2]),
 }
 #: Rows of every head whose bound is compared with the other one.
 COMPARED = 2
@@ -101,10 +101,10 @@ class Tally:
         }
 
 
-def cells(form: str, lengths: Sequence[int]) -> Iterator[Cell]:
+def cells(form: str, args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the calls of a form."""
     for length, head_dim, distribution, (causal, dtype) in itertools.product(
-        lengths, HEAD_DIMS, DISTRIBUTIONS, KINDS
+        args.lengths, args.head_dims, args.distributions, KINDS
     ):
         yield Cell(form, length, head_dim, distribution, causal, dtype)
 
@@ -191,9 +191,9 @@ def compile_all(args: argparse.Namespace) -> None:
         ca.plan(quantized, causal=cell.causal, arch=arch)
 
     wanted = [
-        replace(cell, distribution="normal")
+        replace(cell, distribution="normal", length=256)
         for form in args.forms
-        for cell in cells(form, args.lengths[:1])
+        for cell in cells(form, args)
     ]
     with ThreadPoolExecutor(args.threads) as pool:
         list(pool.map(prepare, dict.fromkeys(wanted)))
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
         compile_all(args)
     compiled = time.perf_counter() - began
     inputs = Inputs(args)
-    every = [list(cells(form, args.lengths)) for form in args.forms]
+    every = [list(cells(form, args)) for form in args.forms]
     each = -(-args.rows // len(every[0]))
     tallies = {form: Tally() for form in args.forms}
     over_old: dict[str, list[float]] = {form: [] for form in args.forms}
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     output.print_table(header, [
         [
-            row["form"], f"{row['rows']:,}", f"{row['largest_ratio']:.4f}",
+            row["form"], f"{row['rows']:,}", f"{row['largest_ratio']:.7f}",
             f"{row['codes_in_doubt']:.1e}", f"{row['rows_left']:.1e}",
             f"{row['bound_over_old']:.1e}", f"{row['wrong_tile_ratio']:.3g}",
         ]
@@ -238,8 +238,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{row['form']}: {row['worst']}")
     print(f"{seconds:.0f} s, of which {compiled:.0f} s compiled")
     content = {
-        "lengths": list(args.lengths), "head_dims": list(HEAD_DIMS),
-        "distributions": list(DISTRIBUTIONS), "seconds": seconds, "forms": rows,
+        "lengths": list(args.lengths), "head_dims": list(args.head_dims),
+        "distributions": list(args.distributions), "seconds": seconds, "forms": rows,
     }  # fmt: skip
     recording.keep(args, "predicted_codes", args.backend, content)
     right = all(row["largest_ratio"] <= 1 < row["wrong_tile_ratio"] for row in rows)
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick and args.backend == "cuda":
         args.backend = "mirror"
     args.quick = args.backend != "cuda"
-    rows, lengths = SIZES[args.backend]
+    rows, lengths, args.head_dims, args.distributions = SIZES[args.backend]
     args.rows, args.lengths = args.rows or rows, tuple(args.lengths or lengths)
     return recording.main(run, args)
 
