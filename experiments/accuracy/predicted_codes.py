@@ -84,6 +84,7 @@ class Tally:
     codes: int = 0
     in_doubt: int = 0
     largest_ratio: float = 0.0
+    largest_in_float32: float = 0.0
     worst: str = ""
     wrong_tile: float = 0.0
 
@@ -93,6 +94,7 @@ class Tally:
             "form": form,
             "rows": self.rows,
             "largest_ratio": self.largest_ratio,
+            "largest_ratio_in_float32": self.largest_in_float32,
             "worst": self.worst,
             "codes_in_doubt": self.in_doubt / max(1, self.codes),
             "rows_left": self.left / max(1, self.rows),
@@ -163,6 +165,8 @@ def run_cell(
     largest = float(ratio.max())
     if largest > tally.largest_ratio:
         tally.largest_ratio, tally.worst = largest, str(vars(cell))
+    if cell.dtype == "float32":
+        tally.largest_in_float32 = max(tally.largest_in_float32, largest)
     tally.rows += ratio.size
     tally.left += int((~xp.isfinite(found.bound)).any(axis=-1).sum())
     tally.codes += ratio.size * cell.length // (2 if cell.causal else 1)
@@ -221,12 +225,13 @@ def run(args: argparse.Namespace) -> int:
             advance(cell.form)
     rows = [tallies[form].row(form, over_old[form]) for form in args.forms]
     header = [
-        "", "rows", "largest |O - predicted| / bound", "codes in doubt", "rows left",
+        "", "rows", "largest |O - predicted| / bound", "in float32", "codes in doubt", "rows left",
         "bound / old bound", "with another tile",
     ]  # fmt: skip
     output.print_table(header, [
         [
             row["form"], f"{row['rows']:,}", f"{row['largest_ratio']:.7f}",
+            f"{row['largest_ratio_in_float32']:.4f}",
             f"{row['codes_in_doubt']:.1e}", f"{row['rows_left']:.1e}",
             f"{row['bound_over_old']:.1e}", f"{row['wrong_tile_ratio']:.3g}",
         ]
