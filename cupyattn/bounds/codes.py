@@ -136,16 +136,17 @@ def predict(
         moved = xp.expm1(cut.tiled(score.d, 0.0)) * xp.exp(cut.S - cut.top)
         lost = moved.sum(axis=(-2, -1)) / total
     if n.shifts:
-        unit = (weights.dropped / total)[..., None] * v_scale
-        o, off = o - 0.5 * unit, off + 0.5 * unit
         if n.shifts.l_bits is not None:
             of_l = LANES * 2.0**-n.shifts.l_bits * weights.dropped / total
             off, lost = off + of_l[..., None] * xp.abs(o), lost + of_l
         theta_o = gamma(further, U) * xp.ones_like(theta_l)
         if n.pieces > 1:  # a factor for each piece, wherever it ends
             factor = math.expm1(EX2_LOG_ERROR * REFERENCE)
-            off = off + factor * (cut.flat(middle) @ magnitude + doubt + xp.abs(o))
-            lost = lost + factor
+            of_all = cut.flat(middle) @ magnitude + doubt
+            off = off + factor * (of_all + (1 + doubts)[..., None] * xp.abs(o))
+            lost = lost + factor * (1 + doubts)
+        half = 0.5 * (weights.dropped / total)[..., None] * v_scale
+        o, off = o - half, off + half * (1 + lost)[..., None]
     else:
         theta_o = gamma(xp.minimum(count, steps) + 2 + score.rises, U)
     of_sums = ((1 + by_step) * xp.abs(of_tiles)).sum(axis=-3) + doubt
@@ -182,6 +183,7 @@ class _Cut:
         self.steps = -(-self.keys // block_kv)
         self.top = score.top[..., None, None]
         near = block.admitted & (score.top[..., None] - FAR_BELOW < block.S)
+        self.attended = self.tiled(block.admitted, False).any(axis=-1)
         self.S = self.tiled(xp.where(near, block.S, NEG_INF), NEG_INF)
         known = self.tiled(score.r2 + score.r3, 0.0)
         #: Largest score of a step, -inf without keys; and what R2 and R3 may do to it.
@@ -239,8 +241,8 @@ class _Cut:
         before = xp.concatenate(
             [xp.zeros_like(reached[..., :1, :, :]), reached[..., :-1, :, :]], -3
         )
-        lost = FP8_PRODUCTS * xp.maximum(by_step(product), before) + reached
-        growth = (1 + (FP8_PRODUCTS + 2) * FP8_ROUNDOFF) ** each
+        lost = (FP8_PRODUCTS + 1) * xp.maximum(by_step(product), before) + reached
+        growth = (1 + (FP8_PRODUCTS + 3) * FP8_ROUNDOFF) ** (each + 1)
         return FP8_ROUNDOFF * growth * (factor * lost.sum(axis=-3)).sum(axis=-3)
 
 
@@ -283,9 +285,9 @@ def _by_tile(cut: _Cut, score: Perturbed, n: Numerics) -> _Weights:
 def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: bool) -> _Weights:
     """Predict codes in units of 2^M, M a whole number that is one of two, or in between."""
     xp = cut.xp
-    low, high = _exponents(cut, by, common, pieces)
     top = cut.top[..., 0] * LOG2E
     doubt = cut.tiled(score.d, 0.0) + score.shift[..., None, None]
+    low, high = _exponents(cut, by, common, doubt.max(axis=(-2, -1)), pieces)
     y = cut.S * LOG2E
 
     def ends(M: Array) -> tuple[Array, Array]:
@@ -307,17 +309,21 @@ def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: boo
         many = (apart > 1)[..., None]
         unit, W = xp.exp2(high - top)[..., None], xp.exp(cut.S - cut.top)
         least = xp.where(many, xp.maximum(W * xp.exp(-doubt) - unit, 0.0), least)
-        most = xp.where(many, xp.minimum(W * xp.exp(doubt) + 0.5 * unit, 2.001 * W), most)
-    begun = cut.has_keys.cumsum(axis=-1) > 0  # before that O is 0
-    rises = (high[..., 1:] > low[..., :-1]) & begun[..., :-1] & cut.has_keys[..., 1:]
+        most = xp.where(many, W * xp.exp(doubt) + xp.minimum(0.5 * unit, W * xp.exp(doubt)), most)
+    # NOTE: keys far below count here: of a negative O a floor leaves -1, whatever it was.
+    begun = cut.attended.cumsum(axis=-1) > 0  # before that O is 0
+    rises = (high[..., 1:] > low[..., :-1]) & begun[..., :-1]
     units = xp.where(rises, xp.exp2(high[..., 1:] - top), 0.0)
     return _Weights(least, most, 0.0 * cut.m_finite, units.sum(axis=-1))
 
 
-def _exponents(cut: _Cut, by: Shifts, common: float, pieces: bool) -> tuple[Array, Array]:
+def _exponents(
+    cut: _Cut, by: Shifts, common: float, doubt: Array, pieces: bool
+) -> tuple[Array, Array]:
     """Return the least and the largest M of each step: (..., rows, steps).
 
-    A step without keys keeps M no higher than it was.
+    `doubt` (..., rows) bounds what the logarithm of any weight may be off by. In pieces the
+    recurrence begins at any step.
     """
     xp = cut.xp
     y = cut.m_finite * LOG2E
@@ -333,7 +339,8 @@ def _exponents(cut: _Cut, by: Shifts, common: float, pieces: bool) -> tuple[Arra
         # l is a sum of codes, none of which is more than twice its weight.
         sums = xp.exp(cut.S - cut.top).sum(axis=-1).cumsum(axis=-1)
         before = xp.concatenate([xp.zeros_like(sums[..., :1]), sums[..., :-1]], axis=-1)
-        with np.errstate(divide="ignore"):
-            reached = xp.log2(2.01 * before) + cut.top[..., 0] * LOG2E
+        reached = xp.log2(xp.where(before > 0, 2.0 * before, 1.0))
+        reached = reached + (cut.top[..., 0] + doubt[..., None]) * LOG2E
+        reached = xp.where(before > 0, reached + 2.0**-30 * xp.abs(reached), -(2.0**127))
         high = xp.maximum(high, xp.floor(reached) + 3 - by.sum_bits)
     return low, high
