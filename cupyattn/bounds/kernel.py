@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.groups import merge_heads
 from cupyattn.arrays.interchange import as_it_is, operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, check_values
-from cupyattn.bounds import values
+from cupyattn.bounds import codes, values
 from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.foreign import bound_foreign
 from cupyattn.bounds.perturbation import (
@@ -48,14 +49,17 @@ from cupyattn.bounds.scores import (
 from cupyattn.kernels.numerics import (
     EX2_FLUSH,
     HALF_SUBNORMAL,
+    MOST_PIECES,
     UNIT_ROUNDOFF,
     Numerics,
     check_features,
 )
 from cupyattn.kernels.splits import Splits
+from cupyattn.kernels.tile_pieces import share_out
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.form import Kernel
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.scoring import check_smoothing
@@ -186,6 +190,48 @@ def bound_kernel(
         for tag, term in found.items():
             terms[tag][block.index] = term
     return assemble(terms, lse)
+
+
+def predict_kernel(received: Received, *, rows: Array | None = None) -> codes.Prediction:
+    """Predict the codes of P, and with them the output, of a kernel that has codes of P.
+
+    Parameters
+    ----------
+    received : Received
+        With the tiles of the call.
+    rows
+        As for `attention`.
+
+    Returns
+    -------
+    Prediction
+        Of shapes (batch, heads, len(rows), head_dim) and (batch, heads, len(rows)).
+    """
+    (q, k, v), shared = taken_by(received)
+    n, tiles = shared.n, shared.tiles
+    if not n.by_tile:
+        raise ValueError(f"codes of P are predicted, and P of this kernel is {n.p_type}")
+    if not _may_cut(received.kernel):
+        n = replace(n, pieces=0)
+    found, in_doubt = empty(q, k, v, rows, ("o", "bound"))
+    for block in blocks_of(q, k, v, shared.sigma, received.scores, rows):
+        if not block.S.shape[-1]:
+            continue
+        score = perturb(block, n, tiles, shared.sigma, shared.scaling)
+        mean, v_scale = of_block(shared.v_mean, block), of_block(shared.v_scale, block)
+        one = codes.predict(block, score, n, tiles, shared.scaling.common, mean, v_scale)
+        found["o"][block.index], found["bound"][block.index] = one.o, one.bound
+        in_doubt[block.index] = one.in_doubt
+    return codes.Prediction(*map(merge_heads, (found["o"], found["bound"], in_doubt)))
+
+
+def _may_cut(kernel: Kernel) -> bool:
+    """Whether the lengths of a call let its tiles be cut into pieces along the keys."""
+    call, tiles = kernel.launched, kernel.tiles
+    if not kernel.row.pieces or call.window or (call.causal and not call.stack):
+        return False
+    steps = -(-call.len_kv // tiles.block_kv)
+    return share_out(1, steps, MOST_PIECES + 1, tiles.block_kv).cut > 0
 
 
 def taken_by(

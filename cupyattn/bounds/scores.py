@@ -318,14 +318,6 @@ def count_rises(
         x = xp.pad(xp.where(admitted, x, NEG_INF), pad, constant_values=NEG_INF)
         return x.reshape(*x.shape[:-1], steps, step).max(axis=-1)
 
-    def running_max(x: Array) -> Array:
-        shift = 1
-        while shift < steps:  # by doubling
-            after = xp.maximum(x[..., shift:], x[..., :-shift])
-            x = xp.concatenate([x[..., :shift], after], axis=-1)
-            shift *= 2
-        return x
-
     def by_key(x: Array) -> Array:
         return x.repeat(step, axis=-1)[..., :len_kv]
 
@@ -339,6 +331,17 @@ def count_rises(
         drift = xp.maximum(running_max(above) - running, running - least)
     drift = xp.where(running > NEG_INF, drift, 0.0)
     return by_key(rises[..., None] - until), rises, by_key(running), by_key(drift)
+
+
+def running_max(x: Array) -> Array:
+    """Return the largest so far, along the last axis."""
+    xp = array_namespace(x)
+    shift = 1
+    while shift < x.shape[-1]:  # by doubling
+        after = xp.maximum(x[..., shift:], x[..., :-shift])
+        x = xp.concatenate([x[..., :shift], after], axis=-1)
+        shift *= 2
+    return x
 
 
 def count_rises_of_slices(

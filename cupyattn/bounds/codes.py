@@ -1,0 +1,346 @@
+"""A certain bound for outputs whose P is codes: the codes are predicted, and few are in doubt.
+
+The score of every key is known up to d_j, rounding is monotone, so a code lies between the
+roundings of the two ends of its weight's interval. Only codes whose ends differ are charged.
+Proofs are in docs/MATH_REFERENCE.md, "Predicted codes".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
+from cupyattn.bounds import values
+from cupyattn.bounds.perturbation import gamma
+from cupyattn.bounds.scores import (
+    EX2_LOG_ERROR,
+    FAR_BELOW,
+    LN2,
+    LOG2E,
+    REFERENCE,
+    U64,
+    Perturbed,
+    U,
+    running_max,
+)
+from cupyattn.kernels.numerics import EX2_FLUSH, FP8_ROUNDOFF, LANES, P_CODE_ONE, Numerics, Shifts
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.reference.exact import ScoreBlock
+
+#: Products that one instruction over 8-bit floats adds to its accumulator.
+FP8_PRODUCTS = 32
+#: Rows whose denominators may lose more than this share are left to the other bound.
+LARGEST_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a kernel with codes of P returns, and how far from it a right output may be.
+
+    Parameters
+    ----------
+    o : (..., rows, head_dim) array
+        The output that predicted codes give, the mean of V included.
+    bound : (..., rows, head_dim) array
+        Of |kernel - o|; +inf in rows that are left to the other bound.
+    in_doubt : (..., rows) array
+        Codes whose two ends differ.
+    """
+
+    o: Array
+    bound: Array
+    in_doubt: Array
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Weights as their codes have them, relative to e^top: between least and most.
+
+    least, most: (..., rows, steps, keys of a step); unit_error: (..., rows, steps), natural units,
+    what the factor of a step may be off by; dropped: (..., rows), units of O that shifts may drop.
+    """
+
+    least: Array
+    most: Array
+    unit_error: Array
+    dropped: Array
+
+
+def predict(
+    block: ScoreBlock,
+    score: Perturbed,
+    n: Numerics,
+    tiles: Tiles,
+    common: float,
+    mean: Array | None,
+    v_scale: Array | None,
+) -> Prediction:
+    """Predict the output of a kernel with codes of P.
+
+    Parameters
+    ----------
+    block : ScoreBlock
+        With the values that the kernel sums, without their mean.
+    score : Perturbed
+        Of the block.
+    n : Numerics
+    tiles : Tiles
+        Those of the call: another ``block_kv`` predicts other codes.
+    common : float
+        `Scaling.common`.
+    mean : (..., 1, head_dim) array or None
+        Of V, as the kernel adds it.
+    v_scale : (..., 1, head_dim) array or None
+        Of the channels of V, where there are `Shifts`.
+    """
+    xp = array_namespace(block.S)
+    cut = _Cut(block, score, tiles.block_kv)
+    weights = (
+        _shifted(cut, score, n.shifts, common, n.pieces > 1)
+        if n.shifts
+        else _by_tile(cut, score, n)
+    )
+    v = xp.where(xp.isfinite(block.v), block.v, 0.0)
+    magnitude = xp.abs(v)
+    e = xp.expm1(weights.unit_error)
+    middle, radius = (weights.least + weights.most) / 2, (weights.most - weights.least) / 2
+    in_doubt = (radius > 0).sum(axis=(-2, -1))
+    radius = radius * (1 + e)[..., None]
+    if n.sums_operand:
+        total = middle.sum(axis=(-2, -1))
+    else:
+        total = xp.exp(cut.S - cut.top).sum(axis=(-2, -1))
+    total = xp.where(total > 0, total, 1.0)
+    middle, radius = middle / total[..., None, None], radius / total[..., None, None]
+
+    of_tiles = cut.products(middle, v)  # (..., steps, rows, head_dim)
+    o = of_tiles.sum(axis=-3)
+    doubt = cut.flat(radius) @ magnitude
+    doubts = radius.sum(axis=(-2, -1))
+    by_step = xp.swapaxes(e, -1, -2)[..., None]  # (..., steps, rows, 1)
+    count = block.admitted.sum(axis=-1).astype(np.float64)
+    steps = middle.shape[-2]
+    further = max(0, n.pieces - 1)
+    theta_l = gamma(xp.minimum(count, steps) + score.rises + further + LANES, U)
+    if n.sums_operand:
+        share = xp.swapaxes(middle.sum(axis=-1), -1, -2)[..., None]
+        off = (by_step * xp.abs(of_tiles - share * o[..., None, :, :])).sum(axis=-3)
+        off = off + doubt + doubts[..., None] * xp.abs(o)
+        lost = (by_step * share).sum(axis=(-3, -1)) + doubts
+    else:
+        theta_l = gamma(count + score.rises + 2, U)
+        off = (by_step * xp.abs(of_tiles)).sum(axis=-3) + doubt
+        moved = xp.expm1(cut.tiled(score.d, 0.0)) * xp.exp(cut.S - cut.top)
+        lost = moved.sum(axis=(-2, -1)) / total
+    if n.shifts:
+        if n.shifts.l_bits is not None:
+            of_l = LANES * 2.0**-n.shifts.l_bits * weights.dropped / total
+            off, lost = off + of_l[..., None] * xp.abs(o), lost + of_l
+        theta_o = gamma(further, U) * xp.ones_like(theta_l)
+        if n.pieces > 1:  # a factor for each piece, wherever it ends
+            factor = math.expm1(EX2_LOG_ERROR * REFERENCE)
+            of_all = cut.flat(middle) @ magnitude + doubt
+            off = off + factor * (of_all + (1 + doubts)[..., None] * xp.abs(o))
+            lost = lost + factor * (1 + doubts)
+        half = 0.5 * (weights.dropped / total)[..., None] * v_scale
+        o, off = o - half, off + half * (1 + lost)[..., None]
+    else:
+        theta_o = gamma(xp.minimum(count, steps) + 2 + score.rises, U)
+    of_sums = ((1 + by_step) * xp.abs(of_tiles)).sum(axis=-3) + doubt
+    off = off + theta_o[..., None] * of_sums
+    if n.values == "fp8":
+        off = off + cut.truncated(middle, radius, v, 1 + by_step)
+    usable = score.usable & (lost <= LARGEST_SHARE) & xp.isfinite(cut.top[..., 0, 0])
+    lost = xp.where(usable, lost, 0.0)
+    off = off / (1 - lost)[..., None]
+    if not n.sums_operand:
+        off = off + (lost / (1 - lost))[..., None] * xp.abs(o)
+    off = off + (theta_l / (1 - theta_l))[..., None] * (xp.abs(o) + off)
+    keys = block.S.shape[-1]
+    largest = magnitude.max(axis=-2, keepdims=True)
+    off = off + (2.0**12 * EX2_FLUSH + 2.0**-140 + (keys + 16) * U64) * keys * largest
+
+    size = xp.abs(o) + off
+    cost, stored = values.with_mean(size, mean, n.pieces)
+    o = o if mean is None else o + mean
+    at_store, fits = values.store(o, stored, n)
+    spoilt = ~xp.isfinite(block.v).all(axis=-2, keepdims=True)
+    known = usable[..., None] & fits & ~spoilt
+    bound = xp.where(known, (off + cost + at_store) * REFERENCE, xp.inf)
+    attends = (count > 0)[..., None]
+    return Prediction(xp.where(attends, o, 0.0), xp.where(attends, bound, 0.0), in_doubt)
+
+
+class _Cut:
+    """Scores of a block, cut into steps of `block_kv` keys: (..., rows, steps, keys of a step)."""
+
+    def __init__(self, block: ScoreBlock, score: Perturbed, block_kv: int) -> None:
+        xp = self.xp = array_namespace(block.S)
+        self.keys, self.block_kv = block.S.shape[-1], block_kv
+        self.steps = -(-self.keys // block_kv)
+        self.top = score.top[..., None, None]
+        near = block.admitted & (score.top[..., None] - FAR_BELOW < block.S)
+        self.attended = self.tiled(block.admitted, False).any(axis=-1)
+        self.S = self.tiled(xp.where(near, block.S, NEG_INF), NEG_INF)
+        known = self.tiled(score.r2 + score.r3, 0.0)
+        #: Largest score of a step, -inf without keys; and what R2 and R3 may do to it.
+        self.m = self.S.max(axis=-1)
+        self.has_keys = self.m > NEG_INF
+        self.m_finite = xp.where(self.has_keys, self.m, self.top[..., 0])
+        above, below = (self.S + known).max(axis=-1), (self.S - known).max(axis=-1)
+        with np.errstate(invalid="ignore"):
+            drift = xp.maximum(above - self.m, self.m - below)
+        self.drift = xp.where(self.has_keys, drift, 0.0)
+
+    def tiled(self, x: Array, fill: float) -> Array:
+        """Cut the last axis into steps, the last one filled up."""
+        pad = [(0, 0)] * (x.ndim - 1) + [(0, self.steps * self.block_kv - self.keys)]
+        x = self.xp.pad(x, pad, constant_values=fill)
+        return x.reshape(*x.shape[:-1], self.steps, self.block_kv)
+
+    def flat(self, x: Array) -> Array:
+        """Undo `tiled`."""
+        return x.reshape(*x.shape[:-2], -1)[..., : self.keys]
+
+    def groups(self, v: Array, size: int) -> Array:
+        """Cut keys of V into groups: (..., groups, size, head_dim)."""
+        length = self.steps * self.block_kv
+        pad = [(0, 0)] * (v.ndim - 2) + [(0, length - self.keys), (0, 0)]
+        v = self.xp.pad(v, pad)
+        return v.reshape(*v.shape[:-2], length // size, size, v.shape[-1])
+
+    def products(self, weights: Array, v: Array, size: int = 0) -> Array:
+        """Sum weights times v, group by group of `size` keys: (..., groups, rows, head_dim)."""
+        size = size or self.block_kv
+        by_group = weights.reshape(*weights.shape[:-2], -1, size).swapaxes(-2, -3)
+        return by_group @ self.groups(v, size)
+
+    def truncated(self, middle: Array, radius: Array, v: Array, factor: Array) -> Array:
+        """R6: bound what tensor cores cut off sums of 8-bit floats: (..., rows, head_dim).
+
+        An addend of an instruction loses less than 2^-13 of the largest, and so does the sum.
+        """
+        xp, each = self.xp, self.block_kv // FP8_PRODUCTS
+        if self.block_kv % FP8_PRODUCTS:
+            raise ValueError(
+                f"block_kv of e4m3 must be a multiple of {FP8_PRODUCTS}, got {self.block_kv}"
+            )
+        most = (middle + radius).reshape(*middle.shape[:-2], -1, FP8_PRODUCTS).max(axis=-1)
+        largest_v = xp.abs(self.groups(v, FP8_PRODUCTS)).max(axis=-2)  # (..., groups, head_dim)
+        product = most.swapaxes(-1, -2)[..., None] * largest_v[..., None, :]
+
+        def by_step(x: Array) -> Array:
+            return x.reshape(*x.shape[:-3], self.steps, each, *x.shape[-2:])
+
+        reached = by_step(self.products(middle, v, FP8_PRODUCTS)).cumsum(axis=-3)
+        in_doubt = self.products(radius, xp.abs(v), FP8_PRODUCTS)
+        reached = xp.abs(reached) + by_step(in_doubt).cumsum(axis=-3)
+        before = xp.concatenate(
+            [xp.zeros_like(reached[..., :1, :, :]), reached[..., :-1, :, :]], -3
+        )
+        lost = (FP8_PRODUCTS + 1) * xp.maximum(by_step(product), before) + reached
+        growth = (1 + (FP8_PRODUCTS + 3) * FP8_ROUNDOFF) ** (each + 1)
+        return FP8_ROUNDOFF * growth * (factor * lost.sum(axis=-3)).sum(axis=-3)
+
+
+def rounded(w: Array, p_type: str) -> Array:
+    """Return codes of weights in units of code 1, as `reference.rounding.codes_of_p` has them.
+
+    Examples
+    --------
+    >>> rounded(np.array([0.6, 260.0]), "u8").tolist(), float(rounded(np.array(17.1), "e4m3"))
+    ([1.0, 255.0], 18.0)
+    """
+    xp = array_namespace(w)
+    w = xp.minimum(w, P_CODE_ONE[p_type])
+    if p_type != "e4m3":
+        return xp.rint(w)
+    _, exponent = xp.frexp(w)
+    quantum = xp.ldexp(xp.ones_like(w), xp.maximum(exponent - 4, -9))
+    return xp.rint(w / quantum) * quantum
+
+
+def _by_tile(cut: _Cut, score: Perturbed, n: Numerics) -> _Weights:
+    """Predict codes in units of the largest weight of their tile."""
+    xp, one = cut.xp, P_CODE_ONE[n.p_type]
+    M = (xp.abs(cut.m_finite) + cut.drift + score.shift[..., None]) / LN2 + n.code_log2
+    up = 0.0 * M if n.subtracts_first else 2 * U * (M + 1)
+    of_M = (cut.drift + LN2 * up + LN2 * 2 * U * (n.code_log2 + 1)) * REFERENCE
+    doubt = cut.tiled(score.d, 0.0) + of_M[..., None]
+    w = one * xp.exp(cut.S - cut.m_finite[..., None])
+    scale = (xp.exp(cut.m_finite - cut.top[..., 0]) / one)[..., None]
+    least = scale * rounded(w * xp.exp(-doubt), n.p_type)
+    most = scale * rounded(w * xp.exp(doubt), n.p_type)
+    below = xp.maximum(cut.top[..., 0] - cut.m_finite, 0.0) + cut.drift
+    below = below + score.top_drift[..., None] + LN2 * (2 * up + n.code_log2)
+    factors = (3 if n.subtracts_first else 1) * U * below
+    unit_error = of_M + factors + EX2_LOG_ERROR * (2 + score.rises[..., None])
+    unit_error = xp.where(cut.has_keys, unit_error * REFERENCE, 0.0)
+    return _Weights(least, most, unit_error, 0.0 * score.top)
+
+
+def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: bool) -> _Weights:
+    """Predict codes in units of 2^M, M a whole number that is one of two, or in between."""
+    xp = cut.xp
+    top = cut.top[..., 0] * LOG2E
+    doubt = cut.tiled(score.d, 0.0) + score.shift[..., None, None]
+    low, high = _exponents(cut, by, common, doubt.max(axis=(-2, -1)), pieces)
+    y = cut.S * LOG2E
+
+    def ends(M: Array) -> tuple[Array, Array]:
+        unit = xp.exp2(M - top)[..., None]
+        w = xp.exp2(y - M[..., None])
+        return (
+            unit * rounded(w * xp.exp(-doubt), "u8"),
+            unit * rounded(w * xp.exp(doubt), "u8"),
+        )
+
+    least, most = ends(low)
+    apart = xp.where(cut.has_keys, high - low, 0.0)
+    if bool((apart > 0).any()):
+        other = ends(low + 1)
+        two = (apart > 0)[..., None]
+        least = xp.where(two, xp.minimum(least, other[0]), least)
+        most = xp.where(two, xp.maximum(most, other[1]), most)
+        # Of more than two any may be M: no code is off by more than the largest unit.
+        many = (apart > 1)[..., None]
+        unit, W = xp.exp2(high - top)[..., None], xp.exp(cut.S - cut.top)
+        least = xp.where(many, xp.maximum(W * xp.exp(-doubt) - unit, 0.0), least)
+        most = xp.where(many, W * xp.exp(doubt) + xp.minimum(0.5 * unit, W * xp.exp(doubt)), most)
+    # NOTE: keys far below count here: of a negative O a floor leaves -1, whatever it was.
+    begun = cut.attended.cumsum(axis=-1) > 0  # before that O is 0
+    rises = (high[..., 1:] > low[..., :-1]) & begun[..., :-1]
+    units = xp.where(rises, xp.exp2(high[..., 1:] - top), 0.0)
+    return _Weights(least, most, 0.0 * cut.m_finite, units.sum(axis=-1))
+
+
+def _exponents(
+    cut: _Cut, by: Shifts, common: float, doubt: Array, pieces: bool
+) -> tuple[Array, Array]:
+    """Return the least and the largest M of each step: (..., rows, steps).
+
+    `doubt` (..., rows) bounds what the logarithm of any weight may be off by. In pieces the
+    recurrence begins at any step.
+    """
+    xp = cut.xp
+    y = cut.m_finite * LOG2E
+    off = (cut.drift + common * xp.abs(cut.m_finite)) / LN2 + 4 * U * xp.abs(y)
+    off = off * REFERENCE + 2.0**-40
+    ends = []
+    for end in (-off, off):
+        a = xp.where(cut.has_keys, xp.floor(y + end) + (1 - by.code_bits), -(2.0**127))
+        ends.append((a, xp.maximum(a, running_max(a) - by.lower_bits)))
+    (least, followed), (_, high) = ends
+    low = least if pieces else followed
+    if by.guards(cut.keys):
+        # l is a sum of codes, none of which is more than twice its weight.
+        sums = xp.exp(cut.S - cut.top).sum(axis=-1).cumsum(axis=-1)
+        before = xp.concatenate([xp.zeros_like(sums[..., :1]), sums[..., :-1]], axis=-1)
+        reached = xp.log2(xp.where(before > 0, 2.0 * before, 1.0))
+        reached = reached + (cut.top[..., 0] + doubt[..., None]) * LOG2E
+        reached = xp.where(before > 0, reached + 2.0**-30 * xp.abs(reached), -(2.0**127))
+        high = xp.maximum(high, xp.floor(reached) + 3 - by.sum_bits)
+    return low, high

@@ -1,0 +1,238 @@
+"""Predicted codes of P: right outputs lie within the bound, and small faults do not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cupyattn as ca
+from cupyattn import distributions
+from cupyattn.bounds.codes import Prediction, rounded
+from cupyattn.bounds.kernel import bound_kernel, predict_kernel
+from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.received import Received, receive
+from cupyattn.problem.settings import Settings
+from cupyattn.reference.attention import attention_mirror
+from cupyattn.reference.rounding import codes_of_p
+from experiments.accuracy import tensor_core_sums
+from experiments.accuracy.predicted_codes import FORMS
+from tests.quant import pv8_cases
+
+LN2 = math.log(2.0)
+INTEGERS = [name for name in FORMS if "e4m3" not in name and "fp8" not in name]
+FLOATS = [name for name in FORMS if name not in INTEGERS]
+
+
+class Call:
+    """One call of a form on the mirror: its output, and what is predicted of it."""
+
+    def __init__(self, name: str, q: Any, k: Any, v: Any, **options: Any) -> None:
+        form, quant, arch = FORMS[name]
+        self.quantized = ca.quantize(q, k, v, quant=quant, arch=arch, backend="mirror")
+        self.kernel = received(self.quantized, form, **options)
+        o, self.steps = attention_mirror(
+            self.quantized, variant="fa_int8", form=form, trace=True, **options
+        )
+        self.o = o.astype(np.float64)
+        self.found = predict_kernel(self.kernel)
+
+
+def received(quantized: Any, form: str, **options: Any) -> Received:
+    scores = {name: options.pop(name, None) for name in ("mask", "bias", "block_mask")}
+    settings = Settings("fa_int8", **options)
+    arrays = {"q": None, "k": None, "v": None, **scores}
+    return receive(settings, arrays, quantized=quantized, form=form)
+
+
+def ratio(o: np.ndarray, found: Prediction) -> np.ndarray:
+    return np.asarray(ratio_to_bound(o, found.o, found.bound).max(axis=-1))
+
+
+def drawn(
+    name: str, length: int = 300, head_dim: int = 32, dtype: str = "float16", seed: int = 0
+) -> Any:
+    return distributions.make(name, 1, 2, 96, length, head_dim, dtype, seed=seed)
+
+
+@pytest.mark.parametrize("p_type", ["u8", "s8", "e4m3"])
+def test_codes_round_as_kernels_round(p_type: str) -> None:
+    w = np.random.default_rng(0).uniform(0, 128, 20_000) * np.exp2(-np.arange(20_000) % 30)
+    w = np.concatenate([w, np.arange(255) / 2, np.exp2(-np.arange(40.0))]).astype(np.float32)
+    w = np.minimum(w, np.float32(127))
+    np.testing.assert_array_equal(rounded(w.astype(np.float64), p_type), codes_of_p(w, p_type))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("distribution", distributions.NAMES)
+def test_right_outputs_lie_within_the_bound(distribution: str, name: str) -> None:
+    for dtype, causal in (("float32", False), ("float16", True), ("bfloat16", False)):
+        call = Call(name, *drawn(distribution, dtype=dtype), causal=causal)
+        assert ratio(call.o, call.found).max() <= 1
+        assert np.isfinite(call.found.bound).all()
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_small_faults_are_seen_with_integers(name: str) -> None:
+    call = Call(name, *drawn("normal", 256, 64))
+    assert (ratio(call.o * 1.0005, call.found) > 1).mean() > 0.9
+    old = bound_kernel(call.kernel).total
+    assert np.median(call.found.bound / old) < 0.02
+    assert call.found.in_doubt.sum() < 1e-3 * call.o.shape[1] * 96 * 256
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_stores_that_cut_off_are_seen(name: str) -> None:
+    """In float16: what a kernel has before the store is the prediction, but for a few codes."""
+    call = Call(name, *drawn("normal", 256, 64))
+    nearest = call.found.o.astype(np.float16)
+    outward = np.abs(nearest.astype(np.float64)) > np.abs(call.found.o)
+    cut = np.where(outward, np.nextafter(nearest, np.float16(0)), nearest).astype(np.float64)
+    assert ratio(nearest.astype(np.float64), call.found).max() <= 1
+    assert (ratio(cut, call.found) > 1).mean() > 0.9
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_zeros_fail_with_8_bit_floats_at_4096_keys(name: str) -> None:
+    q, k, v = distributions.make("normal", 1, 1, 64, 4096, 64, "float16")
+    call = Call(name, q, k, v)
+    assert ratio(call.o, call.found).max() <= 1
+    assert (ratio(0 * call.o, call.found) > 1).all()
+    assert (ratio(1.05 * call.o, call.found) > 1).mean() > 0.9
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_another_tile_predicts_other_codes(name: str) -> None:
+    call = Call(name, *drawn("normal", 600))
+    tiles = call.kernel.kernel.tiles
+    other = replace(tiles, block_kv=tiles.block_kv - 32)
+    kernel = replace(call.kernel, kernel=replace(call.kernel.kernel, tiles=other))
+    assert (ratio(call.o, predict_kernel(kernel)) > 1).any()
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_a_key_that_a_row_loses_is_seen(name: str) -> None:
+    """One key less, chosen by its weight: above 1e-3 the fault is seen in every row."""
+    q, k, v = drawn("normal", 256, 64)
+    call = Call(name, q, k, v)
+    mask = np.ones((1, 2, 96, 256), bool)
+    scores = np.einsum("bhid,bhjd->bhij", q.astype(float), k.astype(float)) / 8
+    p = np.exp(scores - np.log(np.exp(scores).sum(-1, keepdims=True)))
+    lost = np.argsort(np.abs(p - 2e-3), axis=-1)[..., :1]
+    np.put_along_axis(mask, lost, False, axis=-1)
+    form = FORMS[name][0]
+    o = attention_mirror(call.quantized, variant="fa_int8", form=form, mask=mask)
+    assert (ratio(o.astype(np.float64), call.found) > 1).mean() > 0.98
+
+
+@given(
+    name=st.sampled_from(list(FORMS)),
+    seed=st.integers(0, 2**32 - 1),
+    len_q=st.integers(1, 40),
+    len_kv=st.integers(1, 420),
+    causal=st.booleans(),
+    dtype=st.sampled_from(["float16", "float32", "bfloat16"]),
+    spread=st.sampled_from([0.0, 0.03, 1.0, 4.0, 30.0, 1000.0]),
+    groups=st.sampled_from([1, 3, 64, 420]),
+    offset=st.sampled_from([0.0, 3.0, 1000.0]),
+)
+def test_adversarial_rows(
+    name: str,
+    seed: int,
+    len_q: int,
+    len_kv: int,
+    causal: bool,
+    dtype: str,
+    spread: float,
+    groups: int,
+    offset: float,
+) -> None:
+    """Equal keys, keys that lie together in groups of very different scores, values far from 0."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((1, 1, n, 16)) for n in (len_q, len_kv, len_kv))
+    levels = rng.integers(-3, 4, -(-len_kv // groups)).repeat(groups)[:len_kv]
+    k = k * spread**0.5 + levels[None, None, :, None] * spread**0.5
+    q, v = q * spread**0.5, v + offset
+    arrays = (x.astype(ca.arrays.kinds.STORAGE[dtype]) for x in (q, k, v))
+    call = Call(name, *arrays, causal=causal)
+    assert ratio(call.o, call.found).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["pv8_whole", "sm90_pv8"])
+def test_largest_scores_that_are_whole_numbers(name: str) -> None:
+    """M is one of two for all that the judge knows: both are tried."""
+    rng = np.random.default_rng(0)
+    scores = rng.integers(-6, 1, (32, 400)) + rng.integers(-2, 3, 4).repeat(100)
+    v = rng.integers(-127, 128, (400, pv8_cases.HEAD_DIM))
+    z = pv8_cases.codes_of(scores, v, np.asarray, p_type="u8")
+    form = FORMS[name][0]
+    found = predict_kernel(received(z, form, scale=LN2))
+    o = attention_mirror(z, variant="fa_int8", form=form, scale=LN2).astype(np.float64)
+    assert ratio(o, found).max() <= 1
+    # M and M - 1 code whole powers of two alike: nothing but the shifts is in doubt.
+    assert np.median(found.bound) < 0.02 * np.abs(o).max()
+
+
+@pytest.mark.parametrize("name", ["pv8_whole", "sm90_pv8"])
+@pytest.mark.parametrize("length", [2048, 4096])
+def test_the_guard_of_whole_numbers(name: str, length: int) -> None:
+    """Keys that weigh alike raise M before the last tiles, whose scores fall, are coded."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, 1, n, 16)) for n in (8, length, length))
+    q, k = np.abs(q), 0.01 * k
+    k[:, :, length // 2 :] -= 1.0
+    call = Call(name, *(x.astype(np.float32) for x in (q, k, v)))
+    assert ratio(call.o, call.found).max() <= 1
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_sums_that_are_cut_off(name: str) -> None:
+    """As tensor cores add 8-bit floats: 32 products at a time, 13 bits, toward zero."""
+    call = Call(name, *drawn("normal", 600, dtype="float32"))
+    z, last, some = call.quantized, call.steps[-1], slice(0, 96, 7)
+    v = np.asarray(z.value_codes(), np.float64)
+    moved = call.o[:, :, some].copy()
+    for step in call.steps:
+        codes = step.P[:, :, some].astype(np.float64) * 448
+        # What the step counts in units of the last M: its own is the largest score's, code 448.
+        top = step.S[:, :, some].max(axis=-1, keepdims=True).astype(np.float64)
+        factor = np.exp2(top - last.m[:, :, some, None]) / 448 / last.l[:, :, some, None]
+        here = v[:, :, step.kv0 : step.kv0 + codes.shape[-1]]
+        for head in range(2):
+            lost = cut_sums(codes[0, head], here[0, head]) - codes[0, head] @ here[0, head]
+            moved[0, head] += factor[0, head] * lost * z.v_scale[0, head, 0]
+    found = Prediction(call.found.o[:, :, some], call.found.bound[:, :, some], np.zeros(0))
+    assert (np.abs(moved - call.o[:, :, some]) > 0).any()
+    assert ratio(moved, found).max() <= 1
+
+
+def cut_sums(codes: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Codes (rows, keys) times v (keys, channels), from nothing, as `tensor_core_sums.model`."""
+    rows, channels = len(codes), v.shape[1]
+    found = np.zeros(rows * channels)
+    for first in range(0, codes.shape[1], 32):
+        keys = slice(first, first + 32)
+        a = codes[:, keys].repeat(channels, axis=0)
+        found = tensor_core_sums.model(a, np.tile(v[keys].T, (rows, 1)), found, 13)
+    return found.reshape(rows, channels)
+
+
+def test_a_kernel_without_codes_is_refused() -> None:
+    x = np.ones((1, 1, 8, 16), np.float16)
+    kernel = receive(Settings("fa"), {"q": x, "k": x, "v": x})
+    with pytest.raises(ValueError, match="float32"):
+        predict_kernel(kernel)
+
+
+def test_tiles_of_8_bit_floats_are_whole_instructions() -> None:
+    call = Call("pv8, e4m3", *drawn("normal", 100))
+    tiles = Tiles(128, 48, 4, 2)
+    kernel = replace(call.kernel, kernel=replace(call.kernel.kernel, tiles=tiles))
+    with pytest.raises(ValueError, match="multiple of 32, got 48"):
+        predict_kernel(kernel)
