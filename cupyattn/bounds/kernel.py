@@ -183,6 +183,8 @@ def bound_kernel(
     rows, numerics
         As for `attention`.
     """
+    if numerics is not None and numerics.foreign is not None:
+        return bound_foreign(received, numerics, rows=rows)
     (q, k, v), shared = taken_by(received, numerics)
     terms, lse = empty(q, k, v, rows, TERMS)
     for block in blocks_of(q, k, v, shared.sigma, received.scores, rows):
@@ -247,8 +249,6 @@ def taken_by(
     kernel, options, quantized = received.kernel, received.scores, received.quantized
     call = kernel.call
     n = numerics or kernel.numerics(quantized and quantized.config)
-    if n.foreign is not None:
-        return bound_foreign(received, n, rows=rows)
     check_features(n, options.softcap, options.bias)
     if (quantized is None) != (n.scaling != "dequantised"):
         way_out = (

@@ -127,7 +127,6 @@ def weight_errors(block: ScoreBlock, shared: Shared) -> WeightErrors:
     xp = array_namespace(P)
     score = perturb(block, n, shared.tiles, shared.sigma, shared.scaling, shared.cut)
     _, P_plus, _, Z_minus = softmax_perturbation(P, score.d, v, o)
-    count = block.admitted.sum(axis=-1).astype(P.dtype)
     inverse_l = (1.0 / least_sum(score, lse, Z_minus))[..., None]
     delta = P * xp.expm1(xp.minimum(score.d, 300.0))
     total = delta.sum(axis=-1, keepdims=True)

@@ -105,7 +105,7 @@ class Report:
     def passed(self) -> bool:
         """Whether no ratio exceeds 1."""
         ratios = [self.ratio, self.lse_ratio, self.quantisation]
-        ratios += [self.signed and self.signed.ratio, *(one.ratio for one in self.sums)]
+        ratios += [one.ratio for one in (self.signed, *self.sums) if one is not None]
         return all(ratio is None or ratio <= 1.0 for ratio in ratios)
 
     def __str__(self) -> str:
@@ -256,7 +256,8 @@ def judge(
         If neither `variant` nor the `numerics` of another library say what made `o`.
     ValueError
         If `o` or `lse` does not have the shape that the inputs ask for, the rung has no such
-        `form`, or P or V are codes where `signed` is given.
+        `form`, P or V are codes where `signed` is given, or `signed` or `sums` is given beside the
+        `numerics` of another library.
 
     Examples
     --------
@@ -278,6 +279,11 @@ def judge(
                 "another library numerics=cupyattn.testing.numerics('fp16 P')"
             )
         variant = _ANY_RUNG
+    if numerics is not None and numerics.foreign is not None and (signed is not None or sums):
+        raise ValueError(
+            "signed and sums hold this library's kernels to narrower bounds, and numerics is of "
+            "another's: leave them out"
+        )
     if variant != "auto":
         ladder.lookup(variant, also=("auto",))  # whose refusal lists auto, too
     settings = Settings(

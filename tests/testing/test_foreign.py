@@ -299,3 +299,10 @@ def test_what_the_bound_does_not_cover_is_refused() -> None:
         from cupyattn.bounds.foreign import bound_foreign
 
         bound_foreign(None, replace(flash, foreign=None))  # type: ignore[arg-type]
+
+
+def test_narrower_bounds_of_our_kernels_are_refused() -> None:
+    x = np.ones((1, 1, 8, 16), np.float16)
+    for narrower in ({"sums": True}, {"signed": lambda v: v}):
+        with pytest.raises(ValueError, match="signed and sums hold this library's kernels"):
+            judge(x, x, x, x, numerics=numerics("fp16 P"), **narrower)

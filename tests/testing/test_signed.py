@@ -13,7 +13,8 @@ import cupyattn as ca
 from cupyattn.bounds import signed as bounds_signed
 from cupyattn.problem.received import receive
 from cupyattn.problem.settings import Settings
-from cupyattn.testing import REGIMES, judge, make_regime
+from cupyattn.strategies import REGIMES, make_regime
+from cupyattn.testing import judge
 from cupyattn.testing.signed import draw_signs
 
 Wrong = Callable[[np.ndarray], np.ndarray]
