@@ -1,6 +1,6 @@
 """Open a page in Chromium, as Qt WebEngine brings it, and print as JSON how it lies in its window.
 
-python -m tests.cli.browser_page PAGE SCHEME WIDTH...
+    python -m tests.cli.browser_page PAGE SCHEME WIDTH...
 """
 
 from __future__ import annotations

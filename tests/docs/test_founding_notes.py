@@ -325,3 +325,4 @@ def test_the_page_has_every_name_command_and_flag_of_the_plan() -> None:
         found: Any = ca
         for part in path.split("."):
             found = getattr(found, part)
+

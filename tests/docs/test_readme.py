@@ -120,7 +120,9 @@ def test_no_ratio_below_one_is_printed_as_one() -> None:
 
 @pytest.mark.parametrize("marks", write_readme.figures(), ids=lambda marks: marks[0].split()[1])
 def test_sentences_of_the_first_screen_are_short(marks: tuple[str, str]) -> None:
-    text = "\n".join(line for line in write_readme.figures()[marks].splitlines() if line[:1] != "|")
+    text = "\n".join(
+        line for line in write_readme.figures()[marks].splitlines() if line[:1] != "|"
+    )
     sentences = re.split(r"(?<=[.:])\s+(?=[A-Z*\d])|\n\n", text)
     assert len(sentences) > 1
     assert not {one: len(one.split()) for one in sentences if len(one.split()) > 30}

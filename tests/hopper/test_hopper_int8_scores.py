@@ -280,6 +280,8 @@ def test_default_tiles_spill_nothing_and_fit(
     assert binary.smem_bytes <= 227 * 1024
 
 
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_steps_have_at_most_128_keys(rung: str) -> None:
     for options in OPTIONS.values():

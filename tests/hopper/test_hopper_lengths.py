@@ -82,7 +82,9 @@ def test_within_the_bound(rung: str) -> None:
     lengths = ((5, 38), (200, 200), (64, 90), (0, 7))
     inputs, given = padded(lengths, (200, 200), 1, 1, 32, "bfloat16")
     with hopper_blocks(1):
-        for one in run_padded(rung, inputs, given, arch="sm_90a", backend="interpret", causal=True):
+        for one in run_padded(
+            rung, inputs, given, arch="sm_90a", backend="interpret", causal=True
+        ):
             assert one.form == rung.partition("@")[2]
             one.check()
 

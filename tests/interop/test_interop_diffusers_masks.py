@@ -191,7 +191,9 @@ def test_masks_are_operands_of_the_operator(kind: str, dynamic: bool) -> None:
 class Given:
     """A processor that hands its mask over as it is."""
 
-    def __call__(self, attn: Any, x: Any, encoder_hidden_states: Any, attention_mask: Any) -> Any:
+    def __call__(
+        self, attn: Any, x: Any, encoder_hidden_states: Any, attention_mask: Any
+    ) -> Any:
         q, k, v = (
             project(x).unflatten(-1, (2, -1)).transpose(1, 2)
             for project in (attn.to_q, attn.to_k, attn.to_v)

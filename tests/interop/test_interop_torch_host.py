@@ -409,7 +409,9 @@ def test_a_linear_layer_on_tensors_is_planned_once(
     made = linear_torch(host, monkeypatch)
     monkeypatch.setattr(parts, "as_array", lambda x: x.array)
     monkeypatch.setattr(parts, "on_device_of", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(linear, "_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0]))))
+    monkeypatch.setattr(
+        linear, "_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))
+    )
     given = operands(5)
     weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
     bias, planned = OnDevice(array((N,), "float32")), 0

@@ -51,7 +51,9 @@ def test_the_plan_at_every_length(rung: str) -> None:
     q, k, v = normal((2, 3, MOST, HEAD_DIM), (2, 3, MOST, HEAD_DIM))
     tiles = variant_of(rung).default_tiles(HEAD_DIM)
     for len_q, len_kv in SHAPES:
-        request = resolved(q[:, :, :len_q], k[:, :, :len_kv], v[:, :, :len_kv], variant=rung)
+        request = resolved(
+            q[:, :, :len_q], k[:, :, :len_kv], v[:, :, :len_kv], variant=rung
+        )
         (*_, made) = explain.plans(request)
         if len_q == 0:
             assert made.launches == ()

@@ -348,7 +348,9 @@ def test_blocks_cover_every_row_once_and_stay_inside(array: np.ndarray, block_q:
     batch, heads, len_q, head_dim = array.shape
     call = call_of(batch, heads, len_q, len_q, head_dim, str(array.dtype))
     operand = Operand.of(array)
-    plan = plan_attention(ladder.lookup("fa"), call, *[operand] * 4, tiles=Tiles(block_q, 8, 1))
+    plan = plan_attention(
+        ladder.lookup("fa"), call, *[operand] * 4, tiles=Tiles(block_q, 8, 1)
+    )
     stride = plan.launches[0].params[0][1]["Q_stride"]
     low, high = byte_range(array)
     seen = []

@@ -293,8 +293,6 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.adaptive_precision_attention", "adaptive_precision_attention is not in cupyattn: use"),
     ],
 }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
     rng = np.random.default_rng(0)

@@ -341,7 +341,9 @@ TABLE = (
     "256, such as {256: Tiles(32, 32, 4)}, got "
 )
 FORMS = "forms must be a mapping of names to cupyattn.kernels.forms.Form, got "
-LETTERS = "name must be letters, digits and underscores, as the kernel is called attn_<name>, got "
+LETTERS = (
+    "name must be letters, digits and underscores, as the kernel is called attn_<name>, got "
+)
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,9 @@ def packed_keys() -> ca.QuantizedQKV:
         ),
     ],
 )  # fmt: skip
-def test_misuse_is_one_line(call: Callable[[Any], Any], error: type[Exception], says: str) -> None:
+def test_misuse_is_one_line(
+    call: Callable[[Any], Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says) as caught:
         call(ca.quantize_kv(K, V))
     assert "\n" not in str(caught.value)
