@@ -9,7 +9,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.reference import attention_exact
-from cupyattn.testing import REGIMES, judge, make_regime
+from cupyattn.strategies import REGIMES, make_regime
+from cupyattn.testing import judge
 
 FORMS = (
     ("fa", "float32", "sm_90"),
