@@ -132,6 +132,19 @@ class Report:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Further:
+    """What is judged beside the elements of O and lse; fields as the options of `judge`."""
+
+    signed: SignedRun | None = None
+    draws: int = 1
+    sums: bool = False
+
+
+#: The elements of O and lse alone.
+NOTHING_FURTHER = Further()
+
+
 def sample_rows(
     len_q: int, block_q: int, seed: int = 0, count: int = SAMPLED_ROWS
 ) -> npt.NDArray[np.int64]:
@@ -306,8 +319,8 @@ def judge(
             form, settings = own.form, settings._replace(tiles=own.tiles)
     received = receive(settings, arrays, quantized=quantized, form=form)
     return judge_kernel(
-        received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact, signed=signed,
-        draws=draws, sums=sums,
+        received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact,
+        further=Further(signed, draws, sums),
     )  # fmt: skip
 
 
@@ -430,17 +443,17 @@ def judge_kernel(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
-    signed: SignedRun | None = None,
-    draws: int = 1,
-    sums: bool = False,
+    further: Further = NOTHING_FURTHER,
 ) -> Report:
     """Judge the output of a kernel, such as that of a prepared call.
 
     Parameters
     ----------
     received : Received
-    o, lse, numerics, rows, seed, exact, signed, draws, sums
+    o, lse, numerics, rows, seed, exact
         As for `judge`.
+    further : Further
+        What is judged beside the elements of O and lse.
     """
     check_values("rows", rows)
     kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
@@ -483,11 +496,11 @@ def judge_kernel(
         tightness=_tightness(total, size),
         quantisation=_quantisation(received, (expected, expected_lse), of_caller, scored),
         relative_l2_given=relative_l2_given,
-        signed=None if signed is None else judge_signed(
-            received, signed, rows, lambda other: exact(*_multiplied(other), **scored),
-            draws=draws, numerics=numerics, seed=seed,
+        signed=None if further.signed is None else judge_signed(
+            received, further.signed, rows, lambda other: exact(*_multiplied(other), **scored),
+            draws=further.draws, numerics=numerics, seed=seed,
         ),
-        sums=() if not sums else sums_over_channels(
+        sums=() if not further.sums else sums_over_channels(
             received, value - expected, bound, rows, numerics=numerics
         ),
     )  # fmt: skip
