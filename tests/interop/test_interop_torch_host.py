@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from cupyattn import QuantConfig
-from cupyattn.ops import backward
+from cupyattn.arrays.operand import Operand
+from cupyattn.ops import act_quant, backward
+from cupyattn.plans.act_quant import plan_act_quant
 from cupyattn.problem import resolve as resolve_module
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.runtime import recent
-from cupyattn.runtime.ready import Conversion
+from cupyattn.runtime.ready import Conversion, Ready
 from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
 from tests.runtime.test_host_calls import (  # noqa: F401
     CASES,
@@ -343,6 +345,58 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
     zeros = any(work.zeros for work in made[0].workspace)
     assert zeros == (added != "deterministic" or arch == "sm_90a")
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
+
+
+def test_known_calls_are_launched_on_the_device_of_their_tensors(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward, gradients and a layer's codes; whatever device is current, it stays so."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(one: Any) -> Any:
+        before, current[0] = current[0], one.index
+        yield
+        current[0] = before
+
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    codes = OnDevice(array((8, 256), "int8")), OnDevice(array((8, 2), "float32"))
+    for name, stand_in in (
+        ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
+        ("on_device_of", lambda _: contextlib.nullcontext()), ("_codes_of", lambda *_: codes),
+    ):  # fmt: skip
+        monkeypatch.setattr(parts, name, stand_in)
+    monkeypatch.setattr(act_quant, "on_device_of", lambda _: contextlib.nullcontext())
+    x, settings = OnDevice(array((8, 256))), calls.Settings(variant="fa_tc", arch="sm_90a")
+    given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
+    d_out, out = (OnDevice(array(SHAPES[0])) for _ in range(2))
+    lse = OnDevice(array(SHAPES[0][:-1], "float32"))
+    driver.expect(planned([x.array for x in given.values()], variant="fa_tc", arch="sm_90a"))
+    driver.expect([plan_act_quant(Operand.of(x.array), "float16")])
+    problem = backward.resolved_backward(
+        "attention_backward", d_out.array, *(x.array for x in given.values()), out.array,
+        lse.array, {"arch": "sm_90a"},
+    )  # fmt: skip
+    driver.expect([backward.plan_of(problem)])
+    ways = (
+        lambda: calls.forward(settings, given),
+        lambda: calls.gradients(settings, given, d_out, out, lse),
+        lambda: parts._quantise(x, "block", None),
+    )
+    for way in ways:
+        way()
+    launched: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(Ready, "launch", lambda *_: launched.append(current[0]))
+    for current[0] in (0, 1):
+        before = current[0]
+        for way in ways:
+            way()
+            assert current[0] == before
+    assert launched == [0] * 6
 
 
 def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> None:  # noqa: F811

@@ -139,9 +139,6 @@ def _again(
     """Launch a call that has run on tensors of the same forms."""
     q = tensors["q"]
     device = q.device
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return _again(ready, addresses, settings, tensors, out)
     if settings.block_mask is not None:
         kept = settings.block_mask.kept_blocks(_array_on(device.index))
         addresses["kept_blocks"] = data_address(kept)
@@ -222,9 +219,6 @@ def _gradients_again(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch a backward pass that has run on tensors of the same forms."""
     device = received["q"].device
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return _gradients_again(ready, addresses, settings, received)
     if settings.block_mask is not None:
         like = _array_on(device.index)
         for name, mask in (
@@ -245,15 +239,19 @@ def launch(
     device: Any,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Launch on torch's current stream, with scratch memory from torch's allocator.
+    """Launch on torch's current stream of a device, with scratch memory from torch's allocator.
 
     Parameters
     ----------
     ready, addresses, device
-        What is launched, where operands and results lie, and on which device.
+        What is launched, where operands and results lie, and on which device, current or not.
     tensors : mapping of str to Tensor, optional
         The operands, by buffer; read where one is converted.
     """
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            launch(ready, addresses, device, tensors)
+        return
     start, nbytes = 0, ready.scratch_bytes
     if nbytes:
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -33,15 +33,6 @@ _OF_LAYER = ("x", "b", "b_scales", "bias", "residual", "gate")
 _OF_PRODUCT = ("a", "a_scales", *_OF_LAYER[1:])
 
 
-def again(ready: Ready, addresses: Mapping[str, int], device: Any) -> None:
-    """Launch what has run on tensors of the same forms; all memory is torch's own."""
-    if torch.cuda.current_device() == device.index:
-        launch(ready, addresses, device)
-        return
-    with torch.cuda.device(device):
-        launch(ready, addresses, device)
-
-
 def find(
     tensors: Mapping[str, Tensor], options: tuple[Any, ...]
 ) -> tuple[Any, Any, dict[str, int]]:
@@ -80,7 +71,7 @@ def _quantise(x: Tensor, strategy: str, backend: str | None) -> tuple[Tensor, Te
         if ready is not None:
             codes, scales = _codes_of(x, strategy)
             made = {"codes": codes.data_ptr(), "scales": scales.data_ptr()}
-            again(ready, {**addresses, **made}, x.device)
+            launch(ready, {**addresses, **made}, x.device)
             return codes, scales
     with on_device_of(x):
         array = as_array(x)
@@ -122,7 +113,7 @@ def multiply(
     if backend in (None, "cuda"):
         key, ready, addresses = find(tensors, (activation, arch))
         if ready is not None:
-            again(ready, {**addresses, "c": y.data_ptr()}, y.device)
+            launch(ready, {**addresses, "c": y.data_ptr()}, y.device)
             return y
     with on_device_of(y):
         arrays = {name: as_array(x) for name, x in tensors.items()} | {"c": as_array(y)}
