@@ -287,8 +287,9 @@ def test_a_call_is_resolved_in_one_place() -> None:
     assert callers("resolve") == ["cupyattn.problem.received"]
     # Mirror, bounds and judge take a record, which their public functions ask for.
     assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.request"]
-    ask = ("bounds.kernel", "reference.attention", "testing.verdict")
-    assert callers("receive") == [f"cupyattn.{module}" for module in ask]
+    named = ("bounds.kernel", "reference.attention")
+    assert callers("receive_arguments") == [f"cupyattn.{module}" for module in named]
+    assert callers("receive") == ["cupyattn.problem.received", "cupyattn.testing.verdict"]
     assert callers("settle_request") == ["cupyattn.problem.request"]
 
 
