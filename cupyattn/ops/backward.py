@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays import interchange
-from cupyattn.arrays.form import same_place
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
-from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.operation import Known, make_ready, run
+from cupyattn.ops.operation import Known, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
@@ -27,12 +25,11 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.resolve import resolve, to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.request import scoring_of
-from cupyattn.runtime.ready import Ready
 
 
 @points_to_our_names
@@ -326,7 +323,7 @@ class _Backward:
         """Check the forward pass, and d_out, out and lse against it."""
         received = {name: arrays[name] for name in ("d_out", "out", "lse")}
         forward = {name: a for name, a in arrays.items() if name not in received}
-        request = ATTENTION.resolve(settings.of_call, forward)
+        request = resolve(settings.of_call, forward)
         if request.call.padded is not None:
             raise UnsupportedError(
                 "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
@@ -486,36 +483,6 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
-def ready_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Ready | None:
-    """Make a backward pass ready to be launched on memory of the caller's.
-
-    Parameters
-    ----------
-    settings, arrays
-        As for `run_backward`; CuPy arrays.
-
-    Returns
-    -------
-    Ready or None
-        It reads "q", "k", "v", "o", "lse", "d_out", mask, bias, offsets and the blocks of a block
-        mask ("kept_blocks", of its transposed "kept_rows"), and writes "dq", "dk" and "dv", shaped
-        as q, k and v are, contiguous and 16-byte aligned. None where more than launches is needed:
-        rows that are turned, operands that are copied.
-
-    Raises
-    ------
-    ValueError, TypeError, UnsupportedError
-        As `attention_backward`.
-    """
-    if "rope" in arrays:
-        return None
-    problem = BACKWARD.resolve(settings, arrays)
-    names = {"out": "o"}
-    operands = {names.get(n, n): x for n, x in arrays.items() if n != "block_mask"}
-    copied = any(not same_place(problem.operands[name], x) for name, x in operands.items())
-    return None if copied else make_ready(problem, BACKWARD.plan(problem))
-
-
 def resolved_backward(
     function: str, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     options: Mapping[str, Any],
@@ -537,4 +504,5 @@ def resolved_backward(
     options = {"variant": "fa_tc", "return_lse": True, **options}
     settings, arrays = parse(function, q, k, v, options)
     named = {**arrays, "d_out": d_out, "out": out, "lse": lse}
-    return BACKWARD.resolve(BackwardSettings(settings, deterministic), named)
+    problem: Problem = problem_of(BACKWARD, BackwardSettings(settings, deterministic), named)
+    return problem

@@ -284,6 +284,14 @@ def test_scales_that_a_caller_gives_arrive_by_one_copy(
         capturing[0] = False
 
 
+def gradient_plans(arrays: dict[str, Any], **options: Any) -> list[Any]:
+    """The plans of a backward pass on arrays by name."""
+    rows = {name: arrays[name] for name in ("d_out", "q", "k", "v", "out", "lse")}
+    options |= {name: x for name, x in arrays.items() if name not in rows}
+    problem = backward.resolved_backward("attention_backward", *rows.values(), options)
+    return backward.BACKWARD.plan(problem).plans
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
 @pytest.mark.parametrize("added", ["", "deterministic", "mask", "block_mask", "packed"])
 def test_gradients_of_tensors_are_launched_again_from_their_addresses(
@@ -319,18 +327,12 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         rest = {name: array(*one) for name, one in others.items()}
         return {**rows, "lse": array(of_lse, "float32"), **rest}
 
-    def made_ready(problem: Any, work: Any) -> Any:
-        made.extend(work.plans)
-        return make_ready(problem, work)
-
-    made: list[Any] = []
-    make_ready = backward.make_ready
-    monkeypatch.setattr(backward, "make_ready", made_ready)
     settings = calls.Settings(**options)
-    arrays = fresh() | ({"block_mask": settings.block_mask} if settings.block_mask else {})
-    asked = backward.BackwardSettings(settings.of_call.without_rung, settings.deterministic or None)
-    assert backward.ready_backward(asked, arrays) is not None
+    made = gradient_plans(fresh(), **options)
     driver.expect(made)
+    resolved = []
+    take = backward._take
+    monkeypatch.setattr(backward, "_take", lambda *a: resolved.append(a) or take(*a))
     for driver.stream in (7, 8):
         given = {name: OnDevice(x) for name, x in fresh().items()}
         tensors = {n: x for n, x in given.items() if n not in ("d_out", "out", "lse")}
@@ -340,11 +342,36 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         )
         known["o"] = known.pop("out")
         known |= {f"d{n}": x.array for n, x in zip("qkv", found, strict=True)}
-        check(driver, made[:1], known)
-        monkeypatch.setattr(backward, "_take", lambda *_, **__: pytest.fail("checked again"))
+        check(driver, made, known)
+        assert len(resolved) == 1, "a call is resolved once, the first one too"
     zeros = any(work.zeros for work in made[0].workspace)
     assert zeros == (added != "deterministic" or arch == "sm_90a")
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
+
+
+@pytest.mark.parametrize("why", ["", "turned", "copied"])
+def test_gradients_that_take_more_than_launches_are_not_kept(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+) -> None:
+    """Rows that are turned, and operands that are copied, here an lse."""
+    monkeypatch.setattr(cupy, "ascontiguousarray", lambda x: array(x.shape, x.dtype.name))
+    monkeypatch.setattr(cupy.ndarray, "__neg__", lambda x: x, raising=False)
+    given = {name: array(SHAPES[0]) for name in ("d_out", "q", "k", "v", "out")}
+    given["lse"] = array(SHAPES[0][:-1], "float32")
+    options: dict[str, Any] = {"arch": "sm_90"}
+    tables = {n: array((33, 32), "float32") for n in ("rope_cos", "rope_sin") if why == "turned"}
+    pair = {"rope": tuple(tables.values())} if tables else {}
+    driver.expect(gradient_plans(given | pair, **options))
+    if why != "copied":
+        monkeypatch.setattr(cupy, "ascontiguousarray", lambda x: x)
+    tensors = {name: OnDevice(x) for name, x in {**given, **tables}.items()}
+    of_pass = [tensors.pop(name) for name in ("d_out", "out", "lse")]
+    before = len(recent.CALLS)
+    calls.gradients(calls.Settings(**options), tensors, *of_pass)
+    assert len(recent.CALLS) == before + (why == "")
 
 
 def test_known_calls_are_launched_on_the_device_of_their_tensors(
@@ -375,11 +402,8 @@ def test_known_calls_are_launched_on_the_device_of_their_tensors(
     lse = OnDevice(array(SHAPES[0][:-1], "float32"))
     driver.expect(planned([x.array for x in given.values()], variant="fa_tc", arch="sm_90a"))
     driver.expect([plan_act_quant(Operand.of(x.array), "float16")])
-    problem = backward.resolved_backward(
-        "attention_backward", d_out.array, *(x.array for x in given.values()), out.array,
-        lse.array, {"arch": "sm_90a"},
-    )  # fmt: skip
-    driver.expect([backward.plan_of(problem)])
+    rows = {"d_out": d_out, **given, "out": out, "lse": lse}
+    driver.expect(gradient_plans({n: x.array for n, x in rows.items()}, arch="sm_90a"))
     ways = (
         lambda: calls.forward(settings, given),
         lambda: calls.gradients(settings, given, d_out, out, lse),
