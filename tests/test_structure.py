@@ -304,11 +304,12 @@ def test_a_call_is_resolved_in_one_place() -> None:
     sites = ("ops.backward", "ops.operation", "problem.received")
     assert callers("resolve") == [f"cupyattn.{module}" for module in sites]
     # A prepared call is resolved when it is made, and again where arrays have to be copied.
-    ask = ("distributed.agreement", "ops.attention", "ops.backward", "ops.operation",
-           "ops.prepared", "ops.prepared")  # fmt: skip
+    # A layer is two operations, whose records its own holds.
+    ask = ("distributed.agreement", "ops.attention", "ops.backward", "ops.gemm", "ops.gemm",
+           "ops.operation", "ops.prepared", "ops.prepared")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
     # A call that is known launches; a new one goes here, of arrays and of torch's tensors alike.
-    new = ("interop.torch.calls", "interop.torch.calls", "ops.operation")
+    new = (*["interop.torch.calls"] * 2, *["interop.torch.linear_parts"] * 2, "ops.operation")
     assert callers("run_new") == [f"cupyattn.{module}" for module in new]
     # Mirror, bounds and judge take a record, which their public functions ask for.
     assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.request"]

@@ -21,6 +21,7 @@ from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
+from cupyattn.problem.backward_form import BackwardKernel, settle_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
@@ -266,11 +267,17 @@ class BackwardRequest:
     settings : BackwardSettings
     taken : mapping of str to array
         q, k, v, d_out, out and lse, checked; layout BHSD.
+    places : BackwardOperands
+        Where the operands of the gradients' kernels lie.
+    kernel : BackwardKernel
+        Form and tiles.
     """
 
     request: Request
     settings: BackwardSettings
     taken: Mapping[str, Any]
+    places: BackwardOperands
+    kernel: BackwardKernel
 
 
 def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,6 +346,11 @@ class _Backward:
             operands |= {"rope_cos": rope.cos, "rope_sin": rope.sin, _SIN_BACK: -rope.sin}
         layout, packed = request.settings.layout, request.call.packed is not None
         turned = rope is not None and layout == "BSHD"  # rows are turned back in layout BHSD
+        places = _places(request, operands, turned)
+        kernel = settle_backward(
+            replace(request.call, rope="", rope_offset_q=0), places,
+            deterministic=settings.deterministic, arch=request.architecture,
+        )  # fmt: skip
         return Problem(
             what=self.name, backend=request.backend, arch=request.arch, operands=operands,
             results={
@@ -346,7 +358,9 @@ class _Backward:
                 for name in "qkv"
             },
             as_given=request.as_given, facts=(turned, packed),
-            settled=BackwardRequest(request, settings, taken),
+            settled=BackwardRequest(
+                request, settings, taken, BackwardOperands(**places), kernel
+            ),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
@@ -420,23 +434,26 @@ def _take(request: Request, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {"q": q, "k": request.k, "v": request.v, **taken}
 
 
-def plan_of(problem: Problem) -> Plan:
-    """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
-    request, settings = problem.settled.request, problem.settled.settings
+def _places(
+    request: Request, operands: Mapping[str, Any], turned_back: bool
+) -> dict[str, Operand]:
+    """Describe what the kernels of the gradients read and write: rows of q and k as they are
+    multiplied, gradients in the caller's layout unless rows are turned back in BHSD."""
     read = ("q", "k", "v", "o", "d_out", *OF_SCORES, "kept_rows")
-    described = {n: Operand.of(problem.operands[n]) for n in read if n in problem.operands}
-    layout = request.settings.layout
+    described = {n: Operand.of(operands[n]) for n in read if n in operands}
     for name in "qkv":
-        x, turned = problem.operands[name], _rope_of(request) is not None and name != "v"
+        x, turned = operands[name], _rope_of(request) is not None and name != "v"
         if turned:
             described[name] = Operand.contiguous(x.shape, x.dtype.itemsize)
-        of_gradient = "BHSD" if turned or problem.facts[0] else layout
-        described[f"d{name}"] = laid_out(tuple(x.shape), x.dtype.itemsize, of_gradient)
-    return plan_backward(
-        replace(request.call, rope="", rope_offset_q=0), BackwardOperands(**described),
-        deterministic=settings.deterministic, all_keys=settings.all_keys,
-        arch=request.architecture,
-    )  # fmt: skip
+        layout = "BHSD" if turned or turned_back else request.settings.layout
+        described[f"d{name}"] = laid_out(tuple(x.shape), x.dtype.itemsize, layout)
+    return described
+
+
+def plan_of(problem: Problem) -> Plan:
+    """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
+    settled = problem.settled
+    return plan_backward(settled.kernel, settled.places, all_keys=settled.settings.all_keys)
 
 
 def _rope_of(request: Request) -> Rope | None:

@@ -561,6 +561,9 @@ def test_what_inductor_runs_of_a_layer_is_planned_once(
         planned = len(host.plans)
         for name in ("residual", "gate") * summed:
             assert multiplied[name] == tensors[name].data_ptr()
+    if not (whole or summed):  # nothing but the result says its type
+        parts.multiply(tensors, OnDevice(array((2, 5, N), "bfloat16")), "gelu", "sm_90", None)
+        assert len(host.plans) == planned + 1
 
 
 class Gate(OnDevice):

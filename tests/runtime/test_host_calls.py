@@ -31,6 +31,7 @@ from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
+from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay, tensor_map
 
@@ -276,7 +277,8 @@ def test_gradients_get_what_the_plan_says(driver: Driver, form: str, arch: str) 
         described |= {f"d{name}": described[name] for name in "qkv"}
         call = check_attention(*(inputs[n] for n in "qkv"), return_lse=True, causal=True)
         operands = BackwardOperands(**described)
-        made = [plan_backward(call, operands, deterministic=deterministic, arch=arch)]
+        settled = settle_backward(call, described, deterministic=deterministic, arch=arch)
+        made = [plan_backward(settled, operands)]
         driver.expect(made)
         inputs["lse"] = array(SHAPES[0][:3], "float32")
         found = attention_backward(

@@ -7,25 +7,18 @@ with the same input share its codes, others stay whole. They have no derivative.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cupyattn.arrays.memory import as_input
-from cupyattn.arrays.operand import Operand
 from cupyattn.interop.torch.bridge import as_array, as_own_tensor, forms_of, on_device_of
 from cupyattn.interop.torch.calls import launch
 from cupyattn.interop.torch.ops import define
-from cupyattn.ops.act_quant import act_quant
-from cupyattn.ops.gemm import form_of, int8_gemm
-from cupyattn.plans.act_quant import plan_act_quant
-from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.plans.records import Stage, Work, Workspace
-from cupyattn.plans.row_quant import plan_row_quant
-from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
-from cupyattn.runtime.ready import Ready
+from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
+from cupyattn.ops.gemm import GEMM, LAYER, GemmSettings
+from cupyattn.ops.operation import run_new
+from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.runtime.recent import CALLS
 
 #: Tensors of a layer and of a product, by the names of buffers.
@@ -65,7 +58,8 @@ def _codes_of(x: Tensor, strategy: str, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _quantise(x: Tensor, strategy: str, backend: str | None) -> tuple[Tensor, Tensor]:
-    key = None
+    key: Any = None
+    addresses: dict[str, int] = {}
     if backend in (None, "cuda"):
         key, ready, addresses = find({"x": x}, ("codes", strategy))
         if ready is not None:
@@ -74,12 +68,9 @@ def _quantise(x: Tensor, strategy: str, backend: str | None) -> tuple[Tensor, Te
             launch(ready, {**addresses, **made}, x.device)
             return codes, scales
     with on_device_of(x):
-        array = as_array(x)
-        codes, scales = map(as_own_tensor, act_quant(array, strategy=strategy, backend=backend))
-        if key is not None:
-            work = Work((_quantising(array, strategy),))
-            CALLS.remember(key, Ready(work, None))
-    return codes, scales
+        settings = ActQuantSettings(BLOCK_SIZE, backend, strategy=strategy)
+        codes, scales = run_new(ACT_QUANT, settings, {"x": as_array(x)}, key, addresses)
+        return as_own_tensor(codes), as_own_tensor(scales)
 
 
 def multiply(
@@ -109,58 +100,18 @@ def multiply(
     if "gate" in tensors:
         gate = tensors["gate"]
         tensors = {**tensors, "gate": gate.reshape(-1, gate.shape[-1])}
-    key = None
+    key: Any = None
+    addresses: dict[str, int] = {}
     if backend in (None, "cuda"):
-        key, ready, addresses = find(tensors, (activation, arch))
+        key, ready, addresses = find(tensors, (activation, arch, y.dtype))
         if ready is not None:
             launch(ready, {**addresses, "c": y.data_ptr()}, y.device)
             return y
     with on_device_of(y):
         arrays = {name: as_array(x) for name, x in tensors.items()} | {"c": as_array(y)}
-        if "x" in arrays:
-            strategy = strategy_of_weight(arrays["b"].shape, arrays["b_scales"].shape)
-            arrays["a"], arrays["a_scales"] = act_quant(
-                arrays["x"], strategy=strategy, backend=backend
-            )
-        int8_gemm(
-            arrays["a"], arrays["a_scales"], arrays["b"], arrays["b_scales"],
-            arrays["c"].dtype.name, bias=arrays.get("bias"), activation=activation or None,
-            residual=arrays.get("residual"), gate=arrays.get("gate"), arch=arch, backend=backend,
-            out=arrays["c"],
-        )  # fmt: skip
-        if key is not None:
-            CALLS.remember(key, _ready(arrays, activation, arch))
+        settings = GemmSettings(arrays["c"].dtype.name, activation, None, arch, backend)
+        run_new(LAYER if "x" in arrays else GEMM, settings, arrays, key, addresses)
     return y
-
-
-def _ready(arrays: Mapping[str, Any], activation: str, arch: str | None) -> Ready:
-    """Return what is launched on arrays of these forms: of an x its codes, then the product."""
-    arch, tiles = form_of(arrays["a"], arrays["b"], None, arch, "cuda")
-    bias = "" if "bias" not in arrays else arrays["bias"].dtype.name
-    operands = {name: _rows(x) for name, x in arrays.items() if name not in ("x", "bias")}
-    before: tuple[Stage, ...] = ()
-    between: tuple[Workspace, ...] = ()
-    if "x" in arrays:  # codes and scales lie in scratch memory
-        names = {"a": "int8", "a_scales": "float32"}
-        operands |= {name: replace(operands[name], misalignment=0) for name in names}
-        between = tuple(Workspace(n, operands[n].shape, dtype) for n, dtype in names.items())
-        strategy = ProductOperands(**operands).strategy
-        before = (_quantising(arrays["x"], strategy, {"codes": "a", "scales": "a_scales"}),)
-    plan = plan_gemm(
-        ProductOperands(**operands), arrays["c"].dtype.name, bias=bias, activation=activation,
-        tiles=tiles, arch=arch,
-    )  # fmt: skip
-    return Ready(Work((*before, Stage(plan)), between), arch)
-
-
-def _quantising(x: Any, strategy: str, names: Mapping[str, str] | None = None) -> Stage:
-    """Return the launch that quantises an array, whose buffers have other names if given."""
-    plan = (plan_row_quant if strategy == "channel" else plan_act_quant)(_rows(x), x.dtype.name)
-    return Stage(plan, dict(names)) if names else Stage(plan)
-
-
-def _rows(x: Any) -> Operand:
-    return Operand.of(as_input(x.reshape(-1, x.shape[-1])))
 
 
 def _layer(*arguments: Any) -> Tensor:
