@@ -23,6 +23,7 @@ from cupyattn.ops.operation import Known, problem_of, run
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.problem.gemm_form import (
+    COPIED,
     GemmKernel,
     check_channel_codes,
     check_tiles_of,
@@ -209,10 +210,9 @@ class _Gemm:
         if backend != "mirror":
             with on_device_of(a):
                 operands = {name: contiguous_last_axis(x) for name, x in operands.items()}
-            copied = {"a", "b", "a_16", "b_16"} & operands.keys()
             free = arch is None and tiles is None
             kernel = settle_gemm(
-                {name: Operand.of(operands[name]) for name in sorted(copied)}, strategy,
+                {name: Operand.of(operands[name]) for name in COPIED if name in operands}, strategy,
                 tiles=tiles, arch=arch,
                 on_hopper_device=free and own_arch(backend, a) is not None,
             )  # fmt: skip

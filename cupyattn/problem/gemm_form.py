@@ -40,6 +40,8 @@ _SHARED_TILES = {
     16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
     32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
 }
+#: Operands that the copy engine brings to the Hopper form.
+COPIED = ("a", "b", "a_16", "b_16")
 #: The kernels, by what shares a scale.
 ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
 #: Rows of A up to which tiles are shared; and up to which the portable form, with tiles of 16, is
@@ -103,7 +105,7 @@ def settle_gemm(
     Parameters
     ----------
     operands : mapping of str to Operand
-        Where "a" and "b" lie, with two axes each, and "a_16" and "b_16" of outliers.
+        Where those of `COPIED` lie that there are, with two axes each; others are not looked at.
     strategy : {"block", "channel"}
         What shares a scale.
     tiles : GemmTiles, optional
@@ -334,7 +336,7 @@ def _check_form(tiles: GemmTiles, form: str, entry: str) -> None:
 
 def _hopper_support(operands: Mapping[str, Operand]) -> Support:
     """Say whether the Hopper form takes these operands."""
-    for name, x in operands.items():
+    for name, x in ((name, operands[name]) for name in COPIED if name in operands):
         if 0 in x.shape:
             return Support(False, f"{name} has nothing for the copy engine")
         if x.misalignment or x.row_strides[0] < 0 or row_bytes(x) % 16:
