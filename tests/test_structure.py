@@ -309,7 +309,8 @@ def test_a_call_is_resolved_in_one_place() -> None:
            "ops.operation", "ops.prepared", "ops.prepared")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
     # A call that is known launches; a new one goes here, of arrays and of torch's tensors alike.
-    new = (*["interop.torch.calls"] * 2, *["interop.torch.linear_parts"] * 2, "ops.operation")
+    torch = "interop.torch.calls", "interop.torch.linear_parts"
+    new = (torch[0], torch[0], torch[1], torch[1], "ops.operation", "ops.operation")
     assert callers("run_new") == [f"cupyattn.{module}" for module in new]
     # Mirror, bounds and judge take a record, which their public functions ask for.
     assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.request"]

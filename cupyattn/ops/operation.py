@@ -67,13 +67,12 @@ def run(
     known : Known, optional
         None for a call that is not to be remembered.
     """
-    key: Any = None
-    addresses: dict[str, int] = {}
-    if known is not None:
-        forms, addresses = forms_of(known.arrays)
-        key, again = CALLS.find((operation.name, settings, *known.facts), forms)
-        if again is not None:
-            return operation.restore(again.facts, arrays, again(known.arrays, addresses))
+    if known is None:
+        return run_new(operation, settings, arrays, None, {})
+    forms, addresses = forms_of(known.arrays)
+    key, again = CALLS.find((operation.name, settings, *known.facts), forms)
+    if again is not None:
+        return operation.restore(again.facts, arrays, again(known.arrays, addresses))
     return run_new(operation, settings, arrays, key, addresses)
 
 
