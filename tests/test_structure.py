@@ -273,24 +273,54 @@ def test_functions_of_the_core_take_eight_parameters_at_most() -> None:
 
 
 def callers(name: str) -> list[str]:
-    """The modules that call a function by its bare name, once for each call."""
+    """The modules that call a function by its name, once for each call: alone, behind a module, or
+    as a method. ``resolve()`` without arguments is that of a path."""
     return [
         dotted(path)
         for path in MODULES
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == name
+        if isinstance(node, ast.Call)
+        and (node.args or node.keywords)
+        and ast.unparse(node.func).rpartition(".")[2] == name
     ]
 
 
+def test_a_method_that_is_called_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = PACKAGE / "ops" / "operation.py"
+    tree = ast.parse("OP.resolve(a, b)\nmodules[0].resolve(*a)\nresolve(a)\nPath(a).resolve()")
+    monkeypatch.setattr(sys.modules[__name__], "MODULES", [file])
+    monkeypatch.setattr(sys.modules[__name__], "tree_of", lambda _: tree)
+    assert callers("resolve") == ["cupyattn.ops.operation"] * 3
+
+
 def test_a_call_is_resolved_in_one_place() -> None:
-    """`resolve` is itself the first step of attention's operation, by which `cupyattn.ops` runs
-    every call. It is called for a judge, who asks which kernel "auto" takes."""
+    """In `cupyattn.ops.operation`, whatever runs, prepares, explains or shares it. Twice more the
+    record of attention is what another question begins with, which is no call of its own.
+
+    ops.backward: gradients are of a forward pass, and their record holds that of the pass.
+    problem.received: a judge asks which kernel "auto" takes, and stands above `cupyattn.ops`.
+    """
     assert ATTENTION.resolve is resolve
-    assert callers("resolve") == ["cupyattn.problem.received"]
+    sites = ("ops.backward", "ops.operation", "problem.received")
+    assert callers("resolve") == [f"cupyattn.{module}" for module in sites]
+    # A prepared call is resolved when it is made, and again where arrays have to be copied.
+    # A layer is two operations, whose records its own holds.
+    ask = ("distributed.agreement", "ops.attention", "ops.backward", "ops.gemm", "ops.gemm",
+           "ops.operation", "ops.prepared", "ops.prepared")  # fmt: skip
+    assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
+    # A call that is known launches; a new one goes here, of arrays and of torch's tensors alike.
+    torch = "interop.torch.calls", "interop.torch.linear_parts"
+    new = (torch[0], torch[0], torch[1], torch[1], "ops.operation", "ops.operation")
+    assert callers("run_new") == [f"cupyattn.{module}" for module in new]
     # Mirror, bounds and judge take a record, which their public functions ask for.
     assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.request"]
-    ask = ("bounds.kernel", "reference.attention", "testing.verdict")
-    assert callers("receive") == [f"cupyattn.{module}" for module in ask]
+    named = ("bounds.kernel", "reference.attention")
+    assert callers("receive_arguments") == [f"cupyattn.{module}" for module in named]
+    frames = "cupyattn.distributed.tcp"  # which a channel receives
+    receive = [module for module in callers("receive") if module != frames]
+    assert receive == ["cupyattn.problem.received", "cupyattn.testing.verdict"]
     assert callers("settle_request") == ["cupyattn.problem.request"]
 
 

@@ -60,10 +60,8 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.received import Received, receive
-from cupyattn.problem.rope import check_turned_before
+from cupyattn.problem.received import Received, receive_arguments
 from cupyattn.problem.scoring import check_smoothing
-from cupyattn.problem.settings import Settings
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
@@ -158,17 +156,7 @@ def attention(
     check_values("rows", rows)
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    settings = Settings(
-        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-        tiles=tiles,
-    )  # fmt: skip
-    arrays = {
-        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
-    }  # fmt: skip
-    received = receive(settings, arrays, quantized=quantized, form=form)
-    if received.preparation is not None:
-        check_turned_before(quantized)
+    received = receive_arguments(locals())
     return bound_kernel(received, rows=rows, numerics=numerics)
 
 

@@ -25,6 +25,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
+from cupyattn.ops.operation import problem_of
 from cupyattn.problem import checks
 from cupyattn.problem.request import SEQUENCES, Request
 from cupyattn.problem.resolve import to_bhsd
@@ -263,7 +264,7 @@ def _own_request(settings: ShardedSettings, group: Group, arrays: Mapping[str, A
         asked = asked._replace(layout="BSHD")
         taken = {name: interchange.take(name, array) for name, array in own.items()}
         own = {name: one_entry(name, array) for name, (array, _) in taken.items()}
-    request = ATTENTION.resolve(asked, own)
+    request: Request = problem_of(ATTENTION, asked, own)
     kind = array_namespace(request.q).__name__
     if kind != group.namespace:
         raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")

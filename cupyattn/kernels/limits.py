@@ -13,6 +13,9 @@ from cupyattn.kernels.tiles import Tiles
 
 #: Query head or key head counts, lengths and the grid are 32-bit numbers in the kernels.
 INT32_MAX = 2**31 - 1
+#: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
+#: tiles as they become free, so a device with fewer SMs computes the same.
+HOPPER_BLOCKS = 132
 
 #: The kernels add a tile to a length in 32 bits.
 MAX_LENGTH = 2**30

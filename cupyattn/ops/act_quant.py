@@ -156,12 +156,12 @@ class _ActQuant:
                 f"the kernel takes blocks of {BLOCK_SIZE}, got block_size={size!r}: use "
                 "backend='mirror'"
             )
+        check_values("x", x, least_axes=1)
         if backend == "mirror" or size != BLOCK_SIZE:
             return Problem(
                 what=self.name, backend="mirror", operands={"x": x}, results={},
                 as_given=as_given, settled=(settings, arrays),
             )  # fmt: skip
-        check_values("x", x, least_axes=1)
         with on_device_of(x):
             rows = contiguous_last_axis(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
         blocks = 1 if settings.strategy == "channel" else -(-x.shape[-1] // BLOCK_SIZE)

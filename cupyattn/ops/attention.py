@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.operation import run
+from cupyattn.ops.operation import problem_of, run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
 from cupyattn.plans.stages import stages
@@ -368,7 +368,8 @@ def resolved(
     ValueError, TypeError, UnsupportedError
         As `attention`.
     """
-    return ATTENTION.resolve(*parse(function, q, k, v, options))
+    request: Request = problem_of(ATTENTION, *parse(function, q, k, v, options))
+    return request
 
 
 @points_to_our_names

@@ -10,29 +10,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays import interchange
-from cupyattn.arrays.form import same_place
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
-from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.operation import Known, make_ready, run
+from cupyattn.ops.operation import Known, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
+from cupyattn.problem.backward_form import BackwardKernel, settle_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.resolve import resolve, to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.request import scoring_of
-from cupyattn.runtime.ready import Ready
 
 
 @points_to_our_names
@@ -269,11 +267,17 @@ class BackwardRequest:
     settings : BackwardSettings
     taken : mapping of str to array
         q, k, v, d_out, out and lse, checked; layout BHSD.
+    places : BackwardOperands
+        Where the operands of the gradients' kernels lie.
+    kernel : BackwardKernel
+        Form and tiles.
     """
 
     request: Request
     settings: BackwardSettings
     taken: Mapping[str, Any]
+    places: BackwardOperands
+    kernel: BackwardKernel
 
 
 def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,7 +330,7 @@ class _Backward:
         """Check the forward pass, and d_out, out and lse against it."""
         received = {name: arrays[name] for name in ("d_out", "out", "lse")}
         forward = {name: a for name, a in arrays.items() if name not in received}
-        request = ATTENTION.resolve(settings.of_call, forward)
+        request = resolve(settings.of_call, forward)
         if request.call.padded is not None:
             raise UnsupportedError(
                 "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
@@ -342,6 +346,11 @@ class _Backward:
             operands |= {"rope_cos": rope.cos, "rope_sin": rope.sin, _SIN_BACK: -rope.sin}
         layout, packed = request.settings.layout, request.call.packed is not None
         turned = rope is not None and layout == "BSHD"  # rows are turned back in layout BHSD
+        places = _places(request, operands, turned)
+        kernel = settle_backward(
+            replace(request.call, rope="", rope_offset_q=0), places,
+            deterministic=settings.deterministic, arch=request.architecture,
+        )  # fmt: skip
         return Problem(
             what=self.name, backend=request.backend, arch=request.arch, operands=operands,
             results={
@@ -349,7 +358,9 @@ class _Backward:
                 for name in "qkv"
             },
             as_given=request.as_given, facts=(turned, packed),
-            settled=BackwardRequest(request, settings, taken),
+            settled=BackwardRequest(
+                request, settings, taken, BackwardOperands(**places), kernel
+            ),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
@@ -423,23 +434,26 @@ def _take(request: Request, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {"q": q, "k": request.k, "v": request.v, **taken}
 
 
-def plan_of(problem: Problem) -> Plan:
-    """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
-    request, settings = problem.settled.request, problem.settled.settings
+def _places(
+    request: Request, operands: Mapping[str, Any], turned_back: bool
+) -> dict[str, Operand]:
+    """Describe what the kernels of the gradients read and write: rows of q and k as they are
+    multiplied, gradients in the caller's layout unless rows are turned back in BHSD."""
     read = ("q", "k", "v", "o", "d_out", *OF_SCORES, "kept_rows")
-    described = {n: Operand.of(problem.operands[n]) for n in read if n in problem.operands}
-    layout = request.settings.layout
+    described = {n: Operand.of(operands[n]) for n in read if n in operands}
     for name in "qkv":
-        x, turned = problem.operands[name], _rope_of(request) is not None and name != "v"
+        x, turned = operands[name], _rope_of(request) is not None and name != "v"
         if turned:
             described[name] = Operand.contiguous(x.shape, x.dtype.itemsize)
-        of_gradient = "BHSD" if turned or problem.facts[0] else layout
-        described[f"d{name}"] = laid_out(tuple(x.shape), x.dtype.itemsize, of_gradient)
-    return plan_backward(
-        replace(request.call, rope="", rope_offset_q=0), BackwardOperands(**described),
-        deterministic=settings.deterministic, all_keys=settings.all_keys,
-        arch=request.architecture,
-    )  # fmt: skip
+        layout = "BHSD" if turned or turned_back else request.settings.layout
+        described[f"d{name}"] = laid_out(tuple(x.shape), x.dtype.itemsize, layout)
+    return described
+
+
+def plan_of(problem: Problem) -> Plan:
+    """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
+    settled = problem.settled
+    return plan_backward(settled.kernel, settled.places, all_keys=settled.settings.all_keys)
 
 
 def _rope_of(request: Request) -> Rope | None:
@@ -486,36 +500,6 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
-def ready_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Ready | None:
-    """Make a backward pass ready to be launched on memory of the caller's.
-
-    Parameters
-    ----------
-    settings, arrays
-        As for `run_backward`; CuPy arrays.
-
-    Returns
-    -------
-    Ready or None
-        It reads "q", "k", "v", "o", "lse", "d_out", mask, bias, offsets and the blocks of a block
-        mask ("kept_blocks", of its transposed "kept_rows"), and writes "dq", "dk" and "dv", shaped
-        as q, k and v are, contiguous and 16-byte aligned. None where more than launches is needed:
-        rows that are turned, operands that are copied.
-
-    Raises
-    ------
-    ValueError, TypeError, UnsupportedError
-        As `attention_backward`.
-    """
-    if "rope" in arrays:
-        return None
-    problem = BACKWARD.resolve(settings, arrays)
-    names = {"out": "o"}
-    operands = {names.get(n, n): x for n, x in arrays.items() if n != "block_mask"}
-    copied = any(not same_place(problem.operands[name], x) for name, x in operands.items())
-    return None if copied else make_ready(problem, BACKWARD.plan(problem))
-
-
 def resolved_backward(
     function: str, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     options: Mapping[str, Any],
@@ -537,4 +521,5 @@ def resolved_backward(
     options = {"variant": "fa_tc", "return_lse": True, **options}
     settings, arrays = parse(function, q, k, v, options)
     named = {**arrays, "d_out": d_out, "out": out, "lse": lse}
-    return BACKWARD.resolve(BackwardSettings(settings, deterministic), named)
+    problem: Problem = problem_of(BACKWARD, BackwardSettings(settings, deterministic), named)
+    return problem

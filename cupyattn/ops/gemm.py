@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,19 +19,24 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.operation import Known, run
-from cupyattn.plans.gemm import (
-    OutlierOperands,
-    ProductOperands,
+from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
+from cupyattn.plans.records import Work
+from cupyattn.problem.gemm_form import (
+    COPIED,
+    GemmKernel,
     check_channel_codes,
     check_tiles_of,
-    on_hopper,
-    plan_gemm,
+    settle_gemm,
     where_shared,
 )
-from cupyattn.plans.records import Work
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.activation import check_activation
-from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape, strategy_of
+from cupyattn.quant.blocks import (
+    BLOCK_SIZE,
+    check_out_dtype,
+    scale_shape,
+    strategy_of,
+)
 from cupyattn.reference.gemm import gemm_mirror
 
 Array = Any
@@ -109,7 +115,7 @@ def int8_gemm(
     Notes
     -----
     The Hopper form runs on compute capability 9.0 with more than 32 rows, or more than 16 of a wide
-    layer (`cupyattn.plans.gemm.on_hopper`), where addresses and rows are multiples of 16
+    layer (`cupyattn.problem.gemm_form.on_hopper`), where addresses and rows are multiples of 16
     bytes; where they are not, the portable form runs, and the logger ``cupyattn`` says why. At
     level DEBUG it says form, tiles and launches of every new call.
 
@@ -155,6 +161,21 @@ class GemmSettings(NamedTuple):
     backend: str | None
 
 
+@dataclass(frozen=True)
+class GemmRequest:
+    """A product, settled.
+
+    Parameters
+    ----------
+    settings : GemmSettings
+    kernel : GemmKernel or None
+        Form and tiles; None on the mirror, which knows no form, and of tiles the caller's alone.
+    """
+
+    settings: GemmSettings
+    kernel: GemmKernel | None
+
+
 class _Gemm:
     """The product of INT8 codes as an operation."""
 
@@ -174,8 +195,8 @@ class _Gemm:
         shape = (*a.shape[:-1], b.shape[0])
         if out is not None:
             _check_out(out, shape, settings.out_dtype, operands)
+        strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
         if tiles is not None:
-            strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
             check_kind(tiles, GemmTiles)
             check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
         rows = math.prod(a.shape[:-1])
@@ -183,22 +204,28 @@ class _Gemm:
             operands[name] = operands[name].reshape(rows, operands[name].shape[-1])
         if "gate" in operands and operands["gate"].ndim == 1:
             operands["gate"] = operands["gate"][None]
-        arch = settings.arch
+        kernel, arch = None, settings.arch
         if backend != "mirror":
-            arch, tiles = form_of(operands["a"], b, tiles, arch, backend)
             with on_device_of(a):
                 operands = {name: contiguous_last_axis(x) for name, x in operands.items()}
+            free = arch is None and tiles is None
+            kernel = settle_gemm(
+                {name: Operand.of(operands[name]) for name in COPIED if name in operands}, strategy,
+                tiles=tiles, arch=arch,
+                on_hopper_device=free and own_arch(backend, a) is not None,
+            )  # fmt: skip
+            arch = kernel.arch
         result = Result(shape, STORAGE[settings.out_dtype])
         return Problem(
             what=self.name, backend=backend, arch=arch, operands=operands,
             results={"c": result} if out is None else {},
             received={} if out is None else {"c": out.reshape(rows, b.shape[0])},
-            as_given=as_given, settled=settings._replace(tiles=tiles),
+            as_given=as_given, settled=GemmRequest(settings, kernel),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
-        operands, settings = problem.operands, problem.settled
+        operands, settings = problem.operands, problem.settled.settings
         of = {name: Operand.of(x) for name, x in operands.items() if name != "bias"}
         size = (operands["a"].shape[0], operands["b"].shape[0])
         itemsize = STORAGE[settings.out_dtype].itemsize
@@ -210,16 +237,15 @@ class _Gemm:
             dtype = operands["a_16"].dtype.name
             beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
-            ProductOperands(**of, c=c), settings.out_dtype,
+            problem.settled.kernel, ProductOperands(**of, c=c), settings.out_dtype,
             bias=operands["bias"].dtype.name if "bias" in operands else "",
-            activation=settings.activation, outliers=beside, tiles=settings.tiles,
-            arch=problem.arch,
+            activation=settings.activation, outliers=beside,
         )  # fmt: skip
         return Work.of(plan)
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Return the product from NumPy."""
-        operands, settings, sharing = problem.operands, problem.settled, {}
+        operands, settings, sharing = problem.operands, problem.settled.settings, {}
         a, b, tiles = operands["a"], operands["b"], settings.tiles
         if tiles is not None and tiles.cluster > 1:
             shared = where_shared(a.shape[0], b.shape[0], tiles)
@@ -241,15 +267,6 @@ class _Gemm:
 
 
 GEMM = _Gemm()
-
-
-def form_of(
-    a: Array, b: Array, tiles: GemmTiles | None, arch: str | None, backend: str
-) -> tuple[str | None, GemmTiles | None]:
-    """Return architecture and tiles of a product: the caller's, or those for a Hopper device."""
-    if arch is None and tiles is None and own_arch(backend, a):
-        return on_hopper(math.prod(a.shape[:-1]), *b.shape)
-    return arch, tiles
 
 
 def _check_sum(operands: dict[str, Array], out_dtype: str) -> None:

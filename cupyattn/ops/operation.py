@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.form import forms_of, same_place
+from cupyattn.arrays.form import forms_of
 from cupyattn.plans.records import Work
 from cupyattn.runtime.ready import Ready, Receiver
 from cupyattn.runtime.recent import CALLS
@@ -67,34 +67,54 @@ def run(
     known : Known, optional
         None for a call that is not to be remembered.
     """
-    key: Any = None
-    if known is not None:
-        forms, addresses = forms_of(known.arrays)
-        key, again = CALLS.find((operation.name, settings, *known.facts), forms)
-        if again is not None:
-            return operation.restore(again.facts, arrays, again(known.arrays, addresses))
-    problem = operation.resolve(settings, arrays)
+    if known is None:
+        return run_new(operation, settings, arrays, None, {})
+    forms, addresses = forms_of(known.arrays)
+    key, again = CALLS.find((operation.name, settings, *known.facts), forms)
+    if again is not None:
+        return operation.restore(again.facts, arrays, again(known.arrays, addresses))
+    return run_new(operation, settings, arrays, key, addresses)
+
+
+def run_new(
+    operation: Operation,
+    settings: Any,
+    arrays: Mapping[str, Any],
+    key: Any,
+    addresses: Mapping[str, int],
+) -> Any:
+    """Resolve, plan and run a call that was not found.
+
+    Parameters
+    ----------
+    operation, settings, arrays
+        As for `run`.
+    key : object
+        Under which later calls are to find it, in `CALLS`; None for a call that is not remembered.
+    addresses : mapping of str to int
+        Where the caller's arrays lie, by the buffers of the plan. A call that reads a copy of one
+        is not remembered.
+    """
+    problem = problem_of(operation, settings, arrays)
     with memory.on_device_of(problem.like):
         if problem.backend == "cuda":
             ready = make_ready(problem, operation.plan(problem))
-            made = run_ready(ready, problem)
-            # NOTE: views of what was copied lie elsewhere than the caller's arrays do.
             read = {**problem.operands, **problem.received}
-            if (
-                known is not None
-                and key is not None
-                and ready.can_be_kept
-                and all(
-                    same_place(read[name], array)
-                    for name, array in known.arrays.items()
-                    if name in read
-                )
-            ):
+            own = {name: memory.data_address(array) for name, array in read.items()}
+            # NOTE: views of what was copied lie elsewhere than the caller's arrays do.
+            copied = any(own[name] != at for name, at in addresses.items() if name in own)
+            made = ready(read, own)
+            if key is not None and ready.can_be_kept and not copied:
                 CALLS.remember(key, ready)
         else:
             made = run_on_host(operation, problem)
     results = {name: problem.as_given(result) for name, result in made.items()}
     return operation.restore(problem.facts, arrays, results)
+
+
+def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -> Any:
+    """Check a call and settle what runs: for all who run, prepare, explain or share one."""
+    return operation.resolve(settings, arrays)
 
 
 def make_ready(problem: Any, work: Work) -> Ready:
@@ -106,13 +126,6 @@ def make_ready(problem: Any, work: Work) -> Ready:
         work, problem.arch, problem.results, kept=problem.kept, receiver=receiver,
         memory=needed(problem, work), facts=problem.facts,
     )  # fmt: skip
-
-
-def run_ready(ready: Ready, problem: Any) -> dict[str, Any]:
-    """Run on the arrays of a problem; return the results by buffer."""
-    read = {**problem.operands, **problem.received}
-    addresses = {name: memory.data_address(array) for name, array in read.items()}
-    return ready(read, addresses)
 
 
 def run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:

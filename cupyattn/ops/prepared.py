@@ -9,7 +9,7 @@ from cupyattn.arrays import memory
 from cupyattn.arrays.form import described, forms_of, same_place
 from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned, take
 from cupyattn.ops.call_operands import PAIRS, direct_operands
-from cupyattn.ops.operation import Operation, interpret, make_ready
+from cupyattn.ops.operation import Operation, interpret, make_ready, problem_of
 from cupyattn.plans.records import Plan
 from cupyattn.problem.request import LENGTHS, OF_SCORES, SEQUENCES, Request
 from cupyattn.problem.row_preparation import BUFFERS
@@ -44,7 +44,7 @@ class Prepared:
     def __init__(
         self, operation: Operation, settings: Settings, arrays: Mapping[str, Any]
     ) -> None:
-        request: Request = operation.resolve(settings, arrays)
+        request: Request = problem_of(operation, settings, arrays)
         self._operation, self._settings = operation, request.settings
         self.call, self.backend, self.kernel = request.call, request.backend, request.kernel
         self.variant, self.why = request.variant.name, request.why
@@ -152,7 +152,7 @@ class Prepared:
         if self.backend == "cuda" and self._ready.is_captured():
             self._check_not_copied(q, k, v, changed)
         arrays |= {**self._given, **changed, **({} if out is None else {"out": out})}
-        return self._run(self._operation.resolve(self._settings, arrays), arrays)
+        return self._run(problem_of(self._operation, self._settings, arrays), arrays)
 
     def _run(self, request: Request, arrays: Mapping[str, Any]) -> Any:
         """Run on the arrays of a request."""

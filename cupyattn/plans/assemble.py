@@ -14,7 +14,7 @@ from cupyattn.kernels import tile_pieces
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import INT32_MAX
+from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import Launch, TensorMap, Workspace
 from cupyattn.plans.structs import (
@@ -26,9 +26,6 @@ from cupyattn.problem.call import AttentionSpec
 
 LOG2E = math.log2(math.e)
 
-#: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
-#: tiles as they become free, so a device with fewer SMs computes the same.
-HOPPER_BLOCKS = 132
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
 #: Rows of a block that clears padding: a few accesses for each of its threads at any head_dim.

@@ -9,20 +9,18 @@ from typing import Any
 
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.kernels.backward_tiles import (
-    IN_ORDER_KEYS,
-    IN_ORDER_PAST,
-    SUMMED,
-    backward_tiles,
-    hopper_backward_tiles,
-)
+from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
-from cupyattn.problem import support
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.backward_form import (
+    NO_DQ,
+    SUMS_DQ,
+    SUMS_DQ_IN_ORDER,
+    BackwardKernel,
+)
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128
@@ -35,8 +33,6 @@ _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 _PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
 #: Rows and columns that lie together in the sums of dQ of the Hopper form.
 SUM_ROWS = SUM_COLUMNS = 64
-#: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
-NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
 
 
 @dataclass(frozen=True)
@@ -68,33 +64,19 @@ class BackwardOperands:
 
 @functools.lru_cache(maxsize=1024)
 def plan_backward(
-    call: AttentionSpec,
-    at: BackwardOperands,
-    *,
-    deterministic: bool | None,
-    all_keys: bool = True,
-    arch: str | None = None,
+    kernel: BackwardKernel, at: BackwardOperands, *, all_keys: bool = True
 ) -> Plan:
     """Plan the gradients of a call.
 
     Parameters
     ----------
-    call : AttentionSpec
-        With ``return_lse``.
+    kernel : BackwardKernel
     at : BackwardOperands
         The plan also reads the buffer ``"lse"``, contiguous, and of a packed call
         ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
-    deterministic : bool or None
-        The form: ``"deterministic"`` has a kernel for dQ, with the same bits on every run; in
-        ``"atomic"`` blocks of keys add up dQ in float32 in memory. ``"sm90_deterministic"`` does
-        that too, in one order on every run, up to head_dim 128. None: the faster one.
     all_keys : bool
         Whether the rows attend to no keys but these. False takes every lse as it is; True
         normalises rows again whose lse is too coarse to give P.
-    arch : str, optional
-        Architecture that it will run on: on ``"sm_90a"`` the form is ``"sm90_atomic"`` or
-        ``"sm90_deterministic"`` where that takes the call (past head_dim 128 always the latter);
-        `Plan.note` says why where it does not.
 
     Returns
     -------
@@ -107,19 +89,8 @@ def plan_backward(
     UnsupportedError
         If a grid would be too large.
     """
-    kept_rows = at.kept_rows
+    call, form, dq_of_keys, kept_rows = kernel.call, kernel.form, kernel.dq, at.kept_rows
     features = features_of(call, widest(at.q, at.k, at.v, at.o, at.d_out, at.dq, at.dk, at.dv))
-    form, note = "deterministic" if deterministic else "atomic", ""
-    dq_of_keys = NO_DQ if deterministic else SUMS_DQ
-    if arch == "sm_90a":
-        named = {name: getattr(at, name) for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
-        note = support.backward_support(call, named).note
-        if not note and call.head_dim > SUMMED:
-            form, dq_of_keys = "sm90_deterministic", NO_DQ
-        elif not note and (deterministic or deterministic is None and order_is_faster(call)):
-            form, dq_of_keys = "sm90_deterministic", SUMS_DQ_IN_ORDER
-        elif not note:
-            form = "sm90_atomic"
     in_order = dq_of_keys == SUMS_DQ_IN_ORDER
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
@@ -152,10 +123,9 @@ def plan_backward(
     )
     launches += kernels.launch("coarse", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
     sums_tiles, sum_shape = _PASS_TILES, (lists, total, call.head_dim)
-    keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
+    keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     keys = queries = sums = kernels
-    if form.startswith("sm90"):
-        keys_tiles = queries_tiles = hopper_backward_tiles(call.head_dim)
+    if kernel.on_hopper:
         keys = queries = kernels.fed({
             "q": (at.q, keys_tiles.block_q), "k": (at.k, keys_tiles.block_kv),
             "v": (at.v, keys_tiles.block_kv), "d_out": (at.d_out, keys_tiles.block_q),
@@ -176,13 +146,7 @@ def plan_backward(
         workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
         for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
             workspace.append(Workspace(name, shape, "int32", zeros=True))
-    return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), note)
-
-
-def order_is_faster(call: AttentionSpec) -> bool:
-    """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
-    length = call.len_kv // 2 if call.causal else call.len_kv
-    return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
+    return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), kernel.note)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from cupyattn.problem.checks import check_dtype, check_options
 from cupyattn.problem.form import Kernel, settle
 from cupyattn.problem.operands import Codes
 from cupyattn.problem.resolve import resolve
+from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.score_options import ScoreOptions
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, of_arguments
 from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 
 Array = Any
@@ -112,6 +113,32 @@ def receive(
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
     preparation = Preparation.of(settings.rows(arrays), sizes)
     return Received(kernel, (q, k, v), scores, quantized, preparation)
+
+
+def receive_arguments(arguments: Mapping[str, Any]) -> Received:
+    """Settle the kernel of what a mirror or a bound is given.
+
+    Parameters
+    ----------
+    arguments : mapping
+        Of `cupyattn.problem.settings.of_arguments`, with ``quantized`` and ``form`` as for
+        `receive`.
+
+    Returns
+    -------
+    Received
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `receive`, and for rows of quantised operands that were to be prepared.
+    """
+    settings, arrays = of_arguments(arguments)
+    quantized = arguments["quantized"]
+    received = receive(settings, arrays, quantized=quantized, form=arguments["form"])
+    if received.preparation is not None:
+        check_turned_before(quantized)
+    return received
 
 
 def chosen(settings: Settings, arrays: Mapping[str, Any]) -> Kernel:

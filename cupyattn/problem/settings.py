@@ -108,3 +108,24 @@ def parse(
         else:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return Settings(**others), arrays
+
+
+def of_arguments(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
+    """Return settings and arrays of a call, found among all arguments of a function.
+
+    Parameters
+    ----------
+    arguments : mapping
+        ``q``, ``k``, ``v``, options of `cupyattn.attention` by their names, and others, which are
+        left out: ``locals()`` of a function that has them in its signature.
+
+    Examples
+    --------
+    >>> def bound(q, k, v, *, causal=False, mask=None, rows=None):
+    ...     return of_arguments(locals())
+    >>> settings, arrays = bound("q", "k", "v", causal=True, rows=[0])
+    >>> settings.causal, sorted(arrays)
+    (True, ['k', 'q', 'v'])
+    """
+    known = {n: x for n, x in arguments.items() if n in ARRAYS or n in Settings._fields}
+    return parse("attention", arguments["q"], arguments["k"], arguments["v"], known)

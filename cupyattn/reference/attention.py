@@ -23,10 +23,8 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_dtype
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.received import Received, receive
-from cupyattn.problem.rope import check_turned_before
+from cupyattn.problem.received import Received, receive_arguments
 from cupyattn.problem.scoring import Scoring, check_smoothing
-from cupyattn.problem.settings import Settings
 from cupyattn.quant.operand_protocol import (
     Quantized,
     check_one_sequence,
@@ -145,17 +143,7 @@ def attention_mirror(
         if k is None or v is None:
             raise TypeError("k and v may only be left out where q is a QuantizedQKV")
         storage_name(q, k, v)
-    settings = Settings(
-        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-        tiles=tiles,
-    )  # fmt: skip
-    arrays = {
-        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
-    }  # fmt: skip
-    received = receive(settings, arrays, quantized=quantized, form=form)
-    if received.preparation is not None:
-        check_turned_before(quantized)
+    received = receive_arguments(locals())
     o, lse, steps = run_kernel(received, numerics=numerics, trace=trace)
     results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
     return results if len(results) > 1 else o

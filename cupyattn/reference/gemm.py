@@ -153,7 +153,8 @@ def gemm_mirror(
         Thread blocks that share a tile: `cupyattn.kernels.tiles.GemmTiles`. The sums of channels
         are exact, whoever adds them up.
     shared : array, (m, n), bool, optional
-        Elements whose tiles are shared, all when omitted: `cupyattn.plans.gemm.where_shared`.
+        Elements whose tiles are shared, all when omitted:
+        `cupyattn.problem.gemm_form.where_shared`.
 
     Returns
     -------

@@ -30,7 +30,7 @@ from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.received import Received, chosen, receive
 from cupyattn.problem.row_preparation import EPS, PAIRS
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import of_arguments
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing.counterexamples import keep
 from cupyattn.testing.functionals import FunctionalRatio, sums_over_channels
@@ -299,15 +299,8 @@ def judge(
         )
     if variant != "auto":
         ladder.lookup(variant, also=("auto",))  # whose refusal lists auto, too
-    settings = Settings(
-        variant, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-        qk_norm_eps=qk_norm_eps, return_lse=lse is not None, tiles=tiles,
-    )  # fmt: skip
-    arrays = {
-        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope,
-        "qk_norm": qk_norm,
-    }  # fmt: skip
+    settings, arrays = of_arguments(locals())
+    settings = settings._replace(return_lse=lse is not None)
     if variant == "auto":
         asked = arrays
         if quantized is not None:  # whose rows were prepared before

@@ -33,7 +33,7 @@ from cupyattn.cli import output
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.measure import device, timing
-from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES, choose_tiles
+from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, choose_tiles
 from cupyattn.quant import gemm_error, gemm_exact
 from cupyattn.quant.blocks import BLOCK_SIZE
 from experiments._harness import recording

@@ -10,7 +10,7 @@ Expect       no loss to FP16; the default at most 3 % behind the best
 Run          python -m experiments.tuning.gemm_few_rows [--rows M,M] [--graphs] [--quick]
              [--json FILE]
 
-``choose_tiles`` and ``on_hopper`` of cupyattn/plans/gemm.py are what its result is for.
+``choose_tiles`` and ``on_hopper`` of cupyattn/problem/gemm_form.py are what its result is for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import cupyattn as ca
 from cupyattn.cli import output
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.measure import device, timing, words
-from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES, on_hopper
+from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, on_hopper
 from experiments._harness import recording
 from experiments._harness.cells import rotating
 from experiments._harness.others import format_comparison

@@ -15,6 +15,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients
 from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.plans.backward import BackwardOperands, plan_backward
+from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import Packed
 from tests.backward.backward_cases import (
@@ -43,7 +44,8 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
     named = {"q": q, "k": k, "v": k, "o": q, "d_out": q, "dq": q, "dk": k, "dv": k}
     kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
     operands = BackwardOperands(**{**named, **changed}, kept_blocks=kept, kept_rows=kept)
-    return plan_backward(call, operands, deterministic=deterministic, arch="sm_90a")
+    settled = settle_backward(call, vars(operands), deterministic=deterministic, arch="sm_90a")
+    return plan_backward(settled, operands)
 
 
 # ---- what is compiled and planned ----------------------------------------------------------------

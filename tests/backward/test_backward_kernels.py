@@ -19,6 +19,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import Gradients
 from cupyattn.plans.backward import ROW_PAD, BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan
+from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec, Packed
 from cupyattn.problem.checks import check_attention
@@ -50,7 +51,8 @@ def plan_of(call: AttentionSpec, *, deterministic: bool) -> Plan:
     k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
     kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
     operands = BackwardOperands(q, k, k, q, q, q, k, k, kept_blocks=kept, kept_rows=kept)
-    return plan_backward(call, operands, deterministic=deterministic)
+    settled = settle_backward(call, vars(operands), deterministic=deterministic)
+    return plan_backward(settled, operands)
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
@@ -211,7 +213,8 @@ def run_into(
         buffers["kept_rows"] = block_mask.transposed.kept_blocks(inputs[1])
     arrays = {**buffers, **results._asdict()}
     operands = BackwardOperands(**{n: Operand.of(x) for n, x in arrays.items() if n != "lse"})
-    plan = plan_backward(call, operands, deterministic=deterministic, arch=arch)
+    settled = settle_backward(call, vars(operands), deterministic=deterministic, arch=arch)
+    plan = plan_backward(settled, operands)
     interpret.run(plan, arrays, arch)
 
 

@@ -13,6 +13,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients, judge_backward
 from cupyattn.plans.backward import BackwardOperands, plan_backward
+from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime.ready import run as run_plan
 from tests.backward.backward_cases import (
@@ -140,7 +141,7 @@ def test_results_are_written_in_full_and_nothing_beside_them(
         arrays |= {n: x.array for n, x in zip(Gradients._fields, results, strict=True)}
         operands = BackwardOperands(**{n: Operand.of(x) for n, x in arrays.items() if n != "lse"})
         call = check_attention(*inputs[1:4], return_lse=True, causal=True)
-        plan = plan_backward(call, operands, **how)
+        plan = plan_backward(settle_backward(call, vars(operands), **how), operands)
         run_plan(plan, arrays, how["arch"])
         for one in results:
             one.check()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.assemble import HOPPER_BLOCKS
-from cupyattn.plans.gemm import (
+from cupyattn.problem.gemm_form import (
     HOPPER_TILES,
     PORTABLE_TILES,
     choose_tiles,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES
+from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate

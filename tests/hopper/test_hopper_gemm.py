@@ -11,11 +11,12 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
+from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans import gemm
-from cupyattn.plans.assemble import HOPPER_BLOCKS
-from cupyattn.plans.gemm import HOPPER_TILES, ProductOperands, plan_gemm
+from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.plans.records import TensorMap
+from cupyattn.problem import gemm_form
+from cupyattn.problem.gemm_form import HOPPER_TILES, settle_gemm
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import Product, product
 from tests.quant.test_gemm import planned
@@ -49,7 +50,7 @@ def test_a_block_takes_one_tile_after_the_other(monkeypatch) -> None:
 
     Outliers, too, are steps of the ring.
     """
-    monkeypatch.setattr(gemm, "HOPPER_BLOCKS", 1)
+    monkeypatch.setattr(gemm_form, "HOPPER_BLOCKS", 1)
     plan_gemm.cache_clear()
     try:
         p = product(4, (70, 190, 160), outliers=72, activation="silu")
@@ -136,7 +137,8 @@ def test_what_the_copy_engine_cannot_take_runs_in_the_portable_form() -> None:
     assert empty.form == "portable" and "a has nothing" in empty.note
     a, scales = Operand((4, 128), (128, 1), 1, 4), Operand.contiguous((4, 1), 4)
     operands = ProductOperands(a, scales, a, scales, Operand.contiguous((4, 4), 2))
-    plan = plan_gemm(operands, "float16", arch="sm_90a")
+    settled = settle_gemm({"a": a, "b": a}, arch="sm_90a")
+    plan = plan_gemm(settled, operands, "float16")
     assert "got a at 16 n + 4" in plan.note
     with pytest.raises(UnsupportedError, match="Hopper form do not go with .* rows of 100 bytes"):
         planned(64, 64, 100, arch="sm_90a", tiles=SMALL)

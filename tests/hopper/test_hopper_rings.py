@@ -20,6 +20,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
 from cupyattn.plans import gemm
+from cupyattn.problem import gemm_form
 from tests.backward.backward_cases import HOPPER_FORMS, interpreted_as, received, run_backward
 from tests.faults.fault_patches import FOLDER, Fault, parse
 from tests.interpret.test_interpret_faults import check_noticed
@@ -55,7 +56,7 @@ def in_one_block(rung: str, **options: Any) -> Run:
 @contextmanager
 def products_in_one_block() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm, "HOPPER_BLOCKS", 1)
+        patch.setattr(gemm_form, "HOPPER_BLOCKS", 1)
         gemm.plan_gemm.cache_clear()
         yield
     gemm.plan_gemm.cache_clear()

@@ -19,6 +19,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig, UnsupportedError
 from cupyattn.gradients import judge_backward
+from cupyattn.ops import operation
 from tests.interop.torch_cases import (
     array,
     at_odd_address,
@@ -177,8 +178,8 @@ def test_the_interpreter_runs_the_kernels_where_it_is_asked_for(
     found = interop.attention(*given, variant="fa_tc", backend="interpret")
     assert same_bits(found, expected)
     asked: list[Any] = []
-    run = calls.run_on_host
-    monkeypatch.setattr(calls, "run_on_host", lambda *a: asked.append(a[1].backend) or run(*a))
+    run = operation.run_on_host
+    monkeypatch.setattr(operation, "run_on_host", lambda *a: asked.append(a[1].backend) or run(*a))
     monkeypatch.setenv("CUPYATTN_INTERPRET", "1")
     assert same_bits(interop.attention(*given, variant="fa_tc"), expected)
     assert asked == ["interpret"]
@@ -298,13 +299,13 @@ def test_torchs_switch_for_deterministic_algorithms_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs, asked = problem("float16"), []
-    backward = calls.run_backward
+    resolve = calls.BACKWARD.resolve
 
     def heard(settings: Any, arrays: Any) -> Any:
         asked.append(settings.deterministic)
-        return backward(settings, arrays)
+        return resolve(settings, arrays)
 
-    monkeypatch.setattr(calls, "run_backward", heard)
+    monkeypatch.setattr(calls.BACKWARD, "resolve", heard)
     for enabled in (False, True):
         torch.use_deterministic_algorithms(enabled)
         try:

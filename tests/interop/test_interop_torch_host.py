@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from cupyattn import QuantConfig
-from cupyattn.ops import backward
+from cupyattn.ops import act_quant, backward, gemm, layers
+from cupyattn.ops.operation import problem_of
 from cupyattn.problem import resolve as resolve_module
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.runtime import recent
-from cupyattn.runtime.ready import Conversion
+from cupyattn.runtime.ready import Conversion, Ready
 from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
 from tests.runtime.test_host_calls import (  # noqa: F401
     CASES,
@@ -285,6 +286,14 @@ def test_scales_that_a_caller_gives_arrive_by_one_copy(
         capturing[0] = False
 
 
+def gradient_plans(arrays: dict[str, Any], **options: Any) -> list[Any]:
+    """The plans of a backward pass on arrays by name."""
+    rows = {name: arrays[name] for name in ("d_out", "q", "k", "v", "out", "lse")}
+    options |= {name: x for name, x in arrays.items() if name not in rows}
+    problem = backward.resolved_backward("attention_backward", *rows.values(), options)
+    return backward.BACKWARD.plan(problem).plans
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
 @pytest.mark.parametrize("added", ["", "deterministic", "mask", "block_mask", "packed"])
 def test_gradients_of_tensors_are_launched_again_from_their_addresses(
@@ -320,18 +329,12 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         rest = {name: array(*one) for name, one in others.items()}
         return {**rows, "lse": array(of_lse, "float32"), **rest}
 
-    def made_ready(problem: Any, work: Any) -> Any:
-        made.extend(work.plans)
-        return make_ready(problem, work)
-
-    made: list[Any] = []
-    make_ready = backward.make_ready
-    monkeypatch.setattr(backward, "make_ready", made_ready)
     settings = calls.Settings(**options)
-    arrays = fresh() | ({"block_mask": settings.block_mask} if settings.block_mask else {})
-    asked = backward.BackwardSettings(settings.of_call.without_rung, settings.deterministic or None)
-    assert backward.ready_backward(asked, arrays) is not None
+    made = gradient_plans(fresh(), **options)
     driver.expect(made)
+    resolved = []
+    take = backward._take
+    monkeypatch.setattr(backward, "_take", lambda *a: resolved.append(a) or take(*a))
     for driver.stream in (7, 8):
         given = {name: OnDevice(x) for name, x in fresh().items()}
         tensors = {n: x for n, x in given.items() if n not in ("d_out", "out", "lse")}
@@ -341,11 +344,85 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         )
         known["o"] = known.pop("out")
         known |= {f"d{n}": x.array for n, x in zip("qkv", found, strict=True)}
-        check(driver, made[:1], known)
-        monkeypatch.setattr(backward, "_take", lambda *_, **__: pytest.fail("checked again"))
+        check(driver, made, known)
+        assert len(resolved) == 1, "a call is resolved once, the first one too"
     zeros = any(work.zeros for work in made[0].workspace)
     assert zeros == (added != "deterministic" or arch == "sm_90a")
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
+
+
+@pytest.mark.parametrize("why", ["", "turned", "copied"])
+def test_gradients_that_take_more_than_launches_are_not_kept(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+) -> None:
+    """Rows that are turned, and operands that are copied, here an lse."""
+    monkeypatch.setattr(cupy, "ascontiguousarray", lambda x: array(x.shape, x.dtype.name))
+    monkeypatch.setattr(cupy.ndarray, "__neg__", lambda x: x, raising=False)
+    given = {name: array(SHAPES[0]) for name in ("d_out", "q", "k", "v", "out")}
+    given["lse"] = array(SHAPES[0][:-1], "float32")
+    options: dict[str, Any] = {"arch": "sm_90"}
+    tables = {n: array((33, 32), "float32") for n in ("rope_cos", "rope_sin") if why == "turned"}
+    pair = {"rope": tuple(tables.values())} if tables else {}
+    driver.expect(gradient_plans(given | pair, **options))
+    if why != "copied":
+        monkeypatch.setattr(cupy, "ascontiguousarray", lambda x: x)
+    tensors = {name: OnDevice(x) for name, x in {**given, **tables}.items()}
+    of_pass = [tensors.pop(name) for name in ("d_out", "out", "lse")]
+    before = len(recent.CALLS)
+    calls.gradients(calls.Settings(**options), tensors, *of_pass)
+    assert len(recent.CALLS) == before + (why == "")
+
+
+def test_known_calls_are_launched_on_the_device_of_their_tensors(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward, gradients and a layer's codes; whatever device is current, it stays so."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(one: Any) -> Any:
+        before, current[0] = current[0], one.index
+        yield
+        current[0] = before
+
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    monkeypatch.setattr(parts, "as_array", lambda x: x.array)
+    for module in (parts, act_quant, gemm, layers):
+        monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
+    weight = OnDevice(array((128, 256), "int8")), OnDevice(array((1, 2), "float32"))
+    x, settings = OnDevice(array((8, 256))), calls.Settings(variant="fa_tc", arch="sm_90a")
+    given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
+    d_out, out = (OnDevice(array(SHAPES[0])) for _ in range(2))
+    lse = OnDevice(array(SHAPES[0][:-1], "float32"))
+    driver.expect(planned([x.array for x in given.values()], variant="fa_tc", arch="sm_90a"))
+    of_layer = {"x": x.array, "b0": weight[0].array, "b_scales0": weight[1].array}
+    of_layer["c0"] = array((8, 128))
+    asked = layers.LayersSettings("float16", ("",), "sm_90", None)
+    driver.expect(layers.LAYERS.plan(problem_of(layers.LAYERS, asked, of_layer)).plans)
+    rows = {"d_out": d_out, **given, "out": out, "lse": lse}
+    driver.expect(gradient_plans({n: x.array for n, x in rows.items()}, arch="sm_90a"))
+    ways = (
+        lambda: calls.forward(settings, given),
+        lambda: calls.gradients(settings, given, d_out, out, lse),
+        lambda: parts._layer(x, *weight, None, None, None, "", "sm_90", None),
+    )
+    for way in ways:
+        way()
+    launched: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(Ready, "launch", lambda *_: launched.append(current[0]))
+    for current[0] in (0, 1):
+        before = current[0]
+        for way in ways:
+            way()
+            assert current[0] == before
+    assert launched == [0] * 6
 
 
 def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> None:  # noqa: F811
@@ -398,9 +475,9 @@ def linear_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:
     )
     monkeypatch.setattr(calls, "torch", stand_in)
     monkeypatch.setattr(calls, "stream_handle", lambda _: host.driver.stream)
-    monkeypatch.setattr(parts, "torch", stand_in)
     monkeypatch.setattr(parts, "as_array", lambda x: x.array)
-    monkeypatch.setattr(parts, "on_device_of", lambda _: contextlib.nullcontext())
+    for module in (parts, layers):
+        monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
     return made
 
 
@@ -502,7 +579,7 @@ def test_layers_of_one_input_quantise_it_once_and_are_one_graph(
     monkeypatch.setattr(parts.launch.__globals__["torch"], "empty", lambda *_, **__: scratch)
     for _ in range(2):
         parts._layers(x, weights, scales, biases, *how)
-    assert len(host.plans) == planned and host.driver.replays == [(0, 7)] * 2
+    assert len(host.plans) == planned and host.driver.replays[-2:] == [(0, 7)] * 2
     assert len(host.driver.graphs[0].launches) == 4
 
 

@@ -13,6 +13,7 @@ from cupyattn import QuantConfig, attention, interpret
 from cupyattn.interpret.executor import run_kernel
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans import gemm
+from cupyattn.problem import gemm_form
 from tests.backward.backward_cases import interpreted_as, received, run_backward
 from tests.interpret.raw_kernels import arrays, source, spec
 from tests.quant.gemm_cases import product
@@ -93,7 +94,7 @@ def test_nor_do_those_of_gradients(seed: int, head_dim: int, lengths: tuple[int,
 @pytest.mark.parametrize("seed", range(2))
 def test_nor_do_products_of_codes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several tiles of one block, whose ring of stages goes on."""
-    monkeypatch.setattr(gemm, "HOPPER_BLOCKS", 2)
+    monkeypatch.setattr(gemm_form, "HOPPER_BLOCKS", 2)
     gemm.plan_gemm.cache_clear()
     p, tiles = product(3, (200, 190, 400), bias=True), GemmTiles(64, 64, 8, 2)
     with interpret.schedule(seed):

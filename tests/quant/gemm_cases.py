@@ -13,7 +13,8 @@ from cupyattn import interpret
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm, where_shared
+from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
+from cupyattn.problem.gemm_form import settle_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from tests.quant.quant_inputs import operand
 
@@ -70,10 +71,15 @@ class Product:
             of_16 = [Operand.of(x) for x in self.outliers]
             outliers = OutlierOperands(*of_16, self.outliers[0].dtype.name)
         c = np.empty((len(self.a), len(self.b)), STORAGE[self.out_dtype])
+        places = ProductOperands(*(Operand.of(x) for x in (*self.operands, c)))
+        settled = settle_gemm(
+            {n: Operand.of(x) for n, x in buffers.items()}, places.strategy, tiles=tiles,
+            arch="sm_90a",
+        )  # fmt: skip
         plan = plan_gemm(
-            ProductOperands(*(Operand.of(x) for x in (*self.operands, c))), self.out_dtype,
+            settled, places, self.out_dtype,
             bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
-            outliers=outliers, tiles=tiles, arch="sm_90a", blocks=blocks,
+            outliers=outliers, blocks=blocks,
         )  # fmt: skip
         for x in buffers.values():
             x.flags.writeable = False

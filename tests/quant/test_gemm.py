@@ -17,13 +17,8 @@ from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import (
-    PORTABLE_TILES,
-    OutlierOperands,
-    ProductOperands,
-    choose_tiles,
-    plan_gemm,
-)
+from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
+from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles, settle_gemm
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate
@@ -219,7 +214,13 @@ def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # t
         Operand.contiguous((n, k), 1), Operand.contiguous((lines, blocks), 4),
         Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
     )  # fmt: skip
-    return plan_gemm(operands, out_dtype, **options)
+    copied = {"a": operands.a, "b": operands.b}
+    if (beside := options.get("outliers")) is not None:
+        copied |= {"a_16": beside.a_16, "b_16": beside.b_16}
+    how = {name: options.pop(name) for name in ("tiles", "arch") if name in options}
+    return plan_gemm(
+        settle_gemm(copied, operands.strategy, **how), operands, out_dtype, **options
+    )
 
 
 @pytest.mark.parametrize(

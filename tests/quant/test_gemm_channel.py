@@ -17,8 +17,8 @@ from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES
 from cupyattn.plans.row_quant import plan_row_quant
+from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import MOST_CHANNEL_CODES
 from cupyattn.reference.gemm import activate

@@ -15,7 +15,8 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES, ProductOperands, plan_gemm
+from cupyattn.plans.gemm import ProductOperands, plan_gemm
+from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, settle_gemm
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import STRATEGIES, scale_shape
 from cupyattn.reference.gemm import activate
@@ -175,7 +176,8 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str, strategy: str)
     codes, c = Operand.contiguous((m, k), 1), Operand.contiguous((m, n), 2)
     at = ProductOperands(codes, scales[0], codes, scales[1], c, c, Operand.contiguous((2, n), 2))
     options = {"arch": arch} if arch == "sm_90a" else {}
-    plan = plan_gemm(at, "bfloat16", bias="bfloat16", activation="gelu", tiles=tiles, **options)
+    settled = settle_gemm({"a": codes, "b": codes}, at.strategy, tiles=tiles, **options)
+    plan = plan_gemm(settled, at, "bfloat16", bias="bfloat16", activation="gelu")
     (taken,) = kc.build(plan.launches[0].module, arch).kernels.values()
     assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cupyattn import interpret
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
+from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.assemble import HOPPER_BLOCKS
-from cupyattn.plans.gemm import HOPPER_TILES, choose_tiles, tiles_alone, where_shared
+from cupyattn.problem.gemm_form import HOPPER_TILES, choose_tiles, tiles_alone, where_shared
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import product
 from tests.quant.test_gemm import planned

@@ -20,8 +20,8 @@ from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops.act_quant import act_quant_but, places
 from cupyattn.ops.linear import outlier_columns
-from cupyattn.plans import gemm
 from cupyattn.plans.act_quant import padded, plan_act_quant
+from cupyattn.problem import gemm_form
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
@@ -90,8 +90,7 @@ def test_kept_columns_take_the_outliers_out_of_the_error() -> None:
 
 @pytest.mark.parametrize("kept", [0, 9])
 def test_the_kernels_are_the_mirror(kept: int, monkeypatch) -> None:
-    monkeypatch.setattr(gemm, "PORTABLE_TILES", (SMALL,))
-    gemm.plan_gemm.cache_clear()
+    monkeypatch.setattr(gemm_form, "PORTABLE_TILES", (SMALL,))
     rng = np.random.default_rng(1)
     w = rng.standard_normal((40, 200)).astype(np.float16)
     x = activations(2, DTYPES[0], 6, 200, "outlier channel").reshape(2, 3, 200)
@@ -105,7 +104,6 @@ def test_the_kernels_are_the_mirror(kept: int, monkeypatch) -> None:
         assert (np.abs(y - exact) <= layer.error(x, w)).all()
     else:
         assert y.tobytes() == layer(x).tobytes()
-    gemm.plan_gemm.cache_clear()
 
 
 def test_a_value_that_is_not_finite_poisons_its_row() -> None:
@@ -201,7 +199,7 @@ def test_more_blocks_than_32_bits_count_are_refused() -> None:
         "kernels.tiles",
         "ops.act_quant",
         "ops.gemm",
-        "plans.gemm",
+        "problem.gemm_form",
         "reference.gemm",
         "ops.linear",
     ],

@@ -25,14 +25,14 @@ from cupyattn.arrays import memory as arrays_memory
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.ops import backward, operation
+from cupyattn.ops import operation
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
+from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.checks import check_attention
-from cupyattn.problem.settings import Settings
 from cupyattn.runtime import replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
@@ -277,7 +277,8 @@ def test_gradients_get_what_the_plan_says(driver: Driver, form: str, arch: str) 
         described |= {f"d{name}": described[name] for name in "qkv"}
         call = check_attention(*(inputs[n] for n in "qkv"), return_lse=True, causal=True)
         operands = BackwardOperands(**described)
-        made = [plan_backward(call, operands, deterministic=deterministic, arch=arch)]
+        settled = settle_backward(call, described, deterministic=deterministic, arch=arch)
+        made = [plan_backward(settled, operands)]
         driver.expect(made)
         inputs["lse"] = array(SHAPES[0][:3], "float32")
         found = attention_backward(
@@ -409,19 +410,6 @@ def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> 
     assert prepared._scratch is not None
     assert driver.fills == [(prepared._scratch.ptr, 0, layout.zeros, driver.stream)]
     assert attention(*inputs, **options).shape == SHAPES[0]
-
-
-def test_gradients_of_rows_that_are_turned_are_more_than_launches(driver: Driver) -> None:
-    rows = {name: array(SHAPES[0]) for name in ("d_out", "q", "k", "v", "out")}
-    table = array((33, 32), "float32")
-    lse = array(SHAPES[0][:-1], "float32")
-    settings = backward.BackwardSettings(Settings().without_rung)
-    given = {**rows, "lse": lse}
-    assert backward.ready_backward(settings, {**given, "rope": (table, table)}) is None
-    turned = {**rows, "d_out": array((1, 4, 64, 33)).swapaxes(2, 3)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cupy, "ascontiguousarray", lambda x: array(x.shape))
-        assert backward.ready_backward(settings, {**turned, "lse": lse}) is None, "a copy"
 
 
 @pytest.mark.parametrize("name", ["q", "bias", "rope_sin", "v"])

@@ -16,6 +16,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem import resolve as resolve_module
+from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay
 from tests.runtime.test_host_calls import (  # noqa: F401
@@ -122,7 +123,8 @@ def test_gradients_are_replayed_too(driver: Driver) -> None:  # noqa: F811
     described = {name: Operand.of(a) for name, a in inputs.items()}
     described |= {f"d{name}": described[name] for name in "qkv"}
     call = check_attention(*(inputs[n] for n in "qkv"), return_lse=True)
-    made = [plan_backward(call, BackwardOperands(**described), deterministic=None, arch="sm_90")]
+    settled = settle_backward(call, described, deterministic=None, arch="sm_90")
+    made = [plan_backward(settled, BackwardOperands(**described))]
     driver.expect(made)
     inputs["lse"] = array(SHAPES[0][:3], "float32")
     for _ in range(4):

@@ -20,9 +20,9 @@ from cupyattn.interop.torch.bridge import (
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import ATTENTION
-from cupyattn.ops.backward import BackwardSettings, ready_backward, run_backward
+from cupyattn.ops.backward import BACKWARD, BackwardSettings, check_offered
 from cupyattn.ops.call_operands import PAIRS
-from cupyattn.ops.operation import make_ready, run_on_host, run_ready
+from cupyattn.ops.operation import run_new
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.settings import Settings
 from cupyattn.runtime.ready import Conversion, Ready
@@ -85,7 +85,8 @@ def forward(
         As `cupyattn.interop.torch.checks.check_tensors`.
     """
     q = tensors["q"]
-    key = None
+    key: Any = None
+    addresses: dict[str, int] = {}
     if q.is_cuda:
         key, ready, addresses = _find(settings, tensors, out)
         if ready is not None:
@@ -94,17 +95,8 @@ def forward(
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     with on_device_of(q):
         arrays = {**_arrays(settings, tensors), "out": as_array(o)}
-        request = ATTENTION.resolve(settings.of_call, arrays)
-        if request.backend == "cuda":
-            ready = make_ready(request, ATTENTION.plan(request))
-            made = run_ready(ready, request)
-            own = {n: data_address(a) for n, a in request.operands.items()}
-            copied = any(own[n] != x.data_ptr() for n, x in tensors.items())
-            if key is not None and ready.can_be_kept and not copied:
-                CALLS.remember(key, ready)
-        else:
-            made = run_on_host(ATTENTION, request)
-        return o, as_own_tensor(made["lse"]) if settings.of_call.return_lse else None
+        found = run_new(ATTENTION, settings.of_call, arrays, key, addresses)
+        return o, as_own_tensor(found[1]) if settings.of_call.return_lse else None
 
 
 def _find(
@@ -139,9 +131,6 @@ def _again(
     """Launch a call that has run on tensors of the same forms."""
     q = tensors["q"]
     device = q.device
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return _again(ready, addresses, settings, tensors, out)
     if settings.block_mask is not None:
         kept = settings.block_mask.kept_blocks(_array_on(device.index))
         addresses["kept_blocks"] = data_address(kept)
@@ -196,7 +185,8 @@ def backward_pass(
     call = settings.of_call.without_rung
     settings = TensorSettings(call, deterministic, settings.block_mask)
     received = {**tensors, "d_out": d_out, "o": out, "lse": lse}
-    key = None
+    key: Any = None
+    addresses: dict[str, int] = {}
     if d_out.is_cuda and "rope_cos" not in tensors:  # turned rows take more than launches
         key, known, addresses = _find(settings, received, None, "torch, gradients")
         if known is not None:
@@ -206,11 +196,8 @@ def backward_pass(
         arrays |= {"d_out": as_array(d_out), "out": as_array(out), "lse": as_array(lse)}
         # The faster form where none is asked for.
         asked = BackwardSettings(call, deterministic or None)
-        dq, dk, dv = map(as_own_tensor, run_backward(asked, arrays))
-        if key is not None:
-            ready = ready_backward(asked, arrays)
-            if ready is not None:
-                CALLS.remember(key, ready)
+        check_offered(arrays["q"], arrays.get("qk_norm"))
+        dq, dk, dv = map(as_own_tensor, run_new(BACKWARD, asked, arrays, key, addresses))
     return dq, dk, dv
 
 
@@ -222,9 +209,6 @@ def _gradients_again(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch a backward pass that has run on tensors of the same forms."""
     device = received["q"].device
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return _gradients_again(ready, addresses, settings, received)
     if settings.block_mask is not None:
         like = _array_on(device.index)
         for name, mask in (
@@ -245,15 +229,19 @@ def launch(
     device: Any,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Launch on torch's current stream, with scratch memory from torch's allocator.
+    """Launch on torch's current stream of a device, with scratch memory from torch's allocator.
 
     Parameters
     ----------
     ready, addresses, device
-        What is launched, where operands and results lie, and on which device.
+        What is launched, where operands and results lie, and on which device, current or not.
     tensors : mapping of str to Tensor, optional
         The operands, by buffer; read where one is converted.
     """
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            launch(ready, addresses, device, tensors)
+        return
     start, nbytes = 0, ready.scratch_bytes
     if nbytes:
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)

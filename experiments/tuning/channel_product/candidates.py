@@ -12,7 +12,8 @@ from typing import Any
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import DTYPES
-from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
+from cupyattn.kernels.limits import HOPPER_BLOCKS
+from cupyattn.plans.assemble import tensor_map_of
 from cupyattn.plans.gemm import GEMM_PARAMS
 from cupyattn.plans.records import Launch, TensorMap
 

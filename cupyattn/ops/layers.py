@@ -1,0 +1,112 @@
+"""Layers of INT8 weights that read one input, as one operation: torch's, under its compiler too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays.interchange import take
+from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.memory import on_device_of
+from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
+from cupyattn.ops.gemm import GEMM, GemmSettings
+from cupyattn.ops.operation import problem_of
+from cupyattn.plans.records import Stage, Work, Workspace
+from cupyattn.problem.problem import Problem
+from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
+
+#: What quantising makes, as products call it.
+_CODES = {"codes": "a", "scales": "a_scales"}
+
+
+class LayersSettings(NamedTuple):
+    """What layers ask for, beside arrays: the activation of each, and arguments of `int8_gemm`."""
+
+    out_dtype: str
+    activations: tuple[str, ...]
+    arch: str | None
+    backend: str | None
+
+
+class _Layers:
+    """Activations to codes, once, and their products with the weights of all layers.
+
+    Its arrays are "x", and those of each product with the number of its layer behind their names:
+    "b0", "b_scales0", "c0" that receives the result, and so on. Codes and their scales lie in
+    scratch memory between the launches.
+    """
+
+    name = "int8_layers"
+
+    def resolve(self, settings: LayersSettings, arrays: Mapping[str, Any]) -> Problem:
+        """Check the activations, and the products of codes of their shape."""
+        x = take("x", arrays["x"])[0]
+        strategy = strategy_of_weight(arrays["b0"].shape, arrays["b_scales0"].shape)
+        asked = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
+        codes: Problem = problem_of(ACT_QUANT, asked, {"x": arrays["x"]})
+        blocks = 1 if strategy == "channel" else -(-x.shape[-1] // BLOCK_SIZE)
+        with on_device_of(x):  # forms of what is between the launches
+            empty = array_namespace(x).empty
+            scales = empty((*x.shape[:-1], blocks), np.float32)
+            between = {"a": empty(x.shape, np.int8), "a_scales": scales}
+        products: list[Problem] = []
+        operands, received = dict(codes.operands), {}
+        for number, activation in enumerate(settings.activations):
+            own = _of_layer(arrays, number)
+            how = GemmSettings(
+                settings.out_dtype, activation, None, settings.arch, settings.backend
+            )
+            product: Problem = problem_of(GEMM, how, {**between, **own})
+            products.append(product)
+            operands |= {
+                f"{name}{number}": array
+                for name, array in product.operands.items()
+                if name not in between
+            }
+            received[f"c{number}"] = product.received["c"]
+        # NOTE: of few rows, some layers alone have the Hopper form; what has not runs there, too.
+        arch = next((one.arch for one in products if one.arch), None)
+        return replace(
+            codes, what=self.name, arch=arch, operands=operands, results={}, received=received,
+            settled=(codes, products),
+        )  # fmt: skip
+
+    def plan(self, problem: Problem) -> Work:
+        """Return the launch that quantises, and that of each product."""
+        codes, products = problem.settled
+        (quantise,) = ACT_QUANT.plan(codes).stages
+        stages = [Stage(quantise.plan, _CODES)]
+        for number, product in enumerate(products):
+            (multiply,) = GEMM.plan(product).stages
+            names = {*product.operands, *product.received} - {*_CODES.values()}
+            stages.append(Stage(multiply.plan, {name: f"{name}{number}" for name in names}))
+        between = ((name, products[0].operands[name]) for name in _CODES.values())
+        return Work(
+            tuple(stages), tuple(Workspace(name, x.shape, x.dtype.name) for name, x in between)
+        )
+
+    def mirror(self, problem: Problem) -> dict[str, Any]:
+        """Write the products from NumPy."""
+        codes, products = problem.settled
+        made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes).items()}
+        for product in products:
+            rows = {name: x.reshape(product.operands[name].shape) for name, x in made.items()}
+            GEMM.mirror(replace(product, operands={**product.operands, **rows}))
+        return {}
+
+    def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> list[Any]:
+        """Return the arrays that received the results."""
+        return [x for name, x in arrays.items() if name.startswith("c")]
+
+
+def _of_layer(arrays: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the arrays of a layer, by the names of a product."""
+    end = str(number)
+    named = ((name.rstrip("0123456789"), name, x) for name, x in arrays.items())
+    return {short: x for short, name, x in named if name == short + end}
+
+
+LAYERS = _Layers()

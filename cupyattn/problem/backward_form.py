@@ -1,0 +1,105 @@
+"""Which kernels make the gradients of a call: form and tiles, settled here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.kernels.backward_tiles import (
+    IN_ORDER_KEYS,
+    IN_ORDER_PAST,
+    SUMMED,
+    backward_tiles,
+    hopper_backward_tiles,
+)
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem import support
+from cupyattn.problem.call import AttentionSpec
+
+#: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
+NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
+
+
+@dataclass(frozen=True)
+class BackwardKernel:
+    """The kernels of a backward pass.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+        What they are the gradients of, with ``return_lse``.
+    form : str
+        In ``"atomic"`` blocks of keys add up dQ in float32 in memory; ``"deterministic"`` has a
+        kernel for dQ, with the same bits on every run. ``"sm90_atomic"`` and
+        ``"sm90_deterministic"`` are the Hopper forms; the latter adds up in one order, up to
+        head_dim 128.
+    dq : int
+        What ``backward_keys.cu`` does for dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
+    keys_tiles, queries_tiles : Tiles
+        Of the kernel that keeps keys, and of the one that keeps query rows.
+    note : str
+        Why a Hopper form was left out, where it was.
+    """
+
+    call: AttentionSpec
+    form: str
+    dq: int
+    keys_tiles: Tiles
+    queries_tiles: Tiles
+    note: str = ""
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether this is a Hopper form."""
+        return self.form.startswith("sm90")
+
+
+def settle_backward(
+    call: AttentionSpec,
+    operands: Mapping[str, Operand],
+    *,
+    deterministic: bool | None,
+    arch: str | None = None,
+) -> BackwardKernel:
+    """Settle which form of the backward pass takes a call, and in which tiles.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    operands : mapping of str to Operand
+        Where q, k, v, d_out, dq, dk and dv lie; others are not looked at.
+    deterministic : bool or None
+        Whether the same call gives the same bits on every run; None: the faster form.
+    arch : str, optional
+        Architecture that it will run on: on ``"sm_90a"`` a Hopper form runs where it takes the
+        call, past head_dim 128 always the deterministic one.
+
+    Returns
+    -------
+    BackwardKernel
+    """
+    form, note = "deterministic" if deterministic else "atomic", ""
+    dq = NO_DQ if deterministic else SUMS_DQ
+    tiles = backward_tiles(call.head_dim, call.block_mask)
+    if arch == "sm_90a":
+        named = {name: operands[name] for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
+        note = support.backward_support(call, named).note
+        if not note:
+            form, dq = _hopper_form(call, deterministic)
+            tiles = (hopper_backward_tiles(call.head_dim),) * 2
+    return BackwardKernel(call, form, dq, *tiles, note)
+
+
+def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, int]:
+    if call.head_dim > SUMMED:
+        return "sm90_deterministic", NO_DQ
+    if deterministic or (deterministic is None and order_is_faster(call)):
+        return "sm90_deterministic", SUMS_DQ_IN_ORDER
+    return "sm90_atomic", SUMS_DQ
+
+
+def order_is_faster(call: AttentionSpec) -> bool:
+    """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
+    length = call.len_kv // 2 if call.causal else call.len_kv
+    return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS

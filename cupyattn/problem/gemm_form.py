@@ -1,0 +1,358 @@
+"""Which kernel multiplies INT8 codes: form and tiles, settled here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler.contracts import check_tiles
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.limits import HOPPER_BLOCKS
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.problem.support import SUPPORTED, Support
+from cupyattn.quant.activation import MOST_SPLITS
+from cupyattn.quant.blocks import BLOCK_SIZE, MOST_CHANNEL_CODES
+
+#: Tiles to choose from, by form, the largest first.
+PORTABLE_TILES = (
+    GemmTiles(block_m=128, block_n=128, num_warps=8, num_stages=3),
+    GemmTiles(block_m=64, block_n=128, num_warps=4, num_stages=4),
+    GemmTiles(block_m=64, block_n=64, num_warps=4, num_stages=5),
+    GemmTiles(block_m=16, block_n=64, num_warps=4, num_stages=8),
+    GemmTiles(block_m=16, block_n=32, num_warps=2, num_stages=8),
+)
+HOPPER_TILES = (
+    GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4),
+    GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4, tail_splits=2),
+    GemmTiles(block_m=128, block_n=128, num_warps=12, num_stages=6),
+    GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
+    GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
+    *(GemmTiles(64, 64, num_warps=8, num_stages=5, splits=s) for s in (2, 4)),
+)
+#: Portable tiles whose k the blocks of a cluster share, on devices that have clusters: by the most
+#: rows, then by how many blocks.
+_SHARED_TILES = {
+    16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
+    32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
+}
+#: Operands that the copy engine brings to the Hopper form.
+COPIED = ("a", "b", "a_16", "b_16")
+#: The kernels, by what shares a scale.
+ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
+#: Rows of A up to which tiles are shared; and up to which the portable form, with tiles of 16, is
+#: the faster on Hopper, too, unless there are more than 16 and so many tiles of 128 columns.
+#: Raced: experiments/results/gemm_few_rows.json.
+FEW_ROWS, PORTABLE_ROWS, _FULL = 64, 32, 64
+#: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
+#: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
+#: cores multiply 4096 pairs of codes. Tiles are chosen by these.
+_CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
+#: What a cluster takes to begin, meet and add up, in times of 4096 pairs for a slice: about 1 us.
+_MEETING = 14
+#: How much longer whole waves take of a kernel that is launched in clusters, which they do not need
+#: (experiments/results/gemm_tails.json).
+_IN_CLUSTERS = 1.02
+
+
+@dataclass(frozen=True)
+class GemmKernel:
+    """The kernel of a product.
+
+    Parameters
+    ----------
+    strategy : {"block", "channel"}
+        What shares a scale.
+    form : {"portable", "sm90"}
+    tiles : GemmTiles
+    arch : str, optional
+        Architecture to compile for; the device's own when None.
+    note : str
+        Why the Hopper form was left out, where it was.
+    """
+
+    strategy: str
+    form: str
+    tiles: GemmTiles
+    arch: str | None = None
+    note: str = ""
+
+    @property
+    def entry(self) -> str:
+        """Its name in the source."""
+        return ENTRIES[self.strategy]
+
+    @property
+    def source(self) -> str:
+        """Its file, below ``kernels_cu/``."""
+        return _source(self.form, self.entry)
+
+
+def settle_gemm(
+    operands: Mapping[str, Operand],
+    strategy: str = "block",
+    *,
+    tiles: GemmTiles | None = None,
+    arch: str | None = None,
+    on_hopper_device: bool = False,
+) -> GemmKernel:
+    """Settle which form of a product runs, and in which tiles.
+
+    Parameters
+    ----------
+    operands : mapping of str to Operand
+        Where those of `COPIED` lie that there are, with two axes each; others are not looked at.
+    strategy : {"block", "channel"}
+        What shares a scale.
+    tiles : GemmTiles, optional
+        The caller's; chosen by the sizes when omitted.
+    arch : str, optional
+        The caller's architecture: on ``"sm_90a"`` the Hopper form runs where it takes the operands.
+    on_hopper_device : bool
+        Whether neither `tiles` nor `arch` is given and the device is a Hopper one, whose form and
+        tiles are then chosen.
+
+    Returns
+    -------
+    GemmKernel
+
+    Raises
+    ------
+    UnsupportedError
+        For `tiles` of the Hopper form and operands that it does not take, and for more codes of a
+        channel than int32 sums.
+    ValueError
+        For `tiles` that the form does not take.
+    """
+    (m, k), n = operands["a"].shape, operands["b"].shape[0]
+    if strategy == "channel":
+        check_channel_codes(k)
+    if on_hopper_device:
+        arch, tiles = on_hopper(m, n, k)
+    note = _hopper_support(operands).note if arch == "sm_90a" else ""
+    form = "sm90" if arch == "sm_90a" and not note else "portable"
+    if tiles is None:
+        tiles = choose_tiles(m, n, k, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
+    elif note:
+        raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
+    else:
+        _check_form(tiles, form, ENTRIES[strategy])
+    return GemmKernel(strategy, form, tiles, arch, note)
+
+
+def tiles_alone(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> int:
+    """Return how many tiles of an (m, n) product, the first ones, have a block of their own.
+
+    Parameters
+    ----------
+    m, n : int
+    tiles : GemmTiles
+    blocks : int, optional
+        That a device runs at a time: `cupyattn.kernels.limits.HOPPER_BLOCKS` when omitted.
+
+    Notes
+    -----
+    With `GemmTiles.tail_splits` all but those of the last wave, if that leaves enough blocks idle.
+
+    Examples
+    --------
+    >>> tiles_alone(4608, 3072, GemmTiles(128, 256, 12, 4, tail_splits=2))  # of 432
+    396
+    """
+    count, at_a_time = tile_count(m, n, tiles), blocks_at_a_time(tiles, blocks)
+    if tiles.splits > 1:
+        return 0
+    rest = count % at_a_time
+    return count if tiles.cluster == 1 or rest * tiles.cluster > at_a_time else count - rest
+
+
+def where_shared(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> Any:
+    """Return which elements of an (m, n) product belong to tiles that blocks share.
+
+    Parameters
+    ----------
+    m, n, tiles, blocks
+        As for `tiles_alone`.
+
+    Returns
+    -------
+    array, (m, n), bool
+
+    Examples
+    --------
+    >>> tiles = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=2)
+    >>> where_shared(130, 150, tiles, blocks=4)[::64, ::64].astype(int).tolist()  # down 3 rows
+    [[0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    """
+    index = np.arange(tiles_alone(m, n, tiles, blocks), tile_count(m, n, tiles))
+    m_blocks, n_blocks = -(-m // tiles.block_m), -(-n // tiles.block_n)
+    # As gemm_tile of kernels_cu/prims/codes/gemm.cuh counts them.
+    together = 16 if tiles.block_n > tiles.block_m else 12
+    first = index // (together * n_blocks) * together
+    here = np.minimum(together, m_blocks - first)
+    rest = index % (together * n_blocks)
+    found = np.zeros((m_blocks, n_blocks), np.bool_)
+    found[first + rest % here, rest // here] = True
+    return found.repeat(tiles.block_m, axis=0)[:m].repeat(tiles.block_n, axis=1)[:, :n]
+
+
+def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
+    """Return the tiles that take the shortest time for an (m, n) product over k.
+
+    Parameters
+    ----------
+    m, n, k : int
+    choices : tuple of GemmTiles
+        At least one without splits.
+
+    Notes
+    -----
+    By count: tiles are worked off in waves, one to each SM, and a slice of a tile takes as long as
+    its products or as its operands take to arrive, whichever is longer. With few rows a tile may be
+    split, with many those of the last wave: more blocks with fewer slices each, which then meet. So
+    the choice, and with it every bit of the result, depends on the sizes of a product alone.
+
+    Examples
+    --------
+    >>> choose_tiles(4096, 4096, 4096, PORTABLE_TILES).block_m
+    128
+    >>> choose_tiles(64, 4096, 4096, HOPPER_TILES)
+    GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=5, splits=2, tail_splits=1)
+    >>> choose_tiles(4608, 3072, 3072, HOPPER_TILES).tail_splits
+    2
+    """
+    slices = _slices(k)
+
+    def time(tiles: GemmTiles) -> float:
+        alone = tiles_alone(m, n, tiles)
+        shared = tile_count(m, n, tiles) - alone
+        products = tiles.block_m * tiles.block_n / 4096
+        slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
+        part = -(-slices // tiles.cluster) * slice_time + _MEETING
+        of_wave = _IN_CLUSTERS if tiles.cluster > 1 else 1.0
+        clustered = _CLUSTERED_BLOCKS if tiles.splits > 1 else blocks_at_a_time(tiles)
+        return (
+            -(-alone // blocks_at_a_time(tiles)) * slices * slice_time * of_wave
+            + -(-shared * tiles.cluster // clustered) * part
+        )
+
+    most = max(slices, 1) if m <= FEW_ROWS else 1
+
+    def fits(tiles: GemmTiles) -> bool:
+        if tiles.tail_splits > 1:
+            return tiles.tail_splits <= slices and tiles_alone(m, n, tiles) > 0
+        return tiles.splits <= most
+
+    return min(filter(fits, choices), key=time)
+
+
+def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
+    """Return architecture and tiles for a Hopper device, as far as sizes tell.
+
+    Returns
+    -------
+    arch : str or None
+        ``"sm_90a"``: the Hopper form is the faster one.
+    tiles : GemmTiles or None
+        None: those that `choose_tiles` finds for the form.
+
+    Examples
+    --------
+    >>> on_hopper(64, 4096, 4096), on_hopper(16, 4096, 4096)
+    (('sm_90a', None), (None, None))
+    >>> on_hopper(16, 1792, 7168)[1].splits, on_hopper(32, 12_288, 3072)
+    (4, ('sm_90a', None))
+    """
+    if m > PORTABLE_ROWS or (m > 16 and -(-n // 128) >= _FULL):
+        return "sm_90a", None
+    tiles, slices = -(-n // 64), _slices(k)
+    for splits in (4, 2):
+        if tiles * splits <= HOPPER_BLOCKS and slices >= 4 * splits:
+            return None, _SHARED_TILES[16 if m <= 16 else PORTABLE_ROWS].get(splits)
+    return None, None
+
+
+def _slices(k: int) -> int:
+    """Slices of codes that share a scale."""
+    return -(-k // BLOCK_SIZE)
+
+
+def tile_count(m: int, n: int, tiles: GemmTiles) -> int:
+    """Return how many tiles an (m, n) product has."""
+    return -(-m // tiles.block_m) * -(-n // tiles.block_n)
+
+
+def blocks_at_a_time(tiles: GemmTiles, blocks: int | None = None) -> int:
+    """Blocks that a device runs at a time: whole clusters of them, at least one."""
+    clusters = (HOPPER_BLOCKS if blocks is None else blocks) // tiles.cluster
+    return max(clusters, 1) * tiles.cluster
+
+
+def check_channel_codes(k: int) -> None:
+    """Raise UnsupportedError for more codes that share a scale than int32 sums."""
+    if k > MOST_CHANNEL_CODES:
+        raise UnsupportedError(
+            f"int32 sums at most {MOST_CHANNEL_CODES} products of codes that share a scale, got "
+            f"k={k}: quantise in blocks, with strategy='block'"
+        )
+
+
+def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None, strategy: str = "block") -> None:
+    """Raise ValueError unless a caller's tiles suit the kernel and every block has work.
+
+    Parameters
+    ----------
+    tiles : GemmTiles
+    k : int
+        Codes of a row. Every block that shares a tile needs a slice of them.
+    arch : str or None
+        On ``"sm_90a"`` the tiles are those of the Hopper form.
+    strategy : {"block", "channel"}
+    """
+    _check_form(tiles, "sm90" if arch == "sm_90a" else "portable", ENTRIES[strategy])
+    most = max(min(_slices(k), MOST_SPLITS), 1)
+    if tiles.cluster > most:
+        name = "splits" if tiles.splits > 1 else "tail_splits"
+        raise ValueError(
+            f"tiles.{name} must be 1 to {most}: at most {MOST_SPLITS}, and one for every "
+            f"{BLOCK_SIZE} codes of k={k}, got {tiles.cluster}"
+        )
+
+
+def _check_form(tiles: GemmTiles, form: str, entry: str) -> None:
+    """Raise unless a kernel's form, ``"portable"`` or ``"sm90"``, takes tiles."""
+    if form == "portable" and tiles.tail_splits > 1:
+        raise UnsupportedError(
+            "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
+            f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
+        )
+    spec = ModuleSpec(_source(form, entry), tuple(sorted(tiles.defines().items())))
+    check_tiles(spec, tiles, f"int8_gemm ({form})")
+
+
+def _hopper_support(operands: Mapping[str, Operand]) -> Support:
+    """Say whether the Hopper form takes these operands."""
+    for name, x in ((name, operands[name]) for name in COPIED if name in operands):
+        if 0 in x.shape:
+            return Support(False, f"{name} has nothing for the copy engine")
+        if x.misalignment or x.row_strides[0] < 0 or row_bytes(x) % 16:
+            return Support(
+                False,
+                "the copy engine needs addresses and rows at multiples of 16 bytes, "
+                f"got {name} at 16 n + {x.misalignment} with rows of {row_bytes(x)} bytes",
+            )
+    return SUPPORTED
+
+
+def _source(form: str, entry: str) -> str:
+    folder = "" if form == "portable" else f"{form}/"
+    return f"linear/{folder}{entry}.cu"
+
+
+def row_bytes(x: Operand) -> int:
+    """Return the bytes from one row of a matrix to the next."""
+    return x.row_strides[0] * x.itemsize
