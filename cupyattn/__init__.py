@@ -149,7 +149,7 @@ def lazy_face(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package that imports names at first use.
 
-    It answers for names of `RENAMED` and `MOVED`, and for public names of `cupyattn` that it has not.
+    It answers for names of `RENAMED` and `MOVED`, and for public ones of `cupyattn` it has not.
 
     Parameters
     ----------
