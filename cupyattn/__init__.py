@@ -118,20 +118,17 @@ RENAMED = {
         "cupyattn.checkpoints.optimize_kandinsky(model, output), or the command cupyattn kandinsky"
     ),
     "TritonInt8Config": "cupyattn.Int8Config, with the same arguments",
-    "REGIMES": "cupyattn.strategies.REGIMES",
     "TritonInt8LinearLayer": (
         "cupyattn.Int8Linear(codes, scales, bias), or cupyattn.interop.torch.Int8Linear for tensors"
     ),
     "adaptive_precision_attention": f"cupyattn.{_BY_STEP}",
     "attention_fp16": "cupyattn.attention, which computes in the type of q, k and v",
     "attention_int8": "cupyattn.attention(..., variant='fa_int8')",
-    "attention_inputs": "cupyattn.strategies.attention_inputs, with the same arguments",
     "int8_attention": "cupyattn.attention(..., variant='fa_int8')",
     "int8_attention_hq": (
         "cupyattn.attention(..., variant='fa_int8'), which keeps P and V in 16 bits, or "
         f"cupyattn.{_BY_STEP}"
     ),
-    "make_regime": "cupyattn.strategies.make_regime, with the same arguments",
     "quantize_weight": "cupyattn.weight_quant(weight), which returns codes and scales",
     "replace_attention_with_int8": (
         "cupyattn.interop.diffusers.replace_attention_with_int8, which takes a pipeline or a model"
@@ -141,13 +138,18 @@ RENAMED = {
     ),
 }
 
+#: Public names that another package of this library had before.
+MOVED = {
+    name: f"cupyattn.strategies.{name}" for name in ("REGIMES", "attention_inputs", "make_regime")
+}
+
 
 def lazy_face(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package that imports names at first use.
 
-    It answers for names of `RENAMED`, and for public names of `cupyattn` that it has not.
+    It answers for names of `RENAMED` and `MOVED`, and for public ones of `cupyattn` it has not.
 
     Parameters
     ----------
@@ -165,12 +167,12 @@ def lazy_face(
             value = getattr(importlib.import_module(home_of[name]), name)
         elif name in modules:
             value = importlib.import_module(f"{package}.{name}")
-        elif name in RENAMED or name in __all__:
+        elif name in RENAMED or name in MOVED or name in __all__:
             errors = importlib.import_module("cupyattn.errors")
             imported = sys._getframe(1).f_code.co_name == _IMPORTING
             imported = imported and importlib.util.find_spec(f"{package}.{name}") is None
             kind = errors.RenamedImportError if imported else errors.RenamedError
-            place = RENAMED.get(name, f"cupyattn.{name}")
+            place = {**RENAMED, **MOVED}.get(name, f"cupyattn.{name}")
             raise kind(f"{name} is not in {package}: use {place}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
