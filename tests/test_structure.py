@@ -306,13 +306,14 @@ def test_a_call_is_resolved_in_one_place() -> None:
     sites = ("ops.backward", "ops.operation", "problem.received")
     assert callers("resolve") == [f"cupyattn.{module}" for module in sites]
     # A prepared call is resolved when it is made, and again where arrays have to be copied.
-    # A layer is two operations, whose records its own holds.
-    ask = ("distributed.agreement", "ops.attention", "ops.backward", "ops.gemm", "ops.gemm",
-           "ops.operation", "ops.prepared", "ops.prepared")  # fmt: skip
+    # Layers are two operations, whose records theirs holds. JAX traces shapes alone, and asks here
+    # whether a product takes them.
+    ask = ("distributed.agreement", "interop.jax.linear", "ops.attention", "ops.backward",
+           "ops.layers", "ops.layers", "ops.operation", "ops.prepared", "ops.prepared")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
     # A call that is known launches; a new one goes here, of arrays and of torch's tensors alike.
     torch = "interop.torch.calls", "interop.torch.linear_parts"
-    new = (torch[0], torch[0], torch[1], torch[1], "ops.operation", "ops.operation")
+    new = (torch[0], torch[0], torch[1], "ops.operation", "ops.operation")
     assert callers("run_new") == [f"cupyattn.{module}" for module in new]
     # Mirror, bounds and judge take a record, which their public functions ask for.
     assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.request"]

@@ -450,6 +450,7 @@ def judge_kernel(
     """
     check_values("rows", rows)
     kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
+    array_namespace(o, *multiplied)
     shape = tuple(multiplied[0].shape)
     if o.shape != shape:
         raise ValueError(f"o must have q's shape {shape}, got {o.shape}")

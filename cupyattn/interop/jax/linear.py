@@ -21,6 +21,7 @@ from cupyattn.interop.jax.calls import as_array, each_entry, register, stand_in
 from cupyattn.ops import linear
 from cupyattn.ops.act_quant import places
 from cupyattn.ops.gemm import GEMM, GemmSettings
+from cupyattn.ops.operation import problem_of
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, strategy_of_weight
 
@@ -257,8 +258,8 @@ def _check_call(call: _Call, operands: Mapping[str, Any]) -> None:
         "b": codes, "b_scales": scales,
     }  # fmt: skip
     product |= {name: known[name] for name in ("bias", "residual", "gate") if name in known}
-    GEMM.resolve(GemmSettings(call.out_dtype, call.activation, None, call.arch or None, "mirror"),
-                 product)  # fmt: skip
+    asked = GemmSettings(call.out_dtype, call.activation, None, call.arch or None, "mirror")
+    problem_of(GEMM, asked, product)
 
 
 # ---- what JAX transforms -------------------------------------------------------------------------
