@@ -2,7 +2,7 @@
 
 The score of every key is known up to d_j, rounding is monotone, so a code lies between the
 roundings of the two ends of its weight's interval. Only codes whose ends differ are charged.
-Proofs are in docs/MATH_REFERENCE.md, "Predicted codes".
+Proofs are in docs/MATH_REFERENCE.md, §13.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def predict(
     mean: Array | None,
     v_scale: Array | None,
 ) -> Prediction:
-    """Predict the output of a kernel with codes of P.
+    """Predict the output of a kernel with codes of P [L67] [L68] [L69].
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ class _Cut:
         return by_group @ self.groups(v, size)
 
     def truncated(self, middle: Array, radius: Array, v: Array, factor: Array) -> Array:
-        """R6: bound what tensor cores cut off sums of 8-bit floats: (..., rows, head_dim).
+        """Bound what tensor cores cut off sums of 8-bit floats [L66]: (..., rows, head_dim).
 
         An addend of an instruction loses less than 2^-13 of the largest, and so does the sum.
         """
@@ -247,7 +247,7 @@ class _Cut:
 
 
 def rounded(w: Array, p_type: str) -> Array:
-    """Return codes of weights in units of code 1, as `reference.rounding.codes_of_p` has them.
+    """Return codes of weights in units of code 1 [L62], as `reference.rounding.codes_of_p` has.
 
     Examples
     --------
@@ -264,7 +264,7 @@ def rounded(w: Array, p_type: str) -> Array:
 
 
 def _by_tile(cut: _Cut, score: Perturbed, n: Numerics) -> _Weights:
-    """Predict codes in units of the largest weight of their tile."""
+    """Predict codes in units of the largest weight of their tile [L63] [L64]."""
     xp, one = cut.xp, P_CODE_ONE[n.p_type]
     M = (xp.abs(cut.m_finite) + cut.drift + score.shift[..., None]) / LN2 + n.code_log2
     up = 0.0 * M if n.subtracts_first else 2 * U * (M + 1)
@@ -283,7 +283,7 @@ def _by_tile(cut: _Cut, score: Perturbed, n: Numerics) -> _Weights:
 
 
 def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: bool) -> _Weights:
-    """Predict codes in units of 2^M, M a whole number that is one of two, or in between."""
+    """Predict codes in units of 2^M, M a whole number of one or more candidates [L65]."""
     xp = cut.xp
     top = cut.top[..., 0] * LOG2E
     doubt = cut.tiled(score.d, 0.0) + score.shift[..., None, None]
@@ -320,7 +320,7 @@ def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: boo
 def _exponents(
     cut: _Cut, by: Shifts, common: float, doubt: Array, pieces: bool
 ) -> tuple[Array, Array]:
-    """Return the least and the largest M of each step: (..., rows, steps).
+    """Return the least and the largest M of each step [L65]: (..., rows, steps).
 
     `doubt` (..., rows) bounds what the logarithm of any weight may be off by. In pieces the
     recurrence begins at any step.

@@ -1,7 +1,7 @@
 """How far a kernel of another library may be from exact attention, by what it is said to round.
 
 Nothing here knows its tiles or the order of its operations, so every usual one is charged:
-docs/MATH_REFERENCE.md, "Kernels of other libraries", proves the formulas under the names F1 to F7.
+docs/MATH_REFERENCE.md, §14, proves the formulas.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: The terms of `bound_foreign`, in the order in which a kernel rounds.
 TERMS = ("R1", "R2", "R3", "R4", "R5", "R6", "R7")
-#: F2, F6: roundoff of one step of a sum, truncated or not. "fp22" is what tensor cores make of
+#: Roundoff [L71] [L73] of one step of a sum, truncated or not. "fp22" is what tensor cores make of
 #: 8-bit floats.
 ACCUMULATORS = {"float32": TENSOR_CORE_ROUNDOFF, "float16": 2.0**-10, "fp22": FP8_ROUNDOFF}
-#: F1: error of a code, relative to its number and to the largest number that shares its scale.
+#: Error of a code [L70], relative to its number and to the largest number that shares its scale.
 CODES = {"int8": (0.0, 1 / 254), "e4m3": (2.0**-4, 2.0**-10 / 448)}
-#: F1: what the scale of codes may be larger than the largest number asks for, with its roundings.
+#: Factor by which a scale of codes may exceed what the largest number asks for [L70].
 SCALE_SLACK = 1.0 + 2.0**-6
-#: F5: roundoff of P and half its smallest number, where its largest weight is 1. Codes of P reach
+#: Roundoff of P [L73] and half its smallest number, where its largest weight is 1. Codes of P reach
 #: 256 at least.
 OPERANDS = {
     "float32": (0.0, 0.0),
@@ -60,13 +60,13 @@ OPERANDS = {
 LEAST_STEP = 16
 #: Slices of the keys whose results are merged, at most, where they may be split.
 MOST_SLICES = 128
-#: Everything below this may be flushed to zero: numbers, weights, products.
+#: Everything below this may be flushed to zero [L73]: numbers, weights, products.
 FLUSH = 2.0 * EX2_FLUSH
-#: F2, F3, F7: roundings of scales, biases and divisions that a kernel may add where it likes.
+#: Roundings [L71] [L74] of scales, biases and divisions that a kernel may add where it likes.
 ROUNDINGS = 8
-#: F4: roundings of the argument of an exponential, each of the largest score.
+#: Roundings of the argument of an exponential [L72], each of the largest score.
 ARGUMENT_ROUNDINGS = 10
-#: Error of a logarithm in lse and in the weights of slices, natural units.
+#: Error of a logarithm in lse and in the weights of slices [L74], natural units.
 LOG_ERROR = 2.0**-20
 
 
@@ -131,7 +131,7 @@ class _Sizes:
 
 
 def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
-    """F1: return the largest magnitudes of a head of Q, K and V, or of all, for 8-bit floats.
+    """Return the largest magnitudes of a head of Q, K and V, or of all for 8-bit floats [L70].
 
     Those of K are of K and of K without its mean, whichever is larger: kernels may subtract it.
     """
@@ -162,7 +162,7 @@ def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
 
 
 def _code_error(magnitude: Array, largest: Array, codes: str | None) -> Array:
-    """F1: bound how far a code may be from its number."""
+    """Bound how far a code may be from its number [L70]."""
     if codes is None:
         return array_namespace(magnitude).zeros_like(magnitude)
     relative, absolute = CODES[codes]
@@ -185,7 +185,7 @@ def _block_bound(
     attends = count > 0
     roundoff = ACCUMULATORS[f.accumulate]
 
-    # F1: codes. F2: the inner product, operands scaled before or after it.
+    # Codes [L70]. The inner product, operands scaled before or after it [L71].
     batch, head, group, _ = block.index
     at_q, at_kv = (batch, head, group), (batch, head)
     size_q, size_k, size_v = xp.abs(block.q), xp.abs(block.k), xp.abs(v)
@@ -212,7 +212,7 @@ def _block_bound(
     underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
     r2 = (sigma * (of_sum * coded + 2 * head_dim * underflow) + FLUSH) * REFERENCE
 
-    # F3: scaling, bias, and the type that holds the scores.
+    # Scaling, bias, and the type that holds the scores [L71].
     finite = xp.isfinite(block.S) & xp.isfinite(coded)
     top = xp.where(finite, block.S, NEG_INF).max(axis=-1)
     top = xp.where(xp.isfinite(top), top, 0.0)
@@ -228,7 +228,7 @@ def _block_bound(
         largest_score = FINITE_MAX[f.score_type] / 2
     r3 = r3 * REFERENCE
 
-    # F4: every exponential on a weight's way, at each step at which the maximum may rise.
+    # Every exponential on a weight's way [L72], at each step at which the maximum may rise.
     known = xp.where(admitted, r1 + r2 + r3, 0.0)
     rises_after, rises = _rises(S, known, admitted, f)
     counts = admitted & (S + known >= top[..., None] - FAR_BELOW)
@@ -242,7 +242,7 @@ def _block_bound(
     delta_o, P_plus, delta_lse, _ = softmax_perturbation(P, d, v, o)
     inverse_l = xp.exp(xp.minimum(d.max(axis=-1), 60.0))[..., None]
 
-    # F5: P as an operand. F6: both sums. F7: the division and the store.
+    # P as an operand, both sums [L73], the division and the store [L74].
     relative, subnormal = OPERANDS[n.p_type]
     rho = xp.maximum(relative * P_plus, xp.minimum(subnormal * inverse_l, P_plus))
     size_v = size_v + off_v
@@ -295,7 +295,7 @@ def _block_bound(
 
 
 def _rises(S: Array, known: Array, admitted: Array, f: Foreign) -> tuple[Array, Array]:
-    """F4: count the steps at which the maximum may rise: after each key's own, and in a row.
+    """Count the steps at which the maximum may rise [L72]: after each key's own, and in a row.
 
     Keys in order, from either end, in steps of any size: no more than there are keys above all
     before them. In any order: one in each step but the first.

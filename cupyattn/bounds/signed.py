@@ -1,7 +1,7 @@
 """What an output may differ by where every key's values have a random sign.
 
 Errors of P do not depend on V. With random signs before the values they are a Rademacher sum, which
-Hoeffding's inequality bounds. The proof is docs/MATH_REFERENCE.md, "Random signs".
+Hoeffding's inequality bounds. The proof is docs/MATH_REFERENCE.md, §15.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def signed_bound(
     failure: float = FAILURE,
     numerics: Numerics | None = None,
 ) -> Bound:
-    """Bound an output whose values had a random sign for each key, independent of all else.
+    """Bound an output whose values had a random sign for each key, independent of all else [L77].
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class WeightErrors:
 
 
 def weight_errors(block: ScoreBlock, shared: Shared) -> WeightErrors:
-    """Bound the error of each weight of a row, for a kernel whose P is no codes."""
+    """Bound the error of each weight of a row, for a kernel without codes of P [L75]."""
     n = shared.n
     P, lse, v, o, _ = exact(block)
     xp = array_namespace(P)

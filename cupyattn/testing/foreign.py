@@ -59,7 +59,7 @@ def numerics(
     Returns
     -------
     Numerics
-        What the bounds take. docs/MATH_REFERENCE.md, "Kernels of other libraries", proves the bound
+        What the bounds take. docs/MATH_REFERENCE.md, §14, proves the bound
         and lists what it does not cover: a softcap, scales folded into Q in 16 bits.
 
     Raises

@@ -2,7 +2,7 @@
 
 An error of one weight moves all channels of a row along the value of its key. So the sum of a row's
 errors along a direction has a narrower certain bound than its elements have together. The proof is
-docs/MATH_REFERENCE.md, "Sums over channels".
+docs/MATH_REFERENCE.md, §15.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sums_over_channels(
     *,
     numerics: Numerics | None = None,
 ) -> tuple[FunctionalRatio, ...]:
-    """Hold sums of a row's errors to their bounds, and return the worst of each kind.
+    """Hold sums of a row's errors to their bounds, and return the worst of each kind [L78].
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ class SignedRatio:
 
 
 def draw_signs(v: Array, rng: np.random.Generator) -> Array:
-    """Return -1 or 1 for each key of each kv head, (batch, heads_kv, len_kv, 1), of v's type."""
+    """Return -1 or 1 for each key and kv head [L76]: (batch, heads_kv, len_kv, 1), v's type."""
     xp = array_namespace(v)
     drawn = rng.integers(0, 2, size=(*v.shape[:3], 1)) * 2 - 1
     return xp.asarray(drawn.astype(np.float32)).astype(v.dtype)

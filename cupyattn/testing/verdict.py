@@ -257,7 +257,7 @@ def judge(
     sums : bool
         Hold sums over the channels of a row to their bounds, too: along exact attention, the
         softmax scale, a group of keys, one key. These bounds are certain, and show faults that
-        each element hides (docs/MATH_REFERENCE.md, "Sums over channels"). For P in 16 or 32 bits.
+        each element hides (docs/MATH_REFERENCE.md, §15). For P in 16 or 32 bits.
 
     Returns
     -------
