@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from cupyattn.arrays.interchange import take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
-from cupyattn.bounds.products import gemm_error
+from cupyattn.bounds.products import gated_error, gemm_error
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
-from cupyattn.quant.activation import ACTIVATION_SLOPE, check_activation
+from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
 from cupyattn.reference.gemm import by_row
 
@@ -40,7 +40,9 @@ class Int8Linear:
     scales : array, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
         Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : array, (out,), float16, bfloat16 or float32, optional
-    activation : {"gelu", "gelu_tanh", "silu"}, optional
+    activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
+        The last three are gated linear units: W has the rows of the gate, then as many others, and
+        the result ``out / 2`` columns.
     outlier_columns : sequence of int
         Columns of x, each once, that are not quantised but multiplied in 16 bits; what `codes` has
         of them is multiplied by zeros.
@@ -103,7 +105,7 @@ class Int8Linear:
             raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
         self.strategy = strategy_of_weight(codes.shape, scales.shape)
         check_codes(codes, scales, BLOCK_SIZE, self.strategy)
-        check_activation(activation or "")
+        check_activation(activation or "", codes.shape[0])
         if bias is not None and tuple(bias.shape) != codes.shape[:1]:
             raise ValueError(f"bias must have shape {codes.shape[:1]}, got {tuple(bias.shape)}")
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
@@ -290,7 +292,7 @@ class Int8Linear:
             codes, scales, of_x = act_quant_but(rows, kept, self._places, dtype)
             outliers = of_x, self.outlier_weight
         if residual is not None:
-            residual = residual.reshape(-1, self.codes.shape[0])
+            residual = residual.reshape(-1, columns_of(self.codes.shape[0], self.activation or ""))
         own = gemm_error(
             codes, scales, self.codes, self.scales, out_dtype, bias=self.bias,
             activation=self.activation or "", outliers=outliers, residual=residual, gate=gate,
@@ -309,10 +311,15 @@ class Int8Linear:
                 rounded = as_float64(made[:, : kept.size])
                 error[:, kept] = abs(rounded - as_float64(exact)[:, kept])
         inputs = size_x @ error_w.T + error_x @ (size_w + error_w).T
-        inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
+        if self.activation in GLU:
+            sums = as_float64(rows) @ as_float64(weight).T
+            sums += 0.0 if self.bias is None else as_float64(self.bias)
+            inputs = gated_error(sums, inputs, self.activation) * (1 + 2.0**-20)
+        else:
+            inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
         if gate is not None:
             inputs = abs(as_float64(by_row(gate, len(rows)))) * inputs
-        return np.asarray((own + inputs).reshape(*x.shape[:-1], self.codes.shape[0]))
+        return np.asarray((own + inputs).reshape(*x.shape[:-1], own.shape[1]))
 
 
 def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]:

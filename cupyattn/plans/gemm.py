@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
 from cupyattn.plans.records import Launch, TensorMap, Workspace, described
 from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.problem.support import SUPPORTED, Support
-from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
+from cupyattn.quant.activation import ACTIVATIONS, GLU, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE, MOST_CHANNEL_CODES, strategy_of
 
 _log = logging.getLogger("cupyattn")
@@ -79,11 +79,13 @@ class GemmFeatures:
         Elements of C per access.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of what is added to every row; "": nothing.
-    activation : {"", "gelu", "gelu_tanh", "silu"}
+    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
     outliers : {"", "float16", "bfloat16"}
         Storage type of columns that are no codes; "": there are none.
     residual, gate : bool
         Whether the result is added to a matrix, and multiplied by a factor for each column before.
+    straddles : bool
+        Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
     """
 
     out_dtype: str
@@ -94,6 +96,7 @@ class GemmFeatures:
     outliers: str = ""
     residual: bool = False
     gate: bool = False
+    straddles: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -106,9 +109,10 @@ class GemmFeatures:
             "CFG_ACCESS_BYTES": self.access_bytes,
             "CFG_VEC": self.vec,
             "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
-            "CFG_ACTIVATION": ACTIVATIONS.index(self.activation),
+            "CFG_ACTIVATION": ACTIVATIONS.index(GLU.get(self.activation, self.activation)),
             "CFG_OUTLIERS": 1 + DTYPES.index(self.outliers) if self.outliers else 0,
             "CFG_RESIDUAL": int(self.residual), "CFG_GATE": int(self.gate),
+            **({"CFG_GLU": 1 + self.straddles} if self.activation in GLU else {}),
         }  # fmt: skip
 
 
@@ -365,7 +369,7 @@ def plan_gemm(
         Storage type of c.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of the buffer ``"bias"``, contiguous; "": there is none.
-    activation : {"", "gelu", "gelu_tanh", "silu"}
+    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
     outliers : OutlierOperands, optional
     tiles : GemmTiles, optional
         Chosen by `choose_tiles` when omitted.
@@ -415,7 +419,9 @@ def plan_gemm(
         outliers.dtype if outliers else "",
         at.residual is not None,
         at.gate is not None,
+        activation in GLU and strategy == "block" and n // 2 % BLOCK_SIZE != 0,
     )
+    halves = 2 if activation in GLU else 1
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=note)
     params: dict[str, Any] = {
@@ -431,7 +437,7 @@ def plan_gemm(
         "residual_stride": at.residual.row_strides[0] if at.residual else 0,
         "gate_stride": at.gate.row_strides[0] if at.gate else 0,
         "gate_rows": m // at.gate.shape[0] if at.gate else m,
-        "m": m, "n": n, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
+        "m": m, "n": n // halves, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
     }  # fmt: skip
     alone = tiles_alone(m, n, tiles, blocks)
     shared = _count(m, n, tiles) - alone
@@ -446,11 +452,8 @@ def plan_gemm(
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
-        rows = {"a": tiles.block_m, "b": tiles.block_n}
-        maps = [
-            tensor_map_of(name, dtype, _with_four_axes(x), rows[name[0]])
-            for name, (x, dtype) in operands.items()
-        ]
+        rows = {"a": (1, tiles.block_m), "b": (halves, tiles.block_n // halves)}
+        maps = [_map_of(name, dtype, x, *rows[name[0]]) for name, (x, dtype) in operands.items()]
         # In blocks without outliers their maps are not looked at, and say something that holds.
         structs += tuple(maps if outliers or strategy == "channel" else maps * 2)
         grid = min(grid, _at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
@@ -520,9 +523,12 @@ def _hopper_support(operands: dict[str, tuple[Operand, str]]) -> Support:
     return SUPPORTED
 
 
-def _with_four_axes(x: Operand) -> Operand:
-    """Return a matrix as the copy engine's instruction takes it."""
-    return Operand((1, 1, *x.shape), (0, 0, *x.strides), x.itemsize, x.misalignment)
+def _map_of(name: str, dtype: str, x: Operand, halves: int, rows: int) -> TensorMap:
+    """Describe a matrix, copied `rows` rows of every half, or of the whole, at a time."""
+    shape, (row, element) = (1, halves, x.shape[0] // halves, x.shape[1]), x.strides
+    parts = Operand(shape, (0, shape[2] * row, row, element), x.itemsize, x.misalignment)
+    found = tensor_map_of(name, dtype, parts, rows)
+    return replace(found, box=(1, halves, *found.box[2:]))
 
 
 def _row_bytes(x: Operand) -> int:

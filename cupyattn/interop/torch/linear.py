@@ -15,7 +15,7 @@ from cupyattn.interop.torch.linear_parts import multiply
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.weights import weight_quant
-from cupyattn.quant.activation import check_activation
+from cupyattn.quant.activation import check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape, strategy_of_weight
 
 
@@ -31,13 +31,15 @@ def run(
     """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
     tensors = {"x": x, "b": weight, "b_scales": weight_scale}
     tensors |= {} if bias is None else {"bias": bias}
-    y = _fake(x, weight)  # torch's own memory: its CUDA graphs take it back by themselves
+    y = _fake(x, weight, weight_scale, bias, activation)  # torch's own memory: its CUDA graphs take it back by themselves
     return multiply(tensors, y, activation, arch, backend)
 
 
-def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+def _fake(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str, *_: Any
+) -> Tensor:
     """Return what a result is made in; of fake tensors, one of which only the form is known."""
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], columns_of(weight.shape[0], activation)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -102,7 +104,9 @@ class Int8Linear(torch.nn.Module):
         Of blocks of 128 x 128, or of output channels: then x gets a scale for each row.
     bias : Tensor or Parameter, (out,), optional
         A parameter stays one, and may be trained.
-    activation : {"gelu", "gelu_tanh", "silu"}, optional
+    activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
+        With the last three, gated linear units, the weight has the rows of the gate, then as many
+        others, and the result half as many columns: `out_features`.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
 
@@ -140,7 +144,6 @@ class Int8Linear(torch.nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        check_activation(activation or "")
         for name, tensor in (("weight", weight), ("weight_scale", weight_scale)):
             if not isinstance(tensor, Tensor):
                 raise TypeError(
@@ -152,6 +155,7 @@ class Int8Linear(torch.nn.Module):
                 f"weight must be torch.int8 of shape (out, in), got {weight.dtype} "
                 f"{tuple(weight.shape)}: Int8Linear.from_linear quantises a torch.nn.Linear"
             )
+        check_activation(activation or "", weight.shape[0])
         blocks, channels = scale_shape(weight.shape, BLOCK_SIZE), (weight.shape[0], 1)
         shape = tuple(weight_scale.shape)
         if weight_scale.dtype != torch.float32 or shape not in (blocks, channels):
@@ -171,7 +175,8 @@ class Int8Linear(torch.nn.Module):
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
-        self.out_features, self.in_features = weight.shape
+        self.out_features = columns_of(weight.shape[0], activation or "")
+        self.in_features = weight.shape[1]
         self.strategy = strategy_of_weight(weight.shape, shape)
         self.activation, self.arch, self.backend = activation, arch, backend
 

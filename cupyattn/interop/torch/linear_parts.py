@@ -24,6 +24,7 @@ from cupyattn.plans.act_quant import plan_act_quant
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.plans.row_quant import plan_row_quant
+from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 from cupyattn.runtime.ready import Ready
 from cupyattn.runtime.recent import CALLS
@@ -181,7 +182,8 @@ def _layer(*arguments: Any) -> Tensor:
 def _layer_result(*arguments: Any) -> Tensor:
     """Return what a layer is made in; of fake tensors, its form."""
     x, weight = arguments[:2]
-    made: Tensor = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    columns = columns_of(weight.shape[0], arguments[len(_OF_LAYER)])
+    made: Tensor = x.new_empty((*x.shape[:-1], columns))
     return made
 
 
@@ -194,7 +196,8 @@ def _product(*arguments: Any) -> Tensor:
 def _product_result(*arguments: Any) -> Tensor:
     """Return what a product is made in; of fake tensors, its form."""
     codes, weight, dtype = arguments[0], arguments[2], arguments[len(_OF_PRODUCT)]
-    shape = (*codes.shape[:-1], weight.shape[0])
+    columns = columns_of(weight.shape[0], arguments[len(_OF_PRODUCT) + 1])
+    shape = (*codes.shape[:-1], columns)
     made: Tensor = codes.new_empty(shape, dtype=getattr(torch, dtype))
     return made
 
