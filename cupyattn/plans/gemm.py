@@ -406,10 +406,14 @@ def plan_gemm(
     if note:
         _log.info("int8_gemm: %s", note)
     entry = ENTRIES[strategy]
+    straddles = activation in GLU and strategy == "block" and n // 2 % BLOCK_SIZE != 0
     if tiles is not None:
         _check_form(tiles, form, entry)
     if tiles is None:
-        tiles = choose_tiles(m, n, k, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
+        choices = PORTABLE_TILES if form == "portable" else HOPPER_TILES
+        if straddles:  # a third scale of a row is more than the registers of 256 columns hold
+            choices = tuple(x for x in choices if x.block_n <= BLOCK_SIZE)
+        tiles = choose_tiles(m, n, k, choices)
     features = GemmFeatures(
         out_dtype,
         min(_bytes_per_access(x) for x, _ in operands.values()),
@@ -419,7 +423,7 @@ def plan_gemm(
         outliers.dtype if outliers else "",
         at.residual is not None,
         at.gate is not None,
-        activation in GLU and strategy == "block" and n // 2 % BLOCK_SIZE != 0,
+        straddles,
     )
     halves = 2 if activation in GLU else 1
     if m * n == 0:
