@@ -5,8 +5,8 @@ from __future__ import annotations
 #: What may follow a product, by name: nothing, GELU by erf or by tanh, SiLU.
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "silu")
 
-#: Gated linear units (Shazeer 2020), by name: of a weight's two halves of rows the first is the gate,
-#: whose sums pass this activation and multiply those of the second.
+#: Gated linear units (Shazeer 2020), by name: of a weight's two halves of rows the first is the
+#: gate, whose sums pass this activation and multiply those of the second.
 GLU = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 
 #: Largest slope of each of these; of both forms of GELU it is below 1.129.
@@ -30,8 +30,8 @@ def check_activation(activation: str, rows: int) -> None:
         raise ValueError(f"activation must be {names} or None, got {activation!r}")
     if activation in GLU and rows % 2:
         raise ValueError(
-            f"activation={activation!r} takes a weight with an even number of rows, those of the "
-            f"gate and as many others, got {rows}: use {GLU[activation]!r} for a weight without gate"
+            f"activation={activation!r} takes a weight with an even number of rows, of which half "
+            f"are the gate's, got {rows}: use {GLU[activation]!r} for a weight without a gate"
         )
 
 

@@ -37,8 +37,7 @@ static_assert(
     "BLOCK_N must divide 128, or be a multiple of it");
 static_assert(
     SCALE_ROWS % WARP_N == 0, "the columns of a warp must share a scale: at most 128 of them");
-static_assert(
-    !GLU || TILE_N <= SCALE_ROWS, "BLOCK_N must be at most 256 with a gated linear unit");
+static_assert(!GLU || TILE_N <= SCALE_ROWS, "BLOCK_N must be at most 256 with a gated linear unit");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
     void gemm_int8(const __grid_constant__ GemmParams p) {
@@ -150,9 +149,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
 #pragma unroll
           for (int h = 0; h < 2; ++h)
             if (has_rows<AT_ONCE>(f, h))
-              store_row<merged_tiles(AT_ONCE)>(p, row + h * 8, col, [&](int n, int j) {
-                return merged_sum(sums, h, n, j);
-              });
+              store_row<merged_tiles(AT_ONCE)>(
+                  p, row + h * 8, col, [&](int n, int j) { return merged_sum(sums, h, n, j); });
         });
     return;
   }

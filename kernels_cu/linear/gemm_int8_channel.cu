@@ -104,8 +104,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = m0 + row0 + r * 16 + g + h * 8;
-      store_sums<TILES>(
-          p, row, n0 + col0 / HALVES, row_scale(p, row), B_scale,
-          [&](int n, int j) { return of_column(dot[r], n, 2 * h + j); });
+      store_sums<TILES>(p, row, n0 + col0 / HALVES, row_scale(p, row), B_scale, [&](int n, int j) {
+        return of_column(dot[r], n, 2 * h + j);
+      });
     }
 }

@@ -616,3 +616,24 @@ def test_a_layer_keeps_no_launches_on_tensors_that_it_copies(address: int, known
     parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
     key, *_ = parts.find({"x": OnDevice(address), "b": OnDevice(4096)}, ("", None))
     assert (key is not None) == known
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_a_gated_linear_unit_is_that_of_cupyattn(activation: str, strategy: str) -> None:
+    linear = torch.nn.Linear(256, 80)
+    layer = interop.Int8Linear.from_linear(
+        linear, strategy=strategy, activation=activation, backend="mirror"
+    )
+    x = torch.randn(2, 3, 256)
+    own = ca.Int8Linear(
+        *(one.numpy() for one in (layer.weight, layer.weight_scale, layer.bias.detach())),
+        activation=activation,
+    )
+    with torch.no_grad():
+        y = layer(x)
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)(x)
+    assert layer.out_features == 40 and y.numpy().tobytes() == own(x.numpy()).tobytes()
+    assert torch.equal(compiled, y)
+    with pytest.raises(ValueError, match="even number of rows.*got 5"):
+        interop.Int8Linear.from_linear(torch.nn.Linear(256, 5), activation=activation)

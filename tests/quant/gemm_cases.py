@@ -71,7 +71,8 @@ class Product:
             buffers["a_16"], buffers["b_16"] = self.outliers
             of_16 = [Operand.of(x) for x in self.outliers]
             outliers = OutlierOperands(*of_16, self.outliers[0].dtype.name)
-        c = np.empty((len(self.a), columns_of(len(self.b), self.activation)), STORAGE[self.out_dtype])
+        shape = len(self.a), columns_of(len(self.b), self.activation)
+        c = np.empty(shape, STORAGE[self.out_dtype])
         plan = plan_gemm(
             ProductOperands(*(Operand.of(x) for x in (*self.operands, c))), self.out_dtype,
             bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
@@ -113,7 +114,8 @@ def product(
 ) -> Product:
     """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight.
 
-    The result has n columns, of a gated linear unit n / 2. With `gates` it is added to a residual; not 0, factors of so many groups of rows come before.
+    The result has n columns, of a gated linear unit n / 2. With `gates` it is added to a residual;
+    not 0, factors of so many groups of rows come before.
     """
     m, n, k = shape
     rng = np.random.default_rng(seed)

@@ -124,10 +124,13 @@ THEFTS = {
     "gate and other half exchanged": (
         GEMM, "activated<ACTIVATION>(x.gate), x.up", "activated<ACTIVATION>(x.up), x.gate",
     ),
-    "gate of the neighbour": (MMA, "row / 16 * 8 + row % 8", "row / 16 * 8 + (row % 8 ^ row / 8 % 2)"),
+    "gate of the neighbour": (
+        MMA, "row / 16 * 8 + row % 8", "row / 16 * 8 + (row % 8 ^ row / 8 % 2)",
+    ),
     "bias of the gate for both": (GEMM, "to_float(bias[p.n])", "to_float(bias[0])"),
     "bias after the activation": (
-        GEMM, "x.gate += to_float(bias[0]);", "return activated<ACTIVATION>(x.gate) * x.up + to_float(bias[0]);",
+        GEMM, "x.gate += to_float(bias[0]);",
+        "return activated<ACTIVATION>(x.gate) * x.up + to_float(bias[0]);",
     ),
     "scale of the gate for both": ("linear/gemm_int8.cu", "factor[n % HALVES]", "factor[0]"),
     "scale of the next block left out": (

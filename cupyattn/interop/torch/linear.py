@@ -31,7 +31,8 @@ def run(
     """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
     tensors = {"x": x, "b": weight, "b_scales": weight_scale}
     tensors |= {} if bias is None else {"bias": bias}
-    y = _fake(x, weight, weight_scale, bias, activation)  # torch's own memory: its CUDA graphs take it back by themselves
+    # Torch's own memory: its CUDA graphs take it back by themselves.
+    y = _fake(x, weight, weight_scale, bias, activation)
     return multiply(tensors, y, activation, arch, backend)
 
 

@@ -31,10 +31,10 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
 
-constexpr int CHUNK = 64;                              // columns of a wgmma
-constexpr int CHUNKS = BLOCK_N / CHUNK;                // of a warpgroup
-constexpr int OF_CHUNK = CHUNK / 8;                    // fragments of one
-constexpr int TILES = TILE_N < CHUNK ? TILE_N / 8 : OF_CHUNK;  // of 16 x 8, stored at once
+constexpr int CHUNK = 64;                                        // columns of a wgmma
+constexpr int CHUNKS = BLOCK_N / CHUNK;                          // of a warpgroup
+constexpr int OF_CHUNK = CHUNK / 8;                              // fragments of one
+constexpr int TILES = TILE_N < CHUNK ? TILE_N / 8 : OF_CHUNK;    // of 16 x 8, stored at once
 constexpr int SCALES = GLU ? 2 : ceil_div(BLOCK_N, SCALE_ROWS);  // of B, of a slice
 constexpr int SCALE_COLS = GLU ? TILE_N : SCALE_ROWS;            // of the tile, that share one
 constexpr int FACTORS = ceil_div(CHUNK, SCALE_COLS);             // of a row and a chunk
@@ -142,7 +142,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     float next_other;
     if constexpr (STRADDLES) {
       straddled = straddled_from(p, tile.n0);
-      other_scale = part.first + p.B_scale + scale_row(p, tile.n0, 2) / SCALE_ROWS * p.B_scale_stride;
+      other_scale =
+          part.first + p.B_scale + scale_row(p, tile.n0, 2) / SCALE_ROWS * p.B_scale_stride;
       next_other = *other_scale;
     }
     for (int step = 0; step < part.codes; ++step, at.advance()) {
@@ -184,7 +185,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
           const int col = j * CHUNK + i / 4 * 8;  // of the tile, the first of a fragment's
           float own = factor[col % CHUNK / SCALE_COLS][i / 2 % 2];
           if (STRADDLES && col >= TILE_N && tile.n0 + col - TILE_N + 2 * t + i % 2 >= straddled)
-            own = A_scale[i / 2 % 2] * step_other;                      // G1
+            own = A_scale[i / 2 % 2] * step_other;                     // G1
           C_acc[j][i] = fmaf(float(dot[j % 2][i]), own, C_acc[j][i]);  // G2
         }
       }
@@ -219,9 +220,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
 #pragma unroll
             for (int h = 0; h < 2; ++h)
               if (has_rows<AT_ONCE>(f, h))
-                store_row<merged_tiles(AT_ONCE)>(p, row + h * 8, col, [&](int n, int j) {
-                  return merged_sum(sums, h, n, j);
-                });
+                store_row<merged_tiles(AT_ONCE)>(
+                    p, row + h * 8, col, [&](int n, int j) { return merged_sum(sums, h, n, j); });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
       // of a cluster waits for the thread that copies, too, and that has to be through.
@@ -231,15 +231,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     for (int n = 0; n < FRAGMENTS / HALVES; n += TILES)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_row<TILES>(
-            p, tile.m0 + warp_row + g + h * 8, tile.n0 + n * 8, [&](int i, int j) {
-              const int e = 4 * i + 2 * h + j, up = fragment_of(n, 1);
-              const float sum = C_acc[n / OF_CHUNK][n % OF_CHUNK * 4 + e];
-              if constexpr (GLU) {
-                return Halves<float>{sum, C_acc[up / OF_CHUNK][up % OF_CHUNK * 4 + e]};
-              } else {
-                return sum;
-              }
-            });
+        store_row<TILES>(p, tile.m0 + warp_row + g + h * 8, tile.n0 + n * 8, [&](int i, int j) {
+          const int e = 4 * i + 2 * h + j, up = fragment_of(n, 1);
+          const float sum = C_acc[n / OF_CHUNK][n % OF_CHUNK * 4 + e];
+          if constexpr (GLU) {
+            return Halves<float>{sum, C_acc[up / OF_CHUNK][up % OF_CHUNK * 4 + e]};
+          } else {
+            return sum;
+          }
+        });
   }
 }

@@ -145,16 +145,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       load_column_scales<TILES>(p, tile.n0 + n * 8, B_scale);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_sums<TILES>(
-            p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale, [&](int i, int j) {
-              const int e = 2 * h + j;
-              if constexpr (GLU) {
-                return Halves<int32_t>{
-                    dot[fragment_of(n + i, 0) * 4 + e], dot[fragment_of(n + i, 1) * 4 + e]};
-              } else {
-                return dot[(n + i) * 4 + e];
-              }
-            });
+        store_sums<TILES>(p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale, [&](int i, int j) {
+          const int e = 2 * h + j;
+          if constexpr (GLU) {
+            return Halves<int32_t>{
+                dot[fragment_of(n + i, 0) * 4 + e], dot[fragment_of(n + i, 1) * 4 + e]};
+          } else {
+            return dot[(n + i) * 4 + e];
+          }
+        });
     }
   }
 }

@@ -250,9 +250,8 @@ __device__ __forceinline__ void merge_parts(
   cluster_sync();  // nobody reads this block's partial sums any more
 }
 
-// Blocks of 128 rows of B that share a scale. Row of B that has number i of the scales of a tile; of
-// a gated linear unit 0 is the gate's, 1 that of the other half's first row and 2 of its last, which
-// is another one where STRADDLES and where the tile reaches column straddled_from of C.
+// A row of B that has scale number i of a tile. With GLU scale 0 is the gate's, 1 that of the other
+// half's first row and 2 that of its last row. If STRADDLES, scale 2 begins at column straddled_from.
 __device__ __forceinline__ int scale_row(const GemmParams& p, int n0, int i) {
   if constexpr (GLU) return i == 0 ? n0 : min(p.n + n0 + (i - 1) * (TILE_N - 1), 2 * p.n - 1);
   return min(n0 + i * SCALE_ROWS, p.n - 1);
@@ -281,7 +280,8 @@ __device__ __forceinline__ bool has_rows(int f, int h) {
   return !GLU || AT_ONCE > 1 || f % 2 == h;
 }
 template <int AT_ONCE, typename Sum>
-__device__ __forceinline__ auto merged_sum(const Vec<Sum, 4> (&sums)[AT_ONCE], int h, int n, int j) {
+__device__ __forceinline__ auto merged_sum(
+    const Vec<Sum, 4> (&sums)[AT_ONCE], int h, int n, int j) {
   if constexpr (GLU) {
     const auto& x = sums[AT_ONCE > 1 ? 2 * n + h : 0].v;
     return Halves<Sum>{x[j], x[2 + j]};

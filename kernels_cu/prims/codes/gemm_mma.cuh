@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_slice(
     if (ROWS * VECS % NUM_THREADS != 0 && i >= ROWS * VECS) break;
     const int from = OF_HALVES ? row / 16 * 8 + row % 8 : row;
     const bool valid = from < rows_valid && byte < bytes_valid;
-    const int8_t* source = global + from * stride + byte;                   // [ACCESS_BYTES]
+    const int8_t* source = global + from * stride + byte;  // [ACCESS_BYTES]
     if (OF_HALVES && row / 8 % 2 == 1) source += half_stride;
     int8_t* target = swizzled<CHUNKS>(shared, row, byte / 16) + byte % 16;  // [ACCESS_BYTES]
     if constexpr (ACCESS_BYTES >= 4) {
