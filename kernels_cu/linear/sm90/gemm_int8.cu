@@ -228,17 +228,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       continue;
     }
 #pragma unroll
-    for (int n = 0; n < FRAGMENTS / HALVES; n += TILES)
+    for (int j = 0; j < TILE_N / (TILES * 8); ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_row<TILES>(p, tile.m0 + warp_row + g + h * 8, tile.n0 + n * 8, [&](int i, int j) {
-          const int e = 4 * i + 2 * h + j, up = fragment_of(n, 1);
-          const float sum = C_acc[n / OF_CHUNK][n % OF_CHUNK * 4 + e];
-          if constexpr (GLU) {
-            return Halves<float>{sum, C_acc[up / OF_CHUNK][up % OF_CHUNK * 4 + e]};
-          } else {
-            return sum;
-          }
-        });
+        store_row<TILES>(
+            p, tile.m0 + warp_row + g + h * 8, tile.n0 + j * TILES * 8, [&](int i, int c) {
+              const int e = 4 * i + 2 * h + c, up = fragment_of(j * TILES, 1);
+              const float sum = C_acc[j * TILES / OF_CHUNK][j * TILES % OF_CHUNK * 4 + e];
+              if constexpr (GLU) {
+                return Halves<float>{sum, C_acc[up / OF_CHUNK][up % OF_CHUNK * 4 + e]};
+              } else {
+                return sum;
+              }
+            });
   }
 }
