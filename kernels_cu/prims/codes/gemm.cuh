@@ -252,7 +252,7 @@ __device__ __forceinline__ void merge_parts(
 }
 
 // A row of B that has scale number i of a tile. With GLU scale 0 is the gate's, 1 that of the other
-// half's first row and 2 that of its last row. If STRADDLES, scale 2 begins at column straddled_from.
+// half's first row and 2 that of its last row. If STRADDLES, scale 2 begins at straddled_from.
 __device__ __forceinline__ int scale_row(const GemmParams& p, int n0, int i) {
   if constexpr (GLU) return i == 0 ? n0 : min(p.n + n0 + (i - 1) * (TILE_N - 1), 2 * p.n - 1);
   return min(n0 + i * SCALE_ROWS, p.n - 1);
@@ -274,8 +274,8 @@ __device__ __forceinline__ auto fragment_element(int f, int i, Of of) {
 }
 // The columns of C that AT_ONCE fragments have, in tiles of 8.
 __device__ constexpr int merged_tiles(int at_once) { return ceil_div(at_once, HALVES); }
-// Whether fragments from f on have rows g + 8 h, and what of them a lane has of tile n of C for column
-// j of its two.
+// Whether fragments from f on have rows g + 8 h, and what of them a lane has of tile n of C for
+// column j of its two.
 template <int AT_ONCE>
 __device__ __forceinline__ bool has_rows(int f, int h) {
   return !GLU || AT_ONCE > 1 || f % 2 == h;
