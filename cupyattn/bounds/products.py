@@ -9,7 +9,7 @@ from cupyattn.arrays.kinds import FINITE_MAX, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import REFERENCE, U, products
 from cupyattn.bounds.values import rounding_to_codes
-from cupyattn.quant.activation import ACTIVATION_SLOPE, MOST_SPLITS
+from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, MOST_SPLITS
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
     Array,
@@ -58,9 +58,9 @@ def gemm_error(
     give ``γ_{K+1} S`` and what underflows, however many blocks share a tile; with scales of
     channels S = |dot| f, and G1 and G2 give ``γ_3 S``; outliers ``γ_{r + ceil(r/16)}(2^-23)`` of
     everything so far, for r columns, and the sums from block to block ``γ_7``; G3 one rounding; G4
-    passes on its largest slope times all of that and adds ``8 u |x| + 2^-118``; G6 multiplies by
-    the gate and rounds once; G5 half a unit of the last place. docs/MATH_REFERENCE.md [L39],
-    with scales of channels [L40].
+    passes on its largest slope times all of that and adds ``8 u |x| + 2^-118``; G7 is `gated_error`
+    of both halves and one rounding; G6 multiplies by the gate and rounds once; G5 half a unit of
+    the last place. docs/MATH_REFERENCE.md [L39], with scales of channels [L40].
     """
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers
@@ -88,7 +88,15 @@ def gemm_error(
             c += as_float64(bias)
             error = error + U * (np.abs(c) + error)  # G3
         error = error * REFERENCE
-        if activation:
+        if activation in GLU:
+            # Past float32 a sum is infinite, and may be multiplied by 0.
+            error = np.where(np.abs(c) + error <= FINITE_MAX["float32"], error, np.inf)
+            gates, of_gates = (np.split(x, 2, axis=1)[0] for x in (c, error))
+            own = ACTIVATION_ERROR * (np.abs(gates) + of_gates) + ACTIVATION_TINY  # G4
+            error = gated_error(c, error, activation, own)
+            c = activate(c, activation)
+            error = (error + U * (np.abs(c) + error) + TINY) * REFERENCE  # G7
+        elif activation:
             own = ACTIVATION_ERROR * (np.abs(c) + error) + ACTIVATION_TINY  # G4
             error = ACTIVATION_SLOPE[activation] * error + own
             c = activate(c, activation)
@@ -100,6 +108,40 @@ def gemm_error(
             error = (error + U * (np.abs(c) + error) + TINY) * REFERENCE  # G6
         error = error + half_ulp(np.abs(c) + error, out_dtype)  # G5
         return np.where(np.abs(c) + error <= FINITE_MAX[out_dtype], error, np.inf)
+
+
+def gated_error(x: Float64, error: Float64, activation: str, own: Array = 0.0) -> Float64:
+    """Return a bound of the error of a gated linear unit whose sums are off [L79].
+
+    Parameters
+    ----------
+    x : array, (m, 2 n), float64
+        Sums of the gate, then of the other half.
+    error : array, (m, 2 n), float64
+        Bound of their error.
+    activation : {"swiglu", "geglu", "geglu_tanh"}
+    own : array, (m, n), float64
+        Bound of the error of the activation itself.
+
+    Returns
+    -------
+    array, (m, n), float64
+        ``d (|u| + e_u) + |f(g)| e_u``. Here d bounds the error of f(g): its largest slope times
+        e_g, plus `own`.
+
+    Examples
+    --------
+    >>> gated_error(np.float64([[0.0, 2.0]]), np.float64([[0.1, 0.0]]), "swiglu").round(4).tolist()
+    [[0.22]]
+    """
+    kind = GLU[activation]
+    gate, up = np.split(x, 2, axis=-1)
+    of_gate, of_up = np.split(error, 2, axis=-1)
+    off = ACTIVATION_SLOPE[kind] * of_gate + own
+    size = np.abs(activate(gate, kind))
+    found = off * (np.abs(up) + of_up) + size * of_up
+    # An infinite bound stays infinite, also where its factor is 0.
+    return np.asarray(np.where(np.isinf(of_gate) | np.isinf(of_up), np.inf, found))
 
 
 def weight_error(

@@ -30,13 +30,8 @@ from cupyattn.problem.gemm_form import (
     where_shared,
 )
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.quant.activation import check_activation
-from cupyattn.quant.blocks import (
-    BLOCK_SIZE,
-    check_out_dtype,
-    scale_shape,
-    strategy_of,
-)
+from cupyattn.quant.activation import GLU, check_activation, columns_of
+from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape, strategy_of
 from cupyattn.reference.gemm import gemm_mirror
 
 Array = Any
@@ -61,6 +56,8 @@ def int8_gemm(
 ) -> Array:
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
 
+    With a gated linear unit, such as ``activation="swiglu"``, b has two halves of rows, and the
+    result is ``silu(a g^T + bias_g) (a u^T + bias_u)``: the gate g is the first half.
     With `residual` and `gate`: ``residual + gate activation(a b^T + bias)``.
 
     Parameters
@@ -75,8 +72,9 @@ def int8_gemm(
     b_scales : array, (ceil(n / 128), ceil(k / 128)) or (n, 1), float32
     out_dtype : {"float16", "bfloat16", "float32"}
     bias : array, (n,), float16, bfloat16 or float32, optional
-    activation : {"gelu", "gelu_tanh", "silu"}, optional
-        `cupyattn.reference.gemm.activate` defines them.
+    activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
+        `cupyattn.reference.gemm.activate` defines them. With the last three, gated linear units,
+        the result has n / 2 columns, as have `residual`, `gate` and `out`.
     outliers : (array, array), optional
         (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
         quantised. They go with scales of blocks.
@@ -192,7 +190,8 @@ class _Gemm:
         check_one_device(**operands, out=out)
         backend, tiles = choose(settings.backend, a), settings.tiles
         _check(operands, settings.out_dtype, settings.activation)
-        shape = (*a.shape[:-1], b.shape[0])
+        columns = columns_of(b.shape[0], settings.activation)
+        shape = (*a.shape[:-1], columns)
         if out is not None:
             _check_out(out, shape, settings.out_dtype, operands)
         strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
@@ -211,7 +210,7 @@ class _Gemm:
             free = arch is None and tiles is None
             kernel = settle_gemm(
                 {name: Operand.of(operands[name]) for name in COPIED if name in operands}, strategy,
-                tiles=tiles, arch=arch,
+                activation=settings.activation, tiles=tiles, arch=arch,
                 on_hopper_device=free and own_arch(backend, a) is not None,
             )  # fmt: skip
             arch = kernel.arch
@@ -219,7 +218,7 @@ class _Gemm:
         return Problem(
             what=self.name, backend=backend, arch=arch, operands=operands,
             results={"c": result} if out is None else {},
-            received={} if out is None else {"c": out.reshape(rows, b.shape[0])},
+            received={} if out is None else {"c": out.reshape(rows, columns)},
             as_given=as_given, settled=GemmRequest(settings, kernel),
         )  # fmt: skip
 
@@ -227,7 +226,8 @@ class _Gemm:
         """Return the launch."""
         operands, settings = problem.operands, problem.settled.settings
         of = {name: Operand.of(x) for name, x in operands.items() if name != "bias"}
-        size = (operands["a"].shape[0], operands["b"].shape[0])
+        columns = columns_of(operands["b"].shape[0], settings.activation)
+        size = (operands["a"].shape[0], columns)
         itemsize = STORAGE[settings.out_dtype].itemsize
         c = Operand.contiguous(size, itemsize)
         if "c" in problem.received:
@@ -249,6 +249,8 @@ class _Gemm:
         a, b, tiles = operands["a"], operands["b"], settings.tiles
         if tiles is not None and tiles.cluster > 1:
             shared = where_shared(a.shape[0], b.shape[0], tiles)
+            if settings.activation in GLU:  # a tile has both rows of b of a column
+                shared = shared[:, ::2]
             sharing = {"splits": tiles.cluster, "shared": shared}
         c = gemm_mirror(
             a, operands["a_scales"], b, operands["b_scales"], settings.out_dtype,
@@ -269,9 +271,9 @@ class _Gemm:
 GEMM = _Gemm()
 
 
-def _check_sum(operands: dict[str, Array], out_dtype: str) -> None:
+def _check_sum(operands: dict[str, Array], out_dtype: str, n: int) -> None:
     """Raise unless what a product is added to, and its factors, fit the result."""
-    rows, n = math.prod(operands["a"].shape[:-1]), operands["b"].shape[0]
+    rows = math.prod(operands["a"].shape[:-1])
     if "gate" in operands and "residual" not in operands:
         raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
     for name, other in (("residual", out_dtype), ("gate", "float32")):
@@ -313,7 +315,6 @@ def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[st
 def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
     """Raise unless the operands of a product fit together."""
     check_out_dtype(out_dtype)
-    check_activation(activation)
     a, b = operands["a"], operands["b"]
     for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
                         ("b_scales", "float32")):  # fmt: skip
@@ -324,7 +325,8 @@ def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
             "a must be (..., k) and b (n, k), got a.shape="
             f"{tuple(a.shape)} and b.shape={tuple(b.shape)}"
         )
-    _check_sum(operands, out_dtype)
+    check_activation(activation, b.shape[0])
+    _check_sum(operands, out_dtype, columns_of(b.shape[0], activation))
     strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
     per_row = 1 if strategy == "channel" else -(-a.shape[-1] // BLOCK_SIZE)
     expected = {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cupyattn.arrays.interchange import on_host, take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
-from cupyattn.bounds.products import gemm_error
+from cupyattn.bounds.products import gated_error, gemm_error
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import check_backend
@@ -20,7 +20,7 @@ from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
-from cupyattn.quant.activation import ACTIVATION_SLOPE, check_activation
+from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
 from cupyattn.reference.gemm import by_row
 
@@ -42,7 +42,9 @@ class Int8Linear:
     scales : array, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
         Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : array, (out,), float16, bfloat16 or float32, optional
-    activation : {"gelu", "gelu_tanh", "silu"}, optional
+    activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
+        The last three are gated linear units: W has the rows of the gate, then as many others, and
+        the result ``out / 2`` columns.
     outlier_columns : sequence of int
         Columns of x, each once, that are not quantised but multiplied in 16 bits; what `codes` has
         of them is multiplied by zeros.
@@ -247,7 +249,8 @@ class Int8Linear:
         -----
         With Δ the error of a code [L14], or of 16 bits in a column that is kept: the operands are
         off by ``|x| Δw + Δx (|w| + Δw)``, summed over k, of which an activation passes on its
-        slope; the product adds `gemm_error`. docs/MATH_REFERENCE.md [L42].
+        slope, and a gated linear unit `gated_error` of both halves; the product adds `gemm_error`.
+        docs/MATH_REFERENCE.md [L42].
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)
@@ -255,6 +258,7 @@ class Int8Linear:
         x, weight, residual, gate = _on_host(x, *taken(weight=weight, residual=residual, gate=gate))
         own = self.codes, self.scales, self.bias, self.outlier_weight
         of_w, scales_of_w, bias, outlier_weight = _on_host(*own)
+        columns = columns_of(of_w.shape[0], self.activation or "")
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
         if outlier_weight is None:
@@ -264,7 +268,7 @@ class Int8Linear:
             codes, scales, of_x = act_quant_but(rows, kept, place, dtype)
             outliers = of_x, outlier_weight
         if residual is not None:
-            residual = residual.reshape(-1, of_w.shape[0])
+            residual = residual.reshape(-1, columns)
         product = gemm_error(
             codes, scales, of_w, scales_of_w, out_dtype, bias=bias,
             activation=self.activation or "", outliers=outliers, residual=residual, gate=gate,
@@ -283,10 +287,15 @@ class Int8Linear:
                 rounded = as_float64(made[:, : kept.size])
                 error[:, kept] = abs(rounded - as_float64(exact)[:, kept])
         inputs = size_x @ error_w.T + error_x @ (size_w + error_w).T
-        inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
+        if self.activation in GLU:
+            sums = as_float64(rows) @ as_float64(weight).T
+            sums += 0.0 if bias is None else as_float64(bias)
+            inputs = gated_error(sums, inputs, self.activation) * (1 + 2.0**-20)
+        else:
+            inputs = ACTIVATION_SLOPE[self.activation or ""] * inputs * (1 + 2.0**-20)
         if gate is not None:
             inputs = abs(as_float64(by_row(gate, len(rows)))) * inputs
-        found = (product + inputs).reshape(*x.shape[:-1], of_w.shape[0])
+        found = (product + inputs).reshape(*x.shape[:-1], columns)
         bound = as_given(xp.asarray(found))
         if str(getattr(bound, "dtype", "")) != "float32":
             return bound
@@ -404,7 +413,7 @@ def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.
         raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
     strategy = strategy_of_weight(codes.shape, scales.shape)
     check_codes(codes, scales, BLOCK_SIZE, strategy)
-    check_activation(activation or "")
+    check_activation(activation or "", codes.shape[0])
     check_arch(arch)
     check_backend(backend)
     if bias is not None and tuple(bias.shape) != tuple(codes.shape[:1]):

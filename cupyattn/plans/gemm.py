@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,12 @@ from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.problem.gemm_form import (
     GemmKernel,
     blocks_at_a_time,
+    halves_straddle,
     row_bytes,
     tile_count,
     tiles_alone,
 )
-from cupyattn.quant.activation import ACTIVATIONS
+from cupyattn.quant.activation import ACTIVATIONS, GLU
 from cupyattn.quant.blocks import strategy_of
 
 _log = logging.getLogger("cupyattn")
@@ -46,13 +47,15 @@ class GemmFeatures:
         Elements of C per access.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of what is added to every row; "": nothing.
-    activation : {"", "gelu", "gelu_tanh", "silu"}
+    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
     outliers : {"", "float16", "bfloat16"}
         Storage type of columns that are no codes; "": there are none.
     residual : bool
         Whether the result is added to a matrix.
     gate : {"", "float16", "bfloat16", "float32"}
         Storage type of factors of each column, by which it is multiplied before; "": none.
+    straddles : bool
+        Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
     """
 
     out_dtype: str
@@ -63,6 +66,7 @@ class GemmFeatures:
     outliers: str = ""
     residual: bool = False
     gate: str = ""
+    straddles: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -75,10 +79,11 @@ class GemmFeatures:
             "CFG_ACCESS_BYTES": self.access_bytes,
             "CFG_VEC": self.vec,
             "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
-            "CFG_ACTIVATION": ACTIVATIONS.index(self.activation),
+            "CFG_ACTIVATION": ACTIVATIONS.index(GLU.get(self.activation, self.activation)),
             "CFG_OUTLIERS": 1 + DTYPES.index(self.outliers) if self.outliers else 0,
             "CFG_RESIDUAL": int(self.residual),
             "CFG_GATE": 1 + DTYPES.index(self.gate) if self.gate else 0,
+            **({"CFG_GLU": 1 + self.straddles} if self.activation in GLU else {}),
         }  # fmt: skip
 
 
@@ -188,7 +193,7 @@ def plan_gemm(
         Storage type of c.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of the buffer ``"bias"``, contiguous; "": there is none.
-    activation : {"", "gelu", "gelu_tanh", "silu"}
+    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
     outliers : OutlierOperands, optional
     blocks : int, optional
         Of the Hopper form, that a device runs at a time: `cupyattn.kernels.limits.HOPPER_BLOCKS`
@@ -221,7 +226,9 @@ def plan_gemm(
         outliers.dtype if outliers else "",
         at.residual is not None,
         "" if at.gate is None else "float32" if at.gate.itemsize == 4 else out_dtype,
+        halves_straddle(n, kernel.strategy, activation),
     )
+    halves = 2 if activation in GLU else 1
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=kernel.note)
     params: dict[str, Any] = {
@@ -237,7 +244,7 @@ def plan_gemm(
         "residual_stride": at.residual.row_strides[0] if at.residual else 0,
         "gate_stride": at.gate.row_strides[0] if at.gate else 0,
         "gate_rows": m // at.gate.shape[0] if at.gate else m,
-        "m": m, "n": n, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
+        "m": m, "n": n // halves, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
     }  # fmt: skip
     alone = tiles_alone(m, n, tiles, blocks)
     shared = tile_count(m, n, tiles) - alone
@@ -251,11 +258,8 @@ def plan_gemm(
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
-        rows = {"a": tiles.block_m, "b": tiles.block_n}
-        maps = [
-            tensor_map_of(name, dtype, _with_four_axes(x), rows[name[0]])
-            for name, (x, dtype) in operands.items()
-        ]
+        rows = {"a": (1, tiles.block_m), "b": (halves, tiles.block_n // halves)}
+        maps = [_map_of(name, dtype, x, *rows[name[0]]) for name, (x, dtype) in operands.items()]
         # In blocks without outliers their maps are not looked at, and say something that holds.
         structs += tuple(maps if outliers or kernel.strategy == "channel" else maps * 2)
         grid = min(grid, blocks_at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
@@ -268,9 +272,12 @@ def plan_gemm(
     return plan
 
 
-def _with_four_axes(x: Operand) -> Operand:
-    """Return a matrix as the copy engine's instruction takes it."""
-    return Operand((1, 1, *x.shape), (0, 0, *x.strides), x.itemsize, x.misalignment)
+def _map_of(name: str, dtype: str, x: Operand, halves: int, rows: int) -> TensorMap:
+    """Describe a matrix, copied `rows` rows of every half, or of the whole, at a time."""
+    shape, (row, element) = (1, halves, x.shape[0] // halves, x.shape[1]), x.strides
+    parts = Operand(shape, (0, shape[2] * row, row, element), x.itemsize, x.misalignment)
+    found = tensor_map_of(name, dtype, parts, rows)
+    return replace(found, box=(1, halves, *found.box[2:]))
 
 
 def _elements_per_access(at: ProductOperands) -> int:

@@ -15,7 +15,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.support import SUPPORTED, Support
-from cupyattn.quant.activation import MOST_SPLITS
+from cupyattn.quant.activation import GLU, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE, MOST_CHANNEL_CODES
 
 #: Tiles to choose from, by form, the largest first.
@@ -96,6 +96,7 @@ def settle_gemm(
     operands: Mapping[str, Operand],
     strategy: str = "block",
     *,
+    activation: str = "",
     tiles: GemmTiles | None = None,
     arch: str | None = None,
     on_hopper_device: bool = False,
@@ -108,6 +109,9 @@ def settle_gemm(
         Where those of `COPIED` lie that there are, with two axes each; others are not looked at.
     strategy : {"block", "channel"}
         What shares a scale.
+    activation : str
+        Of a gated linear unit whose halves straddle blocks of scales, tiles have at most 128
+        columns.
     tiles : GemmTiles, optional
         The caller's; chosen by the sizes when omitted.
     arch : str, optional
@@ -136,12 +140,34 @@ def settle_gemm(
     note = _hopper_support(operands).note if arch == "sm_90a" else ""
     form = "sm90" if arch == "sm_90a" and not note else "portable"
     if tiles is None:
-        tiles = choose_tiles(m, n, k, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
+        choices = PORTABLE_TILES if form == "portable" else HOPPER_TILES
+        if halves_straddle(n, strategy, activation):
+            # A third scale for each row does not fit the registers of 256 columns.
+            choices = tuple(x for x in choices if x.block_n <= BLOCK_SIZE)
+        tiles = choose_tiles(m, n, k, choices)
     elif note:
         raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
     else:
         _check_form(tiles, form, ENTRIES[strategy])
     return GemmKernel(strategy, form, tiles, arch, note)
+
+
+def halves_straddle(rows: int, strategy: str, activation: str) -> bool:
+    """Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
+
+    Parameters
+    ----------
+    rows : int
+        Of the weight, both halves.
+    strategy : {"block", "channel"}
+    activation : str
+
+    Examples
+    --------
+    >>> [halves_straddle(rows, "block", "swiglu") for rows in (512, 320)]
+    [False, True]
+    """
+    return activation in GLU and strategy == "block" and rows // 2 % BLOCK_SIZE != 0
 
 
 def tiles_alone(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> int:

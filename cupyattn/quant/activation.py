@@ -5,6 +5,10 @@ from __future__ import annotations
 #: What may follow a product, by name: nothing, GELU by erf or by tanh, SiLU.
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "silu")
 
+#: Gated linear units (Shazeer 2020), by name: of a weight's two halves of rows the first is the
+#: gate, whose sums pass this activation and multiply those of the second.
+GLU = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
 #: [L41] Largest slope of each of these; of both forms of GELU it is below 1.129.
 ACTIVATION_SLOPE = {"": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 
@@ -12,8 +16,31 @@ ACTIVATION_SLOPE = {"": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 MOST_SPLITS = 8
 
 
-def check_activation(activation: str) -> None:
-    """Raise ValueError for a name that is none of `ACTIVATIONS`."""
-    if activation not in ACTIVATIONS:
-        names = " or ".join(map(repr, ACTIVATIONS[1:]))
+def check_activation(activation: str, rows: int) -> None:
+    """Raise ValueError for an unknown name, and for a gated linear unit of an odd number of rows.
+
+    Parameters
+    ----------
+    activation : str
+    rows : int
+        Of the weight.
+    """
+    if activation not in (*ACTIVATIONS, *GLU):
+        names = " or ".join(map(repr, (*ACTIVATIONS[1:], *GLU)))
         raise ValueError(f"activation must be {names} or None, got {activation!r}")
+    if activation in GLU and rows % 2:
+        raise ValueError(
+            f"activation={activation!r} takes a weight with an even number of rows, of which half "
+            f"are the gate's, got {rows}: use {GLU[activation]!r} for a weight without a gate"
+        )
+
+
+def columns_of(rows: int, activation: str) -> int:
+    """Return how many columns a result has whose weight has so many rows.
+
+    Examples
+    --------
+    >>> columns_of(6, "swiglu"), columns_of(6, "silu")
+    (3, 6)
+    """
+    return rows // 2 if activation in GLU else rows

@@ -1,6 +1,6 @@
 """What a product of INT8 codes is, how the kernels round it, and how far that may be off.
 
-All of it on NumPy arrays. The tags G1 to G6 are those of the kernels and of docs/MATH_REFERENCE.md.
+All of it on NumPy arrays. The tags G1 to G7 are those of the kernels and of docs/MATH_REFERENCE.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from scipy.special import erf, expit
 
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.quant.activation import GLU
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of
 from cupyattn.reference.rounding import fma32
 
@@ -27,16 +28,23 @@ def activate(x: Float64, activation: str) -> Float64:
     Parameters
     ----------
     x : array, float64
-    activation : {"", "gelu", "gelu_tanh", "silu"}
+    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
         ``x Φ(x)``; the same with ``tanh(sqrt(2/π) (x + 0.044715 x³))`` in place of the error
-        function; ``x / (1 + exp(-x))``.
+        function; ``x / (1 + exp(-x))``. Gated linear units halve the last axis: SiLU or a form of
+        GELU of the first half, times the second.
 
     Examples
     --------
     >>> from cupyattn.quant.activation import ACTIVATIONS
     >>> [round(float(activate(np.float64(1.0), name)), 4) for name in ACTIVATIONS]
     [1.0, 0.8413, 0.8412, 0.7311]
+    >>> activate(np.float64([[1.0, 2.0]]), "swiglu").round(4).tolist()
+    [[1.4621]]
     """
+    if activation in GLU:
+        gate, up = np.split(x, 2, axis=-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(activate(gate, GLU[activation]) * up)
     with np.errstate(over="ignore", invalid="ignore"):
         if activation == "gelu":
             return np.asarray(0.5 * x * (1 + erf(x * np.sqrt(0.5))))
@@ -99,7 +107,8 @@ def gemm_exact(
     b_scales : array, (ceil(n / 128), ceil(k / 128)) or (n, 1), float32
         In blocks, or of channels: `cupyattn.quant.blocks.strategy_of`.
     bias : array, (n,), optional
-    activation : {"", "gelu", "gelu_tanh", "silu"}
+    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
+        A gated linear unit takes a weight of 2 n rows: the gate's first.
     outliers : (array, array), optional
         (m, outliers) and (n, outliers), 16-bit: further columns, which have no scales.
     residual : array, (m, n), optional
@@ -195,7 +204,11 @@ def gemm_mirror(
         c = part if c is None else c + part  # G2, from block to block
         if bias is not None:
             c = c + bias.astype(np.float32)  # G3
-        c = activate(as_float64(c), activation).astype(np.float32)  # G4
+        if activation in GLU:
+            gates, c = np.split(c, 2, axis=1)
+            c = activate(as_float64(gates), GLU[activation]).astype(np.float32) * c  # G4, G7
+        else:
+            c = activate(as_float64(c), activation).astype(np.float32)  # G4
         if residual is not None:
             factor = np.float32(1) if gate is None else by_row(gate, len(c)).astype(np.float32)
             c = fma32(c, factor, residual.astype(np.float32))  # G6

@@ -11,14 +11,16 @@
 // Kept simple  One block per tile of C, or cluster. Edges of m, n and k arrive as zeros, which add
 //              nothing.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
-//              outliers; G3 bias; G4 activation; G6 residual; G5 store
+//              outliers; G3 bias; G4 activation; G7 times the other half; G6 residual; G5
+//              store
 //              (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for outliers and activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
 #include "prims/codes/gemm_mma.cuh"
 
-constexpr int B_SCALES = ceil_div(BLOCK_N, SCALE_ROWS);
+constexpr int B_SCALES = GLU ? 2 + STRADDLES : ceil_div(BLOCK_N, SCALE_ROWS);
+constexpr int FACTORS = GLU ? B_SCALES : 1;  // of a row and the columns of a warp
 
 struct SharedStorage {
   alignas(128) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
@@ -35,6 +37,7 @@ static_assert(
     "BLOCK_N must divide 128, or be a multiple of it");
 static_assert(
     SCALE_ROWS % WARP_N == 0, "the columns of a warp must share a scale: at most 128 of them");
+static_assert(!GLU || TILE_N <= SCALE_ROWS, "BLOCK_N must be at most 256 with a gated linear unit");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
     void gemm_int8(const __grid_constant__ GemmParams p) {
@@ -53,6 +56,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   const uint32_t B_lane = shared_address(
       swizzled<CHUNKS>(smem.B[0], col0 + lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
+  const int first_col = n0 + col0 / HALVES + lane_id() % 4 * 2;  // of C, of this lane
+  const int straddled = straddled_from(p, n0);  // column from which the second half has a new scale
+
   const int num_codes = part.codes, num_steps = num_codes + part.outliers;
   auto load = [&](int step) {  // into its stage; one group per step, empty past the end
     const int stage = step % NUM_STAGES;
@@ -60,22 +66,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
       const int slice = part.first + step, byte = slice * SLICE;
       load_slice<BLOCK_M>(
           smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
-      load_slice<BLOCK_N>(
-          smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte);
+      load_slice<BLOCK_N, GLU>(
+          smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte,
+          p.n * p.B_stride);
       // What lies past the end multiplies zeros.
       gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
         return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
       });
       gather_async<B_SCALES>(smem.B_scale[stage], [&](int i) {
-        const int row = min(n0 + i * SCALE_ROWS, p.n - 1) / SCALE_ROWS;
+        const int row = scale_row(p, n0, i) / SCALE_ROWS;
         return p.B_scale + row * p.B_scale_stride + slice;
       });
     } else if (OUTLIERS && step < num_steps) {
       const int byte = (step - num_codes) * SLICE, bytes = p.outliers * int(sizeof(outlier_t));
       load_slice<BLOCK_M>(
           smem.A[stage], p.A_16 + m0 * p.A_16_stride + byte, p.A_16_stride, p.m - m0, bytes - byte);
-      load_slice<BLOCK_N>(
-          smem.B[stage], p.B_16 + n0 * p.B_16_stride + byte, p.B_16_stride, p.n - n0, bytes - byte);
+      load_slice<BLOCK_N, GLU>(
+          smem.B[stage], p.B_16 + n0 * p.B_16_stride + byte, p.B_16_stride, p.n - n0, bytes - byte,
+          p.n * p.B_16_stride);
     }
     cp_async_commit_group();
   };
@@ -104,17 +112,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
         A_slice, B_slice, [&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
           mma_m16n8k32_s8(dot[r][n], a, b0, b1);
         });
-    const float B_scale = smem.B_scale[stage][col0 / SCALE_ROWS];
+    const float B_scale = smem.B_scale[stage][GLU ? 0 : col0 / SCALE_ROWS];
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float factor = smem.A_scale[stage][row0 + r * 16 + g + h * 8] * B_scale;  // G1
+        const float A_scale = smem.A_scale[stage][row0 + r * 16 + g + h * 8];
+        float factor[FACTORS] = {A_scale * B_scale};  // G1
+#pragma unroll
+        for (int s = 1; s < FACTORS; ++s) factor[s] = A_scale * smem.B_scale[stage][s];  // G1
 #pragma unroll
         for (int n = 0; n < MMA_COLS; ++n)
 #pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; ++i)
-            C_acc[r][n][i] = fmaf(float(dot[r][n][i]), factor, C_acc[r][n][i]);  // G2
+          for (int i = 2 * h; i < 2 * h + 2; ++i) {
+            float own = factor[n % HALVES];
+            if (STRADDLES && n % 2 == 1 && first_col + n / 2 * 8 + i % 2 >= straddled)
+              own = factor[FACTORS - 1];
+            C_acc[r][n][i] = fmaf(float(dot[r][n][i]), own, C_acc[r][n][i]);  // G2
+          }
       }
   }
 
@@ -122,13 +137,20 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
     constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
     merge_parts<AT_ONCE>(
         smem.partial, part.rank, thread_id(),
-        [&](int f, int i) { return C_acc[f / MMA_COLS][f % MMA_COLS][i]; },
+        [&](int f, int i) {
+          return fragment_element(f, i, [&](int tile, int half, int e) {
+            const int n = tile * HALVES + half;
+            return C_acc[n / MMA_COLS][n % MMA_COLS][e];
+          });
+        },
         [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
-          const int row = m0 + row0 + f / MMA_COLS * 16 + g, col = n0 + col0 + f % MMA_COLS * 8;
+          const int row = m0 + row0 + f / MMA_COLS * 16 + g;
+          const int col = n0 + col0 / HALVES + f % MMA_COLS / HALVES * 8;
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            store_row<AT_ONCE>(
-                p, row + h * 8, col, [&](int n, int j) { return sums[n].v[2 * h + j]; });
+            if (has_rows<AT_ONCE>(f, h))
+              store_row<merged_tiles(AT_ONCE)>(
+                  p, row + h * 8, col, [&](int n, int j) { return merged_sum(sums, h, n, j); });
         });
     return;
   }
@@ -136,7 +158,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      store_row<MMA_COLS>(p, m0 + row0 + r * 16 + g + h * 8, n0 + col0, [&](int n, int j) {
-        return C_acc[r][n][2 * h + j];
-      });
+      store_row<MMA_COLS / HALVES>(
+          p, m0 + row0 + r * 16 + g + h * 8, n0 + col0 / HALVES,
+          [&](int n, int j) { return of_column(C_acc[r], n, 2 * h + j); });
 }

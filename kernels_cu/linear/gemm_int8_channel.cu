@@ -9,7 +9,7 @@
 // Kept simple  One block per tile of C, or cluster. Edges of m, n and k arrive as zeros, which add
 //              nothing. k is at most 131,071, for which int32 holds every sum of products of codes.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
-//              activation; G6 residual; G5 store (docs/MATH_REFERENCE.md)
+//              activation; G7 times the other half; G6 residual; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
@@ -49,8 +49,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
       const int byte = (part.first + step) * SLICE;
       load_slice<BLOCK_M>(
           smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
-      load_slice<BLOCK_N>(
-          smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte);
+      load_slice<BLOCK_N, GLU>(
+          smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte,
+          p.n * p.B_stride);
     }
     cp_async_commit_group();
   };
@@ -74,28 +75,37 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
     constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
     merge_parts<AT_ONCE>(
         smem.partial, part.rank, thread_id(),
-        [&](int f, int i) { return dot[f / MMA_COLS][f % MMA_COLS][i]; },
+        [&](int f, int i) {
+          return fragment_element(f, i, [&](int tile, int half, int e) {
+            const int n = tile * HALVES + half;
+            return dot[n / MMA_COLS][n % MMA_COLS][e];
+          });
+        },
         [&](int f, const Vec<int32_t, 4>(&sums)[AT_ONCE]) {
-          const int row = m0 + row0 + f / MMA_COLS * 16 + g, col = n0 + col0 + f % MMA_COLS * 8;
-          Vec<float, 2> B_scale[AT_ONCE];
-          load_column_scales(p, col, B_scale);
+          const int row = m0 + row0 + f / MMA_COLS * 16 + g;
+          const int col = n0 + col0 / HALVES + f % MMA_COLS / HALVES * 8;
+          constexpr int TILES = merged_tiles(AT_ONCE);
+          ColumnScales<TILES> B_scale;
+          load_column_scales<TILES>(p, col, B_scale);
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            store_sums(p, row + h * 8, col, row_scale(p, row + h * 8), B_scale, [&](int n, int j) {
-              return sums[n].v[2 * h + j];
-            });
+            if (has_rows<AT_ONCE>(f, h))
+              store_sums<TILES>(
+                  p, row + h * 8, col, row_scale(p, row + h * 8), B_scale,
+                  [&](int n, int j) { return merged_sum(sums, h, n, j); });
         });
     return;
   }
-  Vec<float, 2> B_scale[MMA_COLS];
-  load_column_scales(p, n0 + col0, B_scale);
+  constexpr int TILES = MMA_COLS / HALVES;
+  ColumnScales<TILES> B_scale;
+  load_column_scales<TILES>(p, n0 + col0 / HALVES, B_scale);
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = m0 + row0 + r * 16 + g + h * 8;
-      store_sums(p, row, n0 + col0, row_scale(p, row), B_scale, [&](int n, int j) {
-        return dot[r][n][2 * h + j];
+      store_sums<TILES>(p, row, n0 + col0 / HALVES, row_scale(p, row), B_scale, [&](int n, int j) {
+        return of_column(dot[r], n, 2 * h + j);
       });
     }
 }

@@ -82,6 +82,9 @@
 #define CFG_RESIDUAL 0
 #define CFG_GATE 0
 #endif
+#ifndef CFG_GLU  // a product whose columns are not gated in pairs
+#define CFG_GLU 0
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -182,7 +185,7 @@ constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
 
 // matrix products
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block
-constexpr int BLOCK_N = CFG_BLOCK_N;            // columns of it
+constexpr int BLOCK_N = CFG_BLOCK_N;            // rows of B: columns of C, or of both halves
 constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
 constexpr int SPLITS = CFG_SPLITS;              // blocks that share the k of every tile, or keys
 constexpr int TAIL_SPLITS = CFG_TAIL_SPLITS;    // that share the k of a tile of the last wave
@@ -191,6 +194,10 @@ constexpr bool RESIDUAL = CFG_RESIDUAL;         // a product is added to another
 constexpr bool GATE = CFG_GATE != 0;            // times a factor for each column, beforehand
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
 constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
+constexpr bool GLU = CFG_GLU != 0;        // B has two halves of rows: activation(A G^T) * A U^T
+constexpr bool STRADDLES = CFG_GLU == 2;  // and a tile of the second may meet two blocks of scales
+constexpr int HALVES = GLU ? 2 : 1;
+constexpr int TILE_N = BLOCK_N / HALVES;  // columns of C per thread block, where B has BLOCK_N rows
 
 // storage types
 template <int CODE>

@@ -127,7 +127,7 @@ def letters(formula: str) -> set[str]:
 
 def undefined(page: str) -> set[str]:
     """Return letters that formulas of the page have and its table has not."""
-    text = page.split("## 2. ")[1].split("## 18. ")[0]
+    text = page.split("## 2. ")[1].split("## 19. ")[0]
     text = re.sub(r"`[^`]*`", " ", text)
     formulas = re.findall(r"\$\$(.*?)\$\$|\$(.*?)\$", text, re.S)
     used = set().union(*(letters(a or b) for a, b in formulas))

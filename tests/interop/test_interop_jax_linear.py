@@ -16,6 +16,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.quant.activation import GLU
 from tests.support.runs import bits
 
 jax = pytest.importorskip("jax")
@@ -100,6 +101,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "scales": ((CODES, SCALES[:, :2]), {}),
     "bias": ((CODES, SCALES, np.ones(3, np.float32)), {}),
     "activation": ((CODES, SCALES), {"activation": "relu"}),
+    "odd rows": ((CODES[:5], SCALES), {"activation": "swiglu"}),
     "blocks": ((CODES, SCALES), {"block_size": 64}),
     "arch": ((CODES, SCALES), {"arch": "foo"}),
     "backend": ((CODES, SCALES), {"backend": "gpu"}),
@@ -182,6 +184,23 @@ def test_residual_gate_and_type_of_the_result(way: str, out_dtype: str) -> None:
         call = jax.jit(lambda x, beside: ours(x, out_dtype=out_dtype, **beside))
         expected = core(x, out_dtype=out_dtype, **beside)
         assert bits(np.asarray(call(x, beside))) == bits(expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("activation", GLU)
+def test_gated_linear_units_have_half_as_many_columns(way: str, activation: str) -> None:
+    ours, core = layers(activation=activation, **WAYS[way])
+    assert ours.out_features == OUT // 2 and layers()[0].out_features == OUT
+    x, residual = normal((2, 5, IN), seed=2), normal((2, 5, OUT // 2), seed=3)
+    beside = {"residual": residual, "gate": normal((OUT // 2,), seed=4)}
+    for added in ({}, beside):
+        expected = core(x, **added)
+        assert expected.shape == (2, 5, OUT // 2)
+        call = jax.jit(lambda x, added: ours(x, **added))
+        assert bits(np.asarray(call(x, added))) == bits(expected)
+        mapped = jax.vmap(lambda x, added: ours(x, **added), (0, {"residual": 0, "gate": None}))
+        if added:
+            assert bits(np.asarray(mapped(x, added))) == bits(expected)
 
 
 def test_the_kernels_run_in_the_interpreter() -> None:
@@ -370,12 +389,14 @@ def loss_of(layer: Any, **beside: Any) -> Callable[..., Any]:
     [
         (lambda x: jax.grad(loss_of(layers(activation="gelu")[0]))(x),
          "not implemented with activation='gelu': leave it out, and apply JAX's own"),
+        (lambda x: jax.grad(loss_of(layers(activation="swiglu")[0]))(x),
+         "not implemented with activation='swiglu': leave it out, and apply JAX's own"),
         (lambda x: jax.grad(loss_of(layers()[0], residual=jnp.zeros((3, OUT), x.dtype)))(x),
          "not implemented beside residual: leave it out, and add it to the result"),
         (lambda x: jax.grad(lambda layer: layer(x).sum(), allow_int=True)(layers()[0]),
          "Int8Linear has no gradient with respect to scales: differentiate x and bias alone"),
     ],
-    ids=["activation", "residual", "scales"],
+    ids=["activation", "gated", "residual", "scales"],
 )  # fmt: skip
 def test_a_gradient_that_there_is_none_of_is_refused(call: Any, says: str) -> None:
     with pytest.raises(ca.UnsupportedError, match=says):

@@ -16,6 +16,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import settle_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
+from cupyattn.quant.activation import GLU, columns_of
 from tests.quant.quant_inputs import operand
 
 #: Regimes of operands whose products stay in the range of float32.
@@ -58,6 +59,7 @@ class Product:
     def mirror_of(self, tiles: GemmTiles, blocks: int | None = None) -> np.ndarray:
         """Return the mirror of tiles that all blocks share, or the last on so many blocks."""
         shared = where_shared(len(self.a), len(self.b), tiles, blocks)
+        shared = shared[:, :: 2 if self.activation in GLU else 1]  # of every pair of rows of b
         return gemm_mirror(
             *self.operands, self.out_dtype, **self.after, splits=tiles.cluster, shared=shared
         )
@@ -70,11 +72,12 @@ class Product:
             buffers["a_16"], buffers["b_16"] = self.outliers
             of_16 = [Operand.of(x) for x in self.outliers]
             outliers = OutlierOperands(*of_16, self.outliers[0].dtype.name)
-        c = np.empty((len(self.a), len(self.b)), STORAGE[self.out_dtype])
+        shape = len(self.a), columns_of(len(self.b), self.activation)
+        c = np.empty(shape, STORAGE[self.out_dtype])
         places = ProductOperands(*(Operand.of(x) for x in (*self.operands, c)))
         settled = settle_gemm(
-            {n: Operand.of(x) for n, x in buffers.items()}, places.strategy, tiles=tiles,
-            arch="sm_90a",
+            {n: Operand.of(x) for n, x in buffers.items()}, places.strategy,
+            activation=self.activation, tiles=tiles, arch="sm_90a",
         )  # fmt: skip
         plan = plan_gemm(
             settled, places, self.out_dtype,
@@ -117,7 +120,8 @@ def product(
 ) -> Product:
     """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight.
 
-    With `gates` it is added to a residual; not 0, factors of so many groups of rows come before.
+    The result has n columns, of a gated linear unit n / 2. With `gates` it is added to a residual;
+    not 0, factors of so many groups of rows come before.
     """
     m, n, k = shape
     rng = np.random.default_rng(seed)
@@ -128,9 +132,10 @@ def product(
     if outliers:
         of_type = np.float16 if seed % 2 else ml_dtypes.bfloat16
         pair = tuple(rng.standard_normal((s, outliers)).astype(of_type) for s in (m, n))
+    columns = columns_of(n, activation)
     return Product(
         *ca.act_quant(x, strategy=strategy), *ca.weight_quant(w, strategy=strategy), out_dtype,
         rng.standard_normal(n).astype(ml_dtypes.bfloat16) if bias else None, activation, pair,
-        None if gates is None else rng.standard_normal((m, n)).astype(STORAGE[out_dtype]),
-        rng.standard_normal((gates, n)).astype(STORAGE[out_dtype]) if gates else None,
+        None if gates is None else rng.standard_normal((m, columns)).astype(STORAGE[out_dtype]),
+        rng.standard_normal((gates, columns)).astype(STORAGE[out_dtype]) if gates else None,
     )  # fmt: skip

@@ -174,11 +174,11 @@ OWN, SHARED = "linear/gemm_int8.cu", "prims/codes/gemm_mma.cuh"
 THEFTS = {
     "no barrier": (OWN, "    __syncthreads();  // this step's", "    // this step's", "race"),
     "a wait too few": (OWN, "group<NUM_STAGES - 2>", "group<NUM_STAGES - 1>", "in flight"),
-    "rows past the end": (SHARED, "row < rows_valid && ", "", "out of bounds"),
+    "rows past the end": (SHARED, "from < rows_valid && ", "", "out of bounds"),
     "codes past the end": (SHARED, " && byte < bytes_valid", "", "between the rows of a"),
     "scale of the first slice": (OWN, "* p.A_scale_stride + slice;", "* p.A_scale_stride;", ""),
     "rows exchanged": (
-        OWN, "row0 + r * 16 + g + h * 8] * B_scale", "row0 + r * 16 + g] * B_scale", "",
+        OWN, "A_scale[stage][row0 + r * 16 + g + h * 8]", "A_scale[stage][row0 + r * 16 + g]", "",
     ),
     "scale past the end": (OWN, "min(m0 + i, p.m - 1)", "(m0 + i)", "out of bounds"),
 }  # fmt: skip

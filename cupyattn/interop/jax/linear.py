@@ -23,6 +23,7 @@ from cupyattn.ops.act_quant import places
 from cupyattn.ops.gemm import GEMM, GemmSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.plans.act_quant import padded
+from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, strategy_of_weight
 
 _NAME = "cupyattn_int8_linear"
@@ -53,7 +54,9 @@ class Int8Linear:
     scales : jax.Array, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
         Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : jax.Array, (out,), float16, bfloat16 or float32, optional
-    activation : {"gelu", "gelu_tanh", "silu"}, optional
+    activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
+        The last three are gated linear units: W has the rows of the gate, then as many others, and
+        the result ``out / 2`` columns, which is `out_features`.
     outlier_columns : sequence of int
         Columns of x, each once, that are not quantised but multiplied in 16 bits.
     outlier_weight : jax.Array, (out, outliers), float16 or bfloat16, optional
@@ -171,6 +174,11 @@ class Int8Linear:
         """What shares a scale: "block" or "channel"."""
         return strategy_of_weight(self.codes.shape, self.scales.shape)
 
+    @property
+    def out_features(self) -> int:
+        """Columns of a result."""
+        return columns_of(self.codes.shape[-2], self.activation or "")
+
     def __call__(
         self,
         x: Any,
@@ -268,7 +276,8 @@ def _check_call(call: _Call, operands: Mapping[str, Any]) -> None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(call: _Call, operands: dict[str, jax.Array]) -> jax.Array:
     """Run a layer as one foreign function."""
-    shape = (*operands["x"].shape[:-1], operands["codes"].shape[0])
+    columns = columns_of(operands["codes"].shape[0], call.activation)
+    shape = (*operands["x"].shape[:-1], columns)
     result = jax.ShapeDtypeStruct(shape, jnp.dtype(call.out_dtype))
     bind = jax.ffi.ffi_call(_NAME, result, vmap_method="expand_dims")
     y: jax.Array = bind(

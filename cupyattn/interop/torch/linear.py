@@ -17,6 +17,7 @@ from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.linear import LayerArrays, LayerSettings, check_given, check_layer
 from cupyattn.ops.weights import weight_quant
+from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
 
@@ -34,8 +35,10 @@ def run(
     return y
 
 
-def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    (y,) = results_of(x, ((weight,),))
+def _fake(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str, *_: Any
+) -> Tensor:
+    (y,) = results_of(x, ((weight,),), (activation,))
     return y
 
 
@@ -111,7 +114,9 @@ class Int8Linear(torch.nn.Module):
         Of blocks, or of channels: then x gets a scale for each row.
     bias : Tensor or Parameter, (out,), float16, bfloat16 or float32, optional
         A parameter stays one, and may be trained.
-    activation : {"gelu", "gelu_tanh", "silu"}, optional
+    activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
+        The last three are gated linear units: W has the rows of the gate, then as many others, and
+        the result ``out / 2`` columns, which is `out_features`.
     outlier_columns : sequence of int
         Empty: `cupyattn.Int8Linear` keeps columns in 16 bits, and takes tensors.
     outlier_weight : None
@@ -177,7 +182,8 @@ class Int8Linear(torch.nn.Module):
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
-        self.out_features, self.in_features = codes.shape
+        self.out_features = columns_of(codes.shape[0], activation or "")
+        self.in_features = codes.shape[1]
         self.strategy = strategy_of_weight(codes.shape, scales.shape)
         self.activation, self.arch, self.backend = activation, arch, backend
 

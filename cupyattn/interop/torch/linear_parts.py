@@ -17,6 +17,7 @@ from cupyattn.interop.torch.calls import launch
 from cupyattn.interop.torch.ops import define
 from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import run_new
+from cupyattn.quant.activation import columns_of
 from cupyattn.runtime.recent import CALLS
 
 #: Operands of a product beside codes and scales of x, by the names of the plan's buffers.
@@ -48,7 +49,7 @@ def multiply(
     list of Tensor
         The result of each layer: memory of torch's own, which its CUDA graphs take back.
     """
-    results = results_of(x, layers)
+    results = results_of(x, layers, activations)
     tensors: dict[Any, Tensor] = {"x": x}
     for number, layer in enumerate(layers):
         for name, tensor in zip(_names(number), layer, strict=False):
@@ -82,10 +83,16 @@ def _names(number: int) -> tuple[str, ...]:
     return tuple(f"{name}{number}" for name in _OPERANDS)
 
 
-def results_of(x: Tensor, layers: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+def results_of(
+    x: Tensor, layers: Sequence[Sequence[Tensor | None]], activations: Sequence[str]
+) -> list[Tensor]:
     """Return what layers are made in; of fake tensors, their forms."""
     rows = x.shape[:-1]
-    return [x.new_empty((*rows, layer[0].shape[0])) for layer in layers if layer[0] is not None]
+    weights = (layer[0] for layer in layers if layer[0] is not None)
+    return [
+        x.new_empty((*rows, columns_of(weight.shape[0], activation)))
+        for weight, activation in zip(weights, activations, strict=True)
+    ]
 
 
 def _gate_rows(gate: Tensor) -> Tensor:
@@ -106,7 +113,8 @@ def _layer(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _layer_fake(x: Tensor, *arguments: Any) -> Tensor:
-    (y,) = results_of(x, (arguments[:1],))
+    weight, activation = arguments[0], arguments[-3]
+    (y,) = results_of(x, ((weight,),), (activation,))
     return y
 
 
@@ -123,8 +131,8 @@ def _layers(
     return multiply(x, operands, tuple(activations), arch, backend)
 
 
-def _layers_fake(x: Tensor, weights: Sequence[Tensor], *_: Any) -> list[Tensor]:
-    return results_of(x, [(weight,) for weight in weights])
+def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    return results_of(x, [(weight,) for weight in weights], others[2])
 
 
 layer = define(

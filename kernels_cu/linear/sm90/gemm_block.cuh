@@ -11,6 +11,10 @@ constexpr int CONSUMERS = BLOCK_M / 64;           // warpgroups that compute
 constexpr int COMPUTING = CONSUMERS * WARPGROUP;  // threads
 constexpr int FRAGMENTS = BLOCK_N / 8;            // tiles of 16 x 8 of a warp
 
+// Which fragment of a warpgroup has a tile of C, of its half of B: the halves lie one after the
+// other, as one copy of the engine brings them.
+__device__ constexpr int fragment_of(int tile, int half) { return tile + half * (FRAGMENTS / 2); }
+
 // The shared memory of a block from the next multiple of 1024 bytes on, as wgmma and the copy
 // engine ask; smem_bytes has room for it.
 template <typename Storage>

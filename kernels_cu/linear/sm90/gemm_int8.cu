@@ -19,7 +19,8 @@
 // Kept simple  Scales are read from global memory, one slice ahead: a line of 128 bytes has those
 //              of 32 slices. C goes to its rows at once.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
-//              outliers; G3 bias; G4 activation; G6 residual; G5 store
+//              outliers; G3 bias; G4 activation; G7 times the other half; G6 residual; G5
+//              store
 //              (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for outliers and activation
 // Bound        cupyattn.quant.gemm_error
@@ -30,9 +31,13 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
 
-constexpr int CHUNK = 64;                              // columns of a wgmma
-constexpr int CHUNKS = BLOCK_N / CHUNK;                // of a warpgroup
-constexpr int SCALES = ceil_div(BLOCK_N, SCALE_ROWS);  // of B, of a slice
+constexpr int CHUNK = 64;                                        // columns of a wgmma
+constexpr int CHUNKS = BLOCK_N / CHUNK;                          // of a warpgroup
+constexpr int OF_CHUNK = CHUNK / 8;                              // fragments of one
+constexpr int TILES = TILE_N < CHUNK ? TILE_N / 8 : OF_CHUNK;    // of 16 x 8, stored at once
+constexpr int SCALES = GLU ? 2 : ceil_div(BLOCK_N, SCALE_ROWS);  // of B, of a slice
+constexpr int SCALE_COLS = GLU ? TILE_N : SCALE_ROWS;            // of the tile, that share one
+constexpr int FACTORS = ceil_div(CHUNK, SCALE_COLS);             // of a row and a chunk
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
@@ -124,17 +129,32 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     // Of a quad two lanes read the scales of its rows g and g + 8, and two those of columns. What
     // lies past the end multiplies zeros.
     const int m = min(tile.m0 + warp_row + g + t % 2 * 8, p.m - 1);
-    const int n = min(tile.n0 + t % SCALES * SCALE_ROWS, p.n - 1);
+    const int n = scale_row(p, tile.n0, t % SCALES);
     const float* scale =
         part.first +  // [part.codes]
         (t < 2 ? p.A_scale + m * p.A_scale_stride : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
 
     float C_acc[CHUNKS][CHUNK / 2] = {};  // [CHUNKS][CHUNK / 8][4]
     float next_scale = *scale;
+    // Columns of C from which the second half of B has a new scale, and that scale.
+    int straddled;
+    const float* other_scale;  // [part.codes]
+    float next_other;
+    if constexpr (STRADDLES) {
+      straddled = straddled_from(p, tile.n0);
+      other_scale =
+          part.first + p.B_scale + scale_row(p, tile.n0, 2) / SCALE_ROWS * p.B_scale_stride;
+      next_other = *other_scale;
+    }
     for (int step = 0; step < part.codes; ++step, at.advance()) {
       const float step_scale = next_scale;
       ++scale;
       if (step + 1 < part.codes) next_scale = *scale;
+      float step_other;
+      if constexpr (STRADDLES) {
+        step_other = next_other;
+        if (step + 1 < part.codes) next_other = *++other_scale;
+      }
       float A_scale[2];  // of rows g and g + 8
 #pragma unroll
       for (int h = 0; h < 2; ++h) A_scale[h] = __shfl_sync(FULL_WARP, step_scale, h, 4);
@@ -153,11 +173,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
         }
         wgmma_use(dot[j % 2]);
         if (j == CHUNKS - 1 && lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-        const float B_scale = __shfl_sync(FULL_WARP, step_scale, 2 + j * CHUNK / SCALE_ROWS, 4);
-        const float factor[2] = {A_scale[0] * B_scale, A_scale[1] * B_scale};  // G1
+        float factor[FACTORS][2];
 #pragma unroll
-        for (int i = 0; i < CHUNK / 2; ++i)
-          C_acc[j][i] = fmaf(float(dot[j % 2][i]), factor[i / 2 % 2], C_acc[j][i]);  // G2
+        for (int s = 0; s < FACTORS; ++s) {
+          const int lane = 2 + (j * CHUNK + s * SCALE_COLS) / SCALE_COLS;
+          const float B_scale = __shfl_sync(FULL_WARP, step_scale, lane, 4);
+          factor[s][0] = A_scale[0] * B_scale, factor[s][1] = A_scale[1] * B_scale;  // G1
+        }
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; ++i) {
+          const int col = j * CHUNK + i / 4 * 8;  // of the tile, the first of a fragment's
+          float own = factor[col % CHUNK / SCALE_COLS][i / 2 % 2];
+          if (STRADDLES && col >= TILE_N && tile.n0 + col - TILE_N + 2 * t + i % 2 >= straddled)
+            own = A_scale[i / 2 % 2] * step_other;                     // G1
+          C_acc[j][i] = fmaf(float(dot[j % 2][i]), own, C_acc[j][i]);  // G2
+        }
       }
     }
     if constexpr (OUTLIERS)
@@ -175,28 +205,41 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       }
 
     if (is_shared(p, index)) {
-      constexpr int OF_CHUNK = CHUNK / 8, AT_ONCE = merged_at_once(FRAGMENTS, FRAGMENTS);
+      constexpr int AT_ONCE = merged_at_once(FRAGMENTS, FRAGMENTS);
       named_barrier_sync(1, COMPUTING);  // all slices were read, the Partial may come
       merge_parts<AT_ONCE>(
           reinterpret_cast<Partial&>(smem.A), part.rank, int(threadIdx.x) - WARPGROUP,
-          [&](int f, int i) { return C_acc[f / OF_CHUNK][f % OF_CHUNK * 4 + i]; },
+          [&](int f, int i) {
+            return fragment_element(f, i, [&](int tile_of_C, int half, int e) {
+              const int n = fragment_of(tile_of_C, half);
+              return C_acc[n / OF_CHUNK][n % OF_CHUNK * 4 + e];
+            });
+          },
           [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
-            const int row = tile.m0 + warp_row + g, col = tile.n0 + f * 8;
+            const int row = tile.m0 + warp_row + g, col = tile.n0 + f / HALVES * 8;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              store_row<AT_ONCE>(
-                  p, row + h * 8, col, [&](int n, int j) { return sums[n].v[2 * h + j]; });
+              if (has_rows<AT_ONCE>(f, h))
+                store_row<merged_tiles(AT_ONCE)>(
+                    p, row + h * 8, col, [&](int n, int j) { return merged_sum(sums, h, n, j); });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
       // of a cluster waits for the thread that copies, too, and that has to be through.
       continue;
     }
 #pragma unroll
-    for (int j = 0; j < CHUNKS; ++j)
+    for (int j = 0; j < TILE_N / (TILES * 8); ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_row<CHUNK / 8>(
-            p, tile.m0 + warp_row + g + h * 8, tile.n0 + j * CHUNK,
-            [&](int n, int i) { return C_acc[j][4 * n + 2 * h + i]; });
+        store_row<TILES>(
+            p, tile.m0 + warp_row + g + h * 8, tile.n0 + j * TILES * 8, [&](int i, int c) {
+              const int e = 4 * i + 2 * h + c, up = fragment_of(j * TILES, 1);
+              const float sum = C_acc[j * TILES / OF_CHUNK][j * TILES % OF_CHUNK * 4 + e];
+              if constexpr (GLU) {
+                return Halves<float>{sum, C_acc[up / OF_CHUNK][up % OF_CHUNK * 4 + e]};
+              } else {
+                return sum;
+              }
+            });
   }
 }

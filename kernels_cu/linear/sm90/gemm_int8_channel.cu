@@ -15,7 +15,7 @@
 //              warpgroups 1 % more. (experiments/results/NOTES.md)
 // Kept simple  Scales are read from global memory in the store, C goes to its rows at once.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
-//              activation; G6 residual; G5 store (docs/MATH_REFERENCE.md)
+//              activation; G7 times the other half; G6 residual; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
@@ -118,15 +118,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       named_barrier_sync(1, COMPUTING);  // all slices were read, the Partial may come
       merge_parts<AT_ONCE>(
           reinterpret_cast<Partial&>(smem.A), part.rank, int(threadIdx.x) - WARPGROUP,
-          [&](int f, int i) { return dot[f * 4 + i]; },
+          [&](int f, int i) {
+            return fragment_element(f, i, [&](int tile_of_C, int half, int e) {
+              return dot[fragment_of(tile_of_C, half) * 4 + e];
+            });
+          },
           [&](int f, const Vec<int32_t, 4>(&sums)[AT_ONCE]) {
-            Vec<float, 2> B_scale[AT_ONCE];
-            load_column_scales(p, tile.n0 + f * 8, B_scale);
+            constexpr int TILES = merged_tiles(AT_ONCE);
+            ColumnScales<TILES> B_scale;
+            load_column_scales<TILES>(p, tile.n0 + f / HALVES * 8, B_scale);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              store_sums(p, row0 + h * 8, tile.n0 + f * 8, A_scale[h], B_scale, [&](int n, int j) {
-                return sums[n].v[2 * h + j];
-              });
+              if (has_rows<AT_ONCE>(f, h))
+                store_sums<TILES>(
+                    p, row0 + h * 8, tile.n0 + f / HALVES * 8, A_scale[h], B_scale,
+                    [&](int n, int j) { return merged_sum(sums, h, n, j); });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
       // of a cluster waits for the thread that copies, too, and that has to be through.
@@ -134,13 +140,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     }
     constexpr int TILES = 4;  // of 16 x 8, that store_row stores at once
 #pragma unroll
-    for (int n = 0; n < FRAGMENTS; n += TILES) {
-      Vec<float, 2> B_scale[TILES];
-      load_column_scales(p, tile.n0 + n * 8, B_scale);
+    for (int n = 0; n < FRAGMENTS / HALVES; n += TILES) {
+      ColumnScales<TILES> B_scale;
+      load_column_scales<TILES>(p, tile.n0 + n * 8, B_scale);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_sums(p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale, [&](int i, int j) {
-          return dot[(n + i) * 4 + 2 * h + j];
+        store_sums<TILES>(p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale, [&](int i, int j) {
+          const int e = 2 * h + j;
+          if constexpr (GLU) {
+            return Halves<int32_t>{
+                dot[fragment_of(n + i, 0) * 4 + e], dot[fragment_of(n + i, 1) * 4 + e]};
+          } else {
+            return dot[(n + i) * 4 + e];
+          }
         });
     }
   }

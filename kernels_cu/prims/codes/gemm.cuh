@@ -19,7 +19,7 @@ constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct GemmParams {
   const int8_t* A;       // [m, k]
-  const int8_t* B;       // [n, k]
+  const int8_t* B;       // [n, k]; with GLU [2 n, k], as all that follows of its rows
   const float* A_scale;  // [m, ceil(k / SLICE)]; of channels [m, 1]
   const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]; of channels [n, 1]
   void* C;               // [m, n] of elem_t
@@ -58,15 +58,15 @@ struct GemmTile {
   int m0, n0;
 };
 __device__ __forceinline__ int num_tiles(const GemmParams& p) {
-  return ceil_div(p.m, BLOCK_M) * ceil_div(p.n, BLOCK_N);
+  return ceil_div(p.m, BLOCK_M) * ceil_div(p.n, TILE_N);
 }
 __device__ __forceinline__ GemmTile gemm_tile(const GemmParams& p, int index) {
   constexpr int TOGETHER = BLOCK_N > BLOCK_M ? 16 : 12;  // blocks of rows
-  const int m_blocks = ceil_div(p.m, BLOCK_M), n_blocks = ceil_div(p.n, BLOCK_N);
+  const int m_blocks = ceil_div(p.m, BLOCK_M), n_blocks = ceil_div(p.n, TILE_N);
   const int first = index / (TOGETHER * n_blocks) * TOGETHER;  // block of rows of this group
   const int here = min(TOGETHER, m_blocks - first);            // blocks of rows in this group
   const int rest = index % (TOGETHER * n_blocks);
-  return {(first + rest % here) * BLOCK_M, rest / here * BLOCK_N};
+  return {(first + rest % here) * BLOCK_M, rest / here * TILE_N};
 }
 
 // What a block multiplies of a tile: all of it, or what falls to it of the k that a cluster shares.
@@ -114,10 +114,26 @@ __device__ __forceinline__ float activated(float x) {
   return x;
 }
 
+// What a gated linear unit makes an element of C of: sums of a row of A with both halves of B.
+template <typename T>
+struct Halves {
+  T gate, up;
+};
+
 // G3, G4: an element of column col of C.
 __device__ __forceinline__ float finished(const GemmParams& p, float x, int col) {
   if constexpr (BIAS) x += to_float(static_cast<const bias_t*>(p.bias)[min(col, p.n - 1)]);  // G3
   return activated<ACTIVATION>(x);                                                           // G4
+}
+
+// G3, G4, G7: the same of a gated linear unit.
+__device__ __forceinline__ float finished(const GemmParams& p, Halves<float> x, int col) {
+  if constexpr (BIAS) {
+    const bias_t* bias = static_cast<const bias_t*>(p.bias) + min(col, p.n - 1);  // [n], [n]
+    x.gate += to_float(bias[0]);                                                  // G3
+    x.up += to_float(bias[p.n]);                                                  // G3
+  }
+  return __fmul_rn(activated<ACTIVATION>(x.gate), x.up);  // G4, G7
 }
 
 // Elements col, which is even, and col + 1 of a row [n]; past the last column others.
@@ -131,9 +147,11 @@ __device__ __forceinline__ Vec<float, 2> pair_of(const GemmParams& p, const T* r
   }
 }
 
-// G3, G4, G6: columns col, which is even, and col + 1 of a row of C, in float32.
+// G3 to G7: columns col, which is even, and col + 1 of a row of C, in float32; X is float, or of a
+// gated linear unit Halves of it.
+template <typename X>
 __device__ __forceinline__ Vec<float, 2> finished_pair(
-    const GemmParams& p, int row, int col, float x0, float x1) {
+    const GemmParams& p, int row, int col, X x0, X x1) {
   Vec<float, 2> y = {{finished(p, x0, col), finished(p, x1, col + 1)}};
   if constexpr (RESIDUAL) {
     const int own = min(row, p.m - 1);  // past the last row that of the last
@@ -149,7 +167,7 @@ __device__ __forceinline__ Vec<float, 2> finished_pair(
   return y;
 }
 
-// G3 to G6: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
+// G3 to G7: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
 // x(i, j), column 8 i + 2 (lane % 4) + j. All lanes of a warp come here.
 template <int TILES, typename X>
 __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0, X x) {
@@ -231,4 +249,44 @@ __device__ __forceinline__ void merge_parts(
     store(f, sums);
   }
   cluster_sync();  // nobody reads this block's partial sums any more
+}
+
+// A row of B that has scale number i of a tile. With GLU scale 0 is the gate's, 1 that of the other
+// half's first row and 2 that of its last row. If STRADDLES, scale 2 begins at straddled_from.
+__device__ __forceinline__ int scale_row(const GemmParams& p, int n0, int i) {
+  if constexpr (GLU) return i == 0 ? n0 : min(p.n + n0 + (i - 1) * (TILE_N - 1), 2 * p.n - 1);
+  return min(n0 + i * SCALE_ROWS, p.n - 1);
+}
+__device__ __forceinline__ int straddled_from(const GemmParams& p, int n0) {
+  return round_up(p.n + n0 + 1, SCALE_ROWS) - p.n;
+}
+
+// How merge_parts takes the tiles of 16 x 8 of a warp. Of a gated linear unit both halves have to
+// reach one block: every two fragments are two such tiles, of the gate and of the other half, the
+// first fragment their rows g, the second their rows g + 8. of(tile, half, i) is an element of one.
+template <typename Of>
+__device__ __forceinline__ auto fragment_element(int f, int i, Of of) {
+  if constexpr (GLU) {
+    return of(f / 2, i / 2, f % 2 * 2 + i % 2);
+  } else {
+    return of(f, 0, i);
+  }
+}
+// The columns of C that AT_ONCE fragments have, in tiles of 8.
+__device__ constexpr int merged_tiles(int at_once) { return ceil_div(at_once, HALVES); }
+// Whether fragments from f on have rows g + 8 h, and what of them a lane has of tile n of C for
+// column j of its two.
+template <int AT_ONCE>
+__device__ __forceinline__ bool has_rows(int f, int h) {
+  return !GLU || AT_ONCE > 1 || f % 2 == h;
+}
+template <int AT_ONCE, typename Sum>
+__device__ __forceinline__ auto merged_sum(
+    const Vec<Sum, 4> (&sums)[AT_ONCE], int h, int n, int j) {
+  if constexpr (GLU) {
+    const auto& x = sums[AT_ONCE > 1 ? 2 * n + h : 0].v;
+    return Halves<Sum>{x[j], x[2 + j]};
+  } else {
+    return sums[n].v[2 * h + j];
+  }
 }

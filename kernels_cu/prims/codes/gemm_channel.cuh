@@ -15,33 +15,53 @@ __device__ __forceinline__ float row_scale(const GemmParams& p, int row) {
   return __ldg(p.A_scale + min(row, p.m - 1) * p.A_scale_stride);
 }
 
-// Scales of columns col, which is even, and col + 1; past the last column those of others.
+// G1, G2: the same of a gated linear unit.
+__device__ __forceinline__ Halves<float> scaled(
+    Halves<int32_t> sums, float A_scale, Halves<float> B_scale) {
+  return {scaled(sums.gate, A_scale, B_scale.gate), scaled(sums.up, A_scale, B_scale.up)};
+}
+
+// Scales of columns col, which is even, and col + 1, whose rows of B begin at row0; past the last
+// column those of others.
 // NOTE: VEC >= 2 promises an even n, and on the host scales that lie side by side in pairs.
-__device__ __forceinline__ Vec<float, 2> column_scales(const GemmParams& p, int col) {
+__device__ __forceinline__ Vec<float, 2> column_scales(const GemmParams& p, int row0, int col) {
   if constexpr (VEC >= 2) {
-    const float2 x = __ldg(reinterpret_cast<const float2*>(p.B_scale + min(col, p.n - 2)));
+    const float2 x = __ldg(reinterpret_cast<const float2*>(p.B_scale + row0 + min(col, p.n - 2)));
     return {{x.x, x.y}};
   } else {
     return {
-        {__ldg(p.B_scale + min(col, p.n - 1) * p.B_scale_stride),
-         __ldg(p.B_scale + min(col + 1, p.n - 1) * p.B_scale_stride)}};
+        {__ldg(p.B_scale + (row0 + min(col, p.n - 1)) * p.B_scale_stride),
+         __ldg(p.B_scale + (row0 + min(col + 1, p.n - 1)) * p.B_scale_stride)}};
   }
 }
 
-// G1 to G5: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
+// The scales of the columns that a lane has of TILES * 8; of a gated linear unit of both halves.
+template <int TILES>
+using ColumnScales = Vec<float, 2>[HALVES][TILES];
+
+// G1 to G7: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
 // the sums sum(i, j), column 8 i + 2 (lane % 4) + j. All lanes of a warp come here.
 template <int TILES, typename Sum>
 __device__ __forceinline__ void store_sums(
-    const GemmParams& p, int row, int col0, float A_scale, const Vec<float, 2> (&B_scale)[TILES],
+    const GemmParams& p, int row, int col0, float A_scale, const ColumnScales<TILES>& B_scale,
     Sum sum) {
-  store_row<TILES>(
-      p, row, col0, [&](int i, int j) { return scaled(sum(i, j), A_scale, B_scale[i].v[j]); });
+  store_row<TILES>(p, row, col0, [&](int i, int j) {
+    if constexpr (GLU) {
+      const Halves<float> of_columns = {B_scale[0][i].v[j], B_scale[1][i].v[j]};
+      return scaled(sum(i, j), A_scale, of_columns);
+    } else {
+      return scaled(sum(i, j), A_scale, B_scale[0][i].v[j]);
+    }
+  });
 }
 
 // The scales of the columns that this lane has of TILES * 8 from col0 on.
 template <int TILES>
 __device__ __forceinline__ void load_column_scales(
-    const GemmParams& p, int col0, Vec<float, 2> (&B_scale)[TILES]) {
+    const GemmParams& p, int col0, ColumnScales<TILES>& B_scale) {
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) B_scale[i] = column_scales(p, col0 + i * 8 + lane_id() % 4 * 2);
+  for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+      B_scale[half][i] = column_scales(p, half * p.n, col0 + i * 8 + lane_id() % 4 * 2);
 }

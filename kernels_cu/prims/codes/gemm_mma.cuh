@@ -28,17 +28,22 @@ static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next slice arrives during this one");
 
 // rows [ROWS, SLICE] of bytes -> swizzled shared, in the background where the access is wide enough
-// for cp.async; what lies past the end becomes zero.
-template <int ROWS>
+// for cp.async; what lies past the end becomes zero. OF_HALVES: rows of the second half of B,
+// half_stride bytes further, take turns with those of the first, 8 with 8, so that a lane gets both
+// sums of a column of C in neighbouring tiles.
+template <int ROWS, bool OF_HALVES = false>
 __device__ __forceinline__ void load_slice(
-    int8_t* shared, const int8_t* global, int64_t stride, int rows_valid, int bytes_valid) {
+    int8_t* shared, const int8_t* global, int64_t stride, int rows_valid, int bytes_valid,
+    int64_t half_stride = 0) {
   constexpr int VECS = SLICE / ACCESS_BYTES;  // accesses per row
 #pragma unroll(ACCESS_BYTES == 16 ? ceil_div(ROWS * VECS, NUM_THREADS) : 1)
   for (int pass = 0; pass < ROWS * VECS; pass += NUM_THREADS) {
     const int i = pass + thread_id(), row = i / VECS, byte = i % VECS * ACCESS_BYTES;
     if (ROWS * VECS % NUM_THREADS != 0 && i >= ROWS * VECS) break;
-    const bool valid = row < rows_valid && byte < bytes_valid;
-    const int8_t* source = global + row * stride + byte;                    // [ACCESS_BYTES]
+    const int from = OF_HALVES ? row / 16 * 8 + row % 8 : row;
+    const bool valid = from < rows_valid && byte < bytes_valid;
+    const int8_t* source = global + from * stride + byte;  // [ACCESS_BYTES]
+    if (OF_HALVES && row / 8 % 2 == 1) source += half_stride;
     int8_t* target = swizzled<CHUNKS>(shared, row, byte / 16) + byte % 16;  // [ACCESS_BYTES]
     if constexpr (ACCESS_BYTES >= 4) {
       cp_async<ACCESS_BYTES>(target, source, valid);
@@ -47,6 +52,16 @@ __device__ __forceinline__ void load_slice(
       if (valid) x = *reinterpret_cast<const Vec<int8_t, ACCESS_BYTES>*>(source);
       *reinterpret_cast<Vec<int8_t, ACCESS_BYTES>*>(target) = x;
     }
+  }
+}
+
+// What a lane has of tile n of C, element i: its sum, or that of both halves.
+template <typename Sum>
+__device__ __forceinline__ auto of_column(const Sum (&sums)[MMA_COLS][4], int n, int i) {
+  if constexpr (GLU) {
+    return Halves<Sum>{sums[2 * n][i], sums[2 * n + 1][i]};
+  } else {
+    return sums[n][i];
   }
 }
 
