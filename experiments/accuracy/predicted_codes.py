@@ -10,6 +10,7 @@ Run          python -m experiments.accuracy.predicted_codes     # a device; a mi
              python -m experiments.accuracy.predicted_codes --backend mirror [--rows N]
              python -m experiments.accuracy.predicted_codes --backend interpret
 
+Long calls come last: a run that ends by ``--seconds`` has a table and a record of the shorter ones.
 Exit status 1: an output lies outside its bound, or another tile size does not.
 """
 
@@ -220,7 +221,10 @@ def run(args: argparse.Namespace) -> int:
         key=lambda c: (c.length, c.head_dim, DISTRIBUTIONS.index(c.distribution), c.causal),
     )
     with output.progress("calls", len(in_turn)) as advance:
-        for cell in in_turn:
+        for number, cell in enumerate(in_turn):
+            if time.perf_counter() - began > args.seconds:
+                print(f"{len(in_turn) - number} of {len(in_turn)} calls are left: give --seconds")
+                break
             run_cell(cell, inputs, each, tallies[cell.form], over_old[cell.form], args.backend)
             advance(cell.form)
     rows = [tallies[form].row(form, over_old[form]) for form in args.forms]
@@ -258,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help="of each form; about, in whole heads")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
+    parser.add_argument("--seconds", type=float, default=300.0, help="no call begins later")
     parser.add_argument("--threads", type=int, default=16, help="compilations at a time")
     args = parser.parse_args(argv)
     if args.quick and args.backend == "cuda":
