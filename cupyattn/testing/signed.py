@@ -109,8 +109,10 @@ def judge_signed(
     Raises
     ------
     ValueError
-        Where P or V are codes, or `run` returns another shape.
+        Where P or V are codes, `run` returns another shape, or `draws` is not at least 1.
     """
+    if not isinstance(draws, int | np.integer) or draws < 1:
+        raise ValueError(f"draws must be an integer of at least 1, got {draws!r}")
     worst = SignedRatio(0.0, (), 0.0, 0.0, 0.0)
     rng = np.random.default_rng([seed, 0x51])
     for draw in range(draws):

@@ -253,7 +253,7 @@ def judge(
         those of other keys, so the bound is narrower. It is random: right outputs fail with a
         probability of at most 1e-12 a judgement. For P in 16 or 32 bits.
     draws : int
-        How many times signs are drawn.
+        How many times signs are drawn, at least once.
     sums : bool
         Hold sums over the channels of a row to their bounds, too: along exact attention, the
         softmax scale, a group of keys, one key. These bounds are certain, and show faults that
