@@ -24,6 +24,11 @@ from cupyattn.problem.block_mask import BlockMask
 MOST_BYTES = 2**28
 #: Options of `judge` that no file holds.
 _LEFT_OUT = ("quantized", "exact")
+#: What reading a damaged file raises: zipfile a RuntimeError for bits that it does not know.
+_DAMAGE = (
+    ValueError, TypeError, EOFError, LookupError, AttributeError, RuntimeError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 #: Entry with everything that is no array, as JSON.
 _NOTES = "notes"
 
@@ -123,7 +128,7 @@ def load_counterexample(path: str | os.PathLike[str]) -> Counterexample:
         arrays = read_npz(path)
         fields = _decoded(json.loads(str(arrays[_NOTES])), arrays)
         return Counterexample(**fields)
-    except (ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGE as error:
         raise ValueError(
             f"{os.fspath(path)!r} must be a counterexample that cupyattn's pytest plugin wrote, "
             f"got another or a damaged file ({error})"

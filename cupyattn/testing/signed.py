@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import Array, array_namespace, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.bounds.signed import FAILURE, signed_bound
@@ -18,7 +19,7 @@ from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.received import Received
 
 #: Runs the call that is judged on other values: ``run(v) -> o``, or ``run(quantized) -> o`` where
-#: the operands were quantised.
+#: the operands were quantised. Values are NumPy or CuPy arrays, O also anything with DLPack.
 SignedRun = Callable[[Any], Array]
 
 
@@ -109,13 +110,15 @@ def judge_signed(
     Raises
     ------
     ValueError
-        Where P or V are codes, or `run` returns another shape.
+        Where P or V are codes, `run` returns another shape, or `draws` is not at least 1.
     """
+    if not isinstance(draws, int | np.integer) or draws < 1:
+        raise ValueError(f"draws must be an integer of at least 1, got {draws!r}")
     worst = SignedRatio(0.0, (), 0.0, 0.0, 0.0)
     rng = np.random.default_rng([seed, 0x51])
     for draw in range(draws):
         signed, operand = with_signs(received, rng)
-        o = run(operand)
+        o = take("what signed returns", run(operand))[0]
         expected = exact(signed)
         batch, heads, _, head_dim = expected.shape
         shape = (batch, heads, received.kernel.call.len_q, head_dim)

@@ -22,6 +22,7 @@ from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
 from cupyattn.bounds.bound import Bound
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
@@ -253,7 +254,7 @@ def judge(
         those of other keys, so the bound is narrower. It is random: right outputs fail with a
         probability of at most 1e-12 a judgement. For P in 16 or 32 bits.
     draws : int
-        How many times signs are drawn.
+        How many times signs are drawn, at least once.
     sums : bool
         Hold sums over the channels of a row to their bounds, too: along exact attention, the
         softmax scale, a group of keys, one key. These bounds are certain, and show faults that
@@ -285,6 +286,10 @@ def judge(
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
+    if numerics is not None and not isinstance(numerics, Numerics):
+        raise TypeError(
+            f"numerics must be what cupyattn.testing.numerics returns, got {shown(numerics)}"
+        )
     if variant is None:
         if numerics is None or numerics.foreign is None:
             raise TypeError(

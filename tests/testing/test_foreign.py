@@ -306,3 +306,9 @@ def test_narrower_bounds_of_our_kernels_are_refused() -> None:
     for narrower in ({"sums": True}, {"signed": lambda v: v}):
         with pytest.raises(ValueError, match="signed and sums hold this library's kernels"):
             judge(x, x, x, x, numerics=numerics("fp16 P"), **narrower)
+
+
+def test_words_are_no_numerics() -> None:
+    x = np.ones((1, 1, 8, 16), np.float16)
+    with pytest.raises(TypeError, match=r"numerics must be what cupyattn\.testing\.numerics"):
+        judge(x, x, x, x, numerics="fp16 P")  # type: ignore[arg-type]

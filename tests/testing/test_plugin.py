@@ -255,3 +255,22 @@ def test_names_of_files_are_short_plain_and_apart() -> None:
     names = {plugin.file_name(f"a.py::test[{text}]") for text in ("é/..", "x" * 500, "a b", "a_b")}
     assert len(names) == 4
     assert all(re.fullmatch(r"[\w.-]{1,77}", name) and "/" not in name for name in names)
+
+
+@pytest.mark.parametrize("notes", ['{"fields": 5}', "[" * 5000, "null"])
+def test_notes_of_another_form_are_refused(tmp_path: Path, notes: str) -> None:
+    np.savez(tmp_path / "other.npz", notes=np.array(notes))
+    with pytest.raises(ValueError, match="got another or a damaged file"):
+        load_counterexample(tmp_path / "other.npz")
+
+
+def test_a_compression_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    """One flipped byte of the archive's directory names it."""
+    path = tmp_path / "damaged.npz"
+    x = np.ones((1, 1, 8, 16), np.float16)
+    Counterexample(x, x, x, x, {"variant": "fa"}).save(path)
+    found = bytearray(path.read_bytes())
+    found[found.index(b"PK\x01\x02") + 10] ^= 0xFF
+    path.write_bytes(found)
+    with pytest.raises(ValueError, match="got another or a damaged file"):
+        load_counterexample(path)

@@ -170,3 +170,27 @@ def test_codes_of_p_and_other_shapes_are_refused() -> None:
     o = ca.attention(q, k, v, variant="fa_tc")
     with pytest.raises(ValueError, match=r"signed must return O of shape \(1, 1, 8, 32\)"):
         judge(o, q, k, v, variant="fa_tc", signed=lambda other: o[:, :, :4])
+
+
+@pytest.mark.parametrize("draws", [0, -1, 1.5, "2", None])
+def test_no_draw_at_all_is_refused(draws: Any) -> None:
+    """Nothing would be judged, and every output be within."""
+    q, k, v = make_regime("normal", (1, 1, 8, 32), (1, 1, 32, 32), "float16", 0)
+    o = ca.attention(q, k, v, variant="fa_tc")
+    with pytest.raises(ValueError, match="draws must be an integer of at least 1, got"):
+        judge(o, q, k, v, variant="fa_tc", signed=lambda other: 0 * o, draws=draws)
+
+
+def test_signed_may_return_what_has_dlpack() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = make_regime("normal", (1, 1, 8, 32), (1, 1, 32, 32), "float16", 0)
+    o = ca.attention(q, k, v, variant="fa_tc")
+
+    def run(values: Any) -> Any:
+        return torch.from_numpy(ca.attention(q, k, values, variant="fa_tc"))
+
+    report = judge(o, q, k, v, variant="fa_tc", signed=run)
+    assert report.signed is not None and report.passed
+    assert not judge(o, q, k, v, variant="fa_tc", signed=lambda other: 2 * run(other)).passed
+    with pytest.raises(TypeError, match="what signed returns must be a NumPy or CuPy array"):
+        judge(o, q, k, v, variant="fa_tc", signed=lambda other: None)
