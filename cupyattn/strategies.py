@@ -6,13 +6,14 @@ kernel makes of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.errors import shown
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.testing.counterexamples import replayed
@@ -92,6 +93,16 @@ _MAKERS: dict[str, _Maker] = {
 
 #: Kinds of values that `attention_inputs` draws.
 REGIMES = tuple(_MAKERS)
+#: What it may draw beside.
+FEATURES = ("window", "softcap", "mask", "bias", "block_mask")
+
+
+def _check_known(argument: str, given: Sequence[str], known: Collection[str]) -> None:
+    """Raise ValueError for a word that is not known."""
+    for word in given:
+        if word not in known:
+            words = ", ".join(map(repr, known))
+            raise ValueError(f"{argument} must be of {words}, got {shown(word)}")
 
 
 def make_regime(
@@ -113,12 +124,19 @@ def make_regime(
     q, k, v : array
         NumPy, finite.
 
+    Raises
+    ------
+    ValueError
+        For an unknown name or dtype.
+
     Examples
     --------
     >>> q, k, v = make_regime("equal keys", (1, 2, 3, 4), (1, 1, 5, 4), "float16", 0)
     >>> bool((k == k[:, :, :1]).all())
     True
     """
+    _check_known("name", (name,), REGIMES)
+    _check_known("dtype", (dtype,), SMALLEST_NORMAL)
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal(shape) for shape in (shape_q, shape_kv, shape_kv))
     _MAKERS[name](rng, q, k, v, SMALLEST_NORMAL[dtype])
@@ -162,9 +180,14 @@ def attention_inputs(
 
     Raises
     ------
+    ValueError
+        For an unknown dtype, regime or feature.
     ImportError
         If Hypothesis is not installed.
     """
+    _check_known("dtypes", dtypes, SMALLEST_NORMAL)
+    _check_known("regimes", regimes, REGIMES)
+    _check_known("features", features, FEATURES)
     try:
         from hypothesis import strategies as st
     except ImportError:

@@ -225,3 +225,17 @@ def test_the_old_place_of_a_strategy_names_the_new_one(name: str) -> None:
     with pytest.raises(AttributeError, match=f"use cupyattn.strategies.{name}"):
         getattr(ca.testing, name)
     assert hasattr(ca.strategies, name)
+
+
+@pytest.mark.parametrize("given", ["dtypes", "regimes", "features"])
+def test_unknown_words_of_the_strategy_are_refused(given: str) -> None:
+    with pytest.raises(ValueError, match=f"^{given} must be of .*, got 'x'$"):
+        attention_inputs(**{given: ("x",)})
+
+
+def test_unknown_kinds_of_values_are_refused() -> None:
+    shape = (1, 1, 4, 8)
+    with pytest.raises(ValueError, match="^name must be of 'normal', .*, got 'nope'$"):
+        make_regime("nope", shape, shape, "float16", 0)
+    with pytest.raises(ValueError, match="^dtype must be of .*, got 'int8'$"):
+        make_regime("normal", shape, shape, "int8", 0)
