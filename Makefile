@@ -72,7 +72,7 @@ test-interop: $(FRAMEWORKS_READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
 		$(SLOW) tests/interop tests/docs/test_examples.py
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
-		-m frameworks tests/checkpoints tests/diffusion tests/docs tests/experiments tests/problem
+		-m frameworks tests/checkpoints tests/diffusion tests/docs tests/experiments tests/problem tests/testing
 
 # The report in Chromium, at the widths of phones and of a desk, light and dark.
 test-browser: $(BROWSER_READY)

@@ -181,6 +181,7 @@ def test_no_draw_at_all_is_refused(draws: Any) -> None:
         judge(o, q, k, v, variant="fa_tc", signed=lambda other: 0 * o, draws=draws)
 
 
+@pytest.mark.frameworks
 def test_signed_may_return_what_has_dlpack() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = make_regime("normal", (1, 1, 8, 32), (1, 1, 32, 32), "float16", 0)
