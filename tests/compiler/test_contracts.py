@@ -324,6 +324,11 @@ BROKEN = [
         {"BLOCK_N": 256, "NUM_WARPS": 1},
         "columns of a warp must share a scale",
     ),
+    (
+        "linear/gemm_int8.cu",
+        {"GLU": 1, "BLOCK_N": 512},
+        "BLOCK_N must be at most 256 with a gated linear unit",
+    ),
     ("linear/gemm_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next slice"),
     (
         "linear/sm90/gemm_int8.cu",
