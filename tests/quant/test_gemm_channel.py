@@ -186,9 +186,11 @@ SM90, SHARED = "linear/sm90/gemm_int8_channel.cu", "prims/codes/gemm_mma.cuh"
 #: result.
 THEFTS = {
     "scale of the next row": (HEADER, "min(row, p.m - 1)", "min(row + 1, p.m - 1)", SMALL, ""),
-    "scales of a pair exchanged": (HEADER, "B_scale[i].v[j]", "B_scale[i].v[1 - j]", SMALL, ""),
+    "scales of a pair exchanged": (
+        HEADER, "A_scale, B_scale[0][i].v[j])", "A_scale, B_scale[0][i].v[1 - j])", SMALL, "",
+    ),
     "scale of the column below": (
-        HEADER, "min(col + 1, p.n - 1) * p", "min(col, p.n - 1) * p", SMALL, "",
+        HEADER, "min(col + 1, p.n - 1)) * p", "min(col, p.n - 1)) * p", SMALL, "",
     ),
     "scale past the last row": (HEADER, "min(row, p.m - 1)", "row", SMALL, "out of bounds"),
     "sums in float16": (
