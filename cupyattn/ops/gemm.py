@@ -56,8 +56,8 @@ def int8_gemm(
 ) -> Array:
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
 
-    With a gated linear unit, such as ``activation="swiglu"``, b has two halves of rows, and the
-    result is ``silu(a g^T + bias_g) (a u^T + bias_u)``: the gate g is the first half.
+    With a gated linear unit, such as ``activation="swiglu"``, b has two halves of rows: first those
+    of the gate g, then u. The result is ``silu(a g^T + bias_g) (a u^T + bias_u)``.
     With `residual` and `gate`: ``residual + gate activation(a b^T + bias)``.
 
     Parameters

@@ -511,8 +511,8 @@ def assert_within_bound(
 ) -> Report:
     """Raise unless an output is within its bound.
 
-    In a test that pytest runs with the plugin of this package the arrays of the last failure are
-    kept in a file, and the report of the test ends with the line that replays it.
+    Under pytest, the plugin of this package keeps the arrays of a test's last failure in a file.
+    The report of the test ends with the line that replays it.
 
     Parameters
     ----------
