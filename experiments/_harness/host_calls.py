@@ -1,9 +1,11 @@
-"""Print how long the host takes for one call of each public function, as JSON.
+"""Time on the host, as often as asked, one call of each public function.
 
     PYTHONPATH=REVISION python experiments/_harness/host_calls.py
 
-A script, not a module: it times whichever cupyattn stands first on the path, so it names public
-functions alone. `experiments.speed.host_revisions` runs it on two revisions in turn.
+First it prints the names of the calls, a line of JSON. For each line of its input, which is one of
+these names, it prints the seconds of a call. A script, not a module: it times whichever cupyattn
+stands first on the path, so it names public functions alone. `experiments.speed.host_revisions`
+asks two of them in turn, one of each revision.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 #: Calls of one sample: few enough that the queue of the device never fills up.
 CALLS = 100
-ROUNDS = 15
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -82,19 +83,16 @@ def torch_calls(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
 
 
 def seconds_of(call: Callable[[], Any], wait: Callable[[], Any]) -> float:
-    """Return the median seconds of one call, of many made without waiting for the device."""
-    samples = []
-    for _ in range(ROUNDS):
-        wait()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        samples.append((time.perf_counter() - start) / CALLS)
-    return statistics.median(samples)
+    """Return the mean seconds of one call, of many made without waiting for the device."""
+    wait()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - start) / CALLS
 
 
 def main() -> None:
-    """Time all on one core, which a process keeps."""
+    """Answer line by line, on one core, which a process keeps."""
     import cupy
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -103,7 +101,9 @@ def main() -> None:
     for call in found.values():
         for _ in range(5):
             call()
-    print(json.dumps({name: seconds_of(call, wait) for name, call in found.items()}))
+    print(json.dumps([*found]), flush=True)
+    for line in sys.stdin:
+        print(seconds_of(found[line.rstrip("\n")], wait), flush=True)
 
 
 if __name__ == "__main__":

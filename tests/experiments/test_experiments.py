@@ -148,15 +148,37 @@ def test_what_pruning_loses_runs_in_small(tmp_path: Path) -> None:
     assert 0 < mean[128] < mean[8] < mean[token_pruning.RANDOM]
 
 
-def test_revisions_are_compared_by_their_fastest_processes() -> None:
-    old, new = {"attention()": [2.0, 1.0]}, {"attention()": [1.01, 9.0]}
-    (row,) = host_revisions.compare(old, new)
-    assert row == {
-        "name": "attention()", "old": [2.0, 1.0], "new": [1.01, 9.0], "ratio": pytest.approx(1.01),
+def test_revisions_are_compared_round_by_round_and_pair_by_pair() -> None:
+    slow = {"old": {"attention()": [2.0, 4.0, 2.0]}, "new": {"attention()": [2.2, 4.4, 2.2]}}
+    fast = {"old": {"attention()": [1.0, 1.0, 2.0]}, "new": {"attention()": [1.0, 1.0, 9.0]}}
+    even = {"old": {"attention()": [1.0, 1.0, 1.0]}, "new": {"attention()": [1.01, 1.01, 1.01]}}
+    (row,) = host_revisions.compare([slow, fast, even])
+    assert row["old"] == [2.0, 1.0, 1.0] and row["new"] == [2.2, 1.0, 1.01]
+    assert [median for median, *_ in row["ratios"]] == pytest.approx([1.1, 1.0, 1.01])
+    assert row["ratio"] == pytest.approx(1.01) and row["ratio"] <= host_revisions.MOST
+
+
+def test_two_revisions_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "calls.py"
+    script.write_text(
+        'import sys\nimport cupyattn\nprint(\'["a", "b"]\', flush=True)\n'
+        "for line in sys.stdin:\n    print(cupyattn.SECONDS[line.strip()], flush=True)\n"
+    )
+    monkeypatch.setattr(host_revisions, "CALLS", script)
+    for way, a in (("old", 1.0), ("new", 3.0)):
+        (tmp_path / way / "cupyattn").mkdir(parents=True)
+        (tmp_path / way / "cupyattn" / "__init__.py").write_text(f"SECONDS = {{'a': {a}, 'b': 2}}")
+    assert host_revisions.measured(tmp_path / "old", tmp_path / "new", rounds=2) == {
+        "old": {"a": [1.0, 1.0], "b": [2.0, 2.0]}, "new": {"a": [3.0, 3.0], "b": [2.0, 2.0]},
     }  # fmt: skip
-    assert row["ratio"] <= host_revisions.MOST
+    (tmp_path / "new" / "cupyattn" / "__init__.py").write_text("raise OSError('no device')")
+    with pytest.raises(RuntimeError, match="new failed: Python's message stands above"):
+        host_revisions.measured(tmp_path / "old", tmp_path / "new", rounds=2)
+    assert "OSError: no device" in capfd.readouterr().err
     with pytest.raises(ValueError, match="none holds no revision: it has no cupyattn/__init__.py"):
-        host_revisions.measured(host_revisions.HERE / "none")
+        host_revisions.Revision(tmp_path / "none")
 
 
 @pytest.mark.frameworks

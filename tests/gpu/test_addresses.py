@@ -36,7 +36,7 @@ def parts(x):
         x = (x.q_codes, x.q_scale, x.k_codes, x.k_scale, x.v)
     if isinstance(x, tuple):
         return [one for part in x for one in parts(part)]
-    return [x.get() if hasattr(x, "get") else x]
+    return [x.get() if isinstance(x, cupy.ndarray) else x]
 
 given, call = CALLS[sys.argv[1]]
 plain = parts(call({n: cupy.asarray(x) for n, x in given.items()}))

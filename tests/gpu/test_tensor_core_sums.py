@@ -34,5 +34,6 @@ def test_codes_are_those_that_are_predicted() -> None:
     args = argparse.Namespace(
         backend="cuda", rows=8000, lengths=(300,), head_dims=(64,), seed=0, threads=8, json=None,
         distributions=predicted_codes.DISTRIBUTIONS, forms=list(predicted_codes.FORMS), quick=True,
+        seconds=100.0,
     )  # fmt: skip
     assert predicted_codes.run(args) == 0
