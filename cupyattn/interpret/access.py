@@ -110,6 +110,13 @@ ACCESSES["atom"] = ACCESSES["red"] = lambda inst: (
 ACCESSES["cp"] = lambda inst: ("shared", _copy_bytes(inst)) if len(inst.operands) > 1 else None
 
 
+@instruction("createpolicy")
+def createpolicy(inst: Instruction) -> Execute:
+    """Name how long caches keep what an access brings: a hint, which changes no value."""
+    write = writer(inst.operands[0])
+    return lambda machine, lanes: write(machine, np.uint64(0), lanes)
+
+
 def address_reader(operand: Operand) -> Callable[[Machine], Ints]:
     """Return what computes the addresses that an operand names, one for each lane."""
     if isinstance(operand, Register):

@@ -227,8 +227,12 @@ def time_interleaved(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(rounds):
-        # NOTE: the order moves on each round, so that no call always follows the same other.
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        # NOTE: every other round goes backwards, and every two rounds begin one call later, so that
+        # each call follows either neighbour alike: near its power limit a device is slower after
+        # one that took more.
+        moved = turn // 2 % len(names)
+        order = names[moved:] + names[:moved]
+        for name in order if turn % 2 == 0 else order[::-1]:
             first = turn * repeats[name]
             samples[name].append(sample(calls[name], first, repeats[name]))
             if advance is not None:

@@ -105,7 +105,10 @@ def plan_scores(
     bias_map = unread
     if operands.bias is not None:
         bias = _narrowed(operands.bias)
-        values |= {"bias_batch": int(bias.shape[0] > 1), "bias_head": int(bias.shape[1] > 1)}
+        values |= {
+            "bias_batch": int(bias.shape[0] > 1), "bias_head": int(bias.shape[1] > 1),
+            "bias_once": int(bias.shape[:2] == (call.batch, call.heads)),
+        }  # fmt: skip
         if features.bias_kind != "rows":
             rows = tiles.block_q if features.bias_kind == "dense" else 1
             bias_map = tensor_map_of("bias", call.bias, bias, rows)

@@ -70,7 +70,7 @@ SCORE_PARAMS = _struct([
     ("mask_batch", "i8"), ("mask_head", "i8"), ("list_batch", "i8"), ("list_head", "i8"),
     ("mask_q", "i4"), ("list_q", "i4"), ("mask_heads", "i4"), ("mask_rows", "i4"),
     ("list_heads", "i4"), ("list_rows", "i4"), ("key_tiles", "i4"), ("mask_aligned", "i4"),
-    ("bias_batch", "i4"), ("bias_head", "i4"), ("bias_factor", "f4"),
+    ("bias_batch", "i4"), ("bias_head", "i4"), ("bias_once", "i4"), ("bias_factor", "f4"),
     ("tanh_factor", "f4", 5), ("largest_square", "f4"), ("tanh_exponent", "f4"),
     ("softcap_unit", "f4"),
 ])  # fmt: skip

@@ -98,6 +98,7 @@ struct ScoreParams {
   int32_t mask_aligned;  // rows of the mask can be read 8 keys at a time
   int32_t bias_batch;    // 1, or 0 where the bias is the same for all batch entries
   int32_t bias_head;
+  int32_t bias_once;     // 1 where no two heads share a bias: it is read once
   float bias_factor;     // natural units to those of the scores
   float tanh_factor[5];  // of S^(2 k + 1): the polynomial's coefficient / unit^(2 k)
   float largest_square;  // of an S for which the polynomial holds

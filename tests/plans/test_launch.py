@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cupyattn as ca
 from cupyattn.arrays.memory import (
     byte_range,
     data_address,  # fmt: skip
@@ -28,7 +29,7 @@ from cupyattn.ops.attention import resolved
 from cupyattn.plans import assemble, records
 from cupyattn.plans.codes import Scales
 from cupyattn.plans.records import Plan
-from cupyattn.plans.structs import ATTN_PARAMS, pack
+from cupyattn.plans.structs import ATTN_PARAMS, SCORE_PARAMS, pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_attention
 from cupyattn.problem.operands import Codes, Operands
@@ -424,3 +425,18 @@ def test_lengths_near_two_to_the_31_are_refused() -> None:
     longest = (1, 1, 2**31 - 1, 1)
     with pytest.raises(UnsupportedError):
         check_shapes(longest, longest, longest)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "once"),
+    [(2, (2, 4), 1), (2, (1, 4), 0), (2, (2, 1), 0), (1, (1, 4), 1), (1, (1, 1), 0)],
+)
+def test_a_bias_that_no_two_heads_share_is_read_once(
+    batch: int, shape: tuple[int, int], once: int
+) -> None:
+    q = np.zeros((batch, 4, 200, 64), np.float16)
+    bias = np.broadcast_to(np.zeros((*shape, 200, 200), np.float16), (batch, 4, 200, 200))
+    prepared = ca.plan(q, q, q, bias=bias, variant="fa_tc", arch="sm_90a", backend="interpret")
+    (launch,) = prepared.plans[-1].launches
+    (values,) = [x[1] for x in launch.params if isinstance(x, tuple) and x[0] == SCORE_PARAMS]
+    assert values["bias_once"] == once

@@ -19,6 +19,19 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// The same of a box that is read once: it leaves the L2 cache first, and what is read again stays.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_evict_first(
+    void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head,
+    int batch) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch),
+      "l"(policy)
+      : "memory");
+}
 // Copies `bytes` that lie side by side to shared memory, and counts them off the barrier. Addresses
 // and bytes are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(

@@ -23,6 +23,10 @@ constexpr bool DENSE_BIAS = SCORED && BIAS_KIND == BiasKind::DENSE;
 // Tiles differ in work, or share a bias with others: blocks take them as they come.
 constexpr bool SCORES_UNEVEN = MASKED || DENSE_BIAS;
 
+// The copy engine fetches 256 bytes of a row into L2 at a time. Where a step takes them all, what
+// is read once may leave first; where it takes 128, the other half would be gone before its step.
+constexpr bool WHOLE_FETCHES = BIAS_BOXES % 2 == 0;
+
 // Bytes that arrive with K of a step: bias, and bits where the step is mixed.
 constexpr int BIAS_BYTES = BIAS_BOXES * BIAS_BOX_ROWS * 128;
 constexpr int MASK_BYTES = MASKED ? MASK_TILE_WORDS * 4 : 0;
@@ -123,11 +127,15 @@ struct ScoreLoads<true> {
     }
     if constexpr (BIAS_IN_RING) {
       mbarrier_wait_parity(places.bias_empty[bias_at.stage], bias_at.parity ^ 1);
-      for (int b = 0; b < BIAS_BOXES; ++b)
-        cp_async_bulk_tensor_4d(
-            places.bias[bias_at.stage] + b * BIAS_BOX_PITCH, scoring.bias_map, full,
-            kv0 + b * BIAS_BOX_COLS, BIAS_KIND == BiasKind::KEYS ? 0 : tile.q0,
-            tile.head * s.bias_head, tile.batch * s.bias_batch);
+      for (int b = 0; b < BIAS_BOXES; ++b) {
+        unsigned char* box = places.bias[bias_at.stage] + b * BIAS_BOX_PITCH;
+        const int key = kv0 + b * BIAS_BOX_COLS, row = BIAS_KIND == BiasKind::KEYS ? 0 : tile.q0;
+        const int head = tile.head * s.bias_head, batch = tile.batch * s.bias_batch;
+        if (DENSE_BIAS && WHOLE_FETCHES && s.bias_once)
+          cp_async_bulk_tensor_4d_evict_first(box, scoring.bias_map, full, key, row, head, batch);
+        else
+          cp_async_bulk_tensor_4d(box, scoring.bias_map, full, key, row, head, batch);
+      }
       bias_at.advance();
     }
   }
