@@ -114,7 +114,7 @@ ACCESSES["cp"] = lambda inst: ("shared", _copy_bytes(inst)) if len(inst.operands
 def createpolicy(inst: Instruction) -> Execute:
     """Name how long caches keep what an access brings: a hint, which changes no value."""
     write = writer(inst.operands[0])
-    return lambda machine, lanes: write(machine, np.uint64(0), lanes)
+    return lambda machine, lanes: write(machine, np.zeros((), np.uint64), lanes)
 
 
 def address_reader(operand: Operand) -> Callable[[Machine], Ints]:
