@@ -92,7 +92,7 @@ class _Layers:
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
-        """Return the launch that quantises, if any product takes codes, and that of each product."""
+        """Return the launch of each product, after one that quantises if any takes codes."""
         codes, products, between = problem.settled
         stages = []
         if any(map(_takes_codes, products)):

@@ -24,7 +24,13 @@ from cupyattn.ops.operation import Known, run
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
-from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, check_out_dtype, strategy_of_weight
+from cupyattn.quant.blocks import (
+    BLOCK_SIZE,
+    check_codes,
+    check_out_dtype,
+    check_values,
+    strategy_of_weight,
+)
 from cupyattn.reference.gemm import by_row
 
 Array = Any
@@ -70,7 +76,8 @@ class Int8Linear:
     `strategy`, ``"block"`` or ``"channel"``, says what shares a scale. A call takes two launches:
     codes and dynamic scales of x, then the product, in which outliers, bias and activation are.
     On a Hopper device with at most 64 rows and scales of channels one launch does both, with the
-    same bits, where that is the faster way (`cupyattn.problem.gemm_form.fuses_quantising`). Which columns are outliers has to be known beforehand: to look for them in every call would take
+    same bits, where that is the faster way (`cupyattn.problem.gemm_form.fuses_quantising`).
+    Which columns are outliers has to be known beforehand: to look for them in every call would take
     a wait for the device. `outlier_columns` finds them in samples.
 
     Examples
@@ -360,8 +367,9 @@ def quantised_product(
             codes_x, scales_x, codes, scales, out_dtype, outliers=(kept_x, weight),
             activation=activation, arch=arch, backend=backend, out=out, **after,
         )  # fmt: skip
+    check_values("x", x, least_axes=1)
+    check_out_dtype(out_dtype)
     if out is None:
-        check_out_dtype(out_dtype)
         columns = columns_of(codes.shape[0], activation or "")
         with on_device_of(x):
             empty = array_namespace(x).empty

@@ -22,10 +22,10 @@ from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.problem.gemm_form import (
     GemmKernel,
     blocks_at_a_time,
+    coded_slices,
     halves_straddle,
     row_bytes,
     tile_count,
-    coded_slices,
     tiles_alone,
 )
 from cupyattn.quant.activation import ACTIVATIONS, GLU

@@ -58,6 +58,8 @@ FUSED_TILES = {
         GemmTiles(64, 128, num_warps=8, num_stages=4, splits=8),
     ),
 }
+#: Rows of activations up to which the fused form is raced, and taken.
+FUSED_ROWS = max(FUSED_TILES)
 #: Bytes of a weight, and of activations, which come from the L2 cache, that an SM receives in a
 #: clock; clocks that a cluster takes to meet; and clocks that a pass over few rows and its launch
 #: take. The fused form is taken where it reads activations in less time than that.
@@ -164,7 +166,7 @@ def settle_gemm(
         check_channel_codes(k)
     if operands["a"].itemsize > 1:
         if tiles is None:
-            tiles = min(_fitting(m, k), key=lambda tiles: _fused_clocks(m, n, k, tiles))
+            tiles = min(fitting_tiles(m, k), key=lambda tiles: _fused_clocks(m, n, k, tiles))
         else:
             _check_form(tiles, "fused", _FUSED_ENTRY)
         return GemmKernel(strategy, "fused", tiles, arch)
@@ -207,7 +209,7 @@ def fuses_quantising(m: int, n: int, k: int) -> bool:
     """
     if not (m and n and k):
         return False
-    return any(_x_clocks(m, n, k, tiles) <= _PASS_CLOCKS for tiles in _fitting(m, k))
+    return any(_x_clocks(m, n, k, tiles) <= _PASS_CLOCKS for tiles in fitting_tiles(m, k))
 
 
 def coded_slices(k: int, tiles: GemmTiles) -> int:
@@ -215,12 +217,25 @@ def coded_slices(k: int, tiles: GemmTiles) -> int:
     return max(-(-_slices(k) // tiles.splits), 1)
 
 
-def _fitting(m: int, k: int) -> list[GemmTiles]:
-    """Return the tiles of the fused form for m rows whose codes fit in shared memory."""
-    least = next((rows for rows in FUSED_TILES if m <= rows), None)
+def fitting_tiles(m: int, k: int, more: tuple[GemmTiles, ...] = ()) -> list[GemmTiles]:
+    """Return the tiles of the fused form for m rows whose codes fit in shared memory.
+
+    Parameters
+    ----------
+    m, k : int
+    more : tuple of GemmTiles
+        Candidates beside `FUSED_TILES`.
+
+    Examples
+    --------
+    >>> fitting_tiles(65, 3072), len(fitting_tiles(64, 15_360)), fitting_tiles(64, 30_720)
+    ([], 1, [])
+    """
+    least = next((rows for rows in FUSED_TILES if m <= rows), 0)
     return [
-        tiles for tiles in FUSED_TILES.get(least or 0, ())
-        if tiles.splits <= max(_slices(k), 1) and _fused_bytes(k, tiles) <= _HOPPER_SHARED
+        tiles for tiles in (*FUSED_TILES.get(least, ()), *more)
+        if tiles.block_m == least and tiles.splits <= max(_slices(k), 1)
+        and _fused_bytes(k, tiles) <= _HOPPER_SHARED
     ]  # fmt: skip
 
 
