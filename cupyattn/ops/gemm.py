@@ -231,7 +231,7 @@ class _Gemm:
         """Return the launch."""
         operands, settings = problem.operands, problem.settled.settings
         of = {name: Operand.of(x) for name, x in operands.items() if name != "bias"}
-        of.setdefault("a_scales", None)
+        a_scales = of.pop("a_scales", None)
         columns = columns_of(operands["b"].shape[0], settings.activation)
         size = (operands["a"].shape[0], columns)
         itemsize = STORAGE[settings.out_dtype].itemsize
@@ -243,10 +243,11 @@ class _Gemm:
             dtype = operands["a_16"].dtype.name
             beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
-            problem.settled.kernel, ProductOperands(**of, c=c), settings.out_dtype,
+            problem.settled.kernel, ProductOperands(**of, a_scales=a_scales, c=c),
+            settings.out_dtype,
             bias=operands["bias"].dtype.name if "bias" in operands else "",
             activation=settings.activation, outliers=beside,
-            x_dtype="" if of["a_scales"] else operands["a"].dtype.name,
+            x_dtype="" if a_scales else operands["a"].dtype.name,
         )  # fmt: skip
         return Work.of(plan)
 

@@ -370,10 +370,9 @@ def quantised_product(
     check_values("x", x, least_axes=1)
     check_out_dtype(out_dtype)
     if out is None:
-        columns = columns_of(codes.shape[0], activation or "")
+        shape = *x.shape[:-1], columns_of(codes.shape[0], activation or "")
         with on_device_of(x):
-            empty = array_namespace(x).empty
-            out = empty((*x.shape[:-1], columns), STORAGE[out_dtype])
+            out = array_namespace(x).empty(shape, STORAGE[out_dtype])
     arrays = {"x": x, "b0": codes, "b_scales0": scales, "c0": out}
     arrays |= {f"{name}0": array for name, array in after.items() if array is not None}
     settings = LayersSettings(out_dtype, (activation or "",), arch, backend)

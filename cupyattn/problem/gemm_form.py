@@ -49,11 +49,13 @@ FUSED_TILES = {
         GemmTiles(16, 256, num_warps=8, num_stages=4, splits=4),
     ),
     32: (
+        GemmTiles(32, 64, num_warps=4, num_stages=8),
         GemmTiles(32, 64, num_warps=4, num_stages=8, splits=2),
         GemmTiles(32, 128, num_warps=8, num_stages=6, splits=4),
         GemmTiles(32, 256, num_warps=8, num_stages=4, splits=8),
     ),
     64: (
+        GemmTiles(64, 64, num_warps=4, num_stages=6),
         GemmTiles(64, 128, num_warps=8, num_stages=4, splits=4),
         GemmTiles(64, 128, num_warps=8, num_stages=4, splits=8),
     ),
@@ -235,15 +237,18 @@ def fitting_tiles(m: int, k: int, more: tuple[GemmTiles, ...] = ()) -> list[Gemm
     return [
         tiles for tiles in (*FUSED_TILES.get(least, ()), *more)
         if tiles.block_m == least and tiles.splits <= max(_slices(k), 1)
-        and _fused_bytes(k, tiles) <= _HOPPER_SHARED
+        and shared_bytes(k, tiles) <= _HOPPER_SHARED
     ]  # fmt: skip
 
 
-def _fused_bytes(k: int, tiles: GemmTiles) -> int:
-    """Shared memory of a block: codes, the ring of the weight, partial sums, three words a row."""
+def shared_bytes(k: int, tiles: GemmTiles) -> int:
+    """Return the shared memory of a block of the fused form, in bytes.
+
+    Codes, the ring of the weight, three words for each row, and partial sums.
+    """
     slices = tiles.block_m * coded_slices(k, tiles) + tiles.block_n * tiles.num_stages
-    partial = 4 * tiles.block_m * tiles.block_n if tiles.splits > 1 else 16
-    return BLOCK_SIZE * slices + partial + 12 * tiles.block_m
+    rest = 12 * tiles.block_m + (4 * tiles.block_m * tiles.block_n if tiles.splits > 1 else 16)
+    return BLOCK_SIZE * (slices + -(-rest // BLOCK_SIZE))
 
 
 def _x_clocks(m: int, n: int, k: int, tiles: GemmTiles) -> float:
