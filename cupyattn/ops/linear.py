@@ -334,11 +334,8 @@ def quantised_product(
     out_dtype: str,
     *,
     outliers: Outliers | None = None,
-    activation: str | None = None,
-    arch: str | None = None,
     backend: str | None = None,
-    out: Array | None = None,
-    **after: Array | None,
+    **options: Any,
 ) -> Array:
     """Quantise x and multiply it by the codes of a weight, as a layer does.
 
@@ -350,10 +347,9 @@ def quantised_product(
         As for `Int8Linear`.
     out_dtype : {"float16", "bfloat16", "float32"}
     outliers : Outliers, optional
-    activation, arch, backend, out : optional
-        As for `int8_gemm`.
-    **after : array, optional
-        Its bias, residual and gate.
+    backend : str, optional
+    **options
+        The other arguments of `int8_gemm`: bias, activation, residual, gate, arch, out.
 
     Returns
     -------
@@ -365,16 +361,17 @@ def quantised_product(
         codes_x, scales_x, kept_x = act_quant_but(x, columns, place, dtype, backend=backend)
         return int8_gemm(
             codes_x, scales_x, codes, scales, out_dtype, outliers=(kept_x, weight),
-            activation=activation, arch=arch, backend=backend, out=out, **after,
+            backend=backend, **options,
         )  # fmt: skip
     check_values("x", x, least_axes=1)
     check_out_dtype(out_dtype)
+    activation, arch, out = (options.pop(name, None) for name in ("activation", "arch", "out"))
     if out is None:
         shape = *x.shape[:-1], columns_of(codes.shape[0], activation or "")
         with on_device_of(x):
             out = array_namespace(x).empty(shape, STORAGE[out_dtype])
     arrays = {"x": x, "b0": codes, "b_scales0": scales, "c0": out}
-    arrays |= {f"{name}0": array for name, array in after.items() if array is not None}
+    arrays |= {f"{name}0": array for name, array in options.items() if array is not None}
     settings = LayersSettings(out_dtype, (activation or "",), arch, backend)
     (y,) = run(LAYERS, settings, arrays, Known(arrays))
     return y

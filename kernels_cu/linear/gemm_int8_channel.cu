@@ -18,7 +18,7 @@
 struct SharedStorage {
   alignas(128) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
   alignas(128) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
-  PartialSums partial;
+  alignas(16) int32_t partial[PARTIAL_TILES][PARTIAL_THREADS][4];  // see store_tile
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 

@@ -36,7 +36,7 @@ struct SharedStorage {
   alignas(16) int32_t absmax[BLOCK_M / 4][4];  // bits of magnitudes in this block's part of a row
   float scale[BLOCK_M];
   float inverse[BLOCK_M];
-  PartialSums partial;
+  alignas(16) int32_t partial[PARTIAL_TILES][PARTIAL_THREADS][4];  // see store_tile
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 

@@ -460,7 +460,8 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
         qk_norm=source == "prepare/normalise.cu", **values,
     )  # fmt: skip
     if isinstance(GOOD[source], GemmTiles):
-        features = GemmFeatures("float16", 16, 8)
+        coded = {"x_dtype": "float16", "x_vec": 8, "coded_slices": 6} if "_fused" in source else {}
+        features = GemmFeatures("float16", 16, 8, **coded)
     defines = {**GOOD[source].defines(), **features.defines()}
     if source.startswith("prepare/quantize"):  # for an operand only what `changes` say is done
         defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}

@@ -4,23 +4,24 @@
 #include "prims/codes/gemm_channel.cuh"
 #include "prims/codes/gemm_mma.cuh"
 
-// Sums over a block's part of k, for the other blocks of its cluster.
-struct PartialSums {
-  alignas(16) int32_t sums[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? NUM_THREADS : 1][4];
-};
+// Tiles of 16 x 8 and threads of a block whose sums over its part of k the others of its cluster
+// read: int32_t partial[PARTIAL_TILES][PARTIAL_THREADS][4] of shared memory.
+constexpr int PARTIAL_TILES = SPLITS > 1 ? FRAGMENTS : 1;
+constexpr int PARTIAL_THREADS = SPLITS > 1 ? NUM_THREADS : 1;
 
 // G1 to G7: stores the part of C, from (row0, col0) on, of which this warp has the sums `dot` over
 // all of k, or over part number `rank` of it. A_scale(row) is the scale of a row of C. All threads
 // of all blocks that share a tile come here.
 template <typename ScaleOfRow>
 __device__ __forceinline__ void store_tile(
-    const GemmParams& p, const int32_t (&dot)[MMA_ROWS][MMA_COLS][4], PartialSums& partial,
-    int rank, int row0, int col0, ScaleOfRow A_scale) {
+    const GemmParams& p, const int32_t (&dot)[MMA_ROWS][MMA_COLS][4],
+    int32_t (&partial)[PARTIAL_TILES][PARTIAL_THREADS][4], int rank, int row0, int col0,
+    ScaleOfRow A_scale) {
   const int g = lane_id() / 4;  // fragment coordinate, see mma.cuh
   if constexpr (SPLITS > 1) {
     constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
     merge_parts<AT_ONCE>(
-        partial.sums, rank, thread_id(),
+        partial, rank, thread_id(),
         [&](int f, int i) {
           return fragment_element(f, i, [&](int tile, int half, int e) {
             const int n = tile * HALVES + half;
