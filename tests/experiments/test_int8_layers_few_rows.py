@@ -12,6 +12,7 @@ from experiments.speed.gemm import Size
 from experiments.tuning import int8_layers_few_rows as race
 
 
+@pytest.mark.frameworks
 def test_the_race_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "few.json"
