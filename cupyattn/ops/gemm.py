@@ -32,7 +32,6 @@ from cupyattn.problem.gemm_form import (
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.activation import GLU, check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape, strategy_of
-from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.gemm import gemm_mirror
 
 Array = Any
@@ -176,11 +175,7 @@ class GemmRequest:
 
 
 class _Gemm:
-    """The product of INT8 codes as an operation.
-
-    Layers (`cupyattn.ops.layers`) may give activations in 16 or 32 bits as "a", without "a_scales":
-    the fused form makes their codes.
-    """
+    """The product of INT8 codes as an operation."""
 
     name = "int8_gemm"
 
@@ -199,7 +194,7 @@ class _Gemm:
         shape = (*a.shape[:-1], columns)
         if out is not None:
             _check_out(out, shape, settings.out_dtype, operands)
-        strategy = _strategy(operands)
+        strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
         if tiles is not None:
             check_kind(tiles, GemmTiles)
             check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
@@ -231,7 +226,6 @@ class _Gemm:
         """Return the launch."""
         operands, settings = problem.operands, problem.settled.settings
         of = {name: Operand.of(x) for name, x in operands.items() if name != "bias"}
-        a_scales = of.pop("a_scales", None)
         columns = columns_of(operands["b"].shape[0], settings.activation)
         size = (operands["a"].shape[0], columns)
         itemsize = STORAGE[settings.out_dtype].itemsize
@@ -243,11 +237,9 @@ class _Gemm:
             dtype = operands["a_16"].dtype.name
             beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
-            problem.settled.kernel, ProductOperands(**of, a_scales=a_scales, c=c),
-            settings.out_dtype,
+            problem.settled.kernel, ProductOperands(**of, c=c), settings.out_dtype,
             bias=operands["bias"].dtype.name if "bias" in operands else "",
             activation=settings.activation, outliers=beside,
-            x_dtype="" if a_scales else operands["a"].dtype.name,
         )  # fmt: skip
         return Work.of(plan)
 
@@ -255,17 +247,13 @@ class _Gemm:
         """Return the product from NumPy."""
         operands, settings, sharing = problem.operands, problem.settled.settings, {}
         a, b, tiles = operands["a"], operands["b"], settings.tiles
-        if "a_scales" in operands:
-            a_scales = operands["a_scales"]
-        else:
-            a, a_scales = quantize_rows(a, strategy="channel")
         if tiles is not None and tiles.cluster > 1:
             shared = where_shared(a.shape[0], b.shape[0], tiles)
             if settings.activation in GLU:  # a tile has both rows of b of a column
                 shared = shared[:, ::2]
             sharing = {"splits": tiles.cluster, "shared": shared}
         c = gemm_mirror(
-            a, a_scales, b, operands["b_scales"], settings.out_dtype,
+            a, operands["a_scales"], b, operands["b_scales"], settings.out_dtype,
             bias=operands.get("bias"), activation=settings.activation,
             outliers=(operands["a_16"], operands["b_16"]) if "a_16" in operands else None,
             residual=operands.get("residual"), gate=operands.get("gate"), **sharing,
@@ -281,13 +269,6 @@ class _Gemm:
 
 
 GEMM = _Gemm()
-
-
-def _strategy(operands: Mapping[str, Array]) -> str:
-    """Return what shares a scale; without scales of a, whose codes are made by row, channels."""
-    if "a_scales" not in operands:
-        return "channel"
-    return strategy_of(*(operands[name] for name in ("a", "a_scales", "b", "b_scales")))
 
 
 def _check_sum(operands: dict[str, Array], out_dtype: str, n: int) -> None:
@@ -335,10 +316,8 @@ def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
     """Raise unless the operands of a product fit together."""
     check_out_dtype(out_dtype)
     a, b = operands["a"], operands["b"]
-    types = {"a": "int8", "b": "int8", "a_scales": "float32", "b_scales": "float32"}
-    if "a_scales" not in operands:
-        del types["a"], types["a_scales"]
-    for name, dtype in types.items():
+    for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
+                        ("b_scales", "float32")):  # fmt: skip
         if operands[name].dtype != np.dtype(dtype):
             raise TypeError(f"{name} must be {dtype}, got {operands[name].dtype}")
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[1]:
@@ -348,7 +327,7 @@ def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
         )
     check_activation(activation, b.shape[0])
     _check_sum(operands, out_dtype, columns_of(b.shape[0], activation))
-    strategy = _strategy(operands)
+    strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
     per_row = 1 if strategy == "channel" else -(-a.shape[-1] // BLOCK_SIZE)
     expected = {
         "a_scales": (*a.shape[:-1], per_row),
@@ -363,8 +342,8 @@ def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
     if "a_16" in operands:
         columns = operands["a_16"].shape[-1] if operands["a_16"].ndim else 0
         expected |= {"a_16": (*a.shape[:-1], columns), "b_16": (b.shape[0], columns)}
-        of_outliers = {operands[name].dtype.name for name in ("a_16", "b_16")}
-        if len(of_outliers) > 1 or not of_outliers < {"float16", "bfloat16"}:
+        types = {operands[name].dtype.name for name in ("a_16", "b_16")}
+        if len(types) > 1 or not types < {"float16", "bfloat16"}:
             raise TypeError(
                 "outliers must both be float16 or both bfloat16, got "
                 f"{operands['a_16'].dtype.name} and {operands['b_16'].dtype.name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,13 +11,10 @@ import numpy as np
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.arrays.memory import on_device_of
-from cupyattn.compiler.target import own_arch
-from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
 from cupyattn.ops.gemm import GEMM, GemmSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.plans.records import Stage, Work, Workspace
-from cupyattn.problem.gemm_form import fuses_quantising
 from cupyattn.problem.problem import Problem
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
@@ -27,22 +23,16 @@ _CODES = {"codes": "a", "scales": "a_scales"}
 
 
 class LayersSettings(NamedTuple):
-    """What layers ask for, beside arrays: the activation of each, and arguments of `int8_gemm`.
-
-    `tiles` are those of the fused form, which then runs; None leaves form and tiles to the sizes.
-    """
+    """What layers ask for, beside arrays: the activation of each, and arguments of `int8_gemm`."""
 
     out_dtype: str
     activations: tuple[str, ...]
     arch: str | None
     backend: str | None
-    tiles: GemmTiles | None = None
 
 
 class _Layers:
     """Activations to codes, once, and their products with the weights of all layers.
-
-    A product of few rows may make the codes itself (`fuses_quantising`): then it is one launch.
 
     Its arrays are "x", and those of each product with the number of its layer behind their names:
     "b0", "b_scales0", "c0" that receives the result, and so on. Codes and their scales lie in
@@ -64,19 +54,12 @@ class _Layers:
             between = {"a": empty(x.shape, np.int8), "a_scales": scales}
         products: list[Problem] = []
         operands, received = dict(codes.operands), {}
-        free = settings.arch is None and own_arch(codes.backend, x) is not None
-        rows = codes.operands["x"].reshape(x.shape)
         for number, activation in enumerate(settings.activations):
             own = _of_layer(arrays, number)
-            size = math.prod(x.shape[:-1]), *own["b"].shape
-            fused = settings.tiles is not None or (
-                free and strategy == "channel" and fuses_quantising(*size)
-            )
             how = GemmSettings(
-                settings.out_dtype, activation, settings.tiles, settings.arch, settings.backend
+                settings.out_dtype, activation, None, settings.arch, settings.backend
             )
-            of_rows = {"a": rows} if fused else between
-            product: Problem = problem_of(GEMM, how, {**of_rows, **own})
+            product: Problem = problem_of(GEMM, how, {**between, **own})
             products.append(product)
             operands |= {
                 f"{name}{number}": array
@@ -88,39 +71,28 @@ class _Layers:
         arch = next((one.arch for one in products if one.arch), None)
         return replace(
             codes, what=self.name, arch=arch, operands=operands, results={}, received=received,
-            settled=(codes, products, between),
+            settled=(codes, products),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
-        """Return the launch of each product, after one that quantises if any takes codes."""
-        codes, products, between = problem.settled
-        stages = []
-        if any(map(_takes_codes, products)):
-            (quantise,) = ACT_QUANT.plan(codes).stages
-            stages.append(Stage(quantise.plan, _CODES))
-        else:
-            between = {}
+        """Return the launch that quantises, and that of each product."""
+        codes, products = problem.settled
+        (quantise,) = ACT_QUANT.plan(codes).stages
+        stages = [Stage(quantise.plan, _CODES)]
         for number, product in enumerate(products):
             (multiply,) = GEMM.plan(product).stages
             names = {*product.operands, *product.received} - {*_CODES.values()}
-            outer = {name: f"{name}{number}" for name in names}
-            if not _takes_codes(product):
-                outer["a"] = "x"
-            stages.append(Stage(multiply.plan, outer))
+            stages.append(Stage(multiply.plan, {name: f"{name}{number}" for name in names}))
+        between = ((name, products[0].operands[name]) for name in _CODES.values())
         return Work(
-            tuple(stages),
-            tuple(Workspace(name, (math.prod(x.shape[:-1]), x.shape[-1]), x.dtype.name)
-                  for name, x in between.items()),
-        )  # fmt: skip
+            tuple(stages), tuple(Workspace(name, x.shape, x.dtype.name) for name, x in between)
+        )
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Write the products from NumPy."""
-        codes, products, _ = problem.settled
+        codes, products = problem.settled
         made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes).items()}
         for product in products:
-            if not _takes_codes(product):
-                GEMM.mirror(product)
-                continue
             rows = {name: x.reshape(product.operands[name].shape) for name, x in made.items()}
             GEMM.mirror(replace(product, operands={**product.operands, **rows}))
         return {}
@@ -128,10 +100,6 @@ class _Layers:
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> list[Any]:
         """Return the arrays that received the results."""
         return [x for name, x in arrays.items() if name.startswith("c")]
-
-
-def _takes_codes(product: Problem) -> bool:
-    return "a_scales" in product.operands
 
 
 def _of_layer(arrays: Mapping[str, Any], number: int) -> dict[str, Any]:

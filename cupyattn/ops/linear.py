@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from cupyattn.arrays.interchange import on_host, take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
-from cupyattn.arrays.memory import on_device_of
 from cupyattn.bounds.products import gated_error, gemm_error
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.compiler.architectures import check_arch
@@ -19,18 +18,10 @@ from cupyattn.compiler.target import check_backend
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
-from cupyattn.ops.layers import LAYERS, LayersSettings
-from cupyattn.ops.operation import Known, run
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
-from cupyattn.quant.blocks import (
-    BLOCK_SIZE,
-    check_codes,
-    check_out_dtype,
-    check_values,
-    strategy_of_weight,
-)
+from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
 from cupyattn.reference.gemm import by_row
 
 Array = Any
@@ -75,8 +66,6 @@ class Int8Linear:
     -----
     `strategy`, ``"block"`` or ``"channel"``, says what shares a scale. A call takes two launches:
     codes and dynamic scales of x, then the product, in which outliers, bias and activation are.
-    On a Hopper device with at most 64 rows and scales of channels one launch does both, with the
-    same bits, where that is the faster way (`cupyattn.problem.gemm_form.fuses_quantising`).
     Which columns are outliers has to be known beforehand: to look for them in every call would take
     a wait for the device. `outlier_columns` finds them in samples.
 
@@ -355,26 +344,18 @@ def quantised_product(
     -------
     array, (..., out), out_dtype
     """
-    if outliers is not None:
+    kept = None
+    if outliers is None:
+        strategy = strategy_of_weight(codes.shape, scales.shape)
+        codes_x, scales_x = act_quant(x, strategy=strategy, backend=backend)
+    else:
         columns, place, weight = outliers
         dtype = weight.dtype.name
         codes_x, scales_x, kept_x = act_quant_but(x, columns, place, dtype, backend=backend)
-        return int8_gemm(
-            codes_x, scales_x, codes, scales, out_dtype, outliers=(kept_x, weight),
-            backend=backend, **options,
-        )  # fmt: skip
-    check_values("x", x, least_axes=1)
-    check_out_dtype(out_dtype)
-    activation, arch, out = (options.pop(name, None) for name in ("activation", "arch", "out"))
-    if out is None:
-        shape = *x.shape[:-1], columns_of(codes.shape[0], activation or "")
-        with on_device_of(x):
-            out = array_namespace(x).empty(shape, STORAGE[out_dtype])
-    arrays = {"x": x, "b0": codes, "b_scales0": scales, "c0": out}
-    arrays |= {f"{name}0": array for name, array in options.items() if array is not None}
-    settings = LayersSettings(out_dtype, (activation or "",), arch, backend)
-    (y,) = run(LAYERS, settings, arrays, Known(arrays))
-    return y
+        kept = kept_x, weight
+    return int8_gemm(
+        codes_x, scales_x, codes, scales, out_dtype, outliers=kept, backend=backend, **options
+    )
 
 
 # ---- checks, by shapes and types alone ----------------------------------------------------------

@@ -22,7 +22,6 @@ from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.problem.gemm_form import (
     GemmKernel,
     blocks_at_a_time,
-    coded_slices,
     halves_straddle,
     row_bytes,
     tile_count,
@@ -57,12 +56,6 @@ class GemmFeatures:
         Storage type of factors of each column, by which it is multiplied before; "": none.
     straddles : bool
         Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
-    x_dtype : {"", "float16", "bfloat16", "float32"}
-        Storage type of activations that the fused form makes codes of; "": they come as codes.
-    x_vec : {1, 2, 4, 8}
-        Activations per access.
-    coded_slices : int
-        Slices of a row that a block makes codes of.
     """
 
     out_dtype: str
@@ -74,9 +67,6 @@ class GemmFeatures:
     residual: bool = False
     gate: str = ""
     straddles: bool = False
-    x_dtype: str = ""
-    x_vec: int = 1
-    coded_slices: int = 0
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -94,10 +84,6 @@ class GemmFeatures:
             "CFG_RESIDUAL": int(self.residual),
             "CFG_GATE": 1 + DTYPES.index(self.gate) if self.gate else 0,
             **({"CFG_GLU": 1 + self.straddles} if self.activation in GLU else {}),
-            **({
-                "CFG_X_DTYPE": DTYPES.index(self.x_dtype), "CFG_X_VEC": self.x_vec,
-                "CFG_CODED_SLICES": self.coded_slices,
-            } if self.x_dtype else {}),
         }  # fmt: skip
 
 
@@ -152,12 +138,11 @@ class ProductOperands:
     """Where codes, scales and result lie: the buffers of these names when a plan runs.
 
     All have two axes, the last one contiguous. `residual` (m, n) and `gate` (groups of rows, n) are
-    of the type of c, where there are any; the gate may be float32 beside any c. Without `a_scales`
-    a is no codes: the fused form makes them, of scales of channels.
+    of the type of c, where there are any; the gate may be float32 beside any c.
     """
 
     a: Operand
-    a_scales: Operand | None
+    a_scales: Operand
     b: Operand
     b_scales: Operand
     c: Operand
@@ -167,8 +152,6 @@ class ProductOperands:
     @property
     def strategy(self) -> str:
         """What shares a scale: one of `cupyattn.quant.blocks.STRATEGIES`."""
-        if self.a_scales is None:
-            return "channel"
         return strategy_of(self.a, self.a_scales, self.b, self.b_scales)
 
 
@@ -198,7 +181,6 @@ def plan_gemm(
     bias: str = "",
     activation: str = "",
     outliers: OutlierOperands | None = None,
-    x_dtype: str = "",
     blocks: int | None = None,
 ) -> GemmPlan:
     """Plan a product.
@@ -213,8 +195,6 @@ def plan_gemm(
         Storage type of the buffer ``"bias"``, contiguous; "": there is none.
     activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
     outliers : OutlierOperands, optional
-    x_dtype : {"", "float16", "bfloat16", "float32"}
-        Of the fused form, the storage type of a.
     blocks : int, optional
         Of the Hopper form, that a device runs at a time: `cupyattn.kernels.limits.HOPPER_BLOCKS`
         when omitted.
@@ -231,7 +211,7 @@ def plan_gemm(
     """
     (m, k), n = at.a.shape, at.b.shape[0]
     form, tiles = kernel.form, kernel.tiles
-    operands = {"b": (at.b, "int8")} if x_dtype else {"a": (at.a, "int8"), "b": (at.b, "int8")}
+    operands = {"a": (at.a, "int8"), "b": (at.b, "int8")}
     if outliers is not None:
         operands["a_16"] = outliers.a_16, outliers.dtype
         operands["b_16"] = outliers.b_16, outliers.dtype
@@ -247,21 +227,16 @@ def plan_gemm(
         at.residual is not None,
         "" if at.gate is None else "float32" if at.gate.itemsize == 4 else out_dtype,
         halves_straddle(n, kernel.strategy, activation),
-        x_dtype,
-        max(width for width in (1, 2, 4, 8) if at.a.allows(width)) if x_dtype else 1,
-        coded_slices(k, tiles) if x_dtype else 0,
     )
     halves = 2 if activation in GLU else 1
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=kernel.note)
     params: dict[str, Any] = {
-        "A": "a", "B": "b", "A_scale": "a_scales" if at.a_scales else None,
-        "B_scale": "b_scales", "C": "c",
+        "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
         "bias": "bias" if bias else None,
         "A_16": "a_16" if outliers else None, "B_16": "b_16" if outliers else None,
         "A_stride": row_bytes(at.a), "B_stride": row_bytes(at.b),
-        "A_scale_stride": at.a_scales.row_strides[0] if at.a_scales else 0,
-        "B_scale_stride": at.b_scales.row_strides[0],
+        "A_scale_stride": at.a_scales.row_strides[0], "B_scale_stride": at.b_scales.row_strides[0],
         "C_stride": at.c.row_strides[0],
         "A_16_stride": row_bytes(outliers.a_16) if outliers else 0,
         "B_16_stride": row_bytes(outliers.b_16) if outliers else 0,

@@ -40,39 +40,10 @@ _SHARED_TILES = {
     16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
     32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
 }
-#: Tiles of the fused form, which makes the codes of its activations, by the most rows.
-FUSED_TILES = {
-    16: (
-        GemmTiles(16, 64, num_warps=4, num_stages=8),
-        GemmTiles(16, 64, num_warps=4, num_stages=8, splits=2),
-        GemmTiles(16, 128, num_warps=4, num_stages=7, splits=4),
-        GemmTiles(16, 256, num_warps=8, num_stages=4, splits=4),
-    ),
-    32: (
-        GemmTiles(32, 64, num_warps=4, num_stages=8),
-        GemmTiles(32, 64, num_warps=4, num_stages=8, splits=2),
-        GemmTiles(32, 128, num_warps=8, num_stages=6, splits=4),
-        GemmTiles(32, 256, num_warps=8, num_stages=4, splits=8),
-    ),
-    64: (
-        GemmTiles(64, 64, num_warps=4, num_stages=6),
-        GemmTiles(64, 128, num_warps=8, num_stages=4, splits=4),
-        GemmTiles(64, 128, num_warps=8, num_stages=4, splits=8),
-    ),
-}
-#: Rows of activations up to which the fused form is raced, and taken.
-FUSED_ROWS = max(FUSED_TILES)
-#: Bytes of a weight, and of activations, which come from the L2 cache, that an SM receives in a
-#: clock; clocks that a cluster takes to meet; and clocks that a pass over few rows and its launch
-#: take. The fused form is taken where it reads activations in less time than that.
-_WEIGHT_BYTES, _X_BYTES, _CLUSTER_CLOCKS, _PASS_CLOCKS = 25, 35, 1700, 4000
-#: Shared memory of a thread block on Hopper, in bytes.
-_HOPPER_SHARED = 227 * 1024
 #: Operands that the copy engine brings to the Hopper form.
 COPIED = ("a", "b", "a_16", "b_16")
-#: The kernels, by what shares a scale; and that of the fused form, whose scales are of channels.
+#: The kernels, by what shares a scale.
 ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
-_FUSED_ENTRY = "gemm_int8_channel_fused"
 #: Rows of A up to which tiles are shared; and up to which the portable form, with tiles of 16, is
 #: the faster on Hopper, too, unless there are more than 16 and so many tiles of 128 columns.
 #: Raced: experiments/results/gemm_few_rows.json.
@@ -96,8 +67,7 @@ class GemmKernel:
     ----------
     strategy : {"block", "channel"}
         What shares a scale.
-    form : {"portable", "sm90", "fused"}
-        The fused form makes the codes of its activations.
+    form : {"portable", "sm90"}
     tiles : GemmTiles
     arch : str, optional
         Architecture to compile for; the device's own when None.
@@ -114,7 +84,7 @@ class GemmKernel:
     @property
     def entry(self) -> str:
         """Its name in the source."""
-        return _FUSED_ENTRY if self.form == "fused" else ENTRIES[self.strategy]
+        return ENTRIES[self.strategy]
 
     @property
     def source(self) -> str:
@@ -137,7 +107,6 @@ def settle_gemm(
     ----------
     operands : mapping of str to Operand
         Where those of `COPIED` lie that there are, with two axes each; others are not looked at.
-        An "a" of more than a byte an element has no codes: the fused form makes them.
     strategy : {"block", "channel"}
         What shares a scale.
     activation : str
@@ -166,12 +135,6 @@ def settle_gemm(
     (m, k), n = operands["a"].shape, operands["b"].shape[0]
     if strategy == "channel":
         check_channel_codes(k)
-    if operands["a"].itemsize > 1:
-        if tiles is None:
-            tiles = min(fitting_tiles(m, k), key=lambda tiles: _fused_clocks(m, n, k, tiles))
-        else:
-            _check_form(tiles, "fused", _FUSED_ENTRY)
-        return GemmKernel(strategy, "fused", tiles, arch)
     if on_hopper_device:
         arch, tiles = on_hopper(m, n, k)
     note = _hopper_support(operands).note if arch == "sm_90a" else ""
@@ -187,82 +150,6 @@ def settle_gemm(
     else:
         _check_form(tiles, form, ENTRIES[strategy])
     return GemmKernel(strategy, form, tiles, arch, note)
-
-
-def fuses_quantising(m: int, n: int, k: int) -> bool:
-    """Whether a product by channel on a Hopper device makes the codes of its activations itself.
-
-    Parameters
-    ----------
-    m, n, k : int
-        Rows of activations, rows of the weight, and channels of both.
-
-    Notes
-    -----
-    Every tile of columns reads all rows once more. That costs time in which no more of the weight
-    arrives than its ring holds, so a pass over many rows, or for wide layers, is the faster way.
-
-    Examples
-    --------
-    >>> [fuses_quantising(m, 3072, 3072) for m in (1, 16, 64, 65)]
-    [True, True, True, False]
-    >>> fuses_quantising(64, 5120, 13_824)
-    False
-    """
-    if not (m and n and k):
-        return False
-    return any(_x_clocks(m, n, k, tiles) <= _PASS_CLOCKS for tiles in fitting_tiles(m, k))
-
-
-def coded_slices(k: int, tiles: GemmTiles) -> int:
-    """Return how many slices of each row a block of the fused form makes codes of, at most."""
-    return max(-(-_slices(k) // tiles.splits), 1)
-
-
-def fitting_tiles(m: int, k: int, more: tuple[GemmTiles, ...] = ()) -> list[GemmTiles]:
-    """Return the tiles of the fused form for m rows whose codes fit in shared memory.
-
-    Parameters
-    ----------
-    m, k : int
-    more : tuple of GemmTiles
-        Candidates beside `FUSED_TILES`.
-
-    Examples
-    --------
-    >>> fitting_tiles(65, 3072), len(fitting_tiles(64, 15_360)), fitting_tiles(64, 30_720)
-    ([], 1, [])
-    """
-    least = next((rows for rows in FUSED_TILES if m <= rows), 0)
-    return [
-        tiles for tiles in (*FUSED_TILES.get(least, ()), *more)
-        if tiles.block_m == least and tiles.splits <= max(_slices(k), 1)
-        and shared_bytes(k, tiles) <= _HOPPER_SHARED
-    ]  # fmt: skip
-
-
-def shared_bytes(k: int, tiles: GemmTiles) -> int:
-    """Return the shared memory of a block of the fused form, in bytes.
-
-    Codes, the ring of the weight, three words for each row, and partial sums.
-    """
-    slices = tiles.block_m * coded_slices(k, tiles) + tiles.block_n * tiles.num_stages
-    rest = 12 * tiles.block_m + (4 * tiles.block_m * tiles.block_n if tiles.splits > 1 else 16)
-    return BLOCK_SIZE * (slices + -(-rest // BLOCK_SIZE))
-
-
-def _x_clocks(m: int, n: int, k: int, tiles: GemmTiles) -> float:
-    """Clocks in which the busiest SM reads its parts of m rows, in 16 bits."""
-    blocks = -(-tile_count(m, n, tiles) * tiles.splits // HOPPER_BLOCKS)
-    return blocks * 2 * m * (k / tiles.splits) / _X_BYTES
-
-
-def _fused_clocks(m: int, n: int, k: int, tiles: GemmTiles) -> float:
-    """Clocks that the fused form takes, by count."""
-    blocks = -(-tile_count(m, n, tiles) * tiles.splits // HOPPER_BLOCKS)
-    weight = blocks * tiles.block_n * (k / tiles.splits) / _WEIGHT_BYTES
-    meeting = _CLUSTER_CLOCKS if tiles.splits > 1 else 0
-    return weight + _x_clocks(m, n, k, tiles) + meeting
 
 
 def halves_straddle(rows: int, strategy: str, activation: str) -> bool:
@@ -463,10 +350,10 @@ def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None, strategy: str = "
 
 
 def _check_form(tiles: GemmTiles, form: str, entry: str) -> None:
-    """Raise unless a kernel's form takes tiles."""
-    if form != "sm90" and tiles.tail_splits > 1:
+    """Raise unless a kernel's form, ``"portable"`` or ``"sm90"``, takes tiles."""
+    if form == "portable" and tiles.tail_splits > 1:
         raise UnsupportedError(
-            f"tiles.tail_splits must be 1 in the {form} form, whose blocks take a tile each, got "
+            "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
             f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
         )
     spec = ModuleSpec(_source(form, entry), tuple(sorted(tiles.defines().items())))
@@ -488,7 +375,7 @@ def _hopper_support(operands: Mapping[str, Operand]) -> Support:
 
 
 def _source(form: str, entry: str) -> str:
-    folder = "sm90/" if form == "sm90" else ""
+    folder = "" if form == "portable" else f"{form}/"
     return f"linear/{folder}{entry}.cu"
 
 

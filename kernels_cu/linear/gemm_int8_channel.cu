@@ -13,12 +13,14 @@
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
-#include "prims/codes/gemm_channel_mma.cuh"
+#include "prims/codes/gemm_channel.cuh"
+#include "prims/codes/gemm_mma.cuh"
 
 struct SharedStorage {
   alignas(128) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
   alignas(128) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
-  alignas(16) int32_t partial[PARTIAL_TILES][PARTIAL_THREADS][4];  // see store_tile
+  // what this block's part of k comes to, for the others
+  alignas(16) int32_t partial[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? NUM_THREADS : 1][4];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
@@ -34,6 +36,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   const int m0 = tile.m0, n0 = tile.n0;
   const int row0 = warp_id() % WARPS_M * WARP_M;  // first row and column of this warp in the block
   const int col0 = warp_id() / WARPS_M * WARP_N;
+  const int g = lane_id() / 4;  // fragment coordinate, see mma.cuh
   // Where this lane points the first ldmatrix of each operand, as in attn_fa_tc.cu.
   const uint32_t A_lane =
       shared_address(swizzled<CHUNKS>(smem.A[0], row0 + lane_id() % 16, lane_id() / 16));
@@ -68,7 +71,41 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
         });
   }
 
-  store_tile(p, dot, smem.partial, part.rank, m0 + row0, n0 + col0 / HALVES, [&](int row) {
-    return row_scale(p, row);
-  });
+  if constexpr (SPLITS > 1) {
+    constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
+    merge_parts<AT_ONCE>(
+        smem.partial, part.rank, thread_id(),
+        [&](int f, int i) {
+          return fragment_element(f, i, [&](int tile, int half, int e) {
+            const int n = tile * HALVES + half;
+            return dot[n / MMA_COLS][n % MMA_COLS][e];
+          });
+        },
+        [&](int f, const Vec<int32_t, 4>(&sums)[AT_ONCE]) {
+          const int row = m0 + row0 + f / MMA_COLS * 16 + g;
+          const int col = n0 + col0 / HALVES + f % MMA_COLS / HALVES * 8;
+          constexpr int TILES = merged_tiles(AT_ONCE);
+          ColumnScales<TILES> B_scale;
+          load_column_scales<TILES>(p, col, B_scale);
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            if (has_rows<AT_ONCE>(f, h))
+              store_sums<TILES>(
+                  p, row + h * 8, col, row_scale(p, row + h * 8), B_scale,
+                  [&](int n, int j) { return merged_sum(sums, h, n, j); });
+        });
+    return;
+  }
+  constexpr int TILES = MMA_COLS / HALVES;
+  ColumnScales<TILES> B_scale;
+  load_column_scales<TILES>(p, n0 + col0 / HALVES, B_scale);
+#pragma unroll
+  for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = m0 + row0 + r * 16 + g + h * 8;
+      store_sums<TILES>(p, row, n0 + col0 / HALVES, row_scale(p, row), B_scale, [&](int n, int j) {
+        return of_column(dot[r], n, 2 * h + j);
+      });
+    }
 }

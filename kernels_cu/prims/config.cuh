@@ -82,11 +82,6 @@
 #define CFG_RESIDUAL 0
 #define CFG_GATE 0
 #endif
-#ifndef CFG_CODED_SLICES  // activations of a product come as codes
-#define CFG_CODED_SLICES 0
-#define CFG_X_DTYPE 0
-#define CFG_X_VEC 1
-#endif
 #ifndef CFG_GLU  // a product whose columns are not gated in pairs
 #define CFG_GLU 0
 #endif
@@ -195,8 +190,6 @@ constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
 constexpr int SPLITS = CFG_SPLITS;              // blocks that share the k of every tile, or keys
 constexpr int TAIL_SPLITS = CFG_TAIL_SPLITS;    // that share the k of a tile of the last wave
 constexpr int CLUSTER = SPLITS * TAIL_SPLITS;   // thread blocks of a cluster
-constexpr int CODED_SLICES = CFG_CODED_SLICES;  // of a row, whose codes a block makes; 0: none
-constexpr int X_VEC = CFG_X_VEC;                // activations per global access, where it does
 constexpr bool RESIDUAL = CFG_RESIDUAL;         // a product is added to another matrix
 constexpr bool GATE = CFG_GATE != 0;            // times a factor for each column, beforehand
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
@@ -227,7 +220,6 @@ constexpr float ELEM16_STEP = CFG_DTYPE == 1 ? 0x1p-7f : 0x1p-10f;  // from 1 to
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
 using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
 using gate_t = DType<GATE ? CFG_GATE - 1 : 0>::type;  // CFG_GATE 1 to 3, as CFG_BIAS
-using x_t = DType<CFG_X_DTYPE>::type;                 // activations that a product makes codes of
 using before_t = DType<CFG_BEFORE>::type;             // a partial result so far
 using after_t = DType<CFG_AFTER>::type;               // and with what comes in
 constexpr bool OUTLIERS = CFG_OUTLIERS != 0;          // some columns of a product have 16 bits

@@ -51,7 +51,6 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "linear/sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
     "linear/gemm_int8_channel.cu": GemmTiles(64, 128, 4, 2),
     "linear/sm90/gemm_int8_channel.cu": GemmTiles(128, 256, 12, 2),
-    "linear/gemm_int8_channel_fused.cu": GemmTiles(16, 64, 4, 2),
     "linear/row_quant.cu": GemmTiles(2, 2048, 4, 1),
     "merge/merge_partials.cu": Tiles(64, 1, 4),
     "linear/weight_blocks.cu": GemmTiles(128, 128, 8, 1),
@@ -367,9 +366,6 @@ BROKEN = [
         {"TAIL_SPLITS": 2},
         "NUM_STAGES of slices must have room for a tile in int32",
     ),
-    ("linear/gemm_int8_channel_fused.cu", {"BLOCK_M": 128}, "BLOCK_M must be 16, 32 or 64: each"),
-    ("linear/gemm_int8_channel_fused.cu", {"X_DTYPE": 2, "X_VEC": 8}, "X_VEC numbers must fit in"),
-    ("linear/gemm_int8_channel_fused.cu", {"OUTLIERS": 1}, "columns in 16 bits go with scales of"),
     ("linear/row_quant.cu", {"NUM_WARPS": 3}, "NUM_WARPS must be a multiple of BLOCK_M"),
     ("linear/row_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of VEC numbers"),
     (
@@ -460,8 +456,7 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
         qk_norm=source == "prepare/normalise.cu", **values,
     )  # fmt: skip
     if isinstance(GOOD[source], GemmTiles):
-        coded = {"x_dtype": "float16", "x_vec": 8, "coded_slices": 6} if "_fused" in source else {}
-        features = GemmFeatures("float16", 16, 8, **coded)
+        features = GemmFeatures("float16", 16, 8)
     defines = {**GOOD[source].defines(), **features.defines()}
     if source.startswith("prepare/quantize"):  # for an operand only what `changes` say is done
         defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}

@@ -13,18 +13,14 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.ops.layers import LAYERS, LayersSettings
-from cupyattn.ops.operation import Known
-from cupyattn.ops.operation import run as layers_run
-from cupyattn.problem.gemm_form import FUSED_TILES, HOPPER_TILES, PORTABLE_TILES
+from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate
 from tests.gpu.support import arch_of, cupy, on_device
 from tests.quant.gemm_cases import REGIMES, Product, product
-from tests.quant.quant_inputs import DTYPES, operand
+from tests.quant.quant_inputs import operand
 from tests.quant.test_gemm_channel import activations, by_channel
-from tests.quant.test_gemm_channel_fused import layer
 
 FORMS = ("portable", "sm90")
 #: Of the portable form, on devices that have clusters.
@@ -185,56 +181,6 @@ def test_layers_of_torch() -> None:
         given.copy_(2 * x)
         graph.replay()
         assert torch.equal(y.cpu(), host(2 * x))
-
-
-FUSED = [tiles for choices in FUSED_TILES.values() for tiles in choices]
-
-
-@pytest.mark.parametrize("tiles", FUSED, ids=str)
-def test_one_launch_for_few_rows_has_the_bits_of_two(tiles: GemmTiles) -> None:
-    if tiles.splits > 1 and int(cupy.cuda.Device().compute_capability) < 90:
-        pytest.skip("needs clusters of blocks: compute capability 9.0 or later")
-    for seed, rows in enumerate((1, tiles.block_m - 3, tiles.block_m)):
-        for dtype, out_dtype in zip(DTYPES, STORAGE, strict=True):
-            one = layer(seed, (rows, 700, 1296), dtype, out_dtype=out_dtype, bias=True)
-            one.x[-1, 1290] = np.nan if rows == 1 else -77
-            arrays = one.arrays()
-            moved = dict(zip(arrays, on_device(*arrays.values()), strict=True))
-            asked = LayersSettings(out_dtype, ("",), arch_of("gemm"), None, tiles)
-            expected = one.product().mirror()
-            for _ in range(2):  # the second is a call that came again
-                moved["c0"][...] = 7
-                (c,) = layers_run(LAYERS, asked, moved, Known(moved))
-                np.testing.assert_array_equal(c.get(), expected)
-
-
-def test_layers_of_few_rows_by_default() -> None:
-    """Every epilogue, odd sizes, rows that lie apart: the bits of NumPy's layer."""
-    for seed, (m, n, k, activation) in enumerate(
-        ((1, 3072, 3072, ""), (5, 333, 777, ""), (16, 1024, 4096, "swiglu"), (33, 640, 2048, ""),
-         (64, 768, 3072, "silu"), (65, 768, 3072, ""), (16, 100, 15_360, ""))
-    ):  # fmt: skip
-        rng = np.random.default_rng(seed)
-        w = (rng.standard_normal((n, k)) / 32).astype(ml_dtypes.bfloat16)
-        wide = rng.standard_normal((m, k + 8)).astype(ml_dtypes.bfloat16)
-        columns = n // 2 if activation == "swiglu" else n
-        residual = rng.standard_normal((m, columns)).astype(ml_dtypes.bfloat16)
-        gate = rng.standard_normal((1, columns)).astype(ml_dtypes.bfloat16)
-        options = {"strategy": "channel", "activation": activation or None}
-        host = ca.Int8Linear.from_weight(w, w[:, 0], **options)
-        mine = ca.Int8Linear.from_weight(*on_device(w, w[:, 0]), **options)
-        (x,), after = on_device(wide), dict(
-            zip(("residual", "gate"), on_device(residual, gate), strict=True)
-        )
-        for first in (0, 3):
-            rows = np.ascontiguousarray(wide[:, first : first + k])
-            y = mine(x[:, first : first + k], **after).get()
-            expected = host(rows, residual=residual, gate=gate)
-            if activation:
-                error = np.abs(as_float64(y) - as_float64(expected))
-                assert (error <= 2 * host.error(rows, w, residual=residual, gate=gate)).all()
-            else:
-                assert y.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("strategy", ["block", "channel"])

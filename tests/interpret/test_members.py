@@ -107,10 +107,6 @@ EXPECTED = {
                      "partial": "float32"},
     "linear/sm90/gemm_int8.cu": {"A": "int8", "B": "int8", "full": "uint64", "empty": "uint64"},
     "linear/gemm_int8_channel.cu": {"A": "int8", "B": "int8", "partial": "int32"},
-    "linear/gemm_int8_channel_fused.cu": {
-        "A": "int8", "B": "int8", "absmax": "int32", "scale": "float32", "inverse": "float32",
-        "partial": "int32",
-    },
     "linear/sm90/gemm_int8_channel.cu": {
         "A": "int8", "B": "int8", "full": "uint64", "empty": "uint64",
     },

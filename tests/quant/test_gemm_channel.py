@@ -181,7 +181,6 @@ def test_a_scale_that_is_nan_poisons_its_row_or_column() -> None:
 # ---- the sources, robbed of a line ---------------------------------------------------------------
 
 OWN, HEADER = "linear/gemm_int8_channel.cu", "prims/codes/gemm_channel.cuh"
-STORE = "prims/codes/gemm_channel_mma.cuh"
 SM90, SHARED = "linear/sm90/gemm_int8_channel.cu", "prims/codes/gemm_mma.cuh"
 #: File, line, what comes in its place, tiles, and what must be found: a hazard, or "": a wrong
 #: result.
@@ -200,7 +199,7 @@ THEFTS = {
     "codes past the end": (SHARED, " && byte < bytes_valid", "", SMALL, "between the rows of a"),
     "a wait too few": (OWN, "group<NUM_STAGES - 2>", "group<NUM_STAGES - 1>", SMALL, "in flight"),
     "rows exchanged": (
-        STORE, "A_scale(row), B_scale, [&]", "A_scale(row ^ 8), B_scale, [&]", SMALL, "",
+        OWN, "row_scale(p, row), B_scale, [&]", "row_scale(p, row ^ 8), B_scale, [&]", SMALL, "",
     ),
     "sums of the tile before": (SM90, "k > 0 || step > 0", "true", HOPPER, ""),
     "no wait for the slices": (

@@ -18,9 +18,9 @@ constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of
 
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct GemmParams {
-  const int8_t* A;       // [m, k]; CODED_SLICES > 0: of x_t, as bytes
+  const int8_t* A;       // [m, k]
   const int8_t* B;       // [n, k]; with GLU [2 n, k], as all that follows of its rows
-  const float* A_scale;  // [m, ceil(k / SLICE)]; of channels [m, 1]; not read if CODED_SLICES > 0
+  const float* A_scale;  // [m, ceil(k / SLICE)]; of channels [m, 1]
   const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]; of channels [n, 1]
   void* C;               // [m, n] of elem_t
   const void* bias;      // [n] of bias_t; not read unless BIAS
