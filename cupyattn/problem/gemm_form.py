@@ -45,9 +45,9 @@ COPIED = ("a", "b", "a_16", "b_16")
 #: The kernels, by what shares a scale.
 ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
 #: Rows of A up to which tiles are shared; and up to which the portable form, with tiles of 16, is
-#: the faster on Hopper, too, unless there are more than 16 and so many tiles of 128 columns.
+#: the faster on Hopper, too, unless there are more than 16 and no room for pairs of blocks.
 #: Raced: experiments/results/gemm_few_rows.json.
-FEW_ROWS, PORTABLE_ROWS, _FULL = 64, 32, 64
+FEW_ROWS, PORTABLE_ROWS = 64, 32
 #: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
 #: cores multiply 4096 pairs of codes. Tiles are chosen by these.
@@ -293,9 +293,9 @@ def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
     >>> on_hopper(16, 1792, 7168)[1].splits, on_hopper(32, 12_288, 3072)
     (4, ('sm_90a', None))
     """
-    if m > PORTABLE_ROWS or (m > 16 and -(-n // 128) >= _FULL):
-        return "sm_90a", None
     tiles, slices = -(-n // 64), _slices(k)
+    if m > PORTABLE_ROWS or (m > 16 and 2 * tiles > HOPPER_BLOCKS):
+        return "sm_90a", None
     for splits in (4, 2):
         if tiles * splits <= HOPPER_BLOCKS and slices >= 4 * splits:
             return None, _SHARED_TILES[16 if m <= 16 else PORTABLE_ROWS].get(splits)
