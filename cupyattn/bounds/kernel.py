@@ -218,7 +218,9 @@ def predict_kernel(received: Received, *, rows: Array | None = None) -> codes.Pr
 def _may_cut(kernel: Kernel) -> bool:
     """Whether the lengths of a call let its tiles be cut into pieces along the keys."""
     call, tiles = kernel.launched, kernel.tiles
-    if not kernel.row.pieces or call.window or (call.causal and not call.stack):
+    # A record of form and tiles alone does not say whether heads that share keys were stacked.
+    whole = call.causal and not call.stack and call.heads == call.heads_kv
+    if not kernel.row.pieces or call.window or whole:
         return False
     steps = -(-call.len_kv // tiles.block_kv)
     return share_out(1, steps, MOST_PIECES + 1, tiles.block_kv).cut > 0
