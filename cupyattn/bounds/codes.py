@@ -26,7 +26,15 @@ from cupyattn.bounds.scores import (
     U,
     running_max,
 )
-from cupyattn.kernels.numerics import EX2_FLUSH, FP8_ROUNDOFF, LANES, P_CODE_ONE, Numerics, Shifts
+from cupyattn.kernels.numerics import (
+    EX2_FLUSH,
+    FP8_LEAST_NORMAL,
+    FP8_ROUNDOFF,
+    LANES,
+    P_CODE_ONE,
+    Numerics,
+    Shifts,
+)
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.reference.exact import ScoreBlock
 
@@ -59,12 +67,14 @@ class Prediction:
 class _Weights:
     """Weights as their codes have them, relative to e^top: between least and most.
 
-    least, most: (..., rows, steps, keys of a step); unit_error: (..., rows, steps), natural units,
-    what the factor of a step may be off by; dropped: (..., rows), units of O that shifts may drop.
+    least, most: (..., rows, steps, keys of a step); unit, unit_error: (..., rows, steps), what code
+    1 weighs and, in natural units, what the factor of a step may be off by; dropped: (..., rows),
+    units of O that shifts may drop.
     """
 
     least: Array
     most: Array
+    unit: Array
     unit_error: Array
     dropped: Array
 
@@ -94,7 +104,7 @@ def predict(
     mean : (..., 1, head_dim) array or None
         Of V, as the kernel adds it.
     v_scale : (..., 1, head_dim) array or None
-        Of the channels of V, where there are `Shifts`.
+        Of the channels of V, where there are `Shifts` or 8-bit floats.
     """
     xp = array_namespace(block.S)
     cut = _Cut(block, score, tiles.block_kv)
@@ -152,7 +162,8 @@ def predict(
     of_sums = ((1 + by_step) * xp.abs(of_tiles)).sum(axis=-3) + doubt
     off = off + theta_o[..., None] * of_sums
     if n.values == "fp8":
-        off = off + cut.truncated(middle, radius, v, 1 + by_step)
+        unit = weights.unit / total[..., None]
+        off = off + cut.truncated(middle, radius, unit, v, v_scale, 1 + by_step)
     usable = score.usable & (lost <= LARGEST_SHARE) & xp.isfinite(cut.top[..., 0, 0])
     lost = xp.where(usable, lost, 0.0)
     off = off / (1 - lost)[..., None]
@@ -218,10 +229,14 @@ class _Cut:
         by_group = weights.reshape(*weights.shape[:-2], -1, size).swapaxes(-2, -3)
         return by_group @ self.groups(v, size)
 
-    def truncated(self, middle: Array, radius: Array, v: Array, factor: Array) -> Array:
+    def truncated(
+        self, middle: Array, radius: Array, unit: Array, v: Array, v_scale: Array, factor: Array
+    ) -> Array:
         """Bound what tensor cores cut off sums of 8-bit floats [L66]: (..., rows, head_dim).
 
-        An addend of an instruction loses less than 2^-13 of the largest, and so does the sum.
+        An addend of an instruction, its accumulator among them, loses less than 2^-13 of the
+        largest, and the sum less than 2^-13 of itself. `unit` (..., rows, steps) is what code 1
+        weighs: operands below the least normal number are aligned as if they were it.
         """
         xp, each = self.xp, self.block_kv // FP8_PRODUCTS
         if self.block_kv % FP8_PRODUCTS:
@@ -229,7 +244,9 @@ class _Cut:
                 f"block_kv of e4m3 must be a multiple of {FP8_PRODUCTS}, got {self.block_kv}"
             )
         most = (middle + radius).reshape(*middle.shape[:-2], -1, FP8_PRODUCTS).max(axis=-1)
+        most = xp.maximum(most, FP8_LEAST_NORMAL * unit.repeat(each, axis=-1))
         largest_v = xp.abs(self.groups(v, FP8_PRODUCTS)).max(axis=-2)  # (..., groups, head_dim)
+        largest_v = xp.maximum(largest_v, FP8_LEAST_NORMAL * v_scale)
         product = most.swapaxes(-1, -2)[..., None] * largest_v[..., None, :]
 
         def by_step(x: Array) -> Array:
@@ -279,7 +296,8 @@ def _by_tile(cut: _Cut, score: Perturbed, n: Numerics) -> _Weights:
     factors = (3 if n.subtracts_first else 1) * U * below
     unit_error = of_M + factors + EX2_LOG_ERROR * (2 + score.rises[..., None])
     unit_error = xp.where(cut.has_keys, unit_error * REFERENCE, 0.0)
-    return _Weights(least, most, unit_error, 0.0 * score.top)
+    unit = xp.where(cut.has_keys, scale[..., 0], 0.0)
+    return _Weights(least, most, unit, unit_error, 0.0 * score.top)
 
 
 def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: bool) -> _Weights:
@@ -314,7 +332,7 @@ def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: boo
     begun = cut.attended.cumsum(axis=-1) > 0  # before that O is 0
     rises = (high[..., 1:] > low[..., :-1]) & begun[..., :-1]
     units = xp.where(rises, xp.exp2(high[..., 1:] - top), 0.0)
-    return _Weights(least, most, 0.0 * cut.m_finite, units.sum(axis=-1))
+    return _Weights(least, most, xp.exp2(high - top), 0.0 * cut.m_finite, units.sum(axis=-1))
 
 
 def _exponents(

@@ -218,7 +218,9 @@ def predict_kernel(received: Received, *, rows: Array | None = None) -> codes.Pr
 def _may_cut(kernel: Kernel) -> bool:
     """Whether the lengths of a call let its tiles be cut into pieces along the keys."""
     call, tiles = kernel.launched, kernel.tiles
-    if not kernel.row.pieces or call.window or (call.causal and not call.stack):
+    # A record of form and tiles alone does not say whether heads that share keys were stacked.
+    whole = call.causal and not call.stack and call.heads == call.heads_kv
+    if not kernel.row.pieces or call.window or whole:
         return False
     steps = -(-call.len_kv // tiles.block_kv)
     return share_out(1, steps, MOST_PIECES + 1, tiles.block_kv).cut > 0
@@ -258,7 +260,7 @@ def taken_by(
         n, kernel.tiles, call.scale, scaling_errors(n, call.scale, quantized, call.softcap),
         None if quantized is None else quantized.k_mean,
         quantized.v_mean if n.by_tile else None,
-        quantized.v_scale[:, :, 0] if n.shifts else None,
+        quantized.v_scale.max(axis=2) if n.shifts or n.values == "fp8" else None,
         kernel.cut if n.splits else None,
     )  # fmt: skip
     return (q, k, v), shared
@@ -278,8 +280,10 @@ class Shared:
         R3.
     mean : (batch, heads_kv, head_dim) array or None
         What smoothing took from the keys.
-    v_mean, v_scale : (batch, heads_kv, head_dim) array or None
-        The same of V, and its scales, where the kernel sums codes of V.
+    v_mean : (batch, heads_kv, head_dim) array or None
+        The same of V, where the kernel sums codes of V.
+    v_scale : (batch, heads_kv, head_dim) array or None
+        The largest scale of each channel of V, where the kernel drops bits of its sums.
     cut : Splits or None
     """
 
@@ -365,7 +369,12 @@ def _block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], A
         by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_n) - 1.0
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
     flushed = flushed / share
-    r6 = theta_o[..., None] * ((weighted + rounded) / share + flushed) + underflow / share
+    multiplied = weighted + rounded
+    if n.values == "fp8":
+        step = values.code_step(P_plus, n, tiles, score.slack)
+        scale = of_block(shared.v_scale, block)
+        multiplied = values.aligned_products(P_plus + rho, step, magnitude, scale)
+    r6 = theta_o[..., None] * (multiplied / share + flushed) + underflow / share
     if n.shifts:
         r6 = r6 + values.dropped_by_shifts(unit, of_block(shared.v_scale, block))
     size = xp.abs(o) + delta_o + flushed + r5 + r6

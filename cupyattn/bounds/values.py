@@ -11,7 +11,14 @@ from typing import Any
 from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import MAX_FLOAT, U
-from cupyattn.kernels.numerics import FP8_ROUNDOFF, LANES, P_CODE_ONE, Numerics, Shifts
+from cupyattn.kernels.numerics import (
+    FP8_LEAST_NORMAL,
+    FP8_ROUNDOFF,
+    LANES,
+    P_CODE_ONE,
+    Numerics,
+    Shifts,
+)
 from cupyattn.kernels.tiles import Tiles
 
 #: Relative error of e4m3: half a unit in the last of 4 bits, and what scaling adds.
@@ -46,14 +53,39 @@ def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Arr
     smallest one.
     """
     xp = array_namespace(P_plus)
-    largest = largest_of_tiles(P_plus, tiles).repeat(tiles.block_kv, axis=-1)
-    step = largest[..., : P_plus.shape[-1]] / P_CODE_ONE[n.p_type]
-    step = step * (xp.exp2(xp.minimum(slack, 99.0)) * (1 + CODES_RELATIVE))[..., None]
+    step = code_step(P_plus, n, tiles, slack)
     if n.p_type == "e4m3":
         half = xp.maximum(E4M3_RELATIVE * P_plus, 2.0**-10 * step)
     else:
         half = 0.5 * step
     return xp.minimum(P_plus, half)
+
+
+def code_step(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Array:
+    """Bound what code 1 of each key weighs: (..., rows, keys), arguments as `code_rounding`."""
+    xp = array_namespace(P_plus)
+    largest = largest_of_tiles(P_plus, tiles).repeat(tiles.block_kv, axis=-1)
+    step = largest[..., : P_plus.shape[-1]] / P_CODE_ONE[n.p_type]
+    return step * (xp.exp2(xp.minimum(slack, 99.0)) * (1 + CODES_RELATIVE))[..., None]
+
+
+def aligned_products(weights: Array, step: Array, magnitude: Array, scale: Array) -> Array:
+    """R6: bound sums of products of 8-bit floats as tensor cores align them [L3].
+
+    Parameters
+    ----------
+    weights, step : (..., rows, keys) array
+        Bounds of the weights that are multiplied, and of what code 1 weighs.
+    magnitude : (..., keys, head_dim) array
+        Of the values.
+    scale : (..., 1, head_dim) array
+        Of the channels of V.
+
+    Returns
+    -------
+    (..., rows, head_dim) array
+    """
+    return (weights + FP8_LEAST_NORMAL * step) @ (magnitude + FP8_LEAST_NORMAL * scale)
 
 
 def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
@@ -153,10 +185,9 @@ def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:
 
     Notes
     -----
-    Within a tile integers are exact; 8-bit floats meet one truncation for every other key and, with
-    instructions that add 16 products at a time or more, one for every 16 of them. A tile's sum
-    meets the rounding of beta times the scale of V, that of the product, and one for every tile
-    that is added.
+    Within a tile integers are exact; 8-bit floats meet one truncation for every key and two for
+    each instruction of 32, of its accumulator and of its sum. A tile's sum meets the rounding of
+    beta times the scale of V, that of the product, and one for every tile that is added.
     """
     xp = array_namespace(count)
     between = gamma(xp.minimum(count, -(-keys // tiles.block_kv)) + 2, U)

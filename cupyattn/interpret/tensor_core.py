@@ -173,13 +173,13 @@ def accumulation_error(
 
     Notes
     -----
-    By [L3] of docs/MATH_REFERENCE.md each addend but the largest loses less than `roundoff` of the
-    largest when it is aligned, and cutting the sum to 24 bits loses that much of it: `products` + 1
-    losses. The model's own rounding is one more; that of float64 is far below it. Each may be one
-    subnormal number instead. Two sums that close to each other round to float16 numbers that differ
-    by that much and one place of float16.
+    By [L3] of docs/MATH_REFERENCE.md each addend, c among them, loses less than `roundoff` of the
+    largest when it is aligned, and cutting the sum loses that much of it: `products` + 2 losses.
+    The model's own rounding is one more; that of float64 is far below it. Each may be one subnormal
+    number instead. Two sums that close to each other round to float16 numbers that differ by that
+    much and one place of float16. Operands are normal numbers.
     """
-    error = (products + 2) * (roundoff * magnitude + 2.0**-149)
+    error = (products + 3) * (roundoff * magnitude + 2.0**-149)
     if d_type == "f32":
         return error
     return error + 2.0**-10 * (magnitude + error) + 2.0**-24

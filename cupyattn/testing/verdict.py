@@ -7,8 +7,9 @@ arrays, with Hypothesis.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
 from cupyattn.bounds.bound import Bound
+from cupyattn.bounds.codes import Prediction
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder
@@ -42,6 +44,8 @@ from cupyattn.testing.watching import WATCHED
 SMALL_CELL = 2**22
 #: A rung that takes what any kernel does: beside `numerics` of another library, it only cuts rows.
 _ANY_RUNG = "unfused"
+#: Tag of an element whose error is larger beside the prediction of its codes.
+PREDICTED = "predicted codes"
 #: Query rows that are drawn at random in larger cells, and at most as many at the tiles' edges.
 SAMPLED_ROWS = 64
 
@@ -57,13 +61,16 @@ class Report:
     rows : int
         Query rows looked at, of each (batch, head).
     ratio : float
-        Largest error of O as a fraction of its bound (J2); it must not exceed 1.
+        Largest error of O as a fraction of its bound (J2); it must not exceed 1. Where P is codes
+        and `judge` knows the tiles of the call, the larger of that and the error beside the
+        predicted codes.
     index : tuple of int
         Where: (batch, head, row, channel).
     value, expected, bound : float
-        There: the output, exact attention, and what they may differ by.
+        There: the output, exact attention, and what they may differ by; or the output, its
+        prediction, and what these may differ by.
     tag : str
-        There: the rounding point with the largest share of the bound.
+        There: the rounding point with the largest share of the bound, or "predicted codes".
     lse_ratio : float or None
         Largest error of lse as a fraction of its bound; None where lse was not given.
     lse_index : tuple of int or None
@@ -72,7 +79,8 @@ class Report:
         ``norm(o - exact) / norm(exact)`` over the rows looked at, exact attention being that of
         the operands which the kernel multiplies. It decides nothing.
     tightness : float
-        Median over rows of ``rms(bound) / rms(exact)``: below 1, zeros would fail.
+        Median over rows of ``rms(bound) / rms(exact)``: below 1, zeros would fail. The narrower
+        bound of each element, where codes are predicted.
     quantisation : float or None
         J3: largest difference between exact attention of the INT8 operands and of the caller's
         arrays, as a fraction of its bound; it must not exceed 1.
@@ -140,6 +148,18 @@ class Further:
     signed: SignedRun | None = None
     draws: int = 1
     sums: bool = False
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """The worst element of O, and where; fields as those of `Report`."""
+
+    ratio: float
+    at: tuple[int, ...]
+    value: float
+    expected: float
+    bound: float
+    tag: str
 
 
 #: The elements of O and lse alone.
@@ -235,7 +255,10 @@ def judge(
         The INT8 operands that the rung worked on. J2 is then against exact attention of these.
     numerics, tiles, form
         As for `cupyattn.bounds.attention`. Where `o` comes from another library, `numerics` is what
-        `cupyattn.testing.numerics` makes of the words of its documents.
+        `cupyattn.testing.numerics` makes of the words of its documents. `tiles` and `form` given
+        together must be those of the call, as `cupyattn.kernel_form` returns them: with P in 8 bits
+        they settle every code, and the output is held to the codes, too (docs/MATH_REFERENCE.md,
+        §13). With one of them alone it is held to the wider bound, which any tiles meet.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for the call that made `o`.
     rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps
@@ -316,9 +339,10 @@ def judge(
         if form is None:
             form, settings = own.form, settings._replace(tiles=own.tiles)
     received = receive(settings, arrays, quantized=quantized, form=form)
+    settled = form is not None and settings.tiles is not None
     return judge_kernel(
         received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact,
-        further=Further(signed, draws, sums),
+        further=Further(signed, draws, sums), own_tiles=settled,
     )  # fmt: skip
 
 
@@ -386,12 +410,52 @@ class Expectation:
         Log-sum-exp of the same, with the score of the mean of K where smoothing took it off.
     bound : Bound
         What an output may differ by.
+    predicted : Prediction or None
+        The output that predicted codes give; None where P is no codes, or tiles are not known.
     """
 
     rows: Array
     o: Array
     lse: Array
     bound: Bound
+    predicted: Prediction | None
+
+    @property
+    def width(self) -> Array:
+        """The narrower bound of each element of O."""
+        total = self.bound.total
+        if self.predicted is None:
+            return total
+        return array_namespace(total).minimum(total, self.predicted.bound)
+
+    def ratios(self, value: Array) -> Array:
+        """Return the errors of O as fractions of their bounds, the larger of both.
+
+        Parameters
+        ----------
+        value : (batch, heads, len(rows), head_dim) array
+            float64.
+        """
+        xp = array_namespace(value)
+        return functools.reduce(xp.maximum, (one[0] for one in self._judgements(value)))
+
+    def worst(self, value: Array) -> _Elements:
+        """Return the worst element of O, given as for `ratios`."""
+        judged = [(*_worst(ratio), *rest) for ratio, *rest in self._judgements(value)]
+        ratio, at, beside, total, tag = max(judged, key=lambda one: one[0])
+        if not at:
+            return _Elements(ratio, (), 0.0, 0.0, 0.0, "")
+        here = (*at[:2], int(self.rows[at[2]]), at[3])
+        tag = tag or self.bound.dominant(at)
+        return _Elements(ratio, here, float(value[at]), float(beside[at]), float(total[at]), tag)
+
+    def _judgements(self, value: Array) -> Iterator[tuple[Array, Array, Array, str]]:
+        """Yield ratios of O, beside what, their bounds, and a tag if all elements share it."""
+        total = self.bound.total
+        yield ratio_to_bound(value, self.o, total), self.o, total, ""
+        if (of_codes := self.predicted) is not None:
+            ratio = ratio_to_bound(value, of_codes.o, of_codes.bound)
+            yield ratio, of_codes.o, of_codes.bound, PREDICTED
 
 
 def expectation(
@@ -401,6 +465,7 @@ def expectation(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
+    own_tiles: bool = True,
 ) -> Expectation:
     """Compute what outputs of a kernel are held to, once for many outputs of the same operands.
 
@@ -409,6 +474,8 @@ def expectation(
     received : Received
     numerics, rows, seed, exact
         As for `judge`.
+    own_tiles : bool
+        As for `judge_kernel`.
     """
     kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
     call = kernel.call
@@ -421,7 +488,11 @@ def expectation(
     bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
     if quantized is not None and quantized.k_mean is not None:
         lse = lse + mean_score(multiplied[0], quantized, rows, call.scale)
-    return Expectation(rows, o, lse, bound)
+    predicted = None
+    known = own_tiles and numerics is None and quantized is not None
+    if known and kernel.numerics(quantized.config).by_tile:
+        predicted = kernel_bounds.predict_kernel(received, rows=rows)
+    return Expectation(rows, o, lse, bound, predicted)
 
 
 def _scored(received: Received, rows: Array) -> dict[str, Any]:
@@ -442,6 +513,7 @@ def judge_kernel(
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
     further: Further = NOTHING_FURTHER,
+    own_tiles: bool = True,
 ) -> Report:
     """Judge the output of a kernel, such as that of a prepared call.
 
@@ -452,6 +524,9 @@ def judge_kernel(
         As for `judge`.
     further : Further
         What is judged beside the elements of O and lse.
+    own_tiles : bool
+        Whether form and tiles of `received` are those of the call, as in the record of a plan:
+        predicted codes depend on them. Those of another library's `numerics` never are.
     """
     check_values("rows", rows)
     kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
@@ -461,13 +536,14 @@ def judge_kernel(
         raise ValueError(f"o must have q's shape {shape}, got {o.shape}")
     if lse is not None and lse.shape != shape[:3]:
         raise ValueError(f"lse must have shape {shape[:3]}, got {lse.shape}")
-    known = expectation(received, numerics=numerics, rows=rows, seed=seed, exact=exact)
+    known = expectation(
+        received, numerics=numerics, rows=rows, seed=seed, exact=exact, own_tiles=own_tiles
+    )
     rows, bound, expected, expected_lse = known.rows, known.bound, known.o, known.lse
     scored = _scored(received, rows)
 
     value = as_float64(o[:, :, rows])
-    total = bound.total
-    ratio, at = _worst(ratio_to_bound(value, expected, total))
+    worst = known.worst(value)
     lse_ratio = lse_at = None
     if lse is not None:
         lse_value = as_float64(lse[:, :, rows])
@@ -483,16 +559,16 @@ def judge_kernel(
     return Report(
         variant=kernel.variant.name if foreign is None else foreign.name,
         rows=int(rows.size),
-        ratio=ratio,
-        index=(*at[:2], int(rows[at[2]]), at[3]) if at else at,
-        value=float(value[at]) if at else 0.0,
-        expected=float(expected[at]) if at else 0.0,
-        bound=float(total[at]) if at else 0.0,
-        tag=bound.dominant(at) if at else "",
+        ratio=worst.ratio,
+        index=worst.at,
+        value=worst.value,
+        expected=worst.expected,
+        bound=worst.bound,
+        tag=worst.tag,
         lse_ratio=lse_ratio,
         lse_index=lse_at,
         relative_l2=relative_l2,
-        tightness=_tightness(total, size),
+        tightness=_tightness(known.width, size),
         quantisation=_quantisation(received, (expected, expected_lse), of_caller, scored),
         relative_l2_given=relative_l2_given,
         signed=None if further.signed is None else judge_signed(

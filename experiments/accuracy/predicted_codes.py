@@ -9,9 +9,11 @@ Measures     |O - prediction| / bound; codes in doubt; rows left to the other bo
 Run          python -m experiments.accuracy.predicted_codes     # a device; a million rows a form
              python -m experiments.accuracy.predicted_codes --backend mirror [--rows N]
              python -m experiments.accuracy.predicted_codes --backend interpret
+             python -m experiments.accuracy.predicted_codes --stored --update-docs   # no device
 
 Long calls come last: a run that ends by ``--seconds`` has a table and a record of the shorter ones.
-Exit status 1: an output lies outside its bound, or another tile size does not.
+``--update-docs`` writes the table of docs/MATH_REFERENCE.md, from the record. Exit status 1: an
+output lies outside its bound, or another tile size does not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +38,10 @@ from cupyattn.cli import output
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.settings import Settings
-from experiments._harness import recording
+from experiments._harness import plots, recording
 
+PAGE = recording.ROOT / "docs" / "MATH_REFERENCE.md"
+BEGIN, END = "<!-- predicted_codes: begin -->", "<!-- predicted_codes: end -->"
 #: Every form that codes P, by the options that ask for it.
 FORMS = {
     "pv8, u8": ("pv8", ca.QuantConfig(pv="int8", granularity_v="block"), "sm_90"),
@@ -204,6 +208,52 @@ def compile_all(args: argparse.Namespace) -> None:
         list(pool.map(prepare, dict.fromkeys(wanted)))
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of a record's forms."""
+    header = [
+        "", "rows", "largest |O - predicted| / bound", "in float32", "codes in doubt", "rows left",
+        "bound / old bound", "with another tile",
+    ]  # fmt: skip
+    return header, [
+        [
+            row["form"], f"{row['rows']:,}", f"{row['largest_ratio']:.7f}",
+            f"{row['largest_ratio_in_float32']:.4f}",
+            f"{row['codes_in_doubt']:.1e}", f"{row['rows_left']:.1e}",
+            f"{row['bound_over_old']:.1e}", f"{row['wrong_tile_ratio']:.3g}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """Return the section of docs/MATH_REFERENCE.md."""
+    header, rows = table(record["forms"])
+    lengths, sizes = (", ".join(f"{n:,}" for n in record[x]) for x in ("lengths", "head_dims"))
+    lines = [
+        f"Written by `{recording.command_now(record)}` from "
+        "[predicted_codes.json](../experiments/results/predicted_codes.json): "
+        f"{plots.source(record)}. Lengths {lengths}, head_dim {sizes}, "
+        f"inputs {', '.join(record['distributions'])}.",
+        "",
+        *recording.markdown([x.replace("|", "\\|") for x in header], rows),
+    ]
+    return "\n".join(lines)
+
+
+def right(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all outputs lie within their bounds, and those of another tile size do not."""
+    return all(row["largest_ratio"] <= 1 < row["wrong_tile_ratio"] for row in rows)
+
+
+def run_stored(args: argparse.Namespace) -> int:
+    """Print the table of the record, and write it into the page."""
+    record = recording.stored("predicted_codes")
+    output.print_table(*table(record["forms"]))
+    if args.update_docs:
+        recording.replace_between(PAGE, BEGIN, END, page(record))
+    return 0 if right(record["forms"]) else 1
+
+
 def run(args: argparse.Namespace) -> int:
     """Run every cell, print the table, write the record."""
     began = time.perf_counter()
@@ -228,19 +278,7 @@ def run(args: argparse.Namespace) -> int:
             run_cell(cell, inputs, each, tallies[cell.form], over_old[cell.form], args.backend)
             advance(cell.form)
     rows = [tallies[form].row(form, over_old[form]) for form in args.forms]
-    header = [
-        "", "rows", "largest |O - predicted| / bound", "in float32", "codes in doubt", "rows left",
-        "bound / old bound", "with another tile",
-    ]  # fmt: skip
-    output.print_table(header, [
-        [
-            row["form"], f"{row['rows']:,}", f"{row['largest_ratio']:.7f}",
-            f"{row['largest_ratio_in_float32']:.4f}",
-            f"{row['codes_in_doubt']:.1e}", f"{row['rows_left']:.1e}",
-            f"{row['bound_over_old']:.1e}", f"{row['wrong_tile_ratio']:.3g}",
-        ]
-        for row in rows
-    ])  # fmt: skip
+    output.print_table(*table(rows))
     seconds = time.perf_counter() - began
     for row in rows:
         if row["largest_ratio"] > 1:
@@ -251,8 +289,7 @@ def run(args: argparse.Namespace) -> int:
         "distributions": list(args.distributions), "seconds": seconds, "forms": rows,
     }  # fmt: skip
     recording.keep(args, "predicted_codes", args.backend, content)
-    right = all(row["largest_ratio"] <= 1 < row["wrong_tile_ratio"] for row in rows)
-    return 0 if right else 1
+    return 0 if right(rows) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -264,7 +301,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--seconds", type=float, default=300.0, help="no call begins later")
     parser.add_argument("--threads", type=int, default=16, help="compilations at a time")
+    parser.add_argument("--stored", action="store_true", help="no run: the committed record")
+    parser.add_argument("--update-docs", action="store_true", help="with --stored, write the table")
     args = parser.parse_args(argv)
+    if args.stored:
+        return recording.guarded(run_stored, args)
     if args.quick and args.backend == "cuda":
         args.backend = "mirror"
     args.quick = args.backend != "cuda"

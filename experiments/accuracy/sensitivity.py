@@ -207,8 +207,8 @@ def ground_of(trial: Trial, kernel: Received, o: Any, lse: Any) -> Ground:
 
 def leaves(known: Expectation, o: Any, lse: Any) -> tuple[float, float]:
     """Return the largest errors of O and lse as shares of their bounds."""
-    of_o = ratio_to_bound(o, known.o, known.bound.total).max()
-    return float(of_o), float(ratio_to_bound(lse, known.lse, known.bound.lse).max())
+    of_lse = ratio_to_bound(lse, known.lse, known.bound.lse)
+    return float(known.ratios(o).max()), float(of_lse.max())
 
 
 def seen_by_size(

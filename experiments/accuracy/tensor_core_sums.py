@@ -58,6 +58,11 @@ class Instruction:
     fraction_bits: int
 
     @property
+    def least_normal(self) -> float:
+        """Least normal number of the operands: smaller ones are aligned as if they were it."""
+        return float(ml_dtypes.finfo(DTYPES[self.kind]).smallest_normal)
+
+    @property
     def entry(self) -> str:
         """Kernel that runs it."""
         return f"{self.name}_{self.kind}"
@@ -104,35 +109,58 @@ INSTRUCTIONS = [
 ]
 
 
-def bound(products: Float64, c: Float64, fraction_bits: int) -> Float64:
-    """Bound the error of sums: each addend but the largest, and the sum, lose less than one unit.
+def bound(a: Float64, b: Float64, c: Float64, fraction_bits: int, least_normal: float) -> Float64:
+    """Bound the error of c + sum of a[k] b[k]: each addend and the sum lose less than one unit.
 
     The unit is 2^-fraction_bits of the largest addend, of the sum 2^-fraction_bits of the sum.
-    An addend loses no more than itself.
+    An addend loses no more than itself. Exponents are compared before anything is normalised, so an
+    operand other than 0 counts as `least_normal` at least where the largest addend is sought.
 
     Parameters
     ----------
-    products : (cases, depth) array
+    a, b : (cases, depth) array
     c : (cases,) array
     fraction_bits : int
+        From 23 on the largest addend has no bit below the last one kept, and loses nothing.
+    least_normal : float
+
+    Returns
+    -------
+    (cases,) array
     """
+    products = a * b
+    aligned = np.maximum(np.abs(a), least_normal) * np.maximum(np.abs(b), least_normal)
+    largest = np.where(products != 0, aligned, 0.0).max(axis=1)
+    largest = np.maximum(largest, np.abs(c))
+    unit = 2.0**-fraction_bits * largest
     sizes = np.abs(np.concatenate([products, c[:, None]], axis=1))
-    unit = 2.0**-fraction_bits * sizes.max(axis=1, keepdims=True)
-    lost = np.minimum(sizes, unit).sum(axis=1) - unit[:, 0]
+    lost = np.minimum(sizes, unit[:, None]).sum(axis=1)
+    if fraction_bits >= 23:
+        lost = lost - np.where(sizes.max(axis=1) == largest, unit, 0.0)
     return lost + 2.0**-fraction_bits * (np.abs(products.sum(axis=1) + c) + lost)
 
 
-def model(a: Float64, b: Float64, c: Float64, fraction_bits: int, sum_bits: int = 23) -> Float64:
+def model(
+    a: Float64,
+    b: Float64,
+    c: Float64,
+    fraction_bits: int,
+    sum_bits: int = 23,
+    least_normal: float = 0.0,
+) -> Float64:
     """Add as tensor cores are said to: addends cut off toward zero, then the sum.
 
     The unit is 2^-fraction_bits of 2 to the largest exponent, that of a product being the sum of
-    its factors' exponents; the sum keeps `sum_bits` bits of its fraction.
+    its factors' exponents, at least that of `least_normal`. A product of 0 has no exponent. The sum
+    keeps `sum_bits` bits of its fraction.
     """
 
-    def exponent(x: Float64) -> npt.NDArray[np.int64]:
+    def exponent(x: Float64, least: float = 0.0) -> npt.NDArray[np.int64]:
+        x = np.maximum(np.abs(x), least)
         return np.where(x == 0, -4000, np.frexp(x)[1] - 1).astype(np.int64)
 
-    of_products = exponent(a) + exponent(b)
+    of_products = exponent(a, least_normal) + exponent(b, least_normal)
+    of_products = np.where(a * b == 0, -4000, of_products)
     largest = np.maximum(of_products.max(axis=1), exponent(c))
     unit = np.ldexp(1.0, np.maximum(largest, -1000) - fraction_bits)
     addends = np.concatenate([a * b, c[:, None]], axis=1)
@@ -235,19 +263,37 @@ def drawn(instruction: Instruction, cases: int, seed: int) -> tuple[Float64, Flo
     return a, b, c.astype(np.float32).astype(np.float64)
 
 
+def drawn_low(instruction: Instruction, cases: int, seed: int) -> tuple[Float64, Float64, Float64]:
+    """Draw sums whose left operands are the least normal number and below, with c of that size."""
+    rng = np.random.default_rng([seed, 1])
+    shape, dtype = (cases, instruction.depth), DTYPES[instruction.kind]
+    # Of bfloat16 the products would leave float32.
+    low = max(instruction.least_normal, 2.0**-100)
+    a = rng.uniform(-1, 1, shape) * low * (rng.random(shape) < rng.choice([0.1, 1.0], (cases, 1)))
+    b = rng.standard_normal(shape)
+    a, b = (x.astype(np.float32).astype(dtype).astype(np.float64) for x in (a, b))
+    c = low * rng.standard_normal(cases) * 2.0 ** rng.integers(-8, 3, cases)
+    c = np.where(rng.random(cases) < 0.2, 0.0, c)
+    return a, b, c.astype(np.float32).astype(np.float64)
+
+
 def measure(instruction: Instruction, backend: str, seed: int) -> dict[str, Any]:
     """Return the row of an instruction."""
     probe = Probe(instruction, backend)
     kept = probe.kept_bits()
-    a, b, c = drawn(instruction, CASES[backend], seed)
+    ordinary = drawn(instruction, CASES[backend], seed)
+    low = drawn_low(instruction, CASES[backend] // 8, seed)
+    a, b, c = (np.concatenate(two) for two in zip(ordinary, low, strict=True))
     sums = instruction.sums(a, b, c, backend)
     exact = (a * b).sum(axis=1) + c
-    allowed = bound(a * b, c, instruction.fraction_bits)
+    allowed = bound(a, b, c, instruction.fraction_bits, instruction.least_normal)
     error = np.abs(sums - exact)
     ratio = np.where(error > 0, error / np.where(allowed > 0, allowed, np.inf), 0.0)
     ratio = np.where((error > 0) & (allowed <= 0), np.inf, ratio)
     alike = {
-        f"{bits}, {last}": float((model(a, b, c, bits, last) == sums).mean())
+        f"{bits}, {last}": float(
+            (model(a, b, c, bits, last, instruction.least_normal) == sums).mean()
+        )
         for bits in range(10, 28)
         for last in {bits, 23}
     }
@@ -285,7 +331,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         for row in rows
     ])  # fmt: skip
-    content = {"cases": CASES[args.backend], "instructions": rows}
+    content = {"cases": CASES[args.backend] * 9 // 8, "instructions": rows}
     recording.keep(args, "tensor_core_sums", args.backend, content)
     return 0 if all(row["largest_ratio"] <= 1 for row in rows) else 1
 

@@ -16,6 +16,7 @@ from cupyattn import distributions
 from cupyattn.bounds.codes import Prediction, rounded
 from cupyattn.bounds.kernel import bound_kernel, predict_kernel
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.kernels.numerics import FP8_LEAST_NORMAL
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.settings import Settings
@@ -195,6 +196,31 @@ def test_the_guard_of_whole_numbers(name: str, length: int) -> None:
 def test_sums_that_are_cut_off(name: str) -> None:
     """As tensor cores add 8-bit floats: 32 products at a time, 13 bits, toward zero."""
     call = Call(name, *drawn("normal", 600, dtype="float32"))
+    assert ratio(*cut_off(call)).max() <= 1
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_subnormal_values_are_cut_off_at_the_least_normal_number(name: str) -> None:
+    """A channel whose large values are masked: all that is left of it lies below 2^-6.
+
+    One key of 32 has the code 448 of P, the others 15/32: beside 448 2^-6 those lose 7/8 of a unit.
+    """
+    key, first = np.arange(320), np.eye(32)[0]
+    q = np.broadcast_to(32**0.5 * first, (1, 2, 96, 32))
+    scores = np.where(key % 32 == 0, 0.0, np.log(15 / 32 / 448))
+    k = np.broadcast_to(scores[:, None] * first, (1, 2, 320, 32))
+    large = np.where(key == 0, 1.0, -1.0)
+    small = np.where(key < 128, -1.0, 1.0) * 2.0**-9 / 448  # their mean is small, too
+    v = np.broadcast_to(np.where(key < 2, large, small)[:, None], (1, 2, 320, 32))
+    q, k, v = (np.ascontiguousarray(x, np.float32) for x in (q, k, v))
+    call = Call(name, q, k, v, mask=key >= 128)
+    moved, found = cut_off(call)
+    assert ratio(moved, found).max() <= 1
+    assert ratio(moved, replace(found, bound=found.bound / 3)).max() > 1
+
+
+def cut_off(call: Call) -> tuple[np.ndarray, Prediction]:
+    """Return some rows of O as tensor cores sum them, and their prediction."""
     z, last, some = call.quantized, call.steps[-1], slice(0, 96, 7)
     v = np.asarray(z.value_codes(), np.float64)
     moved = call.o[:, :, some].copy()
@@ -207,9 +233,8 @@ def test_sums_that_are_cut_off(name: str) -> None:
         for head in range(2):
             lost = cut_sums(codes[0, head], here[0, head]) - codes[0, head] @ here[0, head]
             moved[0, head] += factor[0, head] * lost * z.v_scale[0, head, 0]
-    found = Prediction(call.found.o[:, :, some], call.found.bound[:, :, some], np.zeros(0))
     assert (np.abs(moved - call.o[:, :, some]) > 0).any()
-    assert ratio(moved, found).max() <= 1
+    return moved, Prediction(call.found.o[:, :, some], call.found.bound[:, :, some], np.zeros(0))
 
 
 def cut_sums(codes: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -219,7 +244,9 @@ def cut_sums(codes: np.ndarray, v: np.ndarray) -> np.ndarray:
     for first in range(0, codes.shape[1], 32):
         keys = slice(first, first + 32)
         a = codes[:, keys].repeat(channels, axis=0)
-        found = tensor_core_sums.model(a, np.tile(v[keys].T, (rows, 1)), found, 13)
+        found = tensor_core_sums.model(
+            a, np.tile(v[keys].T, (rows, 1)), found, 13, 13, FP8_LEAST_NORMAL
+        )
     return found.reshape(rows, channels)
 
 

@@ -7,6 +7,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+from experiments._harness import recording
+from experiments.accuracy import predicted_codes
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "MATH_REFERENCE.md").read_text()
 GREEK = set(
@@ -151,3 +154,10 @@ def test_sections_that_other_pages_name_are_there() -> None:
         named = re.findall(name, path.read_text())
         assert {s for s, _ in named if s} <= sections, path.name
         assert {tag for _, tag in named if tag} <= set(lemmas(PAGE)), path.name
+
+
+def test_the_table_of_predicted_codes_is_that_of_its_record() -> None:
+    record = recording.stored("predicted_codes")
+    assert record["environment"]["dirty"] is False
+    assert predicted_codes.page(record) in PAGE
+    assert predicted_codes.right(record["forms"])

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cupyattn.kernels.numerics import FP8_ROUNDOFF, TENSOR_CORE_ROUNDOFF
 from experiments.accuracy import predicted_codes
-from experiments.accuracy.tensor_core_sums import INSTRUCTIONS, Instruction, bound, drawn
+from experiments.accuracy.tensor_core_sums import (
+    INSTRUCTIONS,
+    Instruction,
+    bound,
+    drawn,
+    drawn_low,
+    model,
+)
 
 cupy = pytest.importorskip("cupy")
 
@@ -20,13 +29,33 @@ def hopper() -> None:
         pytest.skip("needs compute capability 9.0")
 
 
+@pytest.mark.parametrize("draw", [drawn, drawn_low])
 @pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda one: one.entry)
-def test_an_addend_loses_less_than_a_unit_of_the_largest(instruction: Instruction) -> None:
+def test_an_addend_loses_less_than_a_unit_of_the_largest(
+    instruction: Instruction, draw: Callable[..., Any]
+) -> None:
     assumed = FP8_ROUNDOFF if instruction.kind == "e4m3" else TENSOR_CORE_ROUNDOFF
     assert 2.0**-instruction.fraction_bits == assumed
-    a, b, c = drawn(instruction, 100_000, seed=1)
+    a, b, c = draw(instruction, 100_000, seed=1)
     error = np.abs(instruction.sums(a, b, c, "cuda") - ((a * b).sum(axis=1) + c))
-    assert (error <= bound(a * b, c, instruction.fraction_bits)).all()
+    assert (error <= bound(a, b, c, instruction.fraction_bits, instruction.least_normal)).all()
+
+
+@pytest.mark.parametrize("draw", [drawn, drawn_low])
+def test_wgmma_over_8_bit_floats_adds_as_the_model(draw: Callable[..., Any]) -> None:
+    """13 bits of the largest addend and of the sum; operands below 2^-6 align as 2^-6."""
+    one = next(one for one in INSTRUCTIONS if one.entry == "wgmma_e4m3")
+    a, b, c = draw(one, 20_000, seed=1)
+    found = one.sums(a, b, c, "cuda")
+    assert (found == model(a, b, c, 13, 13, one.least_normal)).all()
+
+
+@pytest.mark.parametrize("name", ["mma_f16", "mma_bf16", "wgmma_f16", "wgmma_bf16"])
+def test_16_bit_operands_add_as_the_model(name: str) -> None:
+    """25 bits of the largest addend, 23 of the sum; all operands are normal."""
+    one = next(one for one in INSTRUCTIONS if one.entry == name)
+    a, b, c = drawn(one, 20_000, seed=1)
+    assert (one.sums(a, b, c, "cuda") == model(a, b, c, 25, 23)).all()
 
 
 def test_codes_are_those_that_are_predicted() -> None:

@@ -17,6 +17,7 @@ from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.ladder import VARIANTS, Variant, lookup
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
 from cupyattn.plans import assemble, attention_int8
@@ -290,10 +291,15 @@ def hopper_blocks(count: int) -> Iterator[None]:
             planner.cache_clear()
 
 
-def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
-    """Return the form that these arrays get: the Hopper form does not take all of them."""
+def plan_taken(rung: str, inputs: Arrays, **options: Any) -> Any:
+    """Return the plan that these arrays get: the Hopper form does not take all of them."""
     asked = dict(**{**asked_for(rung), **options})
-    return explain.plans(resolved(*inputs, **asked))[-1].form
+    return explain.plans(resolved(*inputs, **asked))[-1]
+
+
+def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
+    """Return the form of that plan."""
+    return str(plan_taken(rung, inputs, **options).form)
 
 
 @dataclass(frozen=True)
@@ -307,6 +313,7 @@ class Run:
     quantized: QuantizedQKV | None
     o: Any
     lse: Any
+    tiles: Tiles | None = None  # with those of the call the judge predicts codes of P
 
     def judge(self, *, host: bool = True) -> verdict.Report:
         """J2, and J3 where the operands were quantised; on the host unless told otherwise."""
@@ -322,7 +329,7 @@ class Run:
                 options[name] = tuple(map(move, options[name]))
         return verdict.judge(
             move(self.o), q, k, v, variant=variant_of(self.rung).name, lse=move(self.lse),
-            quantized=z, form=self.form, **options,
+            quantized=z, form=self.form, **{"tiles": self.tiles, **options},
         )  # fmt: skip
 
     def check(self) -> verdict.Report:
@@ -378,13 +385,13 @@ def run(
     """Call `attention`, and keep the quantised operands of the INT8 rung, which `quant` makes."""
     z = quantized(rung, inputs, quantiser(backend), options, quant, arch)
     given = options if quant is None else {**options, "quant": quant}
-    form = form_taken(rung, inputs, arch=arch, backend=backend, **given)
-    if z is None or form == "fused":
+    plan = plan_taken(rung, inputs, arch=arch, backend=backend, **given)
+    if z is None or plan.form == "fused":
         operands, rest = inputs, given
     else:
         operands, rest = (z,), {n: x for n, x in options.items() if n not in PREPARATION}
     o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **rest)
-    return Run(rung, form, inputs, options, z, o, lse)
+    return Run(rung, plan.form, inputs, options, z, o, lse, plan.tiles)
 
 
 def packed(
@@ -482,4 +489,4 @@ def run_into(
         plan = plan_int8(call, lie, Codes.of(z), scales, arch=arch)
     buffers = {name: memory.as_input(array) for name, array in (operands | added).items()}
     run_plan(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
-    return Run(rung, form, inputs, options, z, o, lse)
+    return Run(rung, form, inputs, options, z, o, lse, plan.tiles)
