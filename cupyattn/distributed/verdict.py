@@ -26,7 +26,7 @@ from cupyattn.problem.checks import check_limits
 from cupyattn.problem.settings import PLACES
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference.exact import attention_exact
-from cupyattn.testing.verdict import mean_score
+from cupyattn.testing.expected import mean_score
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
-from cupyattn.testing import verdict
+from cupyattn.testing import expected, verdict
 
 #: Where the rows next to tile edges lie in a sample: the block_q of every portable form divides it,
 #: and every second edge of the Hopper form's tiles of 192 rows is a multiple of it.
@@ -525,12 +525,12 @@ def judged_rows(call: AttentionSpec, seed: int = 0) -> Any:
     (48, 127)
     """
     scores_of_row = call.batch * call.heads * call.len_kv
-    if scores_of_row * call.len_q <= verdict.SMALL_CELL:
+    if scores_of_row * call.len_q <= expected.SMALL_CELL:
         return np.arange(call.len_q)
     # Half of a sample is drawn, half lies at edges.
     room = SAMPLED_SCORES // (2 * scores_of_row)
-    count = min(verdict.SAMPLED_ROWS, max(LEAST_SAMPLED, room))
-    return verdict.sample_rows(call.len_q, EDGE_ROWS, seed, count)
+    count = min(expected.SAMPLED_ROWS, max(LEAST_SAMPLED, room))
+    return expected.sample_rows(call.len_q, EDGE_ROWS, seed, count)
 
 
 def remembered() -> Exact:

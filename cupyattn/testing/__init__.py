@@ -15,8 +15,9 @@ from cupyattn import lazy_face
 if TYPE_CHECKING:
     from cupyattn.bounds.perturbation import ratio_to_bound
     from cupyattn.testing.counterexamples import Counterexample, load_counterexample
+    from cupyattn.testing.expected import sample_rows
     from cupyattn.testing.foreign import numerics
-    from cupyattn.testing.verdict import Report, assert_within_bound, judge, sample_rows
+    from cupyattn.testing.verdict import Report, assert_within_bound, judge
 
 __all__ = [
     "Counterexample",
@@ -34,7 +35,8 @@ __getattr__, __dir__ = lazy_face(
     {
         "bounds.perturbation": ("ratio_to_bound",),
         "testing.counterexamples": ("Counterexample", "load_counterexample"),
+        "testing.expected": ("sample_rows",),
         "testing.foreign": ("numerics",),
-        "testing.verdict": ("Report", "assert_within_bound", "judge", "sample_rows"),
+        "testing.verdict": ("Report", "assert_within_bound", "judge"),
     },
 )  # fmt: skip

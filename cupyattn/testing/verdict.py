@@ -7,22 +7,15 @@ arrays, with Hypothesis.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from cupyattn.arrays.interchange import operand, take, taken, taken_pair
+from cupyattn.arrays.interchange import take, taken, taken_pair
 from cupyattn.arrays.kinds import Array, array_namespace, as_float64, check_values
-from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
-from cupyattn.bounds.bound import Bound
-from cupyattn.bounds.codes import Prediction
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder
@@ -30,26 +23,18 @@ from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import check_scale
 from cupyattn.problem.received import Received, chosen, receive
 from cupyattn.problem.row_preparation import EPS, PAIRS
 from cupyattn.problem.settings import of_arguments
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing.counterexamples import keep
+from cupyattn.testing.expected import expectation, operands_of, options_of_exact, worst_of
 from cupyattn.testing.functionals import FunctionalRatio, sums_over_channels
 from cupyattn.testing.signed import SignedRatio, SignedRun, judge_signed
 from cupyattn.testing.watching import WATCHED
 
-#: Scores (batch heads len_q len_kv) up to which every row is judged.
-SMALL_CELL = 2**22
 #: A rung that takes what any kernel does: beside `numerics` of another library, it only cuts rows.
 _ANY_RUNG = "unfused"
-#: Tag of an element whose error is larger beside the prediction of its codes.
-PREDICTED = "predicted codes"
-#: Query rows that are drawn at random in larger cells, and at most as many at the tiles' edges.
-SAMPLED_ROWS = 64
-
-
 @dataclass(frozen=True)
 class Report:
     """What `judge` found.
@@ -143,65 +128,19 @@ class Report:
 
 @dataclass(frozen=True)
 class Further:
-    """What is judged beside the elements of O and lse; fields as the options of `judge`."""
+    """What O is held to beside exact attention; fields as the options of `judge`.
+
+    `codes` says whether form and tiles are those of the call: as for `expectation`.
+    """
 
     signed: SignedRun | None = None
     draws: int = 1
     sums: bool = False
+    codes: bool = True
 
 
-@dataclass(frozen=True)
-class _Elements:
-    """The worst element of O, and where; fields as those of `Report`."""
-
-    ratio: float
-    at: tuple[int, ...]
-    value: float
-    expected: float
-    bound: float
-    tag: str
-
-
-#: The elements of O and lse alone.
+#: Codes alone.
 NOTHING_FURTHER = Further()
-
-
-def sample_rows(
-    len_q: int, block_q: int, seed: int = 0, count: int = SAMPLED_ROWS
-) -> npt.NDArray[np.int64]:
-    """Choose query rows: drawn ones, the first and the last, and those at the edges of tiles.
-
-    Parameters
-    ----------
-    len_q : int
-        Query rows.
-    block_q : int
-        Rows of a tile.
-    seed : int
-        Of the draw.
-    count : int
-        Rows to draw; of the rows at tile edges as many are taken, if there are more.
-
-    Returns
-    -------
-    1-D array, int64
-        Sorted, without repeats; all rows where there are no more than `count`.
-
-    Examples
-    --------
-    >>> rows = sample_rows(1000, 128)
-    >>> bool({0, 127, 128, 895, 896, 999} <= set(rows.tolist())), len(rows) >= 64
-    (True, True)
-    """
-    if len_q <= count:
-        return np.arange(len_q)
-    rng = np.random.default_rng(seed)
-    starts = np.arange(0, len_q, block_q)
-    edges = np.concatenate([starts, starts[1:] - 1])
-    if edges.size > count:
-        edges = rng.choice(edges, size=count, replace=False)
-    drawn = rng.choice(len_q, size=count, replace=False)
-    return np.unique(np.concatenate([[0, len_q - 1], edges, drawn]))
 
 
 @points_to_our_names
@@ -342,15 +281,8 @@ def judge(
     settled = form is not None and settings.tiles is not None
     return judge_kernel(
         received, o, lse, numerics=numerics, rows=rows, seed=seed, exact=exact,
-        further=Further(signed, draws, sums), own_tiles=settled,
+        further=Further(signed, draws, sums, codes=settled),
     )  # fmt: skip
-
-
-def _multiplied(received: Received) -> tuple[Any, Any, Any]:
-    """Return q, k, v as the kernel multiplies them."""
-    if received.quantized is not None:
-        return kernel_bounds.kernel_operands(received.quantized)
-    return received.prepared
 
 
 def _exact_of_caller(
@@ -391,116 +323,9 @@ def _quantisation(
         q, k = preparation.exact(q, k)
     bound = quantised.quantisation(q, k, v, quantized, prepared=prepared, **scored)
     return max(
-        _worst(ratio_to_bound(of_operands[0], of_caller[0], bound.total))[0],
-        _worst(ratio_to_bound(of_operands[1], of_caller[1], bound.lse))[0],
+        worst_of(ratio_to_bound(of_operands[0], of_caller[0], bound.total))[0],
+        worst_of(ratio_to_bound(of_operands[1], of_caller[1], bound.lse))[0],
     )
-
-
-@dataclass(frozen=True, eq=False)
-class Expectation:
-    """What `judge` holds the output of a kernel to.
-
-    Parameters
-    ----------
-    rows : 1-D integer array
-        Query rows that are judged.
-    o : (batch, heads, len(rows), head_dim) array
-        Exact attention of the operands that the kernel multiplies, float64.
-    lse : (batch, heads, len(rows)) array
-        Log-sum-exp of the same, with the score of the mean of K where smoothing took it off.
-    bound : Bound
-        What an output may differ by.
-    predicted : Prediction or None
-        The output that predicted codes give; None where P is no codes, or tiles are not known.
-    """
-
-    rows: Array
-    o: Array
-    lse: Array
-    bound: Bound
-    predicted: Prediction | None
-
-    @property
-    def width(self) -> Array:
-        """The narrower bound of each element of O."""
-        total = self.bound.total
-        if self.predicted is None:
-            return total
-        return array_namespace(total).minimum(total, self.predicted.bound)
-
-    def ratios(self, value: Array) -> Array:
-        """Return the errors of O as fractions of their bounds, the larger of both.
-
-        Parameters
-        ----------
-        value : (batch, heads, len(rows), head_dim) array
-            float64.
-        """
-        xp = array_namespace(value)
-        return functools.reduce(xp.maximum, (one[0] for one in self._judgements(value)))
-
-    def worst(self, value: Array) -> _Elements:
-        """Return the worst element of O, given as for `ratios`."""
-        judged = [(*_worst(ratio), *rest) for ratio, *rest in self._judgements(value)]
-        ratio, at, beside, total, tag = max(judged, key=lambda one: one[0])
-        if not at:
-            return _Elements(ratio, (), 0.0, 0.0, 0.0, "")
-        here = (*at[:2], int(self.rows[at[2]]), at[3])
-        tag = tag or self.bound.dominant(at)
-        return _Elements(ratio, here, float(value[at]), float(beside[at]), float(total[at]), tag)
-
-    def _judgements(self, value: Array) -> Iterator[tuple[Array, Array, Array, str]]:
-        """Yield ratios of O, beside what, their bounds, and a tag if all elements share it."""
-        total = self.bound.total
-        yield ratio_to_bound(value, self.o, total), self.o, total, ""
-        if (of_codes := self.predicted) is not None:
-            ratio = ratio_to_bound(value, of_codes.o, of_codes.bound)
-            yield ratio, of_codes.o, of_codes.bound, PREDICTED
-
-
-def expectation(
-    received: Received,
-    *,
-    numerics: Numerics | None = None,
-    rows: Array | None = None,
-    seed: int = 0,
-    exact: Callable[..., Any] = attention_exact,
-    own_tiles: bool = True,
-) -> Expectation:
-    """Compute what outputs of a kernel are held to, once for many outputs of the same operands.
-
-    Parameters
-    ----------
-    received : Received
-    numerics, rows, seed, exact
-        As for `judge`.
-    own_tiles : bool
-        As for `judge_kernel`.
-    """
-    kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
-    call = kernel.call
-    if rows is None:
-        small = math.prod(call.score_shape) <= SMALL_CELL
-        block_q = kernel.tiles.block_q
-        rows = np.arange(call.len_q) if small else sample_rows(call.len_q, block_q, seed)
-    rows = operand("rows", array_namespace(*multiplied).asarray(rows))
-    o, lse = exact(*multiplied, return_lse=True, **_scored(received, rows))
-    bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
-    if quantized is not None and quantized.k_mean is not None:
-        lse = lse + mean_score(multiplied[0], quantized, rows, call.scale)
-    predicted = None
-    known = own_tiles and numerics is None and quantized is not None
-    if known and kernel.numerics(quantized.config).by_tile:
-        predicted = kernel_bounds.predict_kernel(received, rows=rows)
-    return Expectation(rows, o, lse, bound, predicted)
-
-
-def _scored(received: Received, rows: Array) -> dict[str, Any]:
-    """Return the options of exact attention."""
-    call = received.kernel.call
-    # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
-    scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
-    return {"scale": scale, "rows": rows, **vars(received.scores)}
 
 
 def judge_kernel(
@@ -513,7 +338,6 @@ def judge_kernel(
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
     further: Further = NOTHING_FURTHER,
-    own_tiles: bool = True,
 ) -> Report:
     """Judge the output of a kernel, such as that of a prepared call.
 
@@ -524,12 +348,9 @@ def judge_kernel(
         As for `judge`.
     further : Further
         What is judged beside the elements of O and lse.
-    own_tiles : bool
-        Whether form and tiles of `received` are those of the call, as in the record of a plan:
-        predicted codes depend on them. Those of another library's `numerics` never are.
     """
     check_values("rows", rows)
-    kernel, quantized, multiplied = received.kernel, received.quantized, _multiplied(received)
+    kernel, quantized, multiplied = received.kernel, received.quantized, operands_of(received)
     array_namespace(o, *multiplied)
     shape = tuple(multiplied[0].shape)
     if o.shape != shape:
@@ -537,17 +358,17 @@ def judge_kernel(
     if lse is not None and lse.shape != shape[:3]:
         raise ValueError(f"lse must have shape {shape[:3]}, got {lse.shape}")
     known = expectation(
-        received, numerics=numerics, rows=rows, seed=seed, exact=exact, own_tiles=own_tiles
+        received, numerics=numerics, rows=rows, seed=seed, exact=exact, codes=further.codes
     )
     rows, bound, expected, expected_lse = known.rows, known.bound, known.o, known.lse
-    scored = _scored(received, rows)
+    scored = options_of_exact(received, rows)
 
     value = as_float64(o[:, :, rows])
     worst = known.worst(value)
     lse_ratio = lse_at = None
     if lse is not None:
         lse_value = as_float64(lse[:, :, rows])
-        lse_ratio, lse_at = _worst(ratio_to_bound(lse_value, expected_lse, bound.lse))
+        lse_ratio, lse_at = worst_of(ratio_to_bound(lse_value, expected_lse, bound.lse))
         lse_at = (*lse_at[:2], int(rows[lse_at[2]])) if lse_at else lse_at
     relative_l2, size = _relative_l2(value, expected)
     of_caller, relative_l2_given = _exact_of_caller(received, exact, scored), None
@@ -572,7 +393,7 @@ def judge_kernel(
         quantisation=_quantisation(received, (expected, expected_lse), of_caller, scored),
         relative_l2_given=relative_l2_given,
         signed=None if further.signed is None else judge_signed(
-            received, further.signed, rows, lambda other: exact(*_multiplied(other), **scored),
+            received, further.signed, rows, lambda other: exact(*operands_of(other), **scored),
             draws=further.draws, numerics=numerics, seed=seed,
         ),
         sums=() if not further.sums else sums_over_channels(
@@ -620,22 +441,6 @@ def assert_within_bound(
             WATCHED.failure = keep(o, q, k, v, options, test=WATCHED.test, message=message)
         raise AssertionError(message)
     return report
-
-
-def mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Array:
-    """Return sigma q.mean: what the mean of the keys adds to every score of a row."""
-    sigma = check_scale(scale, q.shape[-1])
-    mean = as_float64(quantized.k_mean).repeat(q.shape[1] // quantized.k_mean.shape[1], axis=1)
-    return sigma * (q[:, :, rows] * mean[:, :, None]).sum(axis=-1)
-
-
-def _worst(ratio: Array) -> tuple[float, tuple[int, ...]]:
-    """Return the largest ratio and where it stands; nothing at all is within any bound."""
-    if ratio.size == 0:
-        return 0.0, ()
-    index = np.unravel_index(int(ratio.argmax()), ratio.shape)
-    at = tuple(int(i) for i in index)
-    return float(ratio[at]), at
 
 
 def _relative_l2(value: Array, expected: Array) -> tuple[float, Array]:

@@ -45,7 +45,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.settings import Settings
-from cupyattn.testing.verdict import Expectation, expectation
+from cupyattn.testing.expected import Expectation, expectation
 from experiments._harness import patches, plots, recording
 from experiments._harness.cells import Problem
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, Ground

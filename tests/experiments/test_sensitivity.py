@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.testing.verdict import expectation
+from cupyattn.testing.expected import expectation
 from experiments._harness import recording
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, rounded
 from experiments.accuracy import sensitivity

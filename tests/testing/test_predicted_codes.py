@@ -15,7 +15,8 @@ from cupyattn.kernels.numerics import numerics
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.settings import Settings
 from cupyattn.testing import judge
-from cupyattn.testing.verdict import PREDICTED, expectation, judge_kernel
+from cupyattn.testing.expected import PREDICTED, expectation
+from cupyattn.testing.verdict import judge_kernel
 from experiments.accuracy.predicted_codes import FORMS
 
 INTEGERS = [name for name in FORMS if "e4m3" not in name and "fp8" not in name]

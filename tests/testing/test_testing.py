@@ -19,7 +19,8 @@ from cupyattn.quant import quantize
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
 from cupyattn.strategies import REGIMES, attention_inputs, make_regime
-from cupyattn.testing.verdict import SAMPLED_ROWS, assert_within_bound, judge, sample_rows
+from cupyattn.testing.expected import SAMPLED_ROWS, sample_rows
+from cupyattn.testing.verdict import assert_within_bound, judge
 
 INF, NAN = np.inf, np.nan
 
@@ -111,6 +112,16 @@ def test_finite_garbage_is_no_answer_to_nan() -> None:
     assert judge(o, q, k, v, variant="unfused").passed
     o[0, 0, 2] = 0
     assert judge(o, q, k, v, variant="unfused").ratio == INF
+
+
+def test_a_judgement_of_no_row_is_refused() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 20, 20, 16, "float32", 0)
+    o = attention_exact(q, k, v).astype(np.float32)
+    message = "rows must name at least one of the 20 query rows, got none: leave it out"
+    with pytest.raises(ValueError, match=message):
+        judge(o, q, k, v, variant="fa", rows=np.array([], np.int64))
+    with pytest.raises(ValueError, match=message):
+        judge(o, q, k, v, variant="fa", rows=[])
 
 
 def test_empty_outputs_and_rows_without_keys() -> None:
