@@ -10,6 +10,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import interpret
+from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.tiles import GemmTiles
@@ -18,6 +19,7 @@ from cupyattn.problem.gemm_form import settle_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from cupyattn.quant.activation import GLU, columns_of
 from tests.quant.quant_inputs import operand
+from tests.support.runs import Guarded
 
 #: Regimes of operands whose products stay in the range of float32.
 REGIMES = ("normal", "outlier channel", "constant rows", "zeros", "subnormal", "wide")
@@ -52,6 +54,22 @@ class Product:
     def run(self, **options: Any) -> Any:
         after = {**self.after, "activation": self.activation or None}
         return ca.int8_gemm(*self.operands, self.out_dtype, **after, **options)
+
+    def run_guarded(self, xp: Any = np, **options: Any) -> np.ndarray:
+        """Run with arrays of NumPy or CuPy into an array of NaN amid more NaN, which stays."""
+        arrays = {
+            name: xp.asarray(x) for name, x in vars(self).items() if isinstance(x, np.ndarray)
+        }
+        if self.outliers is not None:
+            arrays["outliers"] = tuple(map(xp.asarray, self.outliers))
+        shape = len(self.a), columns_of(len(self.b), self.activation)
+        c = Guarded.empty(shape, self.out_dtype, xp=xp)
+        moved = self.but(**arrays)
+        for _ in range(2):  # the second is a call that came again
+            c.array[...] = np.nan
+            assert moved.run(out=c.array, **options) is c.array
+            c.check()
+        return on_host(c.array)
 
     def mirror(self, splits: int = 1) -> np.ndarray:
         return gemm_mirror(*self.operands, self.out_dtype, **self.after, splits=splits)

@@ -120,6 +120,18 @@ def test_outliers_and_a_sum(tiles: GemmTiles) -> None:
     assert p.share_of_bound(run(p, tiles)) <= 1
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("tiles", [SMALL, HOPPER], ids=["portable", "hopper"])
+def test_a_result_amid_others(tiles: GemmTiles, strategy: str) -> None:
+    """Only half as many columns as the weight has rows are written, and all of them."""
+    p = product(
+        7, (34, 2 * 45, 256), out_dtype="float16", bias=True, activation="geglu",
+        strategy=strategy, gates=2,
+    )  # fmt: skip
+    arch = "sm_90a" if tiles == HOPPER else "sm_90"
+    assert p.share_of_bound(p.run_guarded(backend="interpret", tiles=tiles, arch=arch)) <= 1
+
+
 EPILOGUE, MMA = "prims/codes/gemm.cuh", "prims/codes/gemm_mma.cuh"
 #: File, line, and what comes in its place: each gives a wrong result.
 THEFTS = {
