@@ -260,10 +260,15 @@ def taken_by(
         n, kernel.tiles, call.scale, scaling_errors(n, call.scale, quantized, call.softcap),
         None if quantized is None else quantized.k_mean,
         quantized.v_mean if n.by_tile else None,
-        quantized.v_scale.max(axis=2) if n.shifts or n.values == "fp8" else None,
+        _largest_scales(quantized.v_scale) if n.shifts or n.values == "fp8" else None,
         kernel.cut if n.splits else None,
     )  # fmt: skip
     return (q, k, v), shared
+
+
+def _largest_scales(v_scale: Array) -> Array:
+    """Return the largest scale of each channel of V, 0 where there are no keys."""
+    return v_scale.max(axis=2) if v_scale.shape[2] else v_scale.sum(axis=2)
 
 
 @dataclass(frozen=True)
