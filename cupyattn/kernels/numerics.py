@@ -76,8 +76,8 @@ LANES = 4
 #: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
 #: Khattak and Mikaitis, arXiv 2512.07004).
 TENSOR_CORE_ROUNDOFF = 2.0**-23
-#: Unit roundoff of that over 8-bit floats: a sum keeps 13 bits of its fraction, and so does every
-#: addend beside the largest, the accumulator too.
+#: Unit roundoff of that over 8-bit floats. A sum keeps 13 bits of its fraction; so do its addends,
+#: the accumulator among them, below the first bit of the largest.
 FP8_ROUNDOFF = 2.0**-13
 #: Least normal e4m3: tensor cores align operands below it, but for 0, as if they were it.
 FP8_LEAST_NORMAL = 2.0**-6

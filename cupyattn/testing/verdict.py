@@ -195,7 +195,7 @@ def judge(
     numerics, tiles, form
         As for `cupyattn.bounds.attention`. Where `o` comes from another library, `numerics` is what
         `cupyattn.testing.numerics` makes of the words of its documents. `tiles` and `form` given
-        together must be those of the call, as `cupyattn.kernel_form` returns them: with P in 8 bits
+        together must be those of the call, as `cupyattn.kernel_form` returns them. With P in 8 bits
         they settle every code, and the output is held to the codes, too (docs/MATH_REFERENCE.md,
         §13). With one of them alone it is held to the wider bound, which any tiles meet.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
