@@ -368,7 +368,8 @@ def quantiser(backend: str | None) -> str | None:
     """Return the backend that makes the codes of a call of another kernel.
 
     In place of the interpreter it is the mirror, which needs no module: the bits are the same
-    (tests/quant/test_quantize_interpret.py, tests/interpret/test_interpret_attention.py).
+    (tests/quant/test_quantize_interpret.py, tests/interpret/test_interpret_attention.py), but for
+    those of means, which are summed in another order.
     """
     return "mirror" if backend == "interpret" else backend
 
@@ -454,7 +455,9 @@ def run_packed(
         if rows.start == rows.stop:
             continue
         own = of_sequence(judged, number, one)
-        z = quantized(rung, one, quantiser(backend), options, own.get("quant"), arch)
+        # A prediction of codes is narrow enough to tell one mean of V from another.
+        by = backend if (quant := own.get("quant")) and quant.smooth_v else quantiser(backend)
+        z = quantized(rung, one, by, options, quant, arch)
         found.append(Run(rung, plan.form, one, own, z, o[:, :, rows], lse[None, :, rows]))
     return found
 
