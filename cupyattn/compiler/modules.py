@@ -480,7 +480,7 @@ def load(spec: ModuleSpec, arch: str | None = None) -> Module:
     if module is not None:
         return module
     capability = int(device.compute_capability)
-    chosen = device_architecture(capability, spec.hopper) if arch is None else arch
+    chosen = architecture(spec, arch, capability)
     check_runs_on(chosen, capability)
     binary = build(spec, chosen)
     limit = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
@@ -490,6 +490,18 @@ def load(spec: ModuleSpec, arch: str | None = None) -> Module:
         if slot not in _modules:
             _modules[slot] = _loaded(spec, chosen, binary)
         return _modules[slot]
+
+
+def is_loaded(spec: ModuleSpec, arch: str | None = None) -> bool:
+    """Return whether `load` has been called with these on the current device."""
+    import cupy
+
+    return (spec, arch, cupy.cuda.Device().id) in _modules
+
+
+def architecture(spec: ModuleSpec, arch: str | None, capability: int) -> str:
+    """Return what `load` compiles a source for: `arch`, or `device_architecture`'s."""
+    return device_architecture(capability, spec.hopper) if arch is None else arch
 
 
 def generation() -> int:

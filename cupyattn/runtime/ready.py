@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.memory import check_apart, data_address
+from cupyattn.compiler import ahead
 from cupyattn.compiler import modules as compiler
 from cupyattn.plans.records import Runnable, Work
 from cupyattn.problem.problem import Result
@@ -79,6 +80,22 @@ def ready(plan: Runnable, arch: str | None = None) -> tuple[ReadyLaunch, ...]:
     if found is None:
         found = plan.on_devices[slot] = tuple(ReadyLaunch(one, arch) for one in plan.launches)
     return found
+
+
+def begin_to_compile(work: Work, arch: str | None) -> None:
+    """Let the sources of work be compiled side by side, not one after the other.
+
+    Parameters
+    ----------
+    work, arch
+        As for `Ready`.
+    """
+    import cupy
+
+    specs = {one.module for plan in work.plans for one in plan.launches}
+    if len(missing := [spec for spec in specs if not compiler.is_loaded(spec, arch)]) > 1:
+        capability = int(cupy.cuda.Device().compute_capability)
+        ahead.begin((spec, compiler.architecture(spec, arch, capability)) for spec in missing)
 
 
 def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> None:
@@ -160,6 +177,7 @@ class Ready:
             for one in work.workspace
             if one.cast_of and one.nbytes
         ]  # fmt: skip
+        begin_to_compile(work, arch)
         self._launches = [
             (one, [names.get(name, name) for name in one.buffers])
             for plan, names in zip(work.plans, work.names, strict=True)

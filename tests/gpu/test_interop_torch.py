@@ -15,6 +15,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig
+from cupyattn.compiler import modules as compiler
 from cupyattn.runtime import recent
 from tests.gpu.support import arch_of, moved
 from tests.interop.torch_cases import options_of, problem, through_the_forward_pass
@@ -27,6 +28,7 @@ if not torch.cuda.is_available():
 interop = importlib.import_module("cupyattn.interop.torch")
 bridge = importlib.import_module("cupyattn.interop.torch.bridge")
 calls = importlib.import_module("cupyattn.interop.torch.calls")
+precompile = importlib.import_module("cupyattn.interop.torch.precompile")
 schema = importlib.import_module("cupyattn.interop.torch.schema")
 
 SHAPES = ((2, 4, 100, 64), (2, 2, 130, 64))
@@ -485,6 +487,33 @@ def test_what_follows_compiled_layers_is_part_of_their_products(
             gate = modulation[:, 256:512].contiguous()
             assert same_bits(found, product_of(down, hidden, residual=x, gate=gate))
             assert same_bits(beside, product_of(other, x))
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_what_a_compiled_layer_loads_was_begun(
+    monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Inductor's pass begins to compile the very modules of the call, for the same architecture."""
+    begun: set[Any] = set()
+    loaded: set[Any] = set()
+    load, capability = compiler.load, int(cupy.cuda.Device().compute_capability)
+
+    def noting(spec: Any, arch: str | None = None) -> Any:
+        loaded.add((spec, compiler.architecture(spec, arch, capability)))
+        return load(spec, arch)
+
+    monkeypatch.setattr(precompile.ahead, "begin", begun.update)
+    monkeypatch.setattr(compiler, "load", noting)
+    precompile._begin.cache_clear()
+    own = torch.nn.Linear(256, 640, dtype=torch.bfloat16).cuda()
+    up, other = (
+        interop.Int8Linear.from_linear(own, strategy=strategy).requires_grad_(False) for _ in "ab"
+    )
+    x, r = (torch.randn(2, 520, n, dtype=torch.bfloat16).cuda() for n in (256, 640))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(lambda x, r: (r + up(x), torch.nn.functional.silu(other(x))))(x, r)
+    assert loaded and loaded <= begun
 
 
 def test_int8_forward_with_given_scales() -> None:

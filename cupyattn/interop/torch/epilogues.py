@@ -11,7 +11,7 @@ import functools
 import hashlib
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from cupyattn.interop.torch import linear_parts
+from cupyattn.interop.torch import linear_parts, precompile
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
 
@@ -151,6 +151,7 @@ def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
     x, weight, weight_scale, bias, _, *where = node.args
     beside = found.residual, found.gate, found.activation
     args = x, weight, weight_scale, bias, *beside, *where
+    _begin_to_compile(x, [args[1:6]], [found.activation], where)
     with graph.inserting_before(found.end):
         made = _inserted(graph, linear_parts.layer, args, node.meta["val"])
     found.end.replace_all_uses_with(made)
@@ -163,11 +164,19 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
     activations = [one.activation for one in found.values()]
     vals = [node.meta["val"] for node in found]
     args = x, *operands, activations, arch, backend
+    _begin_to_compile(x, zip(*operands, strict=True), activations, (arch, backend))
     with graph.inserting_before(first):
         made = _inserted(graph, linear_parts.layers, args, vals)
         parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
     for one, part in zip(found.values(), parts, strict=True):
         one.end.replace_all_uses_with(part)
+
+
+def _begin_to_compile(
+    x: Node, layers: Iterable[Sequence[Any]], activations: Sequence[str], where: Any
+) -> None:
+    values = [[_value(one) for one in layer] for layer in layers]
+    precompile.begin(_value(x), values, activations, *where)
 
 
 def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:

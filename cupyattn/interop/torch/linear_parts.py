@@ -21,7 +21,7 @@ from cupyattn.quant.activation import columns_of
 from cupyattn.runtime.recent import CALLS
 
 #: Operands of a product beside codes and scales of x, by the names of the plan's buffers.
-_OPERANDS = ("b", "b_scales", "bias", "residual", "gate")
+OPERANDS = ("b", "b_scales", "bias", "residual", "gate")
 
 
 def multiply(
@@ -80,7 +80,7 @@ def multiply(
 @functools.cache
 def _names(number: int) -> tuple[str, ...]:
     """Return what a call calls the operands of its layer of a number."""
-    return tuple(f"{name}{number}" for name in _OPERANDS)
+    return tuple(f"{name}{number}" for name in OPERANDS)
 
 
 def results_of(
