@@ -14,13 +14,13 @@ import os
 import re
 import shlex
 import time
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from cupyattn.testing.watching import WATCHED
-
-if TYPE_CHECKING:
-    import pytest
 
 #: Counterexamples that the folder holds at most, one for each test; the oldest make room.
 MOST_FILES = 100
@@ -50,8 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     path = Path(given).absolute()
     if not path.is_file():
-        import pytest
-
         raise pytest.UsageError(f"{_REPLAY} must name a counterexample, got no file at {given!r}")
     WATCHED.replay = path
     config.add_cleanup(lambda: setattr(WATCHED, "replay", before))
@@ -62,13 +60,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     WATCHED.test, WATCHED.failure = item.nodeid, None
 
 
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around what makes an expected failure none
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Write the counterexample of a test that failed, and add its line to the report."""
-    failure, raised = WATCHED.failure, call.excinfo
-    if call.when != "call" or failure is None:
-        return
-    if raised is not None and issubclass(raised.type, Exception):  # skipped tests raise none
-        item.add_report_section("call", "cupyattn", _written(item, failure))
+    report = yield
+    if call.when == "call" and report.failed and WATCHED.failure is not None and call.excinfo:
+        report.sections.append(("Captured cupyattn call", _written(item, WATCHED.failure)))
+    return report
 
 
 def pytest_runtest_teardown() -> None:

@@ -61,6 +61,11 @@ def test_expected():
     x = np.ones((1, 1, 8, 16), np.float16)
     with pytest.raises(AssertionError):
         assert_within_bound(0 * x, x, x, x, variant="fa")
+
+@pytest.mark.xfail
+def test_known():
+    x = np.ones((1, 1, 8, 16), np.float16)
+    assert_within_bound(0 * x, x, x, x, variant="fa")
 """
 
 
@@ -109,11 +114,11 @@ def test_several_workers_and_refusals_that_a_test_expects(tmp_path: Path) -> Non
     given = tmp_path / "kept here"
     arguments = ("-n", "2", "-k", "not test_kernel", f"--cupyattn-folder={given}")
     status, text = run(tmp_path, *arguments)
-    assert status == 1 and "2 failed, 1 passed" in text and len(replays(text)) == 2
+    assert status == 1 and "2 failed, 1 passed, 1 xfailed" in text and len(replays(text)) == 2
     assert "'test_mine.py::test_zeros[a b]'" in text and "'--cupyattn" not in text
     files = list(given.iterdir())
     assert len(files) == 2 and not (tmp_path / ".cupyattn").exists()
-    for one in map(load_counterexample, files):  # the last refusal, not the expected one
+    for one in map(load_counterexample, files):  # the last refusal, none that was expected
         assert (one.o == 2).all() and one.options["seed"] == 5
         assert one.options["window"] == (3, 3)
     assert run(tmp_path, *arguments)[0] == 1 and sorted(given.iterdir()) == sorted(files)
