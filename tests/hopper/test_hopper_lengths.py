@@ -59,19 +59,16 @@ def test_every_entry_is_as_if_alone(rung: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mask", "key mask", "bias", "both"])
+@pytest.mark.parametrize("name", ["mask", "key mask and bias"])
 @pytest.mark.parametrize("rung", [*RUNGS, BY_TILE])
 def test_masks_and_biases_keep_their_places(rung: str, name: str) -> None:
     rng = np.random.default_rng(0)
     wide = rng.standard_normal((len(LENGTHS), 2, SIZES[0], 72)).astype(np.float16)
-    found = {
-        "mask": rng.random((len(LENGTHS), 2, *SIZES)) < 0.7,
-        "key mask": rng.random((len(LENGTHS), 1, 1, SIZES[1])) < 0.7,
-        "bias": wide[..., : SIZES[1]],
-    }
-    given = {name.removeprefix("key "): found[name]} if name != "both" else {
-        "mask": found["key mask"], "bias": found["bias"]
-    }  # fmt: skip
+    of_keys = (len(LENGTHS), 1, 1, SIZES[1])
+    given = {
+        "mask": {"mask": rng.random((len(LENGTHS), 2, *SIZES)) < 0.7},
+        "key mask and bias": {"mask": rng.random(of_keys) < 0.7, "bias": wide[..., : SIZES[1]]},
+    }[name]
     as_alone(rung, **given, **SCORED)
 
 
