@@ -22,7 +22,7 @@ import numpy as np
 from cupyattn.arrays.groups import merge_heads
 from cupyattn.arrays.interchange import as_it_is, operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, check_values
-from cupyattn.bounds import codes, values
+from cupyattn.bounds import codes, tensor_core, values
 from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.foreign import bound_foreign
 from cupyattn.bounds.perturbation import (
@@ -49,6 +49,7 @@ from cupyattn.bounds.scores import (
 from cupyattn.kernels.numerics import (
     EX2_FLUSH,
     HALF_SUBNORMAL,
+    LEAST_NORMAL,
     MOST_PIECES,
     UNIT_ROUNDOFF,
     Numerics,
@@ -353,7 +354,8 @@ def _block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], A
     else:
         theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
     further = (not n.online) + max(0, (n.pieces if cut is None else cut.slices) - 1)  # sums
-    theta_o = (1 + theta_o) * (1 + gamma(score.rises + further, U)) - 1
+    of_products, of_rises = theta_o, gamma(score.rises + further, U)
+    theta_o = (1 + of_products) * (1 + of_rises) - 1
     theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises + n.by_tile, U)
     theta_l = xp.minimum(theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least, 1.0)
     least = 2.0**-142 if n.by_tile else 2.0**-148
@@ -379,7 +381,15 @@ def _block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], A
         step = values.code_step(P_plus, n, tiles, score.slack)
         scale = of_block(shared.v_scale, block)
         multiplied = values.aligned_products(P_plus + rho, step, magnitude, scale)
-    r6 = theta_o[..., None] * (multiplied / share + flushed) + underflow / share
+    multiplied = multiplied / share + flushed
+    r6 = theta_o[..., None] * multiplied
+    if n.values == "tensor_core" and n.p_type in LEAST_NORMAL:
+        moved = (P_plus - P) @ magnitude + r5 + flushed
+        cut = tensor_core.cut_off(P, v, moved, multiplied, score.rises, tiles)
+        rescaled = ((1 + of_products) * of_rises)[..., None] * multiplied
+        r6 = xp.fmin(r6, (1 + of_rises)[..., None] * cut + rescaled)
+        r6 = r6 + tensor_core.cut_off_beside_small(count, v, inverse_l, n)
+    r6 = r6 + underflow / share
     if n.shifts:
         r6 = r6 + values.dropped_by_shifts(unit, of_block(shared.v_scale, block))
     size = xp.abs(o) + delta_o + flushed + r5 + r6

@@ -15,6 +15,8 @@ from typing import Any, Literal
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 #: Absolute rounding error in the subnormal range: half the smallest subnormal.
 HALF_SUBNORMAL = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+#: Least normal number: tensor cores may align operands below it, but for 0, as if they were it.
+LEAST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 #: Relative error of ``ex2.approx.ftz.f32`` (PTX ISA, "ex2": 2^-22 over the full range).
 EX2_APPROX_ERROR = 2.0**-22
 #: Results of ``ex2.approx.ftz.f32`` below this are flushed to zero.
