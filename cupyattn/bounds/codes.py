@@ -40,6 +40,9 @@ from cupyattn.reference.exact import ScoreBlock
 
 #: Products that one instruction over 8-bit floats adds to its accumulator.
 FP8_PRODUCTS = 32
+#: Values between which factors of codes are normal numbers, and sums in units of codes finite:
+#: channels whose largest value is less, or whose sum of magnitudes may be more, are left to J2.
+LEAST_VALUES, LARGEST_SUM = 2.0**-80, 2.0**100
 #: Rows whose denominators may lose more than this share are left to the other bound.
 LARGEST_SHARE = 0.5
 
@@ -79,6 +82,7 @@ class _Weights:
     dropped: Array
 
 
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # such rows are left to J2
 def predict(
     block: ScoreBlock,
     score: Perturbed,
@@ -178,11 +182,13 @@ def predict(
     cost, stored = values.with_mean(size, mean, n.pieces)
     o = o if mean is None else o + mean
     at_store, fits = values.store(o, stored, n)
+    bound = (off + cost + at_store) * REFERENCE
     spoilt = ~xp.isfinite(block.v).all(axis=-2, keepdims=True)
-    known = usable[..., None] & fits & ~spoilt
-    bound = xp.where(known, (off + cost + at_store) * REFERENCE, xp.inf)
+    of_values = (largest == 0) | ((largest >= LEAST_VALUES) & (largest * keys <= LARGEST_SUM))
+    known = usable[..., None] & fits & ~spoilt & of_values & xp.isfinite(o) & xp.isfinite(bound)
     attends = (count > 0)[..., None]
-    return Prediction(xp.where(attends, o, 0.0), xp.where(attends, bound, 0.0), in_doubt)
+    bound = xp.where(known, bound, xp.where(attends, xp.inf, 0.0))
+    return Prediction(xp.where(known & attends, o, 0.0), bound, in_doubt)
 
 
 class _Cut:

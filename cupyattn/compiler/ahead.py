@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from cupyattn.compiler.modules import ModuleSpec, build
+from cupyattn.compiler.modules import Binary, ModuleSpec, build
 
 #: Compilations at a time.
 THREADS = 4
@@ -24,15 +23,32 @@ def begin(jobs: Iterable[tuple[ModuleSpec, str]]) -> None:
 
     Notes
     -----
-    What does not compile is told by the call that needs it. At exit the interpreter waits for
-    compilations that are under way.
+    What does not compile is told by the call that needs it. The interpreter ends when all that was
+    begun is compiled. A process that forks waits for what is under way, and drops the rest: a child
+    would find the locks of the compiler taken by threads that it does not have.
     """
-    for spec, arch in jobs:
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and takes no more work
-            _pool(os.getpid()).submit(build, spec, arch)
+    global _pool
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and takes no more work
+        for spec, arch in jobs:
+            if _pool is None:
+                _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="cupyattn-compile")
+            _begun.append(_pool.submit(build, spec, arch))
+    _begun[:] = [one for one in _begun if not one.done()]
 
 
-@functools.cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    """Return the threads of a process: a child that was forked has none of its parent's."""
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="cupyattn-compile")
+_pool: ThreadPoolExecutor | None = None
+_begun: list[Future[Binary]] = []
+
+
+def _before_fork() -> None:
+    wait([one for one in _begun if not one.cancel()])
+
+
+def _in_child() -> None:
+    global _pool
+    _pool = None  # whose threads are the parent's
+    _begun.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -263,3 +263,36 @@ def test_tiles_of_8_bit_floats_are_whole_instructions() -> None:
     kernel = replace(call.kernel, kernel=replace(call.kernel.kernel, tiles=tiles))
     with pytest.raises(ValueError, match="multiple of 32, got 48"):
         predict_kernel(kernel)
+
+
+#: Numbers that float32 hardly holds: a bias of padded rows, huge scores, tiny and huge values.
+EDGES = {
+    "padded row": {"bias": float(np.finfo(np.float32).min)},
+    "huge scores": {"scale": 1e9},
+    "huge queries": {"of_q": 1e5},
+    "small values": {"of_v": 1e-34},
+    "smallest values": {"of_v": 1e-38},
+    "huge values": {"of_v": 2e35},
+}
+
+
+@pytest.mark.filterwarnings("error:.*encountered:RuntimeWarning:cupyattn.bounds")
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", FORMS)
+def test_what_float32_hardly_holds_is_left_to_the_other_bound(name: str, edge: str) -> None:
+    how = dict(EDGES[edge])
+    if "bias" in how and name == "pv8_whole":
+        pytest.skip("this form takes no bias")
+    q, k, v = drawn("normal", 64, dtype="float32")
+    q, v = (np.float32(how.pop(x, 1.0)) * y for x, y in (("of_q", q), ("of_v", v)))
+    if "bias" in how:
+        how["bias"] = np.where(np.arange(96)[:, None] == 1, how["bias"], np.zeros((1, 2, 1, 64)))
+        how["bias"] = how["bias"].astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # of the mirror
+        call = Call(name, q, k, v, **how)
+    assert np.isfinite(call.found.o).all() and not np.isnan(call.found.bound).any()
+    known = np.isfinite(call.found.bound)
+    assert (ratio_to_bound(call.o, call.found.o, call.found.bound)[known] <= 1.0).all()
+    assert (ratio_to_bound(call.o, call.found.o, call.found.bound)[~known] == 0).all()
+    if edge == "padded row":
+        assert known[:, :, 2:].all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,28 @@ def test_what_does_not_compile_is_told_by_who_needs_it(cold_cache: Path, tmp_pat
     ahead.begin([(ModuleSpec(path), "sm_80"), (ModuleSpec(tmp_path / "missing.cu"), "sm_80")])
     with pytest.raises(KernelCompileError, match="no kernel|error"):
         build(ModuleSpec(path), "sm_80")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no os.fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_that_is_forked_meanwhile_compiles(cold_cache: Path, tmp_path: Path) -> None:
+    """It would wait for ever for locks that threads of its parent hold."""
+    (path := tmp_path / "kernel.cu").write_text(
+        '#include <cuda_fp16.h>\nextern "C" __global__ void store(int* x) { *x = N; }'
+    )
+    specs = [ModuleSpec(path, (("N", number),)) for number in range(9)]
+    ahead.begin((spec, "sm_80") for spec in specs[1:])
+    time.sleep(0.05)
+    child = os.fork()
+    if child == 0:
+        build(specs[0], "sm_80")
+        os._exit(0)
+    end, ended = time.monotonic() + 60, (0, 0)
+    while ended[0] == 0 and time.monotonic() < end:
+        ended = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.05)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    assert ", 8;" in build(specs[8], "sm_80").ptx  # dropped or not, who needs it gets it

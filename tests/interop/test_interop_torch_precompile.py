@@ -30,6 +30,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is begun, which nobody compiles, as on a device of compute capability 9.0."""
     found: list[Any] = []
     monkeypatch.setattr(ahead, "begin", found.extend)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     precompile._begin.cache_clear()
     return found

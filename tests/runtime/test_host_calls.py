@@ -123,6 +123,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake = Driver()
     module = SimpleNamespace(kernel=fake.kernel, binary=SimpleNamespace(smem_bytes=4096))
     monkeypatch.setattr(kc, "load", lambda spec, arch=None: module)
+    monkeypatch.setattr(kc, "is_loaded", lambda spec, arch=None: True)
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", fake.launch)
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda _: None)

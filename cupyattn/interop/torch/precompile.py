@@ -46,6 +46,8 @@ def begin(
     known = all(isinstance(n, int) for tensor in tensors for n in tensor.shape)
     if x.device.type != "cuda" or backend == "mirror" or not known:
         return
+    if not torch.cuda.is_available():
+        return
     major, minor = torch.cuda.get_device_capability(x.device)
     forms = tuple(tuple(map(_form, layer)) for layer in layers)
     _begin(_form(x), forms, tuple(activations), arch, 10 * major + minor)
@@ -60,7 +62,7 @@ def _form(tensor: Tensor | None) -> _Form:
 @functools.lru_cache(maxsize=1024)
 def _begin(*call: Any) -> None:
     # NOTE: whatever is wrong with a call is said when it is made.
-    with contextlib.suppress(TypeError, ValueError, UnsupportedError):
+    with contextlib.suppress(TypeError, ValueError, UnsupportedError, MemoryError):
         ahead.begin(sources(*call))
 
 
