@@ -90,14 +90,11 @@ def partial_sums(P: Array, v: Array) -> Array:
     [[64.0]]
     """
     xp = array_namespace(P)
-    keys = P.shape[-1]
-    blocks = -(-keys // _BLOCK)
-    pad = blocks * _BLOCK - keys
-    P = xp.pad(P, [(0, 0)] * (P.ndim - 1) + [(0, pad)])
-    v = xp.pad(v, [(0, 0)] * (v.ndim - 2) + [(0, pad), (0, 0)])
-    by_block = P.reshape(*P.shape[:-1], blocks, _BLOCK).swapaxes(-2, -3)  # (..., blocks, rows, ...)
-    v = v.reshape(*v.shape[:-2], blocks, _BLOCK, v.shape[-1])
-    sums = (by_block @ v).cumsum(axis=-3)
-    within = (by_block @ xp.abs(v)).max(axis=-3)
-    highest, lowest = xp.maximum(sums.max(axis=-3), 0.0), xp.minimum(sums.min(axis=-3), 0.0)
+    sums = xp.zeros((*P.shape[:-1], v.shape[-1]))
+    highest, lowest, within = (xp.zeros_like(sums) for _ in range(3))
+    for first in range(0, P.shape[-1], _BLOCK):  # all at once would take much memory
+        weights, values = P[..., first : first + _BLOCK], v[..., first : first + _BLOCK, :]
+        sums = sums + weights @ values
+        highest, lowest = xp.maximum(highest, sums), xp.minimum(lowest, sums)
+        within = xp.maximum(within, weights @ xp.abs(values))
     return highest - lowest + 2.0 * within
