@@ -86,6 +86,7 @@ def partial_sums(P: Array, v: Array) -> Array:
 
     Examples
     --------
+    >>> import numpy as np
     >>> partial_sums(np.ones((1, 100)), np.float64([[1.0], [-1.0]] * 50)).tolist()
     [[64.0]]
     """
