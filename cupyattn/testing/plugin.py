@@ -14,13 +14,14 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from cupyattn.testing.watching import WATCHED
+
+if TYPE_CHECKING:
+    import pytest
 
 #: Counterexamples that the folder holds at most, one for each test; the oldest make room.
 MOST_FILES = 100
@@ -50,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     path = Path(given).absolute()
     if not path.is_file():
+        import pytest
+
         raise pytest.UsageError(f"{_REPLAY} must name a counterexample, got no file at {given!r}")
     WATCHED.replay = path
     config.add_cleanup(lambda: setattr(WATCHED, "replay", before))
@@ -60,7 +63,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     WATCHED.test, WATCHED.failure = item.nodeid, None
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # around what makes an expected failure none
+def _around_all_others(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a hook run around those that make an expected failure none."""
+    with contextlib.suppress(ImportError):  # without pytest the module is looked at, and no more
+        import pytest
+
+        return pytest.hookimpl(wrapper=True, tryfirst=True)(hook)
+    return hook
+
+
+@_around_all_others
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
