@@ -182,13 +182,13 @@ def predict(
     cost, stored = values.with_mean(size, mean, n.pieces)
     o = o if mean is None else o + mean
     at_store, fits = values.store(o, stored, n)
-    bound = (off + cost + at_store) * REFERENCE
+    width = (off + cost + at_store) * REFERENCE
     spoilt = ~xp.isfinite(block.v).all(axis=-2, keepdims=True)
     of_values = (largest == 0) | ((largest >= LEAST_VALUES) & (largest * keys <= LARGEST_SUM))
-    known = usable[..., None] & fits & ~spoilt & of_values & xp.isfinite(o) & xp.isfinite(bound)
+    known = usable[..., None] & fits & ~spoilt & of_values & xp.isfinite(o) & xp.isfinite(width)
     attends = (count > 0)[..., None]
-    bound = xp.where(known, bound, xp.where(attends, xp.inf, 0.0))
-    return Prediction(xp.where(known & attends, o, 0.0), bound, in_doubt)
+    bound = xp.where(attends, xp.where(known, width, xp.inf), 0.0)
+    return Prediction(xp.where(attends & known, o, 0.0), bound, in_doubt)
 
 
 class _Cut:

@@ -139,8 +139,8 @@ def by_default() -> Iterator[Any]:
             for dtype, arch, head_dim in itertools.product(variant.dtypes, archs, head_dims):
                 first = dtype == "float16" and arch != "sm_89"
                 if head_dim == 128 and (dtype == "float16" or arch == archs[0]) or first:
-                    at_once = dtype == "float16" and arch == archs[0] and head_dim == 128
                     both = dtype == "float16" and arch == archs[0]
+                    at_once = both and head_dim == 128
                     for causal in (False, True) if both else (True,):
                         marks = [] if at_once and causal else [pytest.mark.slow]
                         yield pytest.param(name, form, dtype, arch, head_dim, causal, marks=marks)

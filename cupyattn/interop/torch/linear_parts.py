@@ -66,7 +66,7 @@ def multiply(
             launch(ready, addresses, x.device)
             return results
     # NOTE: the forms tell a call that is kept from all others; only a new one is looked at.
-    tensors = {n: _gate_rows(x) if n.startswith("gate") else x for n, x in tensors.items()}
+    tensors = {n: gate_rows(x) if n.startswith("gate") else x for n, x in tensors.items()}
     if not all(map(_can_be_kept, tensors.values())):
         key = None
     with on_device_of(x):
@@ -95,7 +95,8 @@ def results_of(
     ]
 
 
-def _gate_rows(gate: Tensor) -> Tensor:
+def gate_rows(gate: Any) -> Any:
+    """Return a gate, tensor or array, with two axes, as products take it."""
     return gate.reshape(-1, gate.shape[-1])
 
 

@@ -17,7 +17,7 @@ from cupyattn.compiler import ahead
 from cupyattn.compiler.modules import ModuleSpec, architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.linear_parts import OPERANDS
+from cupyattn.interop.torch.linear_parts import OPERANDS, gate_rows
 from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
@@ -96,7 +96,7 @@ def sources(
         for name, form in zip(OPERANDS, layer, strict=False):
             if form is not None:
                 array = _array(*form)
-                arrays[f"{name}{number}"] = _rows(array) if name == "gate" else array
+                arrays[f"{name}{number}"] = gate_rows(array) if name == "gate" else array
         columns = columns_of(arrays[f"b{number}"].shape[0], activation)
         arrays[f"c{number}"] = _array((*rows, columns), dtype)
     settings = LayersSettings(dtype, activations, arch, "interpret")
@@ -109,7 +109,3 @@ def sources(
 def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Return an array of a form, which is never written to, and so takes no memory."""
     return np.empty(shape, STORAGE.get(dtype, dtype))
-
-
-def _rows(gate: np.ndarray) -> np.ndarray:
-    return gate.reshape(-1, gate.shape[-1])
