@@ -40,8 +40,11 @@ def test_attention_waits_for_its_own_stream(variant: str) -> None:
     inputs = [cupy.full_like(x, cupy.nan) for x in sources]
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:  # the pool of this stream has memory before the clock runs
+    with stream:  # memory, and copying's kernel too: to load one waits for what is running
         attend(variant, *inputs, causal=True, return_lse=True)
+        for x, source in zip(inputs, sources, strict=True):
+            x[...] = source
+            x[...] = cupy.nan
     stream.synchronize()
     with stream, held():
         for x, source in zip(inputs, sources, strict=True):
