@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +24,25 @@ def test_the_page_is_written_from_the_record() -> None:
 def test_lines_of_code_are_counted_without_text() -> None:
     source = '"""Text.\n\nMore."""\n\n# a comment\ndef f():\n    """Text."""\n    return 1  # one\n'
     assert libraries._code_lines(source) == 2
+
+
+@pytest.mark.parametrize("missing", ["", "CuPy sees no CUDA device"])
+def test_calls_that_need_a_device_are_timed_on_one(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {"ours": int, "theirs": int}
+    for name in ("nvrtc_calls", "jax_calls", "nccl_calls"):
+        monkeypatch.setattr(libraries, name, lambda: ways)
+    monkeypatch.setattr(libraries, "nvml_calls", lambda pci_bus_id: ways)
+    monkeypatch.setattr(libraries, "missing", lambda modules: False)
+    monkeypatch.setattr(libraries.device, "device_missing", lambda: missing)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(
+        Device=lambda: SimpleNamespace(pci_bus_id=""), nccl=SimpleNamespace(available=True),
+    ))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    timed = {row["part"] for row in libraries.calls(1)}
+    everywhere = {"NVRTC", "XLA's calls"}
+    assert timed == (everywhere if missing else everywhere | {"NVML", "NCCL"})
 
 
 @pytest.mark.slow
