@@ -205,10 +205,11 @@ def calls(rounds: int) -> list[dict[str, Any]]:
         found.append(("XLA's calls", jax_calls()))
     if not device.device_missing():
         import cupy
+        from cupy.cuda import nccl  # no attribute before its import
 
         if not missing(["pynvml"]):
             found.append(("NVML", nvml_calls(cupy.cuda.Device().pci_bus_id)))
-        if not missing(["nccl"]) and cupy.cuda.nccl.available:
+        if nccl.available and not missing(["nccl"]):
             found.append(("NCCL", nccl_calls()))
     rows = []
     for part, ways in found:

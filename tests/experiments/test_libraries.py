@@ -36,10 +36,11 @@ def test_calls_that_need_a_device_are_timed_on_one(
     monkeypatch.setattr(libraries, "nvml_calls", lambda pci_bus_id: ways)
     monkeypatch.setattr(libraries, "missing", lambda modules: False)
     monkeypatch.setattr(libraries.device, "device_missing", lambda: missing)
-    cupy = SimpleNamespace(cuda=SimpleNamespace(
-        Device=lambda: SimpleNamespace(pci_bus_id=""), nccl=SimpleNamespace(available=True),
-    ))  # fmt: skip
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(pci_bus_id=""), nccl=SimpleNamespace(available=True)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     timed = {row["part"] for row in libraries.calls(1)}
     everywhere = {"NVRTC", "XLA's calls"}
     assert timed == (everywhere if missing else everywhere | {"NVML", "NCCL"})
