@@ -139,6 +139,11 @@ def read(key: str) -> bytes | None:
     return payload
 
 
+def holds(key: str) -> bool:
+    """Return whether something lies under a key, damaged or not."""
+    return (cache_folder() / f"{key}.bin").is_file()
+
+
 def _mark_used(path: Path, before: float) -> None:
     """Renew the time of an entry's last use; a folder that refuses is no reason to fail."""
     now = time.time()

@@ -189,6 +189,35 @@ def _compiled(
 
     `recompile`: compile whatever the cache holds, and replace it.
     """
+    compiler, folder, source, options, key = _request(spec, arch, target, source)
+    with _state_lock:
+        lock = _key_locks.setdefault(key, threading.Lock())
+    with lock:
+        binary = None if recompile else _memory.get(key)
+        if binary is not None:
+            return _count("memory_hits", binary)
+        binary = None if recompile else _read_entry(key, arch, compiler.version, target == arch)
+        if binary is not None:
+            _count("disk_hits", binary)
+        else:
+            limit = size_limit.current().bytes  # a wrong one is told before the compiler runs
+            binary = _count("compiled", _compile(spec, source, arch, options, compiler, folder))
+            _write_entry(key, binary)
+            size_limit.trim(limit, newest=key)
+        _memory[key] = binary
+        return binary
+
+
+def is_compiled(spec: ModuleSpec, arch: str) -> bool:
+    """Return whether `build`, whose parameters and errors these are, has an entry to read."""
+    *_, key = _request(spec, arch, arch, None)
+    return key in _memory or disk_cache.holds(key)
+
+
+def _request(
+    spec: ModuleSpec, arch: str, target: str, source: str | None
+) -> tuple[nvrtc.Nvrtc, Path, str, list[str], str]:
+    """Return compiler, CUDA's headers, source, options and key, or raise what `build` does."""
     compiler = nvrtc.load()
     if capability_of(arch) not in compiler.capabilities:
         known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
@@ -210,23 +239,7 @@ def _compiled(
     options += [f"-D{name}={value}" for name, value in spec.defines]
     if is_on("CUPYATTN_DEBUG"):
         options.append("-DCUPYATTN_DEBUG=1")
-    key = _key(spec, source, options, compiler, folder)
-    with _state_lock:
-        lock = _key_locks.setdefault(key, threading.Lock())
-    with lock:
-        binary = None if recompile else _memory.get(key)
-        if binary is not None:
-            return _count("memory_hits", binary)
-        binary = None if recompile else _read_entry(key, arch, compiler.version, target == arch)
-        if binary is not None:
-            _count("disk_hits", binary)
-        else:
-            limit = size_limit.current().bytes  # a wrong one is told before the compiler runs
-            binary = _count("compiled", _compile(spec, source, arch, options, compiler, folder))
-            _write_entry(key, binary)
-            size_limit.trim(limit, newest=key)
-        _memory[key] = binary
-        return binary
+    return compiler, folder, source, options, _key(spec, source, options, compiler, folder)
 
 
 def _count(what: str, binary: Binary) -> Binary:

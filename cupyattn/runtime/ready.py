@@ -89,13 +89,20 @@ def begin_to_compile(work: Work, arch: str | None) -> None:
     ----------
     work, arch
         As for `Ready`.
+
+    Notes
+    -----
+    Kernels of a call come to lie in the cache on disk together, so the last one tells of all:
+    threads that only read would keep the call waiting for longer than it reads by itself.
     """
     import cupy
 
-    specs = {one.module for plan in work.plans for one in plan.launches}
+    specs = dict.fromkeys(one.module for plan in work.plans for one in plan.launches)
     if len(missing := [spec for spec in specs if not compiler.is_loaded(spec, arch)]) > 1:
         capability = int(cupy.cuda.Device().compute_capability)
-        ahead.begin((spec, compiler.architecture(spec, arch, capability)) for spec in missing)
+        jobs = [(spec, compiler.architecture(spec, arch, capability)) for spec in missing]
+        if not compiler.is_compiled(*jobs[-1]):
+            ahead.begin(jobs)
 
 
 def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> None:

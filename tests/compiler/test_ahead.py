@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cupyattn.compiler import ahead
-from cupyattn.compiler.modules import ModuleSpec, build, cache_info
+from cupyattn.compiler.modules import ModuleSpec, build, cache_clear, cache_info, is_compiled
 from cupyattn.errors import KernelCompileError
+from cupyattn.runtime import ready
 
 
 def test_what_was_begun_is_compiled_once(cold_cache: Path, tmp_path: Path) -> None:
@@ -25,6 +28,30 @@ def test_what_was_begun_is_compiled_once(cold_cache: Path, tmp_path: Path) -> No
     for number, spec in enumerate(specs):
         assert f", {number};" in build(spec, "sm_80").ptx
     assert cache_info().compiled == before + len(specs)
+
+
+@pytest.mark.parametrize("kept", [(), (0,), (0, 1, 2)])
+def test_a_call_begins_what_it_would_have_to_compile(
+    kept: tuple[int, ...], cold_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the cache is read in the call's own thread."""
+    (path := tmp_path / "kernel.cu").write_text(
+        'extern "C" __global__ void store(int* x) { *x = N; }'
+    )
+    specs = [ModuleSpec(path, (("N", number),)) for number in range(3)]
+    for number in kept:
+        build(specs[number], "sm_80")
+    cache_clear(disk=False)  # another process
+    assert [is_compiled(spec, "sm_80") for spec in specs] == [n in kept for n in range(3)]
+    begun: list[ModuleSpec] = []
+    monkeypatch.setattr(ready.ahead, "begin", lambda jobs: begun.extend(one for one, _ in jobs))
+    monkeypatch.setattr(ready.compiler, "is_loaded", lambda spec, arch=None: False)
+    device = SimpleNamespace(compute_capability="80")
+    cuda = SimpleNamespace(Device=lambda: device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    launches = [SimpleNamespace(module=spec) for spec in specs]
+    ready.begin_to_compile(SimpleNamespace(plans=[SimpleNamespace(launches=launches)]), None)
+    assert begun == ([] if len(kept) == 3 else specs)
 
 
 def test_what_does_not_compile_is_told_by_who_needs_it(cold_cache: Path, tmp_path: Path) -> None:
