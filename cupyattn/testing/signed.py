@@ -19,7 +19,7 @@ from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.received import Received
 
 #: Runs the call that is judged on other values: ``run(v) -> o``, or ``run(quantized) -> o`` where
-#: the operands were quantised. Values are NumPy or CuPy arrays, O also anything with DLPack.
+#: the operands were quantised. O may be anything with DLPack.
 SignedRun = Callable[[Any], Array]
 
 

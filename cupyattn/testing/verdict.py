@@ -211,10 +211,11 @@ def judge(
     exact : callable
         What computes exact attention: `cupyattn.reference.attention_exact`, or a cache before it.
     signed : callable, optional
-        Runs the same call on other values: ``signed(v)``, or ``signed(quantized)``, returns O. The
-        values of each key then get a random sign, from `seed`. Errors of P cannot hide behind
-        those of other keys, so the bound is narrower. It is random: right outputs fail with a
-        probability of at most 1e-12 a judgement. For P in 16 or 32 bits.
+        Runs the same call on other values: ``signed(v)``, or ``signed(quantized)``, returns O. It
+        gets `v` as the kind of array that the caller's is. The values of each key then have a
+        random sign, from `seed`. Errors of P cannot hide behind those of other keys, so the bound
+        is narrower. It is random: right outputs fail with a probability of at most 1e-12 a
+        judgement. For P in 16 or 32 bits.
     draws : int
         How many times signs are drawn, at least once.
     sums : bool
@@ -243,6 +244,12 @@ def judge(
     >>> report.passed, report.rows
     (True, 8)
     """
+    if signed is not None and quantized is None and v is not None:
+        run, (_, restore) = signed, take("v", v)
+
+        def signed(values: Array) -> Array:  # of the caller's kind, torch's for example
+            return run(restore(values))
+
     o, q, k, v, lse, mask, bias = taken(o=o, q=q, k=k, v=v, lse=lse, mask=mask, bias=bias)
     rope, qk_norm = taken_pair(PAIRS["rope"], rope), taken_pair(PAIRS["qk_norm"], qk_norm)
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows

@@ -182,6 +182,25 @@ def test_no_draw_at_all_is_refused(draws: Any) -> None:
 
 
 @pytest.mark.frameworks
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_signed_gets_the_callers_kind_of_array(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 32).to(getattr(torch, dtype)) for n in (8, 64, 64))
+    values = []
+
+    def run(signed: Any) -> Any:
+        values.append(signed)
+        return ca.attention(q, k, signed, variant="fa_tc")
+
+    report = judge(run(v), q, k, v, variant="fa_tc", signed=run)
+    assert report.signed is not None and report.passed
+    _, signed = values
+    assert isinstance(signed, torch.Tensor) and signed.dtype == v.dtype
+    assert torch.equal(signed.abs(), v.abs()) and not torch.equal(signed, v)
+
+
+@pytest.mark.frameworks
 def test_signed_may_return_what_has_dlpack() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = make_regime("normal", (1, 1, 8, 32), (1, 1, 32, 32), "float16", 0)
