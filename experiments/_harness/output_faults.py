@@ -186,13 +186,13 @@ def _fewer_bits(ground: Ground, size: float, rng: Generator) -> Difference:
 
 
 def _truncated(ground: Ground, size: float, rng: Generator) -> Difference:
-    """Move numbers that were rounded away from zero to their neighbours: a share of all."""
+    """Move numbers that were rounded away from zero to their neighbours: 10 * size of all."""
     xp = array_namespace(ground.o)
     bits = {"float16": 10, "bfloat16": 7, "float32": 23}[ground.dtype]
     _, exponent = xp.frexp(ground.o)
     step = xp.ldexp(xp.sign(ground.o), exponent - 1 - bits)
     away = xp.abs(ground.o) > xp.abs(ground.exact)
-    some = _drawn(ground.o, rng.random(ground.o.shape) < size)
+    some = _drawn(ground.o, rng.random(ground.o.shape) < 10 * size)
     return xp.where(away & some, -step, 0.0), None
 
 
@@ -344,7 +344,7 @@ FAULTS: dict[str, Fault] = {
     "O of one element scaled": _element_scaled,
     "noise added to O": _noise_added,
     "O stored in fewer bits": _fewer_bits,
-    "stores truncated, of a share": _truncated,
+    "stores truncated, of 10 times this share": _truncated,
     "rows mixed": _rows_mixed,
     "channels mixed": _channels_mixed,
     "mean of V lost": _mean_lost,

@@ -39,6 +39,7 @@ import cupyattn as ca
 from cupyattn.arrays.kinds import array_namespace, as_float64
 from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.bounds.signed import signed_bound
 from cupyattn.cli import output, plot
 from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
@@ -46,6 +47,7 @@ from cupyattn.measure import device
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.settings import Settings
 from cupyattn.testing.expected import Expectation, expectation
+from cupyattn.testing.signed import with_signs
 from experiments._harness import patches, plots, recording
 from experiments._harness.cells import Problem
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, Ground
@@ -69,12 +71,16 @@ WRITE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Form:
-    """A kernel: rung, storage type, architecture that it is told to run as, and its codes."""
+    """A kernel: rung, storage type, architecture that it is told to run as, and its codes.
+
+    With `signed`, the values of each key have a random sign, and O is held to the bound for that.
+    """
 
     variant: str
     dtype: str = "float16"
     arch: str = "sm_90"
     quant: Mapping[str, Any] | None = None
+    signed: bool = False
 
 
 FORMS = {
@@ -98,6 +104,11 @@ FORMS = {
     "FP8": Form("fa_int8", quant={"pv": "fp8"}),
     "FP8 Hopper": Form("fa_int8", arch="sm_90a", quant={"pv": "fp8", "granularity_v": "channel"}),
 }  # fmt: skip
+FORMS |= {
+    f"{name}, signed": replace(form, signed=True)
+    for name, form in FORMS.items()
+    if not {"pv"} & {*(form.quant or ())} and form.variant in ("fa", "fa_tc", "fa_int8")
+}
 #: Those that the interpreter takes in a few seconds a trial.
 INTERPRETED = ("fa", "fa_tc", "fa_int8", "u8 by tile")
 
@@ -163,12 +174,25 @@ class Trial:
         return {"variant": self.form.variant, "causal": self.problem.causal, **arch, **backend}
 
     def operands(self) -> tuple[tuple[Any, ...], Any]:
-        """Return q, k and v, and their codes or None."""
+        """Return q, k and v, and their codes or None; values as drawn, signed or not."""
         drawn = self.problem.draw(on_device=self.backend == "cuda")
         if self.form.quant is None:
             return drawn, None
         where = {n: x for n, x in self.options.items() if n in ("arch", "backend")}
         return drawn, ca.quantize(*drawn, quant=ca.QuantConfig(**self.form.quant), **where)
+
+    def run(self) -> tuple[Received, Expectation, Any, Any]:
+        """Return what the kernel received, what its output is held to, O and lse."""
+        arrays, codes = self.operands()
+        kernel = received(self, arrays, codes)
+        if not self.form.signed:
+            return kernel, expectation(kernel), *call(self, arrays, codes)
+        kernel, operand = with_signs(kernel, np.random.default_rng([self.seed, self.number]))
+        signed = (None, operand) if codes is not None else ((*arrays[:2], operand), None)
+        o, lse = call(self, *signed)
+        known = expectation(kernel)
+        bound = signed_bound(kernel, rows=known.rows, elements=o.size)
+        return kernel, replace(known, bound=bound), o, lse
 
 
 def call(trial: Trial, arrays: tuple[Any, ...], codes: Any) -> tuple[Any, Any]:
@@ -280,11 +304,8 @@ def add_trial(record: Record, name: str, number: int) -> None:
     """Run one trial of a form with every fault."""
     args = record.args
     trial = Trial(FORMS[name], args.backend, number, args.seed)
-    arrays, codes = trial.operands()
-    o, lse = call(trial, arrays, codes)
-    kernel = received(trial, arrays, codes)
-    known, ground = expectation(kernel), ground_of(trial, kernel, o, lse)
-    found = record.of(name)
+    kernel, known, o, lse = trial.run()
+    ground, found = ground_of(trial, kernel, o, lse), record.of(name)
     of_o, of_lse = leaves(known, ground.o, ground.lse)
     found["judged_rows"] += int(o.shape[0] * o.shape[1] * known.rows.size)
     found["false_alarms"] += int(max(of_o, of_lse) > 1)
@@ -401,7 +422,9 @@ def page(record: Mapping[str, Any]) -> str:
         f"{rows:,} rows in all: {alarms} of the outputs left their bounds.",
         "",
         "Then 30 kinds of fault were laid on each output, in sizes from 1e-1 to 1e-5. "
-        "[output_faults.py](../experiments/_harness/output_faults.py) defines them.",
+        "[output_faults.py](../experiments/_harness/output_faults.py) defines them. Columns that "
+        "say signed are of calls whose values have a random sign for each key, as "
+        "`judge(..., signed=...)` runs them.",
         "",
         "![The smallest fault that is seen, by form](sensitivity.svg)",
         "",

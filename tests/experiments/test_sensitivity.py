@@ -20,23 +20,31 @@ QUICK = ["--forms", "fa", "--trials", "2"]
 
 def ground(name: str = "fa", number: int = 1) -> Any:
     trial = sensitivity.Trial(sensitivity.FORMS[name], "mirror", number, 0)
-    arrays, codes = trial.operands()
-    o, lse = sensitivity.call(trial, arrays, codes)
-    kernel = sensitivity.received(trial, arrays, codes)
-    return expectation(kernel), sensitivity.ground_of(trial, kernel, o, lse)
+    kernel, known, o, lse = trial.run()
+    return known, sensitivity.ground_of(trial, kernel, o, lse)
 
 
 def test_there_are_thirty_kinds() -> None:
     assert len(FAULTS) == 30 and set(CAUSAL_ALONE) <= set(FAULTS)
 
 
-@pytest.mark.parametrize("name", ["fa", "fa_tc Hopper, bfloat16", "u8 by tile", "FP8 Hopper"])
+@pytest.mark.parametrize(
+    "name",
+    ["fa", "fa_tc Hopper, bfloat16", "u8 by tile", "FP8 Hopper", "fa, signed", "fa_int8, signed"],
+)
 def test_the_ground_is_what_the_kernel_is_held_to(name: str) -> None:
     """Its own attention agrees with the judge's, and its output is a number of its type."""
     known, here = ground(name)
     assert np.allclose(here.exact, known.o, rtol=1e-12, atol=1e-14)
     assert (rounded(here.o, here.dtype) == here.o).all()
     assert max(sensitivity.leaves(known, here.o, here.lse)) <= 1
+
+
+def test_signed_values_are_held_to_their_own_bound() -> None:
+    known, here = ground("fa_tc, signed")
+    plain, drawn = ground("fa_tc")
+    assert (np.abs(here.v) == np.abs(drawn.v)).all() and (here.v != drawn.v).any()
+    assert set(known.bound.terms) == {"P", "R4", "R6", "R7"} != set(plain.bound.terms)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
