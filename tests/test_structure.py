@@ -305,7 +305,8 @@ def test_a_call_is_resolved_in_one_place() -> None:
     assert ATTENTION.resolve is resolve
     sites = ("ops.backward", "ops.operation", "problem.received")
     assert callers("resolve") == [f"cupyattn.{module}" for module in sites]
-    # A prepared call is resolved when it is made, and again where arrays have to be copied.
+    # A prepared call is resolved when it is made; again where arrays have to be copied or their
+    # values checked, or are not CuPy's.
     # Layers are two operations, whose records theirs holds. JAX traces shapes alone, and asks here
     # whether a product takes them; Inductor has shapes alone, and what they launch is compiled.
     ask = ("distributed.agreement", "interop.jax.linear", "interop.torch.precompile",

@@ -37,6 +37,12 @@ def calls() -> dict[str, Callable[[], Any]]:
         found[f"attention(), {rung}"] = lambda rung=rung: ca.attention(q, k, v, variant=rung)
         prepared = ca.plan(q, k, v, variant=rung)
         found[f"prepared, {rung}"] = lambda prepared=prepared: prepared(q, k, v)
+    rows_first = [cupy.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+    by_rows = ca.plan(*rows_first, variant="fa_tc", layout="BSHD")
+    found["prepared, BSHD"] = lambda: by_rows(*rows_first)
+    mask = cupy.ones((64, 64), bool)
+    masked = ca.plan(q, k, v, mask=mask, variant="fa_tc")
+    found["prepared, another mask"] = lambda: masked(q, k, v, mask=mask)
     packed = [x[0].swapaxes(0, 1).copy() for x in (q, k, v)]
     offsets = cupy.asarray([0, 16, 64], "int32")
     found["attention_varlen()"] = lambda: ca.attention_varlen(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,7 +37,9 @@ from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
+prepared_module = importlib.import_module("cupyattn.ops.prepared")
 quantize_module = importlib.import_module("cupyattn.ops.quantize")
+resolve_module = importlib.import_module("cupyattn.problem.resolve")
 
 SHAPES = ((1, 4, 33, 64), (1, 2, 70, 64), (1, 2, 70, 64))
 #: Rungs, and the architecture that chooses their form.
@@ -199,6 +202,56 @@ def test_every_way_to_call_passes_what_the_plan_says(driver: Driver, rung: str, 
         check(driver, made, {"o": prepared(*inputs), **known})
         assert into(*inputs, out=out) is out
         check(driver, planned(inputs, out, **options), {**known, "o": out})
+
+
+def test_a_prepared_call_is_resolved_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the layout, and with other arrays in the place of a mask or of lengths."""
+    options: dict[str, Any] = {"variant": "fa", "arch": "sm_90", "return_lse": True}
+    shapes = [(b, n, h, d) for b, h, n, d in SHAPES]
+    batch, heads, len_q, head_dim = SHAPES[0]
+    len_kv = SHAPES[1][2]
+
+    def given() -> tuple[list[Any], dict[str, Any]]:
+        mask, lengths = array((len_q, len_kv), "bool"), array((batch,), "int32")
+        return [array(s) for s in shapes], {"mask": mask, "lengths_kv": lengths}
+
+    inputs, others = given()
+    made = planned(inputs, **others, layout="BSHD", **options)
+    driver.expect(made)
+    prepared = plan(*inputs, **others, layout="BSHD", **options)
+    into = plan(*inputs, **others, out=array(shapes[0]), layout="BSHD", **options)
+    resolved_again = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(prepared_module, "problem_of", resolved_again)
+    for replaced in ((), ("mask",), ("mask", "lengths_kv")):
+        inputs, new = given()
+        new = {name: new[name] for name in replaced}
+        o, lse = prepared(*inputs, **new)
+        assert o.shape == (batch, len_q, heads, head_dim)
+        known = {**dict(zip("qkv", inputs, strict=True)), **others, **new}
+        check(driver, made, {**known, "o": o, "lse": lse})
+    out = array(shapes[0])
+    assert into(*given()[0], out=out)[0] is out
+    wrong = array((len_q, len_kv + 8), "bool")[:, :len_kv]
+    for bad in ({"mask": wrong}, {"mask": np.ones((len_q, len_kv), bool)}):
+        with pytest.raises(AssertionError):  # of another form: it goes the long way
+            prepared(*inputs, **bad)
+    assert resolved_again.call_count == 2
+
+
+def test_a_prepared_call_that_checks_values_reads_them(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"variant": "fa", "arch": "sm_90", "check_finite": True}
+    inputs = [array(s) for s in SHAPES]
+    driver.expect(planned(inputs, variant="fa", arch="sm_90"))
+    monkeypatch.setattr(resolve_module, "_check_finite", lambda *_: None)
+    prepared = plan(*inputs, **options)
+    resolve = mock.Mock(side_effect=prepared_module.problem_of)
+    monkeypatch.setattr(prepared_module, "problem_of", resolve)
+    prepared(*inputs)
+    assert resolve.call_count == 1
 
 
 class OnDevice:
