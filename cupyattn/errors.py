@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UnsupportedError(NotImplementedError):
     """Something cupyattn does not do; the message says what is supported and what to do."""
@@ -46,12 +48,16 @@ class RankError(RuntimeError):
         return type(self), (self.rank, self.cause)
 
 
-def shown(value: object) -> str:
+def shown(value: Any) -> str:
     """Return a caller's value for a message, in one line of 60 characters at most.
+
+    Of an array its shape and dtype.
 
     Examples
     --------
     >>> shown("a\\nb"), shown(range(3)), len(shown([0] * 100))
     ("'a\\\\nb'", 'range(0, 3)', 60)
     """
+    if not isinstance(value, type) and getattr(value, "ndim", None) and hasattr(value, "dtype"):
+        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     return " ".join(repr(value).split())[:60]

@@ -10,5 +10,6 @@
 
 `cupyattn.ops.operation` has these steps. An operation says what `resolve`, `plan`, `mirror` and
 `restore` are for it. A new one is three files of one name: here, in plans/ and in reference/, its
-mirror. That of the backward pass is in gradients/, beside what gradients are and their bounds.
+mirror; `act_quant` is the shortest to begin from, and CONTRIBUTING.md lists what else there is to
+write. The mirror of the backward pass is in gradients/, beside what gradients are and their bounds.
 """

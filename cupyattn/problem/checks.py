@@ -38,7 +38,7 @@ def check_one_dtype(**arrays: Any) -> str:
         *before, last = names
         raise TypeError(
             f"{', '.join(before)} and {last} must be of one type, float16, bfloat16 or float32, "
-            "got " + ", ".join(f"{n}.dtype={d}" for n, d in names.items())
+            "got " + ", ".join(f"{n}.dtype={d}" for n, d in names.items()) + ": convert them"
         )
     return first
 
@@ -115,7 +115,10 @@ def check_softcap(softcap: Any) -> float:
 def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
     """Check a boolean mask of scores of a shape (batch, heads, len_q, len_kv)."""
     if mask.dtype != np.bool_:
-        raise TypeError(f"mask must be bool (True: attend), got mask.dtype={mask.dtype}")
+        raise TypeError(
+            f"mask must be bool (True: attend), got mask.dtype={mask.dtype}: give numbers that are "
+            "added to scores as bias="
+        )
     check_broadcast("mask", mask, shape)
 
 

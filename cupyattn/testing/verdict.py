@@ -441,6 +441,7 @@ def assert_within_bound(
     ...     print(str(error)[:27])
     fa: O is OUTSIDE its bound,
     """
+    __tracebackhide__ = True  # what a test shows is the line that called, and the verdict
     report = judge(o, q, k, v, **options)
     if not report.passed:
         message = str(report)

@@ -319,7 +319,7 @@ def test_empty_lengths(len_q: int, len_kv: int) -> None:
         ({"lse": np.zeros((2, 9, 4), np.float32)}, ValueError, r"lse must have shape \(2, 4, 9\)"),
         ({"lse": np.zeros((2, 4, 9))}, TypeError, "lse must be float32, got lse.dtype=float64"),
         ({"deterministic": "yes"}, TypeError, "deterministic must be True, False or None"),
-        ({"deterministic": np.ones(2)}, TypeError, "True, False or None, got array"),
+        ({"deterministic": np.ones(2)}, TypeError, "True, False or None, got an array of shape"),
         ({"out": np.zeros((2, 4, 9, 16), ml_dtypes.bfloat16)}, TypeError,
          "out must be float16, got out.dtype=bfloat16"),
         ({"q": np.zeros((2, 4, 9, 16), np.float32)}, UnsupportedError,

@@ -403,7 +403,7 @@ def test_a_name_is_registered_once_and_from_a_file(mine: ladder.Variant, tmp_pat
     [
         ({"tiles": (64, 64)}, "tiles must be a cupyattn.Tiles or None, got (64, 64)"),
         ({"quant": "token", "variant": "fa_int8"}, "quant must be a cupyattn.QuantConfig or None"),
-        ({"causal": np.ones((4, 4))}, "causal must be True or False, got array"),
+        ({"causal": np.ones((4, 4))}, "causal must be True or False, got an array of shape"),
         ({"scale": "0.5"}, "scale must be a number or None, got '0.5'"),
     ],
 )

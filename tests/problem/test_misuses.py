@@ -68,7 +68,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, v, bias=1.0)", "bias must be a NumPy or CuPy array, or have"),
         (
             "ca.attention(q, k, v, block_mask=np.ones((1, 1, 1, 1), bool))",
-            "block_mask must be a cupyattn.BlockMask or None, got array([[[[",
+            "block_mask must be a cupyattn.BlockMask or None, got an array of shape (1, 1, 1, 1)",
         ),
         (
             "ca.attention(q, k, v, block_mask=ca.BlockMask(np.ones((1, 1, 2, 2), bool), 64, 64))",
