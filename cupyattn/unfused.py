@@ -2,7 +2,8 @@
 
 NumPy arrays run the pieces of the mirror (or, with ``CUPYATTN_INTERPRET=1``, the kernels in the
 interpreter), CuPy arrays the three kernels of ``attn_unfused.cu``.
-S and P are ordinary float32 arrays: look at them, mask them, add to them between the steps.
+S and P are ordinary float32 arrays: look at them, mask them, add to them between the steps. No step
+is remembered (`cupyattn.runtime.recent`), since softmax begins with a copy of what it is given.
 
 >>> import numpy as np
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 16)).astype(np.float16)
@@ -28,7 +29,7 @@ from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import settle
+from cupyattn.problem.form import Kernel, settle
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.reference import unfused as mirror
 
@@ -167,6 +168,10 @@ class _Step:
 
     name = ""
 
+    def settled(self, call: AttentionSpec) -> Kernel:
+        """Return the rung's kernel for a step of a call."""
+        return settle(ladder.lookup("unfused"), call)
+
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         names = ("q", "k", "v", "o", "mask", "bias", "kept_blocks")
@@ -174,8 +179,7 @@ class _Step:
         if "o" in problem.results:
             o = problem.results["o"]
             described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
-        kernel = settle(ladder.lookup("unfused"), problem.settled)
-        return Work.of(plan_unfused_step(self.name, kernel, described))
+        return Work.of(plan_unfused_step(self.name, problem.settled, described))
 
     def restore(
         self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
@@ -208,7 +212,7 @@ class _Scores(_Step):
         return Problem(
             what=self.name, backend=backend, operands={"q": q, "k": k, **added},
             results={"S": Result(call.score_shape, STORAGE["float32"])}, as_given=as_given,
-            settled=call,
+            settled=self.settled(call),
         )  # fmt: skip
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
@@ -235,7 +239,7 @@ class _Softmax(_Step):
             results["lse"] = Result(call.lse_shape, STORAGE["float32"])
         return Problem(
             what=self.name, backend=target.choose(None, S), operands={"S_in": S}, results=results,
-            as_given=as_given, settled=call,
+            as_given=as_given, settled=self.settled(call),
         )  # fmt: skip
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
@@ -268,7 +272,7 @@ class _WeightedSum(_Step):
         return Problem(
             what=self.name, backend=backend, operands=operands,
             results={"o": Result(q_shape, v.dtype)}, as_given=as_given,
-            settled=AttentionSpec(*sizes, dtype, 1.0),
+            settled=self.settled(AttentionSpec(*sizes, dtype, 1.0)),
         )  # fmt: skip
 
     def mirror(self, problem: Problem) -> dict[str, Any]:

@@ -118,8 +118,11 @@ def written_count(page: str, record: Mapping[str, Any], left: str, right: str) -
     """How large the whole diff is."""
     counts = changed(left, right).values()
     gone, come = (sum(count[i] for count in counts) for i in (0, 1))
-    command = f"diff {file_of(left)} {file_of(right)}"
-    return [f"`{command}`, headers and blank lines aside: {gone} lines go, {come} come."]
+    names = f"`{file_of(left)}` to `{file_of(right)}`"
+    return [
+        f"From {names}, section by section, headers and blank lines aside: {gone} lines go, "
+        f"{come} come."
+    ]
 
 
 def written_diff(

@@ -69,6 +69,18 @@ def check_arch(arch: str | None) -> None:
         capability_of(arch)
 
 
+def check_capability(arch: str, least: int) -> None:
+    """Raise UnsupportedError for an architecture older than what needs capability 8.9 or 9.0."""
+    if capability_of(arch) < least:
+        what, instead = {
+            89: ("8-bit floats (pv='fp8')", "pv='int8' or pv='16bit'"),
+            90: ("tiles that several blocks share (splits)", "splits=1"),
+        }[least]
+        raise UnsupportedError(
+            f"{what} need compute capability {least / 10} or later, got {arch}: use {instead}"
+        )
+
+
 def _known() -> tuple[int, ...]:
     """Return the capabilities of the NVRTC of this environment, () without one."""
     try:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from cupyattn.compiler import disk_cache, nvrtc, size_limit
 from cupyattn.compiler.architectures import ARCHITECTURES as ARCHITECTURES
-from cupyattn.compiler.architectures import LEAST_CAPABILITY
+from cupyattn.compiler.architectures import LEAST_CAPABILITY, check_capability
 from cupyattn.compiler.architectures import capability_of as capability_of
 from cupyattn.compiler.includes import headers_reached
 from cupyattn.compiler.ptxas import Resources, parse_resources, parse_smem_bytes
@@ -225,14 +225,7 @@ def _request(
             f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
             "install a newer nvidia-cuda-nvrtc"
         )
-    if capability_of(arch) < (least := spec.least_capability):
-        what, instead = {
-            89: ("8-bit floats (pv='fp8')", "pv='int8' or pv='16bit'"),
-            90: ("tiles that several blocks share (splits)", "splits=1"),
-        }[least]
-        raise UnsupportedError(
-            f"{what} need compute capability {least / 10} or later, got {arch}: use {instead}"
-        )
+    check_capability(arch, spec.least_capability)
     folder = nvrtc.headers(compiler)
     source = read_source(spec) if source is None else source
     options = [*OPTIONS, f"-arch={target}"]

@@ -12,6 +12,7 @@ import pytest
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import numerics
+from docs import write_tutorial
 
 ROOT = Path(__file__).parents[2]
 PRIMS = sorted((KERNELS / "prims").rglob("*.cuh"))
@@ -178,6 +179,24 @@ def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) ->
     assert max(removed, added) <= limit
     header, _ = header_and_body((KERNELS / right).read_text())
     assert f"diff {left} {right}" in header
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "limit"),
+    [
+        ("unfused", "fa", 172),  # three kernels become one
+        ("fa", "fa_warps", 120),
+        ("fa_warps", "fa_tc", 202),  # fragments of tensor cores in place of rows
+        ("fa_tc", "fa_int8", 120),
+    ],
+)
+def test_a_rung_changes_few_lines(left: str, right: str, limit: int) -> None:
+    """Lines that go and lines that come, as docs/TUTORIAL.md counts and defends them."""
+    counts = write_tutorial.changed(left, right)
+    assert sum(sum(lines) for lines in counts.values()) <= limit
+    page = write_tutorial.PAGE.read_text(encoding="utf-8")
+    gone, come = (sum(lines[i] for lines in counts.values()) for i in (0, 1))
+    assert f"{gone} lines go, {come} come" in page
 
 
 def test_no_lambda_is_generic() -> None:

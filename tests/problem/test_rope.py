@@ -407,7 +407,7 @@ COS, SIN = TABLES
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"rope": COS}, TypeError, "rope must be a pair (cos, sin) of arrays, got an array of shape"),
+        ({"rope": COS}, TypeError, "rope must be a pair (cos, sin) of arrays, got an array"),
         ({"rope": (COS,)}, TypeError, "rope must be a pair (cos, sin) of arrays"),
         ({"rope": (COS, [1.0])}, TypeError, "sin must be a NumPy or CuPy array"),
         ({"rope": (COS, SIN[:30])}, ValueError, "got (90, 8) and (30, 8)"),

@@ -385,6 +385,19 @@ def test_8_bit_floats_need_their_instructions() -> None:
         attention(q, k, v, variant="fa_int8", quant=quant, arch="sm_86", backend="interpret")
 
 
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("call", [attention, plan, explain])
+def test_an_architecture_without_8_bit_floats_is_refused_by_every_way(
+    call: Any, backend: str
+) -> None:
+    x = np.ones((1, 1, 8, 32), np.float16)
+    options: dict[str, Any] = {"variant": "fa_int8", "quant": QuantConfig(pv="fp8")}
+    with pytest.raises(UnsupportedError, match=r"need compute capability 8.9 or later, got sm_80"):
+        call(x, x, x, arch="sm_80", backend=backend, **options)
+    assert call(x, x, x, arch="sm_89", backend="mirror", **options) is not None
+
+
+
 def test_codes_that_do_not_fit_are_refused() -> None:
     codes = np.zeros((3, 1, 2, 70, 8), np.int8)
     with pytest.raises(ValueError, match="v_scale is needed where v is 8-bit"):
