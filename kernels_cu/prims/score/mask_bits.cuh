@@ -71,7 +71,7 @@ struct ListedSteps {
   }
   __device__ __forceinline__ int steps() const { return max(1, count); }
   // How many of the first ones are whole. Not of a window, which skips some.
-  // NOTE: read again, since nobody asks twice and the thread that copies has no register left.
+  // NOTE: read again where it is asked for: the thread that copies has no register for it.
   __device__ __forceinline__ int whole() const { return listed[-1]; }
   // NOTE: what is behind the last is read too, where there is room: the first step then comes
   // together with the count.

@@ -16,7 +16,7 @@ constexpr bool MASK_ALONE = MASKED && !SOFTCAP && !BIAS;
 constexpr bool SCORES_CHANGE = SCORED && !MASK_ALONE;
 
 // The first steps of a tile may be whole: a mask of keys admits every key of them, and no place
-// masks any, so that nobody has to know where they are.
+// masks any. Then the softmax need not know where they are.
 constexpr bool WHOLE_STEPS =
     MASK_ALONE && MASK_KIND == MaskKind::KEYS && !(CAUSAL || WINDOW || VARLEN);
 
