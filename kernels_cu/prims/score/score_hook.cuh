@@ -76,7 +76,6 @@ struct TileSteps {
   __device__ __forceinline__ TileSteps(const Scoring<SCORED>&, const AttnParams&, const WorkTile&) {
   }
   __device__ __forceinline__ int steps() const { return 0; }
-  __device__ __forceinline__ int whole() const { return 0; }
   __device__ __forceinline__ int take() { return 0; }
 };
 template <>
@@ -91,8 +90,6 @@ struct TileSteps<true> {
             kv_end(p, tile.q0, BLOCK_Q)),
         next(listed[0]) {}
   __device__ __forceinline__ int steps() const { return listed.steps(); }
-  // How many of the first ones admit every key.
-  __device__ __forceinline__ int whole() const { return listed.whole(); }
   // The next step; the one after is on its way from memory meanwhile.
   __device__ __forceinline__ int take() {
     const int step = next;
