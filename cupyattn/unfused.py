@@ -2,8 +2,8 @@
 
 NumPy arrays run the pieces of the mirror (or, with ``CUPYATTN_INTERPRET=1``, the kernels in the
 interpreter), CuPy arrays the three kernels of ``attn_unfused.cu``.
-S and P are ordinary float32 arrays: look at them, mask them, add to them between the steps. No step
-is remembered (`cupyattn.runtime.recent`), since softmax begins with a copy of what it is given.
+S and P are ordinary float32 arrays: look at them, mask them, add to them between the steps. Calls
+are not remembered (`cupyattn.runtime.recent`): softmax begins with a copy of what it is given.
 
 >>> import numpy as np
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 16)).astype(np.float16)

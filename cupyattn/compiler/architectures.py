@@ -18,6 +18,8 @@ CAPABILITIES = (80, 86, 87, 88, 89, 90, 100, 101, 103, 107, 110, 120, 121)
 _LEAST_WITH = {"": 0, "a": 90, "f": 100}
 #: Compute capability, times ten, of the first device that the kernels run on.
 LEAST_CAPABILITY = 80
+#: Of 8-bit floats, and of clusters of blocks.
+E4M3_CAPABILITY, CLUSTER_CAPABILITY = 89, 90
 
 
 def capability_of(arch: str) -> int:
@@ -70,11 +72,11 @@ def check_arch(arch: str | None) -> None:
 
 
 def check_capability(arch: str, least: int) -> None:
-    """Raise UnsupportedError for an architecture older than what needs capability 8.9 or 9.0."""
+    """Raise UnsupportedError for an architecture older than one of the capabilities above."""
     if capability_of(arch) < least:
         what, instead = {
-            89: ("8-bit floats (pv='fp8')", "pv='int8' or pv='16bit'"),
-            90: ("tiles that several blocks share (splits)", "splits=1"),
+            E4M3_CAPABILITY: ("8-bit floats (pv='fp8')", "pv='int8' or pv='16bit'"),
+            CLUSTER_CAPABILITY: ("tiles that several blocks share (splits)", "splits=1"),
         }[least]
         raise UnsupportedError(
             f"{what} need compute capability {least / 10} or later, got {arch}: use {instead}"

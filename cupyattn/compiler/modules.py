@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING
 
 from cupyattn.compiler import disk_cache, nvrtc, size_limit
 from cupyattn.compiler.architectures import ARCHITECTURES as ARCHITECTURES
-from cupyattn.compiler.architectures import LEAST_CAPABILITY, check_capability
+from cupyattn.compiler.architectures import (
+    CLUSTER_CAPABILITY,
+    E4M3_CAPABILITY,
+    LEAST_CAPABILITY,
+    check_capability,
+)
 from cupyattn.compiler.architectures import capability_of as capability_of
 from cupyattn.compiler.includes import headers_reached
 from cupyattn.compiler.ptxas import Resources, parse_resources, parse_smem_bytes
@@ -88,10 +93,12 @@ class ModuleSpec:
 
     @property
     def least_capability(self) -> int:
-        """Least compute capability times ten: e4m3 came with 8.9, clusters of blocks with 9.0."""
+        """Least compute capability times ten."""
         e4m3 = ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines
         shared = any(name.endswith("SPLITS") and value > 1 for name, value in self.defines)
-        return 90 if shared else 89 if e4m3 else 80
+        if shared:
+            return CLUSTER_CAPABILITY
+        return E4M3_CAPABILITY if e4m3 else LEAST_CAPABILITY
 
     def __str__(self) -> str:
         return f"{self.source} [{' '.join(f'{name}={value}' for name, value in self.defines)}]"

@@ -12,6 +12,7 @@ from cupyattn.ops.call_operands import PAIRS, direct_operands
 from cupyattn.ops.operation import Operation, interpret, make_ready, problem_of
 from cupyattn.plans.records import Plan
 from cupyattn.problem.request import LENGTHS, OF_SCORES, SEQUENCES, Request
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.row_preparation import BUFFERS
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
@@ -56,16 +57,17 @@ class Prepared:
         self._given = {n: arrays[n] for n in ("block_mask", *PAIRS) if n in arrays}
         # NOTE: what had to be copied, or converted as numbers of 64 bits are, is read again in each
         # call, from the caller's memory.
-        #: Forms that arrays in the place of others may have to go to the kernels as they come.
-        self._replaceable: dict[str, Any] = {}
+        direct = {}
         for name in self._added.keys() & {*_REPLACED} & arrays.keys():
             own = misaligned(arrays[name])
             if own is None:
                 own, _ = take(name, arrays[name])
-                self._replaceable[name] = forms_of({name: own})[0]
             if not same_place(own, operands[name]):
                 self._added[name] = own
-                self._replaceable.pop(name, None)
+            else:
+                direct[name] = own
+        #: Forms of arrays that others of the same form may replace as they come.
+        self._replaceable = {*(forms_of(direct)[0] or ())}
         # NOTE: tables and weights, too, which the short way of a call would not read again.
         self._tables = {
             name: array
@@ -133,25 +135,26 @@ class Prepared:
         """
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
         replaced = _replaced(others) if others else others
-        if self._is_plain and (not replaced or self._may_replace(replaced)):
+        forms, places = forms_of(replaced) if replaced else ((), {})
+        if self._is_plain and forms is not None and self._replaceable.issuperset(forms):
             operands, direct = arrays, type(q) is type(k) is type(v) is self._array
             if not direct:
                 operands = direct_operands(arrays) or {}
                 direct = all(map(is_cupy, operands.values()))
             if direct and (out is None or is_cupy(out)):
                 try:
-                    if self._settings.layout == "BSHD":  # of arrays; codes have heads first
-                        views = {n: self._by_heads(a) for n, a in operands.items() if n in "qkv"}
-                        operands = {**operands, **views}
+                    o, layout = out, self._settings.layout
+                    if layout == "BSHD" and operands is arrays:  # codes have heads first
+                        operands = {name: to_bhsd(a, layout) for name, a in arrays.items()}
+                        o = None if out is None else to_bhsd(out, layout)
                     if self._added:
                         operands = {**operands, **self._added}
-                    addresses = self.check(operands, self._by_heads(out))
+                    addresses = self.check(operands, o)
                 except ValueError:
                     pass  # What must be copied first goes the long way, which raises for the rest.
                 else:
                     if replaced:
-                        operands = {**operands, **replaced}
-                        addresses |= {n: memory.data_address(a) for n, a in replaced.items()}
+                        operands, addresses = {**operands, **replaced}, {**addresses, **places}
                     made = self._ready(operands, addresses, self._scratch)
                     received = {} if out is None else {"out": out}
                     return self._operation.restore(None, received, made)
@@ -163,18 +166,6 @@ class Prepared:
             self._check_not_copied(q, k, v, changed)
         arrays |= {**self._given, **changed, **({} if out is None else {"out": out})}
         return self._run(problem_of(self._operation, self._settings, arrays), arrays)
-
-    def _by_heads(self, array: Any) -> Any:
-        """Return a view with heads before rows, as plans have arrays; None stays None."""
-        keep = array is None or self._settings.layout == "BHSD"
-        return array if keep else array.swapaxes(1, 2)
-
-    def _may_replace(self, replaced: Mapping[str, Any]) -> bool:
-        """Whether arrays have the forms of those that they stand for, which were not copied."""
-        return all(
-            is_cupy(array) and forms_of({name: array})[0] == self._replaceable.get(name)
-            for name, array in replaced.items()
-        )
 
     def _run(self, request: Request, arrays: Mapping[str, Any]) -> Any:
         """Run on the arrays of a request."""
