@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
-from cupyattn.compiler.architectures import E4M3_CAPABILITY, check_capability
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
 from cupyattn.kernels.forms import Form
@@ -125,16 +124,12 @@ def settle(
     Raises
     ------
     UnsupportedError
-        For codes on a rung without a kernel for them, or that the architecture lacks, or if no form
-        takes such a head size.
+        For codes on a rung without a kernel for them, or if no form takes such a head size.
     ValueError
         If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
         block mask.
     """
     variant.check_form(form)
-    values = None if codes is None else codes.values
-    if arch is not None and values is not None and values.p_type == "e4m3":
-        check_capability(arch, E4M3_CAPABILITY)
     note, stacks = "", False
     if form is None:
         offer = support.Offer(call, operands, codes, tiles, arch)

@@ -11,7 +11,12 @@ import numpy as np
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
-from cupyattn.compiler.architectures import capability_of, check_arch
+from cupyattn.compiler.architectures import (
+    E4M3_CAPABILITY,
+    capability_of,
+    check_arch,
+    check_capability,
+)
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
 from cupyattn.kernels.tiles import check_kind
@@ -57,6 +62,8 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     for name in ("causal", "return_lse", "check_finite"):
         _check_kind(name, getattr(settings, name), (bool, np.bool_), "True or False")
     check_arch(settings.arch)
+    if settings.arch is not None and settings.quant is not None and settings.quant.pv == "fp8":
+        check_capability(settings.arch, E4M3_CAPABILITY)
     if settings.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
     if isinstance(arrays["q"], QuantizedQKV):
