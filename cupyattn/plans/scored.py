@@ -155,7 +155,7 @@ def _packed_mask(
     return values, (
         Workspace("mask_bits", (mask_tiles, key_tiles, words), "uint32"),
         Workspace("tile_classes", (mask_tiles, key_tiles), "uint8"),
-        Workspace("tile_steps", (list_batches * list_heads * list_rows, 1 + key_tiles), "int32"),
+        Workspace("tile_steps", (list_batches * list_heads * list_rows, 2 + key_tiles), "int32"),
     )
 
 

@@ -102,18 +102,24 @@ __device__ __forceinline__ void make_list(const AttnParams& p, const ScoreParams
   const uint8_t* classes =  // [key_tiles]
       s.tile_classes + mask_tile(s, batch, head, q0) * s.key_tiles;
   const KeptKeys kept(p, batch, head, q0, 0, p.len_kv);
-  int32_t* steps = s.tile_steps + list * (1 + s.key_tiles);  // [1 + key_tiles]
-  int count = 0;
+  int32_t* steps = s.tile_steps + list * (LIST_HEAD + s.key_tiles);  // [LIST_HEAD + key_tiles]
+  int count = 0, whole = 0;
+  bool all_whole = true;
   for (int first = 0; first < s.key_tiles; first += WARP_SIZE) {
     const int key_tile = first + lane_id();
     int found = key_tile < s.key_tiles ? classes[key_tile] : EMPTY;
     if (BLOCK_MASK && found != EMPTY && !kept.include(key_tile * BLOCK_KV)) found = EMPTY;
     const uint32_t taken = __ballot_sync(FULL_WARP, found != EMPTY);
     const int before = __popc(taken & ((1u << lane_id()) - 1));
-    if (found != EMPTY) steps[1 + count + before] = 2 * key_tile + (found == MIXED);
+    if (found != EMPTY) steps[LIST_HEAD + count + before] = 2 * key_tile + (found == MIXED);
+    // Whole ones admit every key, and each of their places holds one.
+    const uint32_t others = __ballot_sync(
+        FULL_WARP, found == MIXED || (found == FULL && (key_tile + 1) * BLOCK_KV > p.len_kv));
+    if (all_whole) whole += __popc(taken & (others ? (others & -others) - 1 : ~0u));
+    all_whole &= others == 0;
     count += __popc(taken);
   }
-  if (lane_id() == 0) steps[0] = count;
+  if (lane_id() == 0) steps[0] = count, steps[1] = whole;
 }
 
 extern "C" __global__ __launch_bounds__(WARP_SIZE) void list_steps(

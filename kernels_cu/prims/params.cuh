@@ -82,7 +82,8 @@ struct PieceParams {
 struct ScoreParams {
   uint32_t* mask_bits;    // [mask tiles, key_tiles, MASK_TILE_WORDS]
   uint8_t* tile_classes;  // [mask tiles, key_tiles] of TileClass
-  int32_t* tile_steps;    // [lists, 1 + key_tiles]: how many tiles of keys are not empty, then
+  int32_t* tile_steps;    // [lists, 2 + key_tiles]: how many tiles of keys are not empty, and how
+                          // many of the first ones are whole (pack_mask.cu), then
                           // 2 * tile + (is it mixed?) of each, rising
   int64_t mask_batch;  // mask tiles from one batch entry, head or tile of query rows to the next:
   int64_t mask_head;   // 0 where the mask is the same

@@ -94,6 +94,7 @@ struct SharedStorage {
   int step[NUM_STAGES];                          // of that K; not read unless LISTED
   float K_scale[NUM_STAGES][SCALES];             // of its keys
   ScorePlaces<SCORED> places;                    // of softcap, bias and mask
+  int whole_steps[NUM_STAGES];                   // of the tile whose first K it is
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + SHARED_ZEROS_BYTES;
 constexpr int K_BYTES = sizeof(SharedStorage::K[0]);  // that arrive for a step
@@ -110,6 +111,7 @@ struct LoadStage {
   __device__ __forceinline__ void operator()(
       const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
     Mbarrier& full = smem.full[at.stage];
+    if (WHOLE_STEPS && step.index == 0) smem.whole_steps[at.stage] = step.whole;
     mbarrier_arrive_expect_tx(
         full, (step.index < tile.steps ? K_BYTES : 0) + (step.index > 0 ? V_BYTES : 0) +
                   step.score_bytes);
@@ -347,6 +349,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
     int step_word = LISTED ? smem.step[at.stage] : 0;
     if (LISTED) kv0 = first_key(step_word);
+    const int whole_steps = WHOLE_STEPS ? uniform(smem.whole_steps[at.stage]) : 0;
     zeros.begin(dot, at.stage);
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
@@ -372,18 +375,28 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
-      step_word = LISTED ? smem.step[at.stage] : 0;
-      kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;
+      if (!WHOLE_STEPS) {
+        step_word = LISTED ? smem.step[at.stage] : 0;
+        kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;
+      }
       zeros.begin(dot, at.stage);
       if (IN_TURN) turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
       if (IN_TURN) turn.pass();
       copy_scales(K_scale, smem.K_scale[at.stage]);
-      bits.load(smem.places, p, at.stage, warp_row, tile.q0 + row, step_word);
+      if (!WHOLE_STEPS) bits.load(smem.places, p, at.stage, warp_row, tile.q0 + row, step_word);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       wgmma_use(O_acc);
+      // NOTE: a whole step does without its word, and no product waits for one that is read here.
+      if (WHOLE_STEPS) bits.admit(), kv0 = 0;
+      if (WHOLE_STEPS && step >= whole_steps) {
+        step_word = ld_volatile_shared(smem.step[at.stage]);
+        kv0 = first_key(step_word);
+        bits.load(smem.places, p, at.stage, warp_row, tile.q0 + row, step_word);
+        __syncwarp();  // every lane has read before one of them frees the stage
+      }
       if constexpr (SCORES_CHANGE) {
         score_step(
             S_acc, dot, Q_factor, K_scale, change_scores, scoring, smem.places, p, tile, at.stage,

@@ -325,6 +325,10 @@ OWN_MISTAKES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "sm90/int8/producer.cuh", "if (LISTED) smem.step[at.stage] = step_word;",
         "if (LISTED) smem.step[at.stage] = step_word & ~1;", {"mask": row_mask()},
     ),
+    "a mixed step counted among the whole ones": (
+        "prepare/pack_mask.cu", "found == MIXED || (found == FULL &&", "(found == FULL &&",
+        {"mask": key_mask()},
+    ),
     "places left out of a mixed step": (
         "sm90/int8/step_bits.cuh", "step.bits[h] & bits_below(place.end[h]);", "step.bits[h];",
         {"mask": row_mask(), "causal": True},

@@ -234,37 +234,65 @@ def test_a_softcap_errs_by_less_than_it_says() -> None:
 # ---- the passes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["rows", "keys", "strided"])
+@pytest.mark.parametrize("kind", ["rows", "keys", "strided", "all", "nearly all", "of blocks"])
 def test_bits_and_steps_of_a_mask(kind: str) -> None:
-    mask = {"rows": row_mask(), "keys": key_mask(), "strided": row_mask()[..., ::-1]}[kind]
+    """Steps that admit every key come first where the list says so, before whatever follows."""
+    mask = {
+        "rows": row_mask, "keys": key_mask, "strided": lambda: row_mask()[..., ::-1],
+        "all": lambda: np.ones((1, 1, 1, LEN_KV), bool),
+        "nearly all": lambda: (np.arange(LEN_KV) != 200)[None, None, None],
+        "of blocks": lambda: (np.arange(LEN_KV) // 64 % 3 != 1)[None, None, None],
+    }[kind]()
+    by_keys = mask.shape[2] == 1
     plan = planned(mask=mask)
     block_q, block_kv = plan.tiles.block_q, plan.tiles.block_kv
     passes = tuple(one for one in plan.launches if one.module.source == "prepare/pack_mask.cu")
     assert [one.entry for one in passes] == (
-        ["pack_keys"] if kind == "keys" else ["pack_mask", "list_steps"]
+        ["pack_keys"] if by_keys else ["pack_mask", "list_steps"]
     )
     held = {work.name: np.zeros(work.shape, work.dtype) for work in plan.workspace}
     alone = replace(plan, launches=passes, workspace=())
     whole = np.broadcast_to(mask, (1, 2, LEN_Q, LEN_KV))
     interpret.run(alone, {**held, "mask": whole, **dict.fromkeys("qkvo", mask)}, "sm_90a")
-    rows = 1 if kind == "keys" else LEN_Q
+    rows = 1 if by_keys else LEN_Q
     for q0 in range(0, rows, block_q):
         tile = mask[0, 0, q0 : q0 + block_q]
-        steps = []
+        steps, wholes = [], []
         for kv0 in range(0, LEN_KV, block_kv):
             of_step = tile[:, kv0 : kv0 + block_kv]
             if of_step.any():
                 steps.append(2 * (kv0 // block_kv) + (not of_step.all()))
+                wholes.append(of_step.all() and of_step.shape[1] == block_kv)
             words = held["mask_bits"][q0 // block_q, kv0 // block_kv]
             for row, key in np.ndindex(of_step.shape):
                 lane, place = key % 8 // 2, key // 8 * 2 + key % 2
                 word = (
-                    words[lane] if kind == "keys"
+                    words[lane] if by_keys
                     else words.reshape(-1, 8, 4, 2)[row // 16, row % 8, lane, row % 16 // 8]
                 )  # fmt: skip
                 assert (int(word) >> place & 1) == of_step[row, key]
         found = held["tile_steps"][q0 // block_q]
-        assert found[: 1 + len(steps)].tolist() == [len(steps), *steps]
+        head = [len(steps), [*wholes, False].index(False)]
+        assert found[: 2 + len(steps)].tolist() == [*head, *steps]
+
+
+@pytest.mark.parametrize("mixed", [(), (0,), (31,), (32, 40), (5, 69)])
+def test_whole_steps_are_counted_warp_by_warp(mixed: tuple[int, ...]) -> None:
+    """Of 70 steps, some of them empty, with a last one that is not whole."""
+    steps, empty, block_kv = 70, (3, 33), 128
+    mask = np.ones((steps, block_kv), bool)
+    mask[list(empty)] = mask[list(mixed), 7] = False
+    mask = mask.reshape(1, 1, 1, -1)[..., :-8]
+    plan = planned(normal((1, 1, 64, 64), (1, 1, mask.size, 64)), mask=mask)
+    assert plan.tiles.block_kv == block_kv
+    launches = tuple(one for one in plan.launches if one.entry == "pack_keys")
+    held = {work.name: np.zeros(work.shape, work.dtype) for work in plan.workspace}
+    given = {**held, "mask": mask, **dict.fromkeys("qkvo", mask)}
+    interpret.run(replace(plan, launches=launches, workspace=()), given, "sm_90a")
+    listed = [n for n in range(steps) if n not in empty]
+    words = [2 * n + (n in mixed) for n in listed]
+    wholes = listed.index(min([*mixed, steps - 1]))
+    assert held["tile_steps"][0].tolist()[: 2 + len(listed)] == [len(listed), wholes, *words]
 
 
 # ---- refusals ------------------------------------------------------------------------------------

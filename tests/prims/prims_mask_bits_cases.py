@@ -99,10 +99,10 @@ RANGES = ((0, 336), (100, 250), (144, 240), (143, 241), (95, 97), (250, 250), (3
 def steps_arguments(placed: bool) -> Callable[[], Arguments]:
     def arguments() -> Arguments:
         lists = [tiles for head in LISTED for tiles in head]
-        listed = np.full((len(lists), 8), 999, np.int32)
+        listed = np.full((len(lists), 9), 999, np.int32)
         for row, tiles in zip(listed, lists, strict=True):
-            row[0] = len(tiles)
-            row[1 : 1 + len(tiles)] = [2 * tile + is_mixed_tile(tile) for tile in tiles]
+            row[:2] = len(tiles), 0  # none is whole
+            row[2 : 2 + len(tiles)] = [2 * tile + is_mixed_tile(tile) for tile in tiles]
         values = {"list_batch": 4, "list_head": 2, "list_q": 1, "key_tiles": 7}
         place = [
             (batch, head, q0, *keys)

@@ -75,11 +75,11 @@ def hook_arguments(features: Features) -> Callable[[], Arguments]:
             "bias_stride": (0, HOOK_ROWS, 1, 0),
         }  # fmt: skip
         bits = np.zeros(1, np.uint32)
-        listed = np.full((6 if rows else 3, 1 + HOOK_STEPS), 999, np.int32)
+        listed = np.full((6 if rows else 3, 2 + HOOK_STEPS), 999, np.int32)
         if kind:
             mask = hook_mask(kind)
             bits = packed_rows(mask, HOOK_KV) if rows else packed_keys(mask, HOOK_KV)
-            listed[5 if rows else 2, :5] = [len(TAKEN), *(2 * n + (n != FULL) for n in TAKEN)]
+            listed[5 if rows else 2, :6] = [len(TAKEN), 0, *(2 * n + (n != FULL) for n in TAKEN)]
         bias = hook_bias(features) if features.bias else np.zeros((1, 1, 1, 8), np.float16)
         raw = bias.view(f"u{bias.itemsize}") if bias.dtype != np.float32 else bias
         arguments: Arguments = {

@@ -34,6 +34,16 @@ __device__ __forceinline__ void wgmma_use(uint32_t (&a)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
+// A word of shared memory, read here. An ordinary read may come to lie among the wgmmas before it,
+// and the wgmma behind it then waits for it.
+__device__ __forceinline__ int ld_volatile_shared(const int& word) {
+  int value;
+  asm volatile("ld.volatile.shared.s32 %0, [%1];"
+               : "=r"(value)
+               : "r"(shared_address(&word))
+               : "memory");
+  return value;
+}
 // Registers per thread from here on; every warp of the warpgroup must say so.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {

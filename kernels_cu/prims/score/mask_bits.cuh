@@ -20,6 +20,7 @@ static_assert(
     "BLOCK_KV must be at most 128 with softcap, bias or mask: a word holds a lane's bits of a row");
 
 enum TileClass : uint8_t { EMPTY, MIXED, FULL };
+constexpr int LIST_HEAD = 2;  // numbers before the steps of a list
 
 // The mask tile, and the list of steps, of the query rows at q0.
 __device__ __forceinline__ int64_t mask_tile(const ScoreParams& s, int batch, int head, int q0) {
@@ -46,8 +47,8 @@ struct ListedSteps {
 
   __device__ __forceinline__
   ListedSteps(const ScoreParams& s, int batch, int head, int q0, int begin, int end) {
-    listed = s.tile_steps + step_list(s, batch, head, q0) * (1 + s.key_tiles);
-    count = *listed++;
+    listed = s.tile_steps + step_list(s, batch, head, q0) * (LIST_HEAD + s.key_tiles);
+    count = listed[0], listed += LIST_HEAD;
     room = s.key_tiles;
     past = s.key_tiles * BLOCK_KV;
     if constexpr (CAUSAL || VARLEN) count = count_before(end);
@@ -69,6 +70,9 @@ struct ListedSteps {
     return low;
   }
   __device__ __forceinline__ int steps() const { return max(1, count); }
+  // How many of the first ones are whole. Not of a window, which skips some.
+  // NOTE: read again where it is asked for: the thread that copies has no register for it.
+  __device__ __forceinline__ int whole() const { return listed[-1]; }
   // NOTE: what is behind the last is read too, where there is room: the first step then comes
   // together with the count.
   __device__ __forceinline__ int operator[](int number) const {

@@ -76,6 +76,7 @@ struct TileSteps {
   __device__ __forceinline__ TileSteps(const Scoring<SCORED>&, const AttnParams&, const WorkTile&) {
   }
   __device__ __forceinline__ int steps() const { return 0; }
+  __device__ __forceinline__ int whole() const { return 0; }
   __device__ __forceinline__ int take() { return 0; }
 };
 template <>
@@ -90,6 +91,8 @@ struct TileSteps<true> {
             kv_end(p, tile.q0, BLOCK_Q)),
         next(listed[0]) {}
   __device__ __forceinline__ int steps() const { return listed.steps(); }
+  // How many of the first ones admit every key.
+  __device__ __forceinline__ int whole() const { return listed.whole(); }
   // The next step; the one after is on its way from memory meanwhile.
   __device__ __forceinline__ int take() {
     const int step = next;

@@ -63,6 +63,7 @@ struct KeyStep {
   bool kept;  // false: it has no key, and kv0 lies behind the last one
   int len_kv;
   int score_bytes;  // that come with its K for softcap, bias and mask
+  int whole;        // the first steps of the tile of which a mask admits every key
 };
 
 // K of the step whose first key is kv0.
@@ -145,7 +146,9 @@ __device__ __forceinline__ void produce(
       if (LISTED) smem.step[at.stage] = step_word;
       copy_scales(smem.K_scale[at.stage], scale);
       load_stage(
-          tile, at, KeyStep{step, kv0, kept, p.len_kv, has_K ? load_scores.bytes(step_word) : 0});
+          tile, at,
+          KeyStep{
+              step, kv0, kept, p.len_kv, has_K ? load_scores.bytes(step_word) : 0, listed.whole()});
       if (SCORED && has_K)
         load_scores(scoring, smem.places, at.stage, full[at.stage], tile, step_word);
     }

@@ -15,9 +15,15 @@ constexpr bool MASK_ALONE = MASKED && !SOFTCAP && !BIAS;
 // Softcap or bias make other numbers of the scores (scored_step.cuh).
 constexpr bool SCORES_CHANGE = SCORED && !MASK_ALONE;
 
+// The first steps of a tile may be whole: a mask of keys admits every key of them, and no place
+// masks any. Then the softmax need not know where they are.
+constexpr bool WHOLE_STEPS =
+    MASK_ALONE && MASK_KIND == MaskKind::KEYS && !(CAUSAL || WINDOW || VARLEN);
+
 // The bits of a step that have come with its K; none where MASK_ALONE is false.
 template <bool>
 struct StepBits {
+  __device__ __forceinline__ void admit() {}
   __device__ __forceinline__ void load(
       const ScorePlaces<SCORED>&, const AttnParams&, int, int, int, int) {}
   // Whether every score of the step is admitted, as ScoreMask::admits_all has it.
@@ -31,12 +37,17 @@ struct StepBits<true> {
   uint32_t bits[2];  // by row of the lane; all ones in a step that is not mixed
   bool mixed;
 
+  // Every key: of a step that is not mixed.
+  __device__ __forceinline__ void admit() {
+    bits[0] = bits[1] = ~0u;
+    mixed = false;
+  }
   // By a whole warp, before it frees the stage of K. `warp_row` is the first of its 16 rows, `q`
   // the first of this lane's two.
   __device__ __forceinline__ void load(
       const ScorePlaces<true>& places, const AttnParams& p, int stage, int warp_row, int q,
       int step) {
-    bits[0] = bits[1] = ~0u;
+    admit();
     mixed = is_mixed(step);
     if (mixed) load_mask(bits, places.bits[stage], warp_row);
     // NOTE: a warp's rows raise M together: those past a sequence, whose scores are 0, keep every

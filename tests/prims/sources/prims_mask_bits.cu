@@ -35,7 +35,7 @@ extern "C" __global__ void parts(
 // A thread for each tile of query rows. Past its last step there is one that holds no key.
 extern "C" __global__ void steps(
     const __grid_constant__ ScoreParams given,
-    int32_t* listed,       // [lists, 1 + key_tiles]
+    int32_t* listed,       // [lists, 2 + key_tiles]
     const int32_t* place,  // [blockDim.x, 5]: batch, head, first row, range of keys
     int32_t* count,        // [blockDim.x]
     int32_t* taken) {      // [blockDim.x, key_tiles + 1], as numbers

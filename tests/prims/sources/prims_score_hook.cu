@@ -24,7 +24,7 @@ extern "C" __global__ void change(
     const __grid_constant__ AttnParams given,
     const int32_t* place,  // [4]: batch, head, first row; which step the last warp skips
     uint32_t* bits,        // [mask tiles, key_tiles, MASK_TILE_WORDS]
-    int32_t* listed,       // [lists, 1 + key_tiles]
+    int32_t* listed,       // [lists, 2 + key_tiles]
     const bias_t* bias,    // [1, 3, len_q], of BiasKind::ROWS
     const float* x,        // [BLOCK_Q, len_kv]
     float* S,              // [BLOCK_Q, len_kv], of steps that are taken
