@@ -333,6 +333,9 @@ OWN_MISTAKES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "sm90/int8/step_bits.cuh", "step.bits[h] & bits_below(place.end[h]);", "step.bits[h];",
         {"mask": row_mask(), "causal": True},
     ),
+    "keys of a pair exchanged": (
+        "sm90/int8/step_bits.cuh", "0xcc88 + bit / 8", "0x88cc + bit / 8", {"mask": row_mask()},
+    ),
     "a lane's last key left out by a place": (
         "sm90/int8/step_bits.cuh", "count = keys / 8 * 2 + min(keys % 8, 2);",
         "count = keys / 8 * 2 + min(keys % 8, 1);", {"mask": row_mask(), "causal": True},

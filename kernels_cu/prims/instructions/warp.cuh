@@ -54,6 +54,13 @@ __device__ __forceinline__ float min_nan(float x, float y) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
   return smaller;
 }
+// Four of the eight bytes {b, a}, one for each digit of the selector; a digit whose bit 3 is set
+// takes the sign of its byte, eight times.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
 template <int LANES>
 __device__ __forceinline__ float shfl_max_nan(float x) {
   return shfl_reduce<LANES>(x, [](float a, float b) { return max_nan(a, b); });

