@@ -56,6 +56,8 @@ TOKENS, WIDTH = 16_384, 2048
 PLAIN, PADDING, LENGTHS, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
     "plain", "key padding", "lengths", "mask", "bias", "own bias", "softcap",
 )  # fmt: skip
+#: The record of a run that had FlashAttention-4 beside it, should the last one not have had it.
+WITH_FLASH_4, FLASH_4 = "scores_h100", "FlashAttention-4"
 #: Features that admit a share of the keys alone.
 PADDED = (PADDING, LENGTHS)
 RUNGS = ("fa_tc", "fa_int8")
@@ -298,7 +300,7 @@ def peers(
         yield "cuDNN", lambda: sdpa("CUDNN_ATTENTION", problem, options)
         yield "efficient", lambda: sdpa("EFFICIENT_ATTENTION", problem, options)
     if feature in (PLAIN, SOFTCAP):
-        yield "FlashAttention-4", lambda: flash_attention_4(options.get("softcap", 0.0))
+        yield FLASH_4, lambda: flash_attention_4(options.get("softcap", 0.0))
     if feature != PLAIN:
         yield "FlexAttention", lambda: flex_attention(feature, problem, options)
 
@@ -424,6 +426,37 @@ def table(
     return header, lines
 
 
+def beside_flash_4(record: Mapping[str, Any]) -> list[str]:
+    """Return lines on the calls of a record that FlashAttention-4 takes, too: none with a mask."""
+    environment, rows = record["environment"], []
+    for found in record["problems"]:
+        speeds = []
+        for feature in (PLAIN, SOFTCAP):
+            timed = {
+                row["name"]: row["samples"]
+                for row in found["rows"]
+                if row["feature"] == feature and "samples" in row
+            }
+            speeds += [
+                f"{timing.paired_ratio(timed[FLASH_4], timed[rung]).median:.2f}" for rung in RUNGS
+            ]
+        rows.append([found["problem"]["name"], *speeds])
+    return [
+        "", f"### Beside {FLASH_4}", "",
+        f"The run above did not have it. An earlier one did, on {environment['device']['name']}, "
+        f"revision {environment['revision'][:10]}: speed as a multiple of its.", "",
+        *recording.markdown(
+            ["", *(f"{feature}, {rung}" for feature in (PLAIN, SOFTCAP) for rung in RUNGS)], rows
+        ),
+    ]  # fmt: skip
+
+
+def has_flash_4(record: Mapping[str, Any]) -> bool:
+    """Return whether some call of a record was timed beside FlashAttention-4."""
+    rows = (row for found in record["problems"] for row in found["rows"])
+    return any(row["name"] == FLASH_4 and "samples" in row for row in rows)
+
+
 def section(record: Mapping[str, Any]) -> str:
     """Return the part of docs/FEATURES.md that a record of a device gives."""
     environment = record["environment"]
@@ -450,6 +483,8 @@ def section(record: Mapping[str, Any]) -> str:
             ])  # fmt: skip
         header = ["", "rung", "time", "of plain", "of the fastest other"]
         lines += recording.markdown(header, rows)
+    if not has_flash_4(record):
+        lines += beside_flash_4(recording.stored(WITH_FLASH_4))
     return "\n".join(lines)
 
 
