@@ -14,7 +14,7 @@ import cupyattn as ca
 from cupyattn.ops.attention import resolved
 from experiments._harness import merging, recording
 from experiments._harness.cells import Problem
-from experiments.speed import feature_costs
+from experiments.speed import feature_costs, scores
 
 
 def test_it_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,8 @@ def test_a_run_of_a_part_does_not_begin_to_write_the_page(
 
 
 def test_a_merged_record_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(recording.RESULTS / "scores.json", tmp_path)  # of which the page has a part
+    for name in ("scores", scores.WITH_FLASH_4):  # of which the page has a part
+        shutil.copy(recording.RESULTS / f"{name}.json", tmp_path)
     monkeypatch.setattr(recording, "RESULTS", tmp_path)
     monkeypatch.setattr(feature_costs, "PAGE", tmp_path / "FEATURES.md")
     written(tmp_path / "feature_costs.json", record_with_times(128))

@@ -75,3 +75,23 @@ def test_records_in_parts_become_one(
     assert "hd64" in said and "hd128" in said and "1.200" in said and "1.90" in said
     merged = json.loads((tmp_path / "scores.json").read_text())
     assert [one["problem"]["head_dim"] for one in merged["problems"]] == [64, 128]
+
+
+def test_flash_attention_4_is_beside_from_the_run_that_had_it() -> None:
+    record = recording.stored(scores.WITH_FLASH_4)
+    assert scores.has_flash_4(record)
+    problem, *_ = record["problems"]
+    said = scores.beside_flash_4({**record, "problems": [problem]})
+    times = {
+        row["name"]: row["seconds"][0]
+        for row in problem["rows"]
+        if row["feature"] == scores.SOFTCAP
+    }
+    cells = [cell.strip() for cell in said[-1].split("|")[1:-1]]
+    assert cells[0] == problem["problem"]["name"] and len(cells) == 5
+    assert float(cells[3]) == pytest.approx(times[scores.FLASH_4] / times["fa_tc"], rel=0.02)
+    without = [{**problem, "rows": [row for row in problem["rows"] if not row["peer"]]}]
+    assert not scores.has_flash_4({"problems": without})
+    section = scores.section({**record, "problems": without})
+    assert scores.FLASH_4 in section and record["environment"]["revision"][:10] in section
+    assert "An earlier one did" in section and "An earlier one" not in scores.section(record)
