@@ -50,7 +50,7 @@ def of_another_revision(record: Mapping[str, Any]) -> str:
     --------
     >>> some = [{"problem": {"head_dim": 64}}, {"problem": {"head_dim": 256}, "revision": "0a"}]
     >>> of_another_revision({"problems": some})
-    ', but head_dim 256, which is of revision 0a'
+    ', but head_dim 256 of revision 0a'
     """
     others: dict[str, list[int]] = {}
     environment = record.get("environment", {})
@@ -61,7 +61,7 @@ def of_another_revision(record: Mapping[str, Any]) -> str:
             at = found["revision"][:10] + ("" if device == own_device else f" on {device}")
             others.setdefault(at, []).append(found["problem"]["head_dim"])
     return "".join(
-        f", but {_some_of(dims, record)}, which is of revision {at}" for at, dims in others.items()
+        f", but {_some_of(dims, record)} of revision {at}" for at, dims in others.items()
     )
 
 

@@ -263,7 +263,8 @@ def check_whole(measured: Mapping[tuple[int, str], Collection[str]]) -> None:
 def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record with the rungs of a part of the problems in place of its own.
 
-    Each of their rows says at which revision, and by which command, it was measured.
+    Each of their rows says at which revision, by which command, and on which device if it is
+    another, it was measured.
 
     Raises
     ------
@@ -277,6 +278,8 @@ def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]
                 f"records of one page must have one {name}, got {own} and {others[name]}"
             )
     of_part = {"command": part["command"], "revision": _revision(part)}
+    if _device(part) != _device(record):
+        of_part["device"] = _device(part)
     problems = {found["problem"]["name"]: found for found in record["problems"]}
     for found in part["problems"]:
         name = found["problem"]["name"]
@@ -292,13 +295,14 @@ def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]
 
 def _said(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the page says of all of its rows."""
-    environment = record["environment"]
-    device = environment["device"] or {}
     return {
         "backend": record["backend"], "number of rounds": record["rounds"],
-        "device": device.get("name"), "driver": device.get("driver"),
-        "NVRTC": environment["nvrtc"],
+        "NVRTC": record["environment"]["nvrtc"],
     }  # fmt: skip
+
+
+def _device(record: Mapping[str, Any]) -> str:
+    return str((record["environment"]["device"] or {}).get("name"))
 
 
 def _revision(record: Mapping[str, Any]) -> str:
@@ -306,15 +310,29 @@ def _revision(record: Mapping[str, Any]) -> str:
 
 
 def revisions(record: Mapping[str, Any]) -> str:
-    """Return the revision of a record; which rungs have another where some were merged into it."""
-    found: dict[str, list[str]] = {}
+    """Return the revision of a record; which rungs have another where some were merged into it.
+
+    Of these the device is said where it is another: a ratio is of calls on one device.
+    """
+    found: dict[str, dict[str, list[int]]] = {}
     for problem in record["problems"]:
         for row in problem["rows"]:
-            where = f"{row['rung']} at head_dim {problem['problem']['head_dim']}"
-            found.setdefault(row.get("revision", _revision(record))[:10], []).append(where)
+            at = row.get("revision", _revision(record))[:10]
+            at += f" on {row['device']}" if "device" in row else ""
+            head_dims = found.setdefault(at, {}).setdefault(row["rung"], [])
+            if problem["problem"]["head_dim"] not in head_dims:
+                head_dims.append(problem["problem"]["head_dim"])
     if len(found) == 1:
         return f"revision {next(iter(found))}"
-    parts = (f"revision {at} ({', '.join(dict.fromkeys(w))})" for at, w in found.items())
+    everywhere = [problem["problem"]["head_dim"] for problem in record["problems"]]
+    parts = []
+    for at, rungs in found.items():
+        where = [
+            rung if head_dims == everywhere else f"{rung} at head_dim {head_dim}"
+            for rung, head_dims in rungs.items()
+            for head_dim in (head_dims[:1] if head_dims == everywhere else head_dims)
+        ]
+        parts.append(f"revision {at} ({', '.join(where)})")
     return " and ".join(parts)
 
 
