@@ -30,6 +30,7 @@ from cupyattn.bounds.perturbation import (
     rounding_of_mean,
     softmax_perturbation,
     sum_of_operand,
+    weight_shift,
 )
 from cupyattn.bounds.scores import (
     ABOVE_BY_SHIFTS,
@@ -384,10 +385,12 @@ def _block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], A
     multiplied = multiplied / share + flushed
     r6 = theta_o[..., None] * multiplied
     if n.values == "tensor_core" and n.p_type in LEAST_NORMAL:
-        moved = (P_plus - P) @ magnitude + r5 + flushed
-        cut = tensor_core.cut_off(P, v, moved, multiplied, score.rises, tiles)
+        moved = weight_shift(P, P_plus, score.d, delta_lse) @ magnitude + r5 + flushed
+        lost_bits = tensor_core.cut_off(
+            P, v, moved, multiplied, score.rises, from_first=cut is None and not n.pieces
+        )
         rescaled = ((1 + of_products) * of_rises)[..., None] * multiplied
-        r6 = xp.fmin(r6, (1 + of_rises)[..., None] * cut + rescaled)
+        r6 = xp.fmin(r6, (1 + of_rises)[..., None] * lost_bits + rescaled)
         r6 = r6 + tensor_core.cut_off_beside_small(count, v, inverse_l, n)
     r6 = r6 + underflow / share
     if n.shifts:
