@@ -107,22 +107,37 @@ def test_patches_apply_and_name_forms() -> None:
         assert before == sensitivity.compiler.KERNELS
 
 
-@pytest.mark.slow
-def test_a_fault_in_a_kernel_is_seen() -> None:
-    patch = next(p for p in sensitivity.planted() if p.name == "l_too_large")
-    trial = sensitivity.Trial(sensitivity.FORMS["fa_tc"], "interpret", 0, 0)
+def test_kernels_can_be_given_a_fault_of_every_kind() -> None:
+    """One patch for each, and each in a form that the interpreter takes."""
+    assert sorted(patch.kind for patch in sensitivity.planted()) == sorted(FAULTS)
+    for patch in sensitivity.planted():
+        assert set(patch.forms) & set(sensitivity.INTERPRETED), patch.name
+
+
+def seen_in_kernel(patch: sensitivity.Patch, form: str, size: float) -> bool:
+    number = int(patch.kind in CAUSAL_ALONE)
+    trial = sensitivity.Trial(sensitivity.FORMS[form], "interpret", number, 0)
     arrays, codes = trial.operands()
     known = expectation(sensitivity.received(trial, arrays, codes))
-    with patch.plant(0.1):
+    with patch.plant(size):
         o, lse = sensitivity.call(trial, arrays, codes)
-    assert sensitivity.leaves(known, o.astype(np.float64), lse)[0] > 1
+    return max(sensitivity.leaves(known, o.astype(np.float64), lse)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", sensitivity.planted(), ids=lambda patch: patch.name)
+def test_a_fault_in_a_kernel_is_seen(patch: sensitivity.Patch) -> None:
+    """In the first form that the interpreter takes, and not where it is next to nothing."""
+    form = next(name for name in patch.forms if name in sensitivity.INTERPRETED)
+    assert seen_in_kernel(patch, form, 0.1)
+    assert not seen_in_kernel(patch, form, 1e-9)
 
 
 def test_page_and_plot_are_those_of_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed = sensitivity.DOCUMENT.read_text(encoding="utf-8")
-    assert sensitivity.page(recording.stored("sensitivity")) == committed
+    assert sensitivity.page(*map(recording.stored, sensitivity.RECORDS)) == committed
     monkeypatch.setattr(sensitivity, "DOCUMENT", tmp_path / "page.md")
     monkeypatch.setattr(sensitivity, "PLOT", tmp_path / "plot.svg")
     assert sensitivity.main(["--stored", "--update-docs"]) == 0
