@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.groups import merge_heads
+from cupyattn.arrays.groups import merge_heads, value_scale_of_key
 from cupyattn.arrays.interchange import as_it_is, operands
-from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, check_values
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
 from cupyattn.bounds import codes, tensor_core, values
 from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.foreign import bound_foreign
@@ -211,6 +211,8 @@ def predict_kernel(received: Received, *, rows: Array | None = None) -> codes.Pr
             continue
         score = perturb(block, n, tiles, shared.sigma, shared.scaling)
         mean, v_scale = of_block(shared.v_mean, block), of_block(shared.v_scale, block)
+        if n.values == "fp8":
+            v_scale = _scales_by_key(received.quantized, block)
         one = codes.predict(block, score, n, tiles, shared.scaling.common, mean, v_scale)
         found["o"][block.index], found["bound"][block.index] = one.o, one.bound
         in_doubt[block.index] = one.in_doubt
@@ -271,6 +273,13 @@ def taken_by(
 def _largest_scales(v_scale: Array) -> Array:
     """Return the largest scale of each channel of V, 0 where there are no keys."""
     return v_scale.max(axis=2) if v_scale.shape[2] else v_scale.sum(axis=2)
+
+
+def _scales_by_key(quantized: Any, block: ScoreBlock) -> Array:
+    """Return the scales of codes of V as the values of a block, (..., keys, head_dim)."""
+    batch, head, _, _ = block.index
+    scale, keys = quantized.v_scale[batch, head], block.v.shape[-2]
+    return as_float64(value_scale_of_key(scale, quantized.group_v, keys))[:, :, None]
 
 
 @dataclass(frozen=True)
