@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.testing.expected import expectation
 from experiments._harness import recording
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, rounded
@@ -60,6 +61,22 @@ def test_a_fault_grows_with_its_size_and_a_large_one_is_seen(fault: str) -> None
     assert 0 <= small < large
     o, lse = laid(0.1)
     assert max(sensitivity.leaves(known, here.stored(o), here.lse + lse)) > 1
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, form in sensitivity.FORMS.items() if not form.signed]
+)
+def test_a_key_that_weighs_a_thousandth_is_missed_in_every_row(name: str) -> None:
+    """In O, except with bfloat16 P, whose rounding hides it; and in lse of every form."""
+    known, here = ground(name, number=0)
+    candidates = np.where(here.weights > 1e-3, here.weights, np.inf)
+    factor = np.ones_like(candidates)
+    np.put_along_axis(factor, candidates.argmin(axis=-1)[..., None], 0.0, axis=-1)
+    o, lse = here.reweighted(factor)
+    of_o = known.ratios(here.stored(o)).max(axis=-1)
+    of_lse = ratio_to_bound(here.lse + lse, known.lse, known.bound.lse)
+    assert (of_lse > 1).all()
+    assert (of_o > 1).all() or name.endswith("bfloat16")
 
 
 def test_stored_numbers_are_those_of_the_mirror() -> None:
