@@ -107,8 +107,8 @@ def predict(
         `Scaling.common`.
     mean : (..., 1, head_dim) array or None
         Of V, as the kernel adds it.
-    v_scale : (..., 1, head_dim) array or None
-        Of the channels of V, where there are `Shifts` or 8-bit floats.
+    v_scale : (..., 1, head_dim) or (..., keys, head_dim) array or None
+        Of the channels of V where there are `Shifts`, by key where there are 8-bit floats.
     """
     xp = array_namespace(block.S)
     cut = _Cut(block, score, tiles.block_kv)
@@ -167,7 +167,8 @@ def predict(
     off = off + theta_o[..., None] * of_sums
     if n.values == "fp8":
         unit = weights.unit / total[..., None]
-        off = off + cut.truncated(middle, radius, unit, v, v_scale, 1 + by_step)
+        shift, cut_off = cut.truncated(middle, radius, unit, v, v_scale, by_step)
+        o, off = o + shift, off + cut_off
     usable = score.usable & (lost <= LARGEST_SHARE) & xp.isfinite(cut.top[..., 0, 0])
     lost = xp.where(usable, lost, 0.0)
     off = off / (1 - lost)[..., None]
@@ -236,37 +237,77 @@ class _Cut:
         return by_group @ self.groups(v, size)
 
     def truncated(
-        self, middle: Array, radius: Array, unit: Array, v: Array, v_scale: Array, factor: Array
-    ) -> Array:
-        """Bound what tensor cores cut off sums of 8-bit floats [L66]: (..., rows, head_dim).
+        self, middle: Array, radius: Array, unit: Array, v: Array, v_scale: Array, by_step: Array
+    ) -> tuple[Array, Array]:
+        """Center and bound what tensor cores cut off sums of 8-bit floats [L66].
 
-        An addend of an instruction, its accumulator among them, loses less than 2^-13 of the
-        largest, and the sum less than 2^-13 of itself. `unit` (..., rows, steps) is what code 1
-        weighs: operands below the least normal number are aligned as if they were it.
+        An addend of an instruction, its accumulator among them, loses less than one unit, toward
+        zero: what products lose has the sign of their values. The unit is 2^-13 of 2 to the largest
+        exponent, that of a product being the sum of its codes' exponents, and so is that of the sum
+        by its own. `unit` (..., rows, steps) and `v_scale` are what code 1 weighs; a step has one
+        scale of V. `by_step` (..., steps, rows, 1) is what factors of steps are off by. Returns two
+        (..., rows, head_dim) arrays.
         """
         xp, each = self.xp, self.block_kv // FP8_PRODUCTS
         if self.block_kv % FP8_PRODUCTS:
             raise ValueError(
                 f"block_kv of e4m3 must be a multiple of {FP8_PRODUCTS}, got {self.block_kv}"
             )
-        most = (middle + radius).reshape(*middle.shape[:-2], -1, FP8_PRODUCTS).max(axis=-1)
-        most = xp.maximum(most, FP8_LEAST_NORMAL * unit.repeat(each, axis=-1))
-        largest_v = xp.abs(self.groups(v, FP8_PRODUCTS)).max(axis=-2)  # (..., groups, head_dim)
-        largest_v = xp.maximum(largest_v, FP8_LEAST_NORMAL * v_scale)
-        product = most.swapaxes(-1, -2)[..., None] * largest_v[..., None, :]
 
-        def by_step(x: Array) -> Array:
+        def by_step_of(x: Array) -> Array:
             return x.reshape(*x.shape[:-3], self.steps, each, *x.shape[-2:])
 
-        reached = by_step(self.products(middle, v, FP8_PRODUCTS)).cumsum(axis=-3)
-        in_doubt = self.products(radius, xp.abs(v), FP8_PRODUCTS)
-        reached = xp.abs(reached) + by_step(in_doubt).cumsum(axis=-3)
+        most, size = middle + radius, xp.abs(v)
+        counts = (most > 0).astype(np.float64)
+        weights = power_below(most, unit[..., None], FP8_LEAST_NORMAL)
+        weights = weights.reshape(*middle.shape[:-2], -1, FP8_PRODUCTS)
+        aligned = self.groups(power_below(size, v_scale, FP8_LEAST_NORMAL), FP8_PRODUCTS)
+        product = xp.zeros((*weights.shape[:-3], *weights.shape[-3:-1][::-1], v.shape[-1]))
+        for i in range(FP8_PRODUCTS):
+            of_rows = xp.swapaxes(weights[..., i], -1, -2)[..., None]
+            product = xp.maximum(product, of_rows * aligned[..., i, :][..., None, :])
+        positive, negative = (
+            by_step_of(self.products(counts, (signed > 0).astype(np.float64), FP8_PRODUCTS))
+            for signed in (v, -v)
+        )
+
+        reached = by_step_of(self.products(middle, v, FP8_PRODUCTS)).cumsum(axis=-3)
+        in_doubt = self.products(radius, size, FP8_PRODUCTS)
+        reached = xp.abs(reached) + by_step_of(in_doubt).cumsum(axis=-3)
         before = xp.concatenate(
             [xp.zeros_like(reached[..., :1, :, :]), reached[..., :-1, :, :]], -3
         )
-        lost = (FP8_PRODUCTS + 1) * xp.maximum(by_step(product), before) + reached
+        product, of_sums = by_step_of(product), FP8_ROUNDOFF * reached
         growth = (1 + (FP8_PRODUCTS + 3) * FP8_ROUNDOFF) ** (each + 1)
-        return FP8_ROUNDOFF * growth * (factor * lost.sum(axis=-3)).sum(axis=-3)
+        lost = (FP8_PRODUCTS + 1) * FP8_ROUNDOFF * xp.maximum(product, before) + of_sums
+        at_most = growth * lost.sum(axis=-3)
+        # Of a sum code 1 weighs what those of both operands weigh, (..., steps, 1, rows, head_dim).
+        of_v = self.groups(v_scale, self.block_kv)[..., :1, :]
+        of_both = (xp.swapaxes(unit, -1, -2)[..., None] * of_v)[..., None, :, :]
+        before = power_below(before + at_most[..., None, :, :], of_both)
+        bits = FP8_ROUNDOFF * xp.maximum(product, before)
+        shift = -0.5 * (bits * (positive - negative)).sum(axis=-3)
+        width = (bits * (0.5 * (positive + negative) + 1) + of_sums).sum(axis=-3)
+        width = width + each * (FP8_PRODUCTS + 4) * FP8_ROUNDOFF * at_most
+        width = (1 + by_step) * width + by_step * xp.abs(shift)
+        return shift.sum(axis=-3), width.sum(axis=-3)
+
+
+def power_below(x: Array, unit: Array, least: float = 0.0) -> Array:
+    """Return the power of two below x in a unit, at least `least`, in the same units; 0 of 0.
+
+    Numbers next to a power of two count as that power.
+
+    Examples
+    --------
+    >>> power_below(np.array([0.0, 0.3, 5.0, 7.0]), np.array(1.25), 2.0**-1).tolist()
+    [0.0, 0.625, 5.0, 5.0]
+    """
+    xp = array_namespace(x)
+    known = (x > 0) & (unit > 0)
+    _, exponent = xp.frexp(xp.where(known, x / xp.where(known, unit, 1.0) * (1 + 2.0**-40), 1.0))
+    power = xp.maximum(xp.ldexp(xp.ones_like(x), exponent - 1), least)
+    return xp.where(known, power * unit, 0.0)
 
 
 def rounded(w: Array, p_type: str) -> Array:

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.groups import merge_heads
+from cupyattn.arrays.groups import merge_heads, value_scale_of_key
 from cupyattn.arrays.interchange import as_it_is, operands
-from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, check_values
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
 from cupyattn.bounds import codes, tensor_core, values
 from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.foreign import bound_foreign
@@ -30,6 +30,7 @@ from cupyattn.bounds.perturbation import (
     rounding_of_mean,
     softmax_perturbation,
     sum_of_operand,
+    weight_shift,
 )
 from cupyattn.bounds.scores import (
     ABOVE_BY_SHIFTS,
@@ -210,6 +211,8 @@ def predict_kernel(received: Received, *, rows: Array | None = None) -> codes.Pr
             continue
         score = perturb(block, n, tiles, shared.sigma, shared.scaling)
         mean, v_scale = of_block(shared.v_mean, block), of_block(shared.v_scale, block)
+        if n.values == "fp8":
+            v_scale = _scales_by_key(received.quantized, block)
         one = codes.predict(block, score, n, tiles, shared.scaling.common, mean, v_scale)
         found["o"][block.index], found["bound"][block.index] = one.o, one.bound
         in_doubt[block.index] = one.in_doubt
@@ -270,6 +273,13 @@ def taken_by(
 def _largest_scales(v_scale: Array) -> Array:
     """Return the largest scale of each channel of V, 0 where there are no keys."""
     return v_scale.max(axis=2) if v_scale.shape[2] else v_scale.sum(axis=2)
+
+
+def _scales_by_key(quantized: Any, block: ScoreBlock) -> Array:
+    """Return the scales of codes of V as the values of a block, (..., keys, head_dim)."""
+    batch, head, _, _ = block.index
+    scale, keys = quantized.v_scale[batch, head], block.v.shape[-2]
+    return as_float64(value_scale_of_key(scale, quantized.group_v, keys))[:, :, None]
 
 
 @dataclass(frozen=True)
@@ -384,10 +394,12 @@ def _block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], A
     multiplied = multiplied / share + flushed
     r6 = theta_o[..., None] * multiplied
     if n.values == "tensor_core" and n.p_type in LEAST_NORMAL:
-        moved = (P_plus - P) @ magnitude + r5 + flushed
-        cut = tensor_core.cut_off(P, v, moved, multiplied, score.rises, tiles)
+        moved = weight_shift(P, P_plus, score.d, delta_lse) @ magnitude + r5 + flushed
+        lost_bits = tensor_core.cut_off(
+            P, v, moved, multiplied, score.rises, from_first=cut is None and not n.pieces
+        )
         rescaled = ((1 + of_products) * of_rises)[..., None] * multiplied
-        r6 = xp.fmin(r6, (1 + of_rises)[..., None] * cut + rescaled)
+        r6 = xp.fmin(r6, (1 + of_rises)[..., None] * lost_bits + rescaled)
         r6 = r6 + tensor_core.cut_off_beside_small(count, v, inverse_l, n)
     r6 = r6 + underflow / share
     if n.shifts:

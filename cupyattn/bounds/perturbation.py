@@ -187,6 +187,33 @@ def softmax_perturbation(
     return delta_o, P_plus, delta_lse, xp.where(bounded, Z_minus, 0.0)
 
 
+def weight_shift(P: Array, P_plus: Array, d: Array, delta_lse: Array) -> Array:
+    r"""Bound |p'_j - p_j|, what perturbed scores may do to each probability [L5].
+
+    Parameters
+    ----------
+    P, d : (..., rows, keys) array
+        As for `softmax_perturbation`.
+    P_plus : (..., rows, keys) array
+    delta_lse : (..., rows) array
+        As it returns them.
+
+    Returns
+    -------
+    (..., rows, keys) array
+
+    Examples
+    --------
+    >>> P, d, v = np.array([[0.9, 0.1]]), np.array([[1.0, 1.0]]), np.zeros((2, 1))
+    >>> _, P_plus, delta_lse, _ = softmax_perturbation(P, d, v, P @ v)
+    >>> weight_shift(P, P_plus, d, delta_lse).round(2).tolist()  # the first may fall, not rise
+    [[0.78, 0.64]]
+    """
+    xp = array_namespace(P)
+    P_minus = P * xp.exp(-d - delta_lse[..., None])
+    return xp.maximum(P_plus - P, P - P_minus)
+
+
 def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Array:
     """R5, R6: bound the relative error of l as a column of P.V [L36]: that of a V of one number,
     divided out.

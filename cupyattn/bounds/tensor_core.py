@@ -1,7 +1,8 @@
 """R6 of 16-bit P and V: what tensor cores cut off the sum of products, by the largest addend.
 
 An instruction aligns its addends, the accumulator among them, to the largest. The accumulator holds
-a sum of products, in which signs cancel. Its error is charged by that, not by all magnitudes [L80].
+a sum of products, in which signs cancel. It is known, for every kernel takes its keys in order, 16
+at a time. So each instruction is charged by its own addends, not by all magnitudes [L80].
 """
 
 from __future__ import annotations
@@ -9,32 +10,24 @@ from __future__ import annotations
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.bounds.scores import EX2_LOG_ERROR
 from cupyattn.kernels.numerics import LEAST_NORMAL, TENSOR_CORE_ROUNDOFF, Numerics
-from cupyattn.kernels.tiles import Tiles
 
 #: Products that one instruction adds to its accumulator.
 PRODUCTS = 16
-#: Keys of a step, at least: no kernel takes more unless `tiles` says so.
-LARGEST_STEP = 256
 #: What one instruction loses of its largest addend: each of them, and the sum.
 _EACH = (PRODUCTS + 2) * TENSOR_CORE_ROUNDOFF
-#: Keys of the blocks between whose edges sums are known.
-_BLOCK = 32
+#: Instructions whose sums are held at a time: all of them would take much memory.
+_AT_ONCE = 16
 
 
 def cut_off(
-    P: Array,
-    v: Array,
-    moved: Array,
-    magnitudes: Array,
-    rises: Array,
-    tiles: Tiles,
+    P: Array, v: Array, moved: Array, magnitudes: Array, rises: Array, *, from_first: bool
 ) -> Array:
     """Bound what tensor cores cut off P V, operands below `LEAST_NORMAL` aside [L80].
 
     Parameters
     ----------
     P : (..., rows, keys) array
-        Exact probabilities.
+        Exact probabilities, 0 where a key is masked and only there.
     v : (..., keys, head_dim) array
         Finite values.
     moved : (..., rows, head_dim) array
@@ -43,20 +36,18 @@ def cut_off(
         Bound of the sum of the magnitudes of all products.
     rises : (..., rows) array
         Steps at which the sum may be rescaled.
-    tiles : Tiles
-        A wider step than the call's is certain, too.
+    from_first : bool
+        Whether one accumulator takes all keys. If not, one may begin at any instruction.
 
     Returns
     -------
     (..., rows, head_dim) array
     """
     xp = array_namespace(P)
-    count = -(-P.shape[-1] // PRODUCTS)  # instructions
-    step = max(tiles.block_kv, LARGEST_STEP)
-    reached = partial_sums(P, v) + moved
-    addends = count * reached + -(-step // PRODUCTS) * magnitudes
-    growth = xp.exp((_EACH + TENSOR_CORE_ROUNDOFF) * count + EX2_LOG_ERROR * rises)[..., None]
-    return _EACH * growth * addends
+    reached, instructions = accumulators(P, v, from_first=from_first)
+    addends = reached + instructions[..., None] * moved + magnitudes
+    growth = (_EACH + TENSOR_CORE_ROUNDOFF) * instructions + EX2_LOG_ERROR * rises
+    return _EACH * xp.exp(growth)[..., None] * addends
 
 
 def cut_off_beside_small(count: Array, v: Array, inverse_l: Array, n: Numerics) -> Array:
@@ -81,21 +72,50 @@ def cut_off_beside_small(count: Array, v: Array, inverse_l: Array, n: Numerics) 
     return 1.01 * _EACH * xp.minimum(count, -(-v.shape[-2] // PRODUCTS))[..., None] * aligned
 
 
-def partial_sums(P: Array, v: Array) -> Array:
-    """Bound the sum of products of any keys that follow one another: (..., rows, head_dim).
+def accumulators(P: Array, v: Array, *, from_first: bool) -> tuple[Array, Array]:
+    """Sum the magnitudes of all accumulators that instructions with a key begin with.
+
+    Parameters
+    ----------
+    P, v, from_first
+        As for `cut_off`.
+
+    Returns
+    -------
+    sums : (..., rows, head_dim) array
+        If an accumulator may begin anywhere, the largest magnitude of any of them is taken.
+    instructions : (..., rows) array
+        How many there are.
 
     Examples
     --------
     >>> import numpy as np
-    >>> partial_sums(np.ones((1, 100)), np.float64([[1.0], [-1.0]] * 50)).tolist()
-    [[64.0]]
+    >>> P, v = np.ones((1, 48)), np.float64([[1.0], [-1.0], [0.5]]).repeat(16, axis=0)
+    >>> [float(accumulators(P, v, from_first=x)[0][0, 0]) for x in (True, False)]
+    [16.0, 32.0]
     """
     xp = array_namespace(P)
     sums = xp.zeros((*P.shape[:-1], v.shape[-1]))
-    highest, lowest, within = (xp.zeros_like(sums) for _ in range(3))
-    for first in range(0, P.shape[-1], _BLOCK):  # all at once would take much memory
-        weights, values = P[..., first : first + _BLOCK], v[..., first : first + _BLOCK, :]
-        sums = sums + weights @ values
-        highest, lowest = xp.maximum(highest, sums), xp.minimum(lowest, sums)
-        within = xp.maximum(within, weights @ xp.abs(values))
-    return highest - lowest + 2.0 * within
+    instructions = xp.zeros(P.shape[:-1])
+    now, highest, lowest = (xp.zeros_like(sums) for _ in range(3))
+    for first in range(0, P.shape[-1], _AT_ONCE * PRODUCTS):
+        keys = slice(first, first + _AT_ONCE * PRODUCTS)
+        weights, values = _cut(P[..., keys], -1), _cut(v[..., keys, :], -2)
+        products = xp.swapaxes(weights, -2, -3) @ values  # (..., instructions, rows, head_dim)
+        for i in range(products.shape[-3]):
+            has_keys = (weights[..., i, :] > 0).any(axis=-1)
+            reached = xp.abs(now) if from_first else xp.maximum(highest - now, now - lowest)
+            sums = sums + xp.where(has_keys[..., None], reached, 0.0)
+            instructions = instructions + has_keys
+            now = now + products[..., i, :, :]
+            highest, lowest = xp.maximum(highest, now), xp.minimum(lowest, now)
+    return sums, instructions
+
+
+def _cut(x: Array, axis: int) -> Array:
+    """Cut an axis into the keys of instructions, the last one filled up with zeros."""
+    xp = array_namespace(x)
+    axis += x.ndim
+    keys = x.shape[axis]
+    pad = [(0, -keys % PRODUCTS if i == axis else 0) for i in range(x.ndim)]
+    return xp.pad(x, pad).reshape(*x.shape[:axis], -1, PRODUCTS, *x.shape[axis + 1 :])

@@ -288,12 +288,19 @@ def _over_keys(
         # NOTE: tiles of query rows that attend to nothing here skip the step. It changes no bit
         # unless V is not finite.
         rows = scores.visitors(kv0, tiles)
-        products = scores.kept(P[..., rows, :] @ V_tile, rows, kv0)
+        products = scores.kept(_products(P[..., rows, :], V_tile, n), rows, kv0)
         O[..., rows, :] += scores.listed(products, rows, slice(kv0, kv1))  # R6
         if steps is not None:
             merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
             steps.append(Step(kv0, *merged))
     return O, state
+
+
+def _products(P: Float32, V: Float32, n: Numerics) -> Float32:
+    """P V of a step. For tensor cores it is rounded once: no order of BLAS is theirs [L80]."""
+    if n.values == "tensor_core":
+        return (P.astype(np.float64) @ V.astype(np.float64)).astype(np.float32)
+    return P @ V
 
 
 def _whole_rows(

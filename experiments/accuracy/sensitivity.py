@@ -12,9 +12,9 @@ Run          python -m experiments.accuracy.sensitivity [--backend cuda] [--tria
 
 A fault is laid on the numbers that the kernel stored, and the sum is stored again
 (`experiments._harness.output_faults`). The smallest size that a trial sees is found by bisection.
-With ``--planted`` kernels are compiled from copies with a fault in them, those of
+With ``--planted`` kernels are compiled from copies with a fault in them, one of each kind in
 ``experiments/accuracy/planted``: on a device or the interpreter. ``--update-docs`` writes
-docs/SENSITIVITY.md. Exit status 1: a false alarm.
+docs/SENSITIVITY.md from both records. Exit status 1: a false alarm.
 """
 
 from __future__ import annotations
@@ -62,9 +62,13 @@ TRIALS = {"mirror": 6, "interpret": 2, "cuda": 20}
 SEEN = 0.95
 #: What settles a run, and must be the same where it goes on.
 SETTINGS = ("backend", "seed", "trials", "forms", "planted")
+#: Columns of a record, and how pages call them.
+KINDS = (("in_o", "Seen in O"), ("in_o_or_lse", "Seen in O or lse"))
 DOCUMENT = recording.ROOT / "docs" / "SENSITIVITY.md"
 PLOT = recording.ROOT / "docs" / "sensitivity.svg"
 PLANTED = Path(__file__).parent / "planted"
+#: Names of the records: of faults on outputs, and in kernels.
+RECORDS = ("sensitivity", "sensitivity_planted")
 #: Time between two writes of the record.
 WRITE_SECONDS = 10.0
 
@@ -115,19 +119,24 @@ INTERPRETED = ("fa", "fa_tc", "fa_int8", "u8 by tile")
 
 @dataclass(frozen=True)
 class Patch:
-    """A fault that is planted in kernels: ``SIZE`` in its lines is the size."""
+    """A fault that is planted in kernels: ``SIZE`` in its lines is the size.
+
+    `kind` is that of the fault in `FAULTS` that it makes.
+    """
 
     name: str
     sentence: str
+    kind: str
     forms: tuple[str, ...]
     hunks: tuple[patches.Hunk, ...]
 
     @classmethod
     def read(cls, path: Path) -> Patch:
-        """Read a file: a sentence, ``forms: NAME, NAME`` and a unified diff."""
-        sentence, forms, *diff = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        """Read a file: a sentence, ``kind: NAME``, ``forms: NAME, NAME`` and a unified diff."""
+        sentence, kind, forms, *diff = path.read_text(encoding="utf-8").splitlines(keepends=True)
         names = tuple(forms.removeprefix("forms:").strip().split(", "))
-        return cls(path.stem, sentence.strip(), names, patches.hunks_of(diff))
+        kind = kind.removeprefix("kind:").strip()
+        return cls(path.stem, sentence.strip(), kind, names, patches.hunks_of(diff))
 
     @contextmanager
     def plant(self, size: float) -> Iterator[None]:
@@ -262,6 +271,11 @@ def seen_by_size(
 # ---- the record ----------------------------------------------------------------------------------
 
 
+def record_name(args: argparse.Namespace) -> str:
+    """Return the name of the record of a run."""
+    return RECORDS[bool(args.planted)]
+
+
 class Record:
     """What a run has found so far."""
 
@@ -296,7 +310,7 @@ class Record:
         self.written = time.monotonic()
         quiet = argparse.Namespace(seed=self.args.seed, quick=True, json=None)
         output.write_json(
-            target, recording.keep(quiet, "sensitivity", self.args.backend, self.content())
+            target, recording.keep(quiet, record_name(self.args), self.args.backend, self.content())
         )
 
 
@@ -332,9 +346,9 @@ def add_planted(record: Record, name: str, number: int) -> None:
     found["false_alarms"] += int(max(of_o, of_lse) > 1)
     found["largest_ratio"] = max(found["largest_ratio"], of_o)
     for patch in planted():
-        if name not in patch.forms:
+        if name not in patch.forms or (patch.kind in CAUSAL_ALONE and not trial.problem.causal):
             continue
-        counts = found["faults"].setdefault(patch.name, {"in_o": [], "in_o_or_lse": []})
+        counts = found["faults"].setdefault(patch.kind, {"in_o": [], "in_o_or_lse": []})
         seen = [0, 0]
         for index, size in enumerate(PLANTED_SIZES):
             with patch.plant(size):
@@ -391,9 +405,7 @@ def table(record: Mapping[str, Any], kind: str) -> tuple[list[str], list[list[st
     faults = list(dict.fromkeys(name for form in found.values() for name in form["faults"]))
     rows = []
     for fault in faults:
-        cells = [
-            _cell(form["faults"].get(fault), kind, record["sizes"]) for form in found.values()
-        ]
+        cells = [_cell(form["faults"].get(fault), kind, record["sizes"]) for form in found.values()]
         rows.append([fault, *cells])
     return ["", *found], rows
 
@@ -405,8 +417,8 @@ def _cell(counts: Mapping[str, Sequence[int]] | None, kind: str, sizes: Sequence
     return "–" if size is None else f"{size:.0e}".replace("e-0", "e-")
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the text of docs/SENSITIVITY.md."""
+def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
+    """Return the text of docs/SENSITIVITY.md, from faults on outputs and those in kernels."""
     found = record["found"].values()
     trials, rows = (sum(form[name] for form in found) for name in ("trials", "judged_rows"))
     alarms = sum(form["false_alarms"] for form in found)
@@ -432,8 +444,23 @@ def page(record: Mapping[str, Any]) -> str:
         f"{record['trials']} trials of a form see. A dash means that faults of 1e-1 are missed "
         "more often. The size is relative, or absolute for scores and lse.",
     ]  # fmt: skip
-    for kind, title in (("in_o", "Seen in O"), ("in_o_or_lse", "Seen in O or lse")):
+    for kind, title in KINDS:
         lines += ["", f"## {title}", "", *recording.markdown(*table(record, kind))]
+    lines += [
+        "",
+        "## Planted in kernels",
+        "",
+        f"Written by `{recording.command_now(planted)}` from "
+        "[sensitivity_planted.json](../experiments/results/sensitivity_planted.json): "
+        f"{plots.source(planted)}.",
+        "",
+        "Here the fault is in the kernel itself, compiled from sources that a "
+        "[patch](../experiments/accuracy/planted) changed. There is one patch for each kind, and "
+        "it fits the forms that it names; other cells are empty. Sizes are powers of ten, and "
+        f"there are {planted['trials']} trials of a form.",
+    ]
+    for kind, title in KINDS:
+        lines += ["", f"### {title}", "", *recording.markdown(*table(planted, kind))]
     return "\n".join(lines) + "\n"
 
 
@@ -464,9 +491,9 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     plot.save(figure, str(path), source=plots.source(record))
 
 
-def update_docs(record: Mapping[str, Any]) -> None:
-    """Write page and plot from a record."""
-    DOCUMENT.write_text(page(record), encoding="utf-8")
+def update_docs(record: Mapping[str, Any], planted: Mapping[str, Any]) -> None:
+    """Write page and plot from both records."""
+    DOCUMENT.write_text(page(record, planted), encoding="utf-8")
     draw(record, PLOT)
     print(f"wrote {DOCUMENT.name} and {PLOT.name}")
 
@@ -480,7 +507,7 @@ def work(args: argparse.Namespace) -> int:
         plot.check(str(PLOT))
     if args.stored:
         if args.update_docs:
-            update_docs(recording.stored("sensitivity"))
+            update_docs(*map(recording.stored, RECORDS))
         return 0
     if args.backend == "cuda" and (missing := device.device_missing()):
         raise UnsupportedError(f"--backend cuda needs a CUDA device ({missing})")
@@ -501,7 +528,10 @@ def work(args: argparse.Namespace) -> int:
     rows = sum(form["judged_rows"] for form in record.found.values())
     print(f"\n{alarms} false alarms in {rows:,} rows; {content['seconds']} s")
     if args.update_docs:
-        update_docs(json.loads(args.json.read_text(encoding="utf-8")))
+        of_run = json.loads(args.json.read_text(encoding="utf-8"))
+        update_docs(*(
+            of_run if name == record_name(args) else recording.stored(name) for name in RECORDS
+        ))  # fmt: skip
     return int(alarms > 0)
 
 
@@ -527,7 +557,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
             setattr(args, name, args.resumed[name])
         args.json = args.json or args.resume
     if args.update_docs and not args.stored:
-        args.json = args.json or recording.RESULTS / "sensitivity.json"
+        args.json = args.json or recording.RESULTS / f"{record_name(args)}.json"
     args.trials = args.trials or TRIALS[args.backend]
     if args.forms is None:
         args.forms = list(INTERPRETED if args.backend == "interpret" else FORMS)

@@ -140,6 +140,45 @@ def bound(a: Float64, b: Float64, c: Float64, fraction_bits: int, least_normal: 
     return lost + 2.0**-fraction_bits * (np.abs(products.sum(axis=1) + c) + lost)
 
 
+def sided_bound(
+    a: Float64, b: Float64, c: Float64, fraction_bits: int, least_normal: float
+) -> tuple[Float64, Float64]:
+    """Return the middle of the error of c + sum of a[k] b[k], and how far from it that may lie.
+
+    Addends are cut off toward zero by less than one unit, as `model` says, and what products lose
+    has their sign. c and the sum may err to either side.
+
+    Parameters
+    ----------
+    a, b, c, fraction_bits, least_normal
+        As for `bound`.
+
+    Returns
+    -------
+    middle, width : (cases,) array
+    """
+    exact = (a * b).sum(axis=1) + c
+    unit = _unit(a, b, c, fraction_bits, least_normal)
+    positive, negative = (a * b > 0).sum(axis=1), (a * b < 0).sum(axis=1)
+    addends = a.shape[1] + 1
+    of_sum = 2.0**-fraction_bits * (np.abs(exact) + addends * unit)
+    return -0.5 * unit * (positive - negative), unit * (0.5 * (positive + negative) + 1) + of_sum
+
+
+def _exponent(x: Float64, least: float = 0.0) -> npt.NDArray[np.int64]:
+    """Return the exponents of numbers, at least that of `least`; very low ones of 0."""
+    x = np.maximum(np.abs(x), least)
+    return np.where(x == 0, -4000, np.frexp(x)[1] - 1).astype(np.int64)
+
+
+def _unit(a: Float64, b: Float64, c: Float64, fraction_bits: int, least_normal: float) -> Float64:
+    """Return the unit that addends are aligned to, (cases,)."""
+    of_products = _exponent(a, least_normal) + _exponent(b, least_normal)
+    of_products = np.where(a * b == 0, -4000, of_products)
+    largest = np.maximum(of_products.max(axis=1), _exponent(c))
+    return np.asarray(np.ldexp(1.0, np.maximum(largest, -1000) - fraction_bits))
+
+
 def model(
     a: Float64,
     b: Float64,
@@ -155,17 +194,10 @@ def model(
     keeps `sum_bits` bits of its fraction.
     """
 
-    def exponent(x: Float64, least: float = 0.0) -> npt.NDArray[np.int64]:
-        x = np.maximum(np.abs(x), least)
-        return np.where(x == 0, -4000, np.frexp(x)[1] - 1).astype(np.int64)
-
-    of_products = exponent(a, least_normal) + exponent(b, least_normal)
-    of_products = np.where(a * b == 0, -4000, of_products)
-    largest = np.maximum(of_products.max(axis=1), exponent(c))
-    unit = np.ldexp(1.0, np.maximum(largest, -1000) - fraction_bits)
+    unit = _unit(a, b, c, fraction_bits, least_normal)
     addends = np.concatenate([a * b, c[:, None]], axis=1)
     total = np.trunc(addends / unit[:, None]).sum(axis=1) * unit
-    last = np.ldexp(1.0, np.maximum(exponent(total), -1000) - sum_bits)
+    last = np.ldexp(1.0, np.maximum(_exponent(total), -1000) - sum_bits)
     return np.asarray(np.trunc(total / last) * last)
 
 

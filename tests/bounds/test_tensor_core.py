@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from cupyattn.bounds import attention as bound_of
 from cupyattn.bounds import tensor_core
+from cupyattn.bounds.perturbation import softmax_perturbation, weight_shift
 from cupyattn.bounds.scores import products
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import LEAST_NORMAL, numerics
-from cupyattn.kernels.tiles import Tiles
 from cupyattn.reference import attention_exact
+from cupyattn.reference.exact import softmax_exact
 from experiments.accuracy.tensor_core_sums import model
 from tests.support.runs import normal
 
@@ -27,21 +28,21 @@ CHANNELS = 8
 KINDS = ("normal", "one sign", "cancelling", "one large", "small", "rising")
 
 
-def chain(w: Any, v: Any, M: Any, step: int, first: int, rng: Any, **how: Any) -> Any:
-    """Sum w v in steps of keys, from a key on and in any order within a step; in units of 2^M[-1].
+def chain(w: Any, v: Any, M: Any, starts: Any, depth: int, rng: Any, **how: Any) -> Any:
+    """Sum w v, 16 keys at a time and `depth` of them at once, in any order; in units of 2^M[-1].
 
-    `M` has a whole number for each key, equal within a step.
+    `M` has a whole number for each key, equal among those of an instruction. At `starts` another
+    accumulator begins, as in slices and pieces.
     """
-    acc = np.zeros(CHANNELS)
-    last = M[first]
-    for start in range(first, len(w), step):
-        keys = rng.permutation(np.arange(start, min(start + step, len(w))))
+    sums, acc, last = np.zeros(CHANNELS), np.zeros(CHANNELS), M[0]
+    for start in range(0, len(w), 16):
+        if start in starts:
+            sums, acc = sums + acc * 2.0 ** (last - M[-1]), np.zeros(CHANNELS)
         acc, last = acc * 2.0 ** (last - M[start]), M[start]
-        for at in range(0, len(keys), 16):
-            own = keys[at : at + 16]
-            a, b = np.tile(w[own], (CHANNELS, 1)), v[own].T
-            acc = model(a, b, acc, **how)
-    return acc * 2.0 ** (last - M[-1])
+        keys = start + rng.permutation(16)
+        for own in keys.reshape(-1, depth):
+            acc = model(np.tile(w[own], (CHANNELS, 1)), v[own].T, acc, **how)
+    return sums + acc * 2.0 ** (last - M[-1])
 
 
 def problem(kind: str, rng: Any, step: int) -> tuple[Any, Any, Any]:
@@ -65,24 +66,26 @@ def problem(kind: str, rng: Any, step: int) -> tuple[Any, Any, Any]:
     return (*as_16_bit, M)
 
 
+@pytest.mark.parametrize("from_first", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=seeds)
-def test_sums_that_are_cut_off_lie_within(kind: str, seed: int) -> None:
+def test_sums_that_are_cut_off_lie_within(kind: str, from_first: bool, seed: int) -> None:
+    """Instructions add 16 products at once, or 8 and then 8 with a bit more."""
     rng = np.random.default_rng(seed)
     step = 16 * int(rng.integers(1, 17))
     w, v, M = problem(kind, rng, step)
-    first = step * int(rng.integers(0, len(w) // step))
     least_normal = LEAST_NORMAL["float16"] if rng.random() < 0.5 else 0.0
-    found = chain(w, v, M, step, first, rng, fraction_bits=23, least_normal=least_normal)
+    depth = int(rng.choice([8, 16]))
+    how = {"fraction_bits": 23 + (depth == 8), "least_normal": least_normal}
+    starts = () if from_first else tuple(step * rng.integers(0, len(w) // step, 2))
+    found = chain(w, v, M, starts, depth, rng, **how)
     weights = w * 2.0 ** (M - M[-1])
-    weights[:first] = 0.0
     total = weights.sum()
     P = (weights / total)[None]
     error = np.abs(found / total - (P @ v)[0])
     rises, inverse_l = np.array([len(w) / step]), np.array([[1 / total]])
-    bound = tensor_core.cut_off(
-        P, v, np.zeros((1, CHANNELS)), P @ np.abs(v), rises, Tiles(64, step, 4)
-    )
+    none = np.zeros((1, CHANNELS))
+    bound = tensor_core.cut_off(P, v, none, P @ np.abs(v), rises, from_first=from_first)
     if least_normal:
         n = numerics("tensor_core", "portable", "float16")
         count = np.array([(weights > 0).sum()])
@@ -92,36 +95,71 @@ def test_sums_that_are_cut_off_lie_within(kind: str, seed: int) -> None:
 
 
 @given(seeds)
-def test_sums_of_any_keys_that_follow_one_another(seed: int) -> None:
+def test_accumulators_are_sums_of_the_keys_before(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    keys = int(rng.integers(1, 200))
-    P, v = rng.uniform(0, 1, (3, keys)), rng.standard_normal((keys, 5)) * rng.uniform(0, 9, 5)
-    if rng.random() < 0.5:
-        v = np.abs(v)
-    bound = tensor_core.partial_sums(P, v)
-    for _ in range(20):
-        first, last = np.sort(rng.integers(0, keys + 1, 2))
-        assert (np.abs(P[:, first:last] @ v[first:last]) <= bound * (1 + 1e-12)).all()
+    keys = int(rng.integers(1, 700))
+    P, v = rng.uniform(0, 1, (2, 3, keys)), rng.standard_normal((2, keys, 5))
+    P[rng.random(P.shape) < rng.random()] = 0.0
+    starts = range(0, keys, 16)
+    begun = [np.abs(P[..., :i] @ v[..., :i, :]) for i in starts]
+    anywhere = [
+        np.max([np.abs(P[..., j:i] @ v[..., j:i, :]) for j in range(0, i + 1, 16)], axis=0)
+        for i in starts
+    ]
+    some = [(P[..., i : i + 16] > 0).any(axis=-1) for i in starts]
+    for from_first, each in ((True, begun), (False, anywhere)):
+        sums, instructions = tensor_core.accumulators(P, v, from_first=from_first)
+        expected = sum(x * has[..., None] for x, has in zip(each, some, strict=True))
+        assert np.allclose(sums, expected, rtol=1e-12, atol=1e-12)
+        assert (instructions == sum(some)).all()
 
 
-def test_no_step_has_more_keys_than_the_bound_takes() -> None:
+def test_steps_are_whole_instructions() -> None:
+    """So keys from a multiple of 16 on are those of one instruction."""
     for variant in VARIANTS.values():
         for form in variant.forms:
+            if numerics(variant.family, form, "float16").values != "tensor_core":
+                continue
             for head_dim in range(8, variant.largest_head_dim(form) + 1, 8):
                 tiles = variant.tiles_for(head_dim, form=form)
-                assert tiles.block_kv <= tensor_core.LARGEST_STEP, (variant.name, form, head_dim)
+                assert tiles.block_kv % tensor_core.PRODUCTS == 0, (variant.name, form, head_dim)
 
 
-def test_long_rows_are_charged_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 4,096 keys less than a quarter of what all magnitudes would be; never more."""
-    q, k, v = normal((1, 1, 32, 64), (1, 1, 4096, 64))
+@pytest.mark.parametrize(
+    ("keys", "form", "share", "of_rms"),
+    [(256, "portable", 0.25, 1e-4), (256, "sm90", 0.25, 1e-4), (4096, "portable", 0.1, 1.1e-3)],
+)
+def test_rows_are_charged_for_their_accumulators(
+    keys: int, form: str, share: float, of_rms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R6 is a small share of what all magnitudes would be, and of O; and never more."""
+    q, k, v = normal((1, 1, 32, 64), (1, 1, keys, 64))
     rms = np.sqrt((attention_exact(q, k, v) ** 2).mean())
-    narrow = bound_of(q, k, v, variant="fa_tc")
-    monkeypatch.setattr(tensor_core, "cut_off", lambda *given: np.full(given[3].shape, np.inf))
-    wide = bound_of(q, k, v, variant="fa_tc")
+    narrow = bound_of(q, k, v, variant="fa_tc", form=form)
+    everything = np.full(narrow.total.shape, np.inf)
+    monkeypatch.setattr(tensor_core, "cut_off", lambda *_, **__: everything[:, :, None])
+    wide = bound_of(q, k, v, variant="fa_tc", form=form)
     assert (narrow.terms["R6"] <= wide.terms["R6"]).all()
     size = np.sqrt((narrow.terms["R6"] ** 2).mean()) / rms
-    assert size < 0.25 * np.sqrt((wide.terms["R6"] ** 2).mean()) / rms and size < 0.004
+    assert size < share * np.sqrt((wide.terms["R6"] ** 2).mean()) / rms and size < of_rms
+
+
+@given(seeds)
+def test_weights_move_no_farther(seed: int) -> None:
+    """Neither up nor down, with perturbations of any size."""
+    rng = np.random.default_rng(seed)
+    keys = int(rng.integers(1, 9))
+    S, d = (
+        3 * rng.standard_normal((1, keys)),
+        rng.uniform(0, 10.0 ** rng.integers(-6, 3), keys)[None],
+    )
+    P = softmax_exact(S)[0]
+    v = np.zeros((keys, 1))
+    _, P_plus, delta_lse, _ = softmax_perturbation(P, d, v, P @ v)
+    bound = weight_shift(P, P_plus, d, delta_lse)
+    for _ in range(20):
+        moved = softmax_exact(S + d * rng.choice([-1.0, 1.0], d.shape))[0]
+        assert (np.abs(moved - P) <= bound * (1 + 1e-9) + 1e-15).all()
 
 
 def test_a_weight_below_the_least_normal_number_cuts_off_others() -> None:
@@ -130,7 +168,7 @@ def test_a_weight_below_the_least_normal_number_cuts_off_others() -> None:
     w[:2], v[:2] = (2.0**-24, 1.0), np.array([[60000.0], [2.0**-13 + 2.0**-23]])
     M, rng = np.zeros(16), np.random.default_rng(0)
     how = {"fraction_bits": 23, "least_normal": LEAST_NORMAL["float16"]}
-    error = np.abs(chain(w, v, M, 16, 0, rng, **how) - w @ v)
+    error = np.abs(chain(w, v, M, (), 16, rng, **how) - w @ v)
     count, inverse_l, P = np.array([2]), np.ones((1, 1)), w[None]
     magnitudes = P @ np.abs(v)
     without = products("tensor_core", 2) * magnitudes

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.testing.expected import expectation
 from experiments._harness import recording
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, rounded
@@ -62,6 +63,22 @@ def test_a_fault_grows_with_its_size_and_a_large_one_is_seen(fault: str) -> None
     assert max(sensitivity.leaves(known, here.stored(o), here.lse + lse)) > 1
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, form in sensitivity.FORMS.items() if not form.signed]
+)
+def test_a_key_that_weighs_a_thousandth_is_missed_in_every_row(name: str) -> None:
+    """In O, except with bfloat16 P, whose rounding hides it; and in lse of every form."""
+    known, here = ground(name, number=0)
+    candidates = np.where(here.weights > 1e-3, here.weights, np.inf)
+    factor = np.ones_like(candidates)
+    np.put_along_axis(factor, candidates.argmin(axis=-1)[..., None], 0.0, axis=-1)
+    o, lse = here.reweighted(factor)
+    of_o = known.ratios(here.stored(o)).max(axis=-1)
+    of_lse = ratio_to_bound(here.lse + lse, known.lse, known.bound.lse)
+    assert (of_lse > 1).all()
+    assert (of_o > 1).all() or name.endswith("bfloat16")
+
+
 def test_stored_numbers_are_those_of_the_mirror() -> None:
     x = np.random.default_rng(0).standard_normal(4096) * 10.0 ** np.arange(-4, 4).repeat(512)
     for dtype in ("float16", "bfloat16", "float32"):
@@ -107,22 +124,37 @@ def test_patches_apply_and_name_forms() -> None:
         assert before == sensitivity.compiler.KERNELS
 
 
-@pytest.mark.slow
-def test_a_fault_in_a_kernel_is_seen() -> None:
-    patch = next(p for p in sensitivity.planted() if p.name == "l_too_large")
-    trial = sensitivity.Trial(sensitivity.FORMS["fa_tc"], "interpret", 0, 0)
+def test_kernels_can_be_given_a_fault_of_every_kind() -> None:
+    """One patch for each, and each in a form that the interpreter takes."""
+    assert sorted(patch.kind for patch in sensitivity.planted()) == sorted(FAULTS)
+    for patch in sensitivity.planted():
+        assert set(patch.forms) & set(sensitivity.INTERPRETED), patch.name
+
+
+def seen_in_kernel(patch: sensitivity.Patch, form: str, size: float) -> bool:
+    number = int(patch.kind in CAUSAL_ALONE)
+    trial = sensitivity.Trial(sensitivity.FORMS[form], "interpret", number, 0)
     arrays, codes = trial.operands()
     known = expectation(sensitivity.received(trial, arrays, codes))
-    with patch.plant(0.1):
+    with patch.plant(size):
         o, lse = sensitivity.call(trial, arrays, codes)
-    assert sensitivity.leaves(known, o.astype(np.float64), lse)[0] > 1
+    return max(sensitivity.leaves(known, o.astype(np.float64), lse)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", sensitivity.planted(), ids=lambda patch: patch.name)
+def test_a_fault_in_a_kernel_is_seen(patch: sensitivity.Patch) -> None:
+    """In the first form that the interpreter takes, and not where it is next to nothing."""
+    form = next(name for name in patch.forms if name in sensitivity.INTERPRETED)
+    assert seen_in_kernel(patch, form, 0.1)
+    assert not seen_in_kernel(patch, form, 1e-9)
 
 
 def test_page_and_plot_are_those_of_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed = sensitivity.DOCUMENT.read_text(encoding="utf-8")
-    assert sensitivity.page(recording.stored("sensitivity")) == committed
+    assert sensitivity.page(*map(recording.stored, sensitivity.RECORDS)) == committed
     monkeypatch.setattr(sensitivity, "DOCUMENT", tmp_path / "page.md")
     monkeypatch.setattr(sensitivity, "PLOT", tmp_path / "plot.svg")
     assert sensitivity.main(["--stored", "--update-docs"]) == 0

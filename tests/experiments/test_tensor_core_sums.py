@@ -18,6 +18,7 @@ from experiments.accuracy.tensor_core_sums import (
     drawn,
     drawn_low,
     model,
+    sided_bound,
 )
 
 E4M3 = next(one for one in INSTRUCTIONS if one.entry == "wgmma_e4m3")
@@ -39,6 +40,20 @@ def test_the_bound_holds_of_the_model_and_is_met(
         assert (error <= allowed).all()
     # One that cuts two bits more is not within it.
     assert (np.abs(model(a, b, c, bits - 2, bits - 2, low) - exact) > allowed).any()
+
+
+@pytest.mark.parametrize("draw", [drawn, drawn_low])
+def test_what_products_lose_has_their_sign(draw: Callable[..., Any]) -> None:
+    """[L66] As the model cuts 13 bits off, or as the sum is exact; rounded outward it is not."""
+    a, b, c = draw(E4M3, 20_000, seed=0)
+    low = E4M3.least_normal
+    exact = (a * b).sum(axis=1) + c
+    middle, width = sided_bound(a, b, c, 13, low)
+    assert (np.abs(model(a, b, c, 13, 13, low) - exact - middle) <= width).all()
+    assert (np.abs(middle) <= width).all()
+    if draw is drawn:
+        lost = model(a, b, c, 13, 30, low) - exact
+        assert (np.abs(-lost - middle) > width).any()
 
 
 def adversarial(kind: str, cases: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

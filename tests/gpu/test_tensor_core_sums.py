@@ -1,4 +1,4 @@
-"""Tensor cores add as the bounds assume (docs/MATH_REFERENCE.md, C5), and codes are predicted."""
+"""Tensor cores add as the bounds assume (MATH_REFERENCE, L66 and L80), and codes are predicted."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from experiments.accuracy.tensor_core_sums import (
     drawn,
     drawn_low,
     model,
+    sided_bound,
 )
 
 cupy = pytest.importorskip("cupy")
@@ -39,6 +40,18 @@ def test_an_addend_loses_less_than_a_unit_of_the_largest(
     a, b, c = draw(instruction, 100_000, seed=1)
     error = np.abs(instruction.sums(a, b, c, "cuda") - ((a * b).sum(axis=1) + c))
     assert (error <= bound(a, b, c, instruction.fraction_bits, instruction.least_normal)).all()
+
+
+@pytest.mark.parametrize("draw", [drawn, drawn_low])
+@pytest.mark.parametrize("name", ["mma_e4m3", "wgmma_e4m3"])
+def test_what_products_of_8_bit_floats_lose_has_their_sign(
+    name: str, draw: Callable[..., Any]
+) -> None:
+    one = next(one for one in INSTRUCTIONS if one.entry == name)
+    a, b, c = draw(one, 100_000, seed=2)
+    middle, width = sided_bound(a, b, c, 13, one.least_normal)
+    error = one.sums(a, b, c, "cuda") - ((a * b).sum(axis=1) + c)
+    assert (np.abs(error - middle) <= width).all()
 
 
 @pytest.mark.parametrize("draw", [drawn, drawn_low])
