@@ -10,9 +10,9 @@ Measures     a pass of the model: time in turns, and the ratio of the native mod
              L2 of the output to native; the first call, which compiles and for torchao tunes
 Expect       ours ahead of both
 Run          python -m experiments.diffusion.torchao_blocks [--quick] [--json FILE]
-             [--models NAME ...] [--update-docs] [--stored]
+             [--models NAME ...]
 
-``--update-docs`` writes its table of docs/INTEROP.md. Needs torch, diffusers and torchao.
+Needs torch, diffusers and torchao, and some minutes for torchao to tune its kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import argparse
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from cupyattn.cli import output
@@ -33,7 +33,6 @@ from experiments._harness import recording
 from experiments._harness.others import format_comparison
 from experiments.diffusion import diffusers_blocks as blocks
 
-BEGIN, END = "<!-- torchao: begin -->", "<!-- torchao: end -->"
 NATIVE, TORCHAO, OURS, BOTH = (
     "native", "torchao's INT8 linear layers", "INT8 linear layers", "both INT8",
 )  # fmt: skip
@@ -46,7 +45,7 @@ TUNING = {
 HEADER = ["", "pass", "of native", "first call", "to native"]
 
 
-def torchao_layers(transformer: Any, names: Sequence[str]) -> Any:
+def torchao_layers(transformer: Any, names: Container[str]) -> Any:
     """Return a copy of a model of which torchao has replaced these layers.
 
     Raises
@@ -135,17 +134,6 @@ def table(row: Mapping[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def section(record: Mapping[str, Any]) -> str:
-    """Return what docs/INTEROP.md says was measured."""
-    environment, lines = record["environment"], []
-    for row in record["rows"]:
-        lines += [f"{row['model']}, the whole model compiled:", ""]
-        lines += [*recording.markdown(HEADER, table(row)), ""]
-    where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
-    return "\n".join([*lines, f"`{recording.command_now(record)}` on {where}, "
-                      f"torch {record['torch']}, torchao {record['torchao']}."])  # fmt: skip
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure the models, print their tables, write the record."""
     recording.check_rounds(args)
@@ -161,9 +149,7 @@ def run(args: argparse.Namespace) -> int:
             output.print_table(HEADER, table(rows[-1]))
     content = {"rows": rows, "torch": torch.__version__, "rounds": 0 if args.quick else args.rounds,
                "torchao": importlib.metadata.version("torchao")}  # fmt: skip
-    record = recording.keep(args, "torchao_blocks", "mirror" if args.quick else "cuda", content)
-    if args.update_docs and not args.quick:
-        recording.replace_between(blocks.PAGE, BEGIN, END, section(record))
+    recording.keep(args, "torchao_blocks", "mirror" if args.quick else "cuda", content)
     return 0
 
 
@@ -173,15 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(rounds=recording.LEAST_ROUNDS)
     parser.add_argument("--models", nargs="+", choices=blocks.MODELS, metavar="NAME",
                         default=["Kandinsky 5 Lite"], help=", ".join(blocks.MODELS))  # fmt: skip
-    parser.add_argument("--update-docs", action="store_true", help="rewrite its table of the page")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
-    args = parser.parse_args(argv)
-    if args.stored:
-        recording.replace_between(
-            blocks.PAGE, BEGIN, END, section(recording.stored("torchao_blocks"))
-        )
-        return 0
-    return recording.main(run, args)
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

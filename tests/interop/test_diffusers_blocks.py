@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from cupyattn.measure.words import format_seconds
 from experiments._harness.others import format_comparison
 from experiments.diffusion import diffusers_blocks as experiment
+from experiments.diffusion import torchao_blocks
 from experiments.diffusion.diffusers_blocks import (
     COMPILED,
     DEFAULT,
@@ -45,6 +47,26 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     said = capsys.readouterr().err
     assert said.startswith("this needs torch and diffusers with what they need (")
     assert said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is there")
+def test_torchao_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert torchao_blocks.main(["--quick"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("this needs torchao (") and said[-1].endswith("pip install torchao")
+
+
+@pytest.mark.usefixtures("libraries")
+def test_ways_of_torchaos_blocks_are_judged_by_native(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    file = tmp_path / "record.json"
+    assert torchao_blocks.main(["--quick", "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert [*row["ways"]][0] == torchao_blocks.NATIVE and len(row["ways"]) == 4
+    changed = {name: way["to_native"] for name, way in row["ways"].items()}
+    assert changed.pop(torchao_blocks.NATIVE) == 0
+    assert all(0 < x < CLOSE for x in changed.values())
 
 
 @pytest.fixture
