@@ -68,9 +68,10 @@ constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);  // per row of V
 constexpr float SUMMED = 1.0f + ELEM16_STEP;
 constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
-// Weights that a mask of rows does not admit are cut out of P, which the product with V sums.
+// Weights that a mask of rows does not admit are cut out of P, which the product with V sums. lse
+// is of their sum before they are rounded, from which nothing is cut.
 // NOTE: not with a mask of keys: it spills at HEAD_DIM 64, and a tile has a mixed step or two.
-constexpr bool CUTS_WEIGHTS = MASK_ALONE && MASK_KIND == MaskKind::ROWS && SUM_BOXES;
+constexpr bool CUTS_WEIGHTS = MASK_ALONE && MASK_KIND == MaskKind::ROWS && SUM_BOXES && !LSE;
 constexpr bool PIECES = !UNEVEN;  // tiles are alike: those of the last wave may be cut
 // M rises where a weight reaches 2 to the power of this: P and its sums hold what is smaller, and
 // exponents that M's rounding makes end there, too.
