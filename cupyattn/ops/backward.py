@@ -15,6 +15,7 @@ from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
+from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.operation import Known, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
@@ -26,7 +27,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import resolve, to_bhsd
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
@@ -330,7 +331,7 @@ class _Backward:
         """Check the forward pass, and d_out, out and lse against it."""
         received = {name: arrays[name] for name in ("d_out", "out", "lse")}
         forward = {name: a for name, a in arrays.items() if name not in received}
-        request = resolve(settings.of_call, forward)
+        request: Request = problem_of(ATTENTION, settings.of_call, forward)
         if request.call.padded is not None:
             raise UnsupportedError(
                 "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
