@@ -14,7 +14,8 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.gradients.exact import Gradients
-from cupyattn.gradients.mirror import backward_mirror
+from cupyattn.gradients.mirror import mirror_gradients
+from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.operation import Known, problem_of, run
@@ -29,6 +30,7 @@ from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.request import scoring_of
@@ -471,17 +473,17 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
     request, operands = asked.request, asked.taken
     settings, rope = request.settings, _rope_of(request)
     shared = {
-        name: getattr(settings, name)
-        for name in ("scale", "causal", "causal_align", "window", "softcap")
+        name: getattr(settings, name) for name in ("causal", "causal_align", "window", "softcap")
     }
 
     def run_one(given: Mapping[str, Any], **own: Any) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
-        found = backward_mirror(
-            **given, **shared, **own, deterministic=bool(asked.settings.deterministic),
-            all_keys=asked.settings.all_keys,
-        )  # fmt: skip
+        options, all_keys = ScoreOptions(**shared, **own), asked.settings.all_keys
+        problem = BackwardProblem(
+            **given, scale=settings.scale, options=options, all_keys=all_keys
+        )
+        found = mirror_gradients(problem, asked.kernel)
         if rope is None:
             return found
         dq, dk = _inverse(rope).turned(found.dq, found.dk)

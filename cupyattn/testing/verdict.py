@@ -37,6 +37,8 @@ from cupyattn.testing.watching import WATCHED
 
 #: A rung that takes what any kernel does: beside `numerics` of another library, it only cuts rows.
 _ANY_RUNG = "unfused"
+
+
 @dataclass(frozen=True)
 class Report:
     """What `judge` found.
