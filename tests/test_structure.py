@@ -326,6 +326,23 @@ def test_a_call_is_resolved_in_one_place() -> None:
     assert callers("reads_keys_once") == ["cupyattn.diffusion.pruning"]
 
 
+def depth(node: ast.AST) -> int:
+    """How many blocks of a function lie within one another."""
+    blocks = ast.If | ast.For | ast.While | ast.With | ast.Try
+    return max(
+        (depth(child) + isinstance(child, blocks) for child in ast.iter_child_nodes(node)),
+        default=0,
+    )  # fmt: skip
+
+
+def test_a_prepared_call_reads_straight() -> None:
+    """One step below the other: the arrays as they come, or a request."""
+    (prepared,) = (node for _, node in classes() if node.name == "Prepared")
+    own = {node.name: node for node in prepared.body if isinstance(node, ast.FunctionDef)}
+    assert depth(own["__call__"]) == 1
+    assert depth(own["_as_they_come"]) == 2
+
+
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield the classes of the package, each with the dotted name of its module."""
     for path in PYTHON:
