@@ -21,7 +21,7 @@ PICTURE = Path(__file__).with_name("house.svg")
 #: The packages from the ground up; tests/test_structure.py holds the imports to this order.
 ORDER = (
     "arrays", "kernels", "quant", "compiler", "problem", "reference", "plans", "bounds", "runtime",
-    "gradients", "testing", "interpret", "ops", "measure", "checkpoints", "distributed",
+    "gradients", "interpret", "ops", "testing", "measure", "checkpoints", "distributed",
     "diffusion", "interop", "cli",
 )  # fmt: skip
 _ROW, _LEFT, _WIDTH, _HEIGHT, _LANE = 34, 20, 150, 24, 9

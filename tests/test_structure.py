@@ -37,10 +37,10 @@ HOUSE: tuple[tuple[str, ...], ...] = (
     ("reference", "plans"),
     ("bounds", "runtime"),
     ("gradients",),
-    ("testing",),
-    ("strategies", "interpret"),
+    ("interpret",),
     ("ops",),
-    ("unfused", "measure"),
+    ("testing", "unfused"),
+    ("strategies", "measure"),
     ("checkpoints",),
     ("distributed",),
     ("diffusion",),
@@ -132,6 +132,8 @@ NAMED = {dotted(path): path for path in PYTHON}
 OF_FACES = tuple(f"cupyattn.{name}" for name in sorted(FACES))
 MODULES = [path for path in PYTHON if path != PACKAGE / "__init__.py"]
 RANK = {name: rank for rank, line in enumerate(HOUSE) for name in line}
+#: The operations, all that they stand on, and what judges them.
+CORE = {name for name in RANK if RANK[name] <= RANK["ops"]} | {"testing", "strategies"}
 RANK[""] = len(HOUSE)  # the package itself
 
 
@@ -194,7 +196,7 @@ def test_extras_are_imported_only_when_asked_for() -> None:
     wrong = []
     for path in MODULES:
         own = place(path)
-        core = RANK[own] <= RANK["ops"] and own != "testing"
+        core = own in CORE - {"testing"}
         top = {name.partition(".")[0] for name in imports(path, lazy=False)}
         forbidden = set(EXTRAS if core else ("cupy", "torch", "jax"))
         if own == "interop":  # each of its parts is for the library of its name
@@ -215,7 +217,7 @@ def test_raw_module_is_mentioned_in_one_file() -> None:
 def test_the_package_imports_where_no_extra_is_installed() -> None:
     blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"
     core = [m for p, m in zip(MODULES, map(dotted, MODULES), strict=True)
-            if RANK[place(p)] <= RANK["ops"] and place(p) != "testing"]  # fmt: skip
+            if place(p) in CORE - {"testing"}]  # fmt: skip
     script = "; ".join([blocked, "import cupyattn", *(f"import {m}" for m in core)])
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
 
@@ -263,7 +265,7 @@ def public_functions() -> Iterator[str]:
 
 def test_functions_of_the_core_take_eight_parameters_at_most() -> None:
     """Public ones aside, whose options are many. What belongs together is one record."""
-    core = [path for path in MODULES if RANK[place(path)] <= RANK["ops"]]
+    core = [path for path in MODULES if place(path) in CORE]
     many = {
         name for path in core
         for name, count in functions(tree_of(path), dotted(path)) if count > 8
@@ -296,22 +298,17 @@ def test_a_method_that_is_called_is_found(
 
 
 def test_a_call_is_resolved_in_one_place() -> None:
-    """In `cupyattn.ops.operation`, whatever runs, prepares, explains or shares it. Twice more the
-    record of attention is what another question begins with, which is no call of its own.
-
-    ops.backward: gradients are of a forward pass, and their record holds that of the pass.
-    problem.received: a judge asks which kernel "auto" takes, and stands above `cupyattn.ops`.
-    """
+    """In `cupyattn.ops.operation`, whatever runs, prepares, explains, shares or judges it."""
     assert ATTENTION.resolve is resolve
-    sites = ("ops.backward", "ops.operation", "problem.received")
-    assert callers("resolve") == [f"cupyattn.{module}" for module in sites]
+    assert callers("resolve") == ["cupyattn.ops.operation"]
     # A prepared call is resolved when it is made; again where arrays have to be copied or their
     # values checked, or are not CuPy's.
-    # Layers are two operations, whose records theirs holds. JAX traces shapes alone, and asks here
+    # Gradients are of a forward pass, whose record theirs holds, and layers are two operations. A
+    # judge asks which kernel "auto" takes. JAX traces shapes alone, and asks here
     # whether a product takes them; Inductor has shapes alone, and what they launch is compiled.
     ask = ("distributed.agreement", "interop.jax.linear", "interop.torch.precompile",
-           "ops.attention", "ops.backward", "ops.layers", "ops.layers", "ops.operation",
-           "ops.prepared", "ops.prepared")  # fmt: skip
+           "ops.attention", "ops.backward", "ops.backward", "ops.layers", "ops.layers",
+           "ops.operation", "ops.prepared", "ops.prepared", "testing.verdict")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
     # A call that is known launches; a new one goes here, of arrays and of torch's tensors alike.
     torch = "interop.torch.calls", "interop.torch.linear_parts"
@@ -325,6 +322,25 @@ def test_a_call_is_resolved_in_one_place() -> None:
     receive = [module for module in callers("receive") if module != frames]
     assert receive == ["cupyattn.problem.received", "cupyattn.testing.verdict"]
     assert callers("settle_request") == ["cupyattn.problem.request"]
+    # The record of pruning says how keys are read, and the plan is made from it.
+    assert callers("reads_keys_once") == ["cupyattn.diffusion.pruning"]
+
+
+def depth(node: ast.AST) -> int:
+    """How many blocks of a function lie within one another."""
+    blocks = ast.If | ast.For | ast.While | ast.With | ast.Try
+    return max(
+        (depth(child) + isinstance(child, blocks) for child in ast.iter_child_nodes(node)),
+        default=0,
+    )  # fmt: skip
+
+
+def test_a_prepared_call_reads_straight() -> None:
+    """One step below the other: the arrays as they come, or a request."""
+    (prepared,) = (node for _, node in classes() if node.name == "Prepared")
+    own = {node.name: node for node in prepared.body if isinstance(node, ast.FunctionDef)}
+    assert depth(own["__call__"]) == 1
+    assert depth(own["_as_they_come"]) == 2
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:

@@ -127,13 +127,13 @@ def plan_key_importance(
     dtype: str,
     scale: float,
     sampled: range,
-    arch: str | None = None,
+    once: bool = False,
     key_sums: bool = False,
 ) -> Launches:
     """Plan the importance of keys.
 
-    One launch where `reads_keys_once`; otherwise the row states of parts of the keys, then the sums
-    of probabilities over rows.
+    One launch where keys are read once; otherwise the row states of parts of the keys, then the
+    sums of probabilities over rows.
 
     Parameters
     ----------
@@ -146,10 +146,10 @@ def plan_key_importance(
         Of the softmax.
     sampled : range
         Rows of q to look at.
-    arch : str, optional
-        Architecture that it will run on.
+    once : bool
+        Clusters read the keys, once: as `reads_keys_once` says of k and the architecture.
     key_sums : bool
-        The sums of the keys of each block of a cluster are wanted too, where `reads_keys_once`.
+        The sums of the keys of each block of a cluster are wanted too, where keys are read once.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def plan_key_importance(
         "first_row": sampled.start, "row_step": sampled.step, "rows": rows, "len_kv": len_kv,
         "scale_log2": scale * LOG2E, "share": 1 / (group * rows),
     }  # fmt: skip
-    if reads_keys_once(k, arch):
+    if once:
         params["partial_sum"] = "partial_sum" if key_sums else None
         return _one_pass(batch * heads_kv, features, params, key_sums)
     splits, split_keys = _splits(k)

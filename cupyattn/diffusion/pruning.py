@@ -164,8 +164,9 @@ class _Importance:
             given = {name: contiguous_last_axis(x) for name, x in given.items()}
         of_k, arch = Operand.of(given["k"]), settings.arch or own_arch(backend, q)
         shapes: dict[str, tuple[int, ...]] = {"importance": k.shape[:3]}
-        sums = settings.key_sums and reads_keys_once(of_k, arch)
-        if not reads_keys_once(of_k, arch):
+        once = reads_keys_once(of_k, arch)
+        sums = settings.key_sums and once
+        if not once:
             states = row_states_shape(of_k, q.shape[1] // k.shape[1], len(sampled))
             shapes |= {"row_M": states, "row_l": states}
         elif sums:
@@ -173,7 +174,7 @@ class _Importance:
         return Problem(
             what=self.name, backend=backend, arch=arch, operands=given,
             results={name: Result(shape, STORAGE["float32"]) for name, shape in shapes.items()},
-            settled=(q.dtype.name, scale, sampled, arch, sums),
+            settled=(q.dtype.name, scale, sampled, once, sums),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:

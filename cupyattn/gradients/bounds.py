@@ -26,8 +26,8 @@ from cupyattn.bounds.scores import (
 )
 from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
 from cupyattn.gradients.problem import BackwardProblem
-from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
+from cupyattn.problem.backward_form import BackwardKernel
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
 from cupyattn.problem.score_options import ScoreOptions
@@ -151,13 +151,27 @@ def backward_bound(
     out_error, lse_error = operands(out_error=out_error, lse_error=lse_error)
     options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
     problem = BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys)
-    return gradient_bounds(problem, out_error, lse_error)
+    kernel = problem.portable_kernel(deterministic=False)
+    return gradient_bounds(problem, kernel, out_error, lse_error)
 
 
 def gradient_bounds(
-    problem: BackwardProblem, out_error: Array | None, lse_error: Array | None
+    problem: BackwardProblem,
+    kernel: BackwardKernel,
+    out_error: Array | None,
+    lse_error: Array | None,
 ) -> GradientBounds:
-    """Return what `backward_bound` does, whose other arguments `problem` holds."""
+    """Return what `backward_bound` does, of a settled kernel.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+        Its other arguments.
+    kernel : BackwardKernel
+        Its tiles say how many blocks of keys dQ is summed over.
+    out_error, lse_error : array, optional
+        As for `backward_bound`.
+    """
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
     xp = array_namespace(*problem.arrays)
     sizes, dtype = check_backward(*problem.arrays)
@@ -167,8 +181,7 @@ def gradient_bounds(
     n = numerics("tensor_core", "portable", dtype, **features)
     scaling = scaling_errors(n, sigma, None, softcap)
     shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys)
-    keys_tiles, _ = backward_tiles(head_dim, options.blocks)
-    key_blocks = -(-len_kv // keys_tiles.block_kv)
+    key_blocks = -(-len_kv // kernel.keys_tiles.block_kv)
     group = q.shape[1] // heads_kv if heads_kv else 0
     row_tiles = group * -(-len_q // 16)
 

@@ -15,8 +15,8 @@ from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
 from cupyattn.gradients.exact import Gradients, coarse_rows
 from cupyattn.gradients.problem import BackwardProblem
-from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
+from cupyattn.problem.backward_form import NO_DQ, BackwardKernel
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
 from cupyattn.problem.score_options import ScoreOptions
@@ -81,18 +81,25 @@ def backward_mirror(
     require_numpy(d_out, q, k, v, out, lse)
     options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
     problem = BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys)
-    return mirror_gradients(problem, deterministic=deterministic)
+    return mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
 
 
-def mirror_gradients(problem: BackwardProblem, *, deterministic: bool) -> Gradients:
-    """Return what `backward_mirror` does, whose arguments `problem` holds."""
+def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradients:
+    """Return the gradients as a settled kernel computes them, in its tiles.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+        Arguments of `backward_mirror`.
+    kernel : BackwardKernel
+    """
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
     (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
     sigma = check_scale(problem.scale, head_dim)
     features = {"softcap": bool(options.softcap), "bias": options.bias is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
     scoring = Scoring.of(q, k, options)
-    keys_tiles, queries_tiles = backward_tiles(head_dim, options.blocks)
+    keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     heads_kv = k.shape[1]
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         scores = prepare_scores(q, k, sigma, scoring, n, None)
@@ -140,14 +147,14 @@ def mirror_gradients(problem: BackwardProblem, *, deterministic: bool) -> Gradie
         for kv0 in range(0, len_kv, keys_tiles.block_kv):
             keys = slice(kv0, min(kv0 + keys_tiles.block_kv, len_kv))
             P, dS = of_keys(keys.start, keys.stop)
-            if not deterministic:
+            if kernel.dq != NO_DQ:
                 dQ += dS @ scores.K[..., keys, :]  # R12
             for head in range(Q.shape[2]):
                 for q0 in range(0, len_q, keys_tiles.block_q):
                     at = (slice(None), slice(None), head, slice(q0, q0 + keys_tiles.block_q))
                     dV[:, :, keys] += P[at].swapaxes(-1, -2) @ dO[at]  # R12
                     dK[:, :, keys] += dS[at].swapaxes(-1, -2) @ Q[at]  # R12
-        if deterministic:
+        if kernel.dq == NO_DQ:
             for kv0 in range(0, len_kv, queries_tiles.block_kv):
                 keys = slice(kv0, min(kv0 + queries_tiles.block_kv, len_kv))
                 dQ += of_keys(keys.start, keys.stop)[1] @ scores.K[..., keys, :]  # R12

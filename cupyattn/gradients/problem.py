@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupyattn.arrays.kinds import Array
+from cupyattn.problem.backward_form import BackwardKernel, settle_backward
+from cupyattn.problem.checks import check_backward, check_options
 from cupyattn.problem.score_options import ScoreOptions
 
 
@@ -39,3 +41,15 @@ class BackwardProblem:
     def arrays(self) -> tuple[Array, ...]:
         """Gradient, operands and results, in the order of the parameters."""
         return self.d_out, self.q, self.k, self.v, self.out, self.lse
+
+    def portable_kernel(self, *, deterministic: bool) -> BackwardKernel:
+        """Settle the portable form of operands that lie wherever they like.
+
+        Raises
+        ------
+        TypeError, ValueError, UnsupportedError
+            For arrays or options that do not fit together.
+        """
+        sizes, dtype = check_backward(*self.arrays)
+        call = check_options(sizes, dtype, self.scale, self.options, return_lse=True)
+        return settle_backward(call, {}, deterministic=deterministic)

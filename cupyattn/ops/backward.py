@@ -14,7 +14,9 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.gradients.exact import Gradients
-from cupyattn.gradients.mirror import backward_mirror
+from cupyattn.gradients.mirror import mirror_gradients
+from cupyattn.gradients.problem import BackwardProblem
+from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.operation import Known, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
@@ -26,8 +28,9 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import resolve, to_bhsd
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
+from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings, parse
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.request import scoring_of
@@ -330,7 +333,7 @@ class _Backward:
         """Check the forward pass, and d_out, out and lse against it."""
         received = {name: arrays[name] for name in ("d_out", "out", "lse")}
         forward = {name: a for name, a in arrays.items() if name not in received}
-        request = resolve(settings.of_call, forward)
+        request: Request = problem_of(ATTENTION, settings.of_call, forward)
         if request.call.padded is not None:
             raise UnsupportedError(
                 "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
@@ -470,17 +473,17 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
     request, operands = asked.request, asked.taken
     settings, rope = request.settings, _rope_of(request)
     shared = {
-        name: getattr(settings, name)
-        for name in ("scale", "causal", "causal_align", "window", "softcap")
+        name: getattr(settings, name) for name in ("causal", "causal_align", "window", "softcap")
     }
 
     def run_one(given: Mapping[str, Any], **own: Any) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
-        found = backward_mirror(
-            **given, **shared, **own, deterministic=bool(asked.settings.deterministic),
-            all_keys=asked.settings.all_keys,
-        )  # fmt: skip
+        options, all_keys = ScoreOptions(**shared, **own), asked.settings.all_keys
+        problem = BackwardProblem(
+            **given, scale=settings.scale, options=options, all_keys=all_keys
+        )
+        found = mirror_gradients(problem, asked.kernel)
         if rope is None:
             return found
         dq, dk = _inverse(rope).turned(found.dq, found.dk)

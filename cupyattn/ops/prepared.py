@@ -133,39 +133,51 @@ class Prepared:
         DeviceMemoryError
             If results and scratch memory do not fit; nothing was launched then.
         """
-        arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
         replaced = _replaced(others) if others else others
-        forms, places = forms_of(replaced) if replaced else ((), {})
-        if self._is_plain and forms is not None and self._replaceable.issuperset(forms):
-            operands, direct = arrays, type(q) is type(k) is type(v) is self._array
-            if not direct:
-                operands = direct_operands(arrays) or {}
-                direct = all(map(is_cupy, operands.values()))
-            if direct and (out is None or is_cupy(out)):
-                try:
-                    o, layout = out, self._settings.layout
-                    if layout == "BSHD" and operands is arrays:  # codes have heads first
-                        operands = {name: to_bhsd(a, layout) for name, a in arrays.items()}
-                        o = None if out is None else to_bhsd(out, layout)
-                    if self._added:
-                        operands = {**operands, **self._added}
-                    addresses = self.check(operands, o)
-                except ValueError:
-                    pass  # What must be copied first goes the long way, which raises for the rest.
-                else:
-                    if replaced:
-                        operands, addresses = {**operands, **replaced}, {**addresses, **places}
-                    made = self._ready(operands, addresses, self._scratch)
-                    received = {} if out is None else {"out": out}
-                    return self._operation.restore(None, received, made)
+        found = self._as_they_come(q, k, v, out, replaced) if self._is_plain else None
+        if found:
+            operands, addresses = found
+            made = self._ready(operands, addresses, self._scratch)
+            return self._operation.restore(None, {} if out is None else {"out": out}, made)
         names: tuple[str, ...] = _REPLACED
         if isinstance(q, QuantizedQKV):  # which has offsets of its own
             names = tuple(name for name in names if name not in SEQUENCES or name in replaced)
         changed = {name: a for name, a in (self._added | replaced).items() if name in names}
         if self.backend == "cuda" and self._ready.is_captured():
             self._check_not_copied(q, k, v, changed)
-        arrays |= {**self._given, **changed, **({} if out is None else {"out": out})}
+        received = {} if out is None else {"out": out}
+        arrays = {"q": q, "k": k, "v": v, **self._given, **changed, **received}
         return self._run(problem_of(self._operation, self._settings, arrays), arrays)
+
+    def _as_they_come(
+        self, q: Any, k: Any, v: Any, out: Any, replaced: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, int]] | None:
+        """Return the operands and their addresses where the kernels may read a call's arrays as
+        they come; None where it goes the long way, which copies arrays or refuses them."""
+        if replaced:
+            forms, places = forms_of(replaced)
+            if forms is None or not self._replaceable.issuperset(forms):
+                return None
+        arrays = operands = {"q": q, "k": k, "v": v}
+        if not type(q) is type(k) is type(v) is self._array:
+            operands = direct_operands(arrays) or {}
+            if not all(map(is_cupy, operands.values())):
+                return None
+        if out is not None and not is_cupy(out):
+            return None
+        o, layout = out, self._settings.layout
+        try:
+            if layout == "BSHD" and operands is arrays:  # codes have heads first
+                operands = {name: to_bhsd(a, layout) for name, a in arrays.items()}
+                o = None if out is None else to_bhsd(out, layout)
+            if self._added:
+                operands = {**operands, **self._added}
+            addresses = self.check(operands, o)
+        except ValueError:
+            return None
+        if replaced:
+            return {**operands, **replaced}, {**addresses, **places}
+        return operands, addresses
 
     def _run(self, request: Request, arrays: Mapping[str, Any]) -> Any:
         """Run on the arrays of a request."""

@@ -19,7 +19,6 @@ from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem.checks import check_dtype, check_options
 from cupyattn.problem.form import Kernel, settle
 from cupyattn.problem.operands import Codes
-from cupyattn.problem.resolve import resolve
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.score_options import ScoreOptions
@@ -139,9 +138,3 @@ def receive_arguments(arguments: Mapping[str, Any]) -> Received:
     if received.preparation is not None:
         check_turned_before(quantized)
     return received
-
-
-def chosen(settings: Settings, arrays: Mapping[str, Any]) -> Kernel:
-    """Return the kernel that `cupyattn.attention` takes by itself for these arguments."""
-    present = {n: a for n, a in arrays.items() if a is not None or n in ("q", "k", "v")}
-    return resolve(settings, present).kernel

@@ -21,9 +21,11 @@ from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.operation import problem_of
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.received import Received, chosen, receive
+from cupyattn.problem.received import Received, receive
 from cupyattn.problem.row_preparation import EPS, PAIRS
 from cupyattn.problem.settings import of_arguments
 from cupyattn.reference.exact import attention_exact
@@ -35,6 +37,8 @@ from cupyattn.testing.watching import WATCHED
 
 #: A rung that takes what any kernel does: beside `numerics` of another library, it only cuts rows.
 _ANY_RUNG = "unfused"
+
+
 @dataclass(frozen=True)
 class Report:
     """What `judge` found.
@@ -280,7 +284,8 @@ def judge(
         if quantized is not None:  # whose rows were prepared before
             asked = {"mask": mask, "bias": bias, "block_mask": block_mask}
             asked |= {"q": quantized, "k": None, "v": None}
-        own = chosen(settings, asked)
+        present = {n: a for n, a in asked.items() if a is not None or n in ("q", "k", "v")}
+        own = problem_of(ATTENTION, settings, present).kernel
         settings = settings._replace(variant=own.variant.name)
         if form is None:
             form, settings = own.form, settings._replace(tiles=own.tiles)

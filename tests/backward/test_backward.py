@@ -25,6 +25,10 @@ from cupyattn.gradients import (
     backward_mirror,
     judge_backward,
 )
+from cupyattn.gradients.bounds import gradient_bounds
+from cupyattn.gradients.mirror import mirror_gradients
+from cupyattn.gradients.problem import BackwardProblem
+from cupyattn.kernels.backward_tiles import hopper_backward_tiles
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import check_attention
 from cupyattn.problem.rope import Rope
@@ -93,6 +97,23 @@ def test_with_exact_results_of_a_forward_pass_the_definition_is_the_same() -> No
 
 
 # The mirror keeps to its bound (J2).
+
+
+def test_the_mirror_has_the_tiles_of_the_record() -> None:
+    """The Hopper form at head_dim 128 sums dQ over blocks of 128 keys, the portable one of 64."""
+    inputs = received(*normal((1, 2, 70, 128), (1, 2, 300, 128)))
+    problem = BackwardProblem(*inputs)
+    portable = problem.portable_kernel(deterministic=False)
+    wider = replace(portable, keys_tiles=hopper_backward_tiles(128))
+    made = [mirror_gradients(problem, kernel) for kernel in (portable, wider)]
+    assert bits(made[0].dq) != bits(made[1].dq)
+    named = {"backend": "mirror", "deterministic": False}
+    for arch, expected in ((None, made[0]), ("sm_90a", made[1])):
+        found = ca.attention_backward(*inputs, arch=arch, **named)
+        assert [bits(x) for x in found] == [bits(x) for x in expected]
+        assert judge_backward(found, *inputs).passed
+    bounds = [gradient_bounds(problem, kernel, None, None) for kernel in (portable, wider)]
+    assert (bounds[1].total("dq") < bounds[0].total("dq")).all()
 
 
 @pytest.mark.parametrize("form", FORMS)

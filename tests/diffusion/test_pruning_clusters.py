@@ -103,7 +103,8 @@ def test_how_many_heads_come_in_turn_changes_no_bit(request: pytest.FixtureReque
 def planned(q: np.ndarray, k: np.ndarray, arch: str | None = "sm_90a") -> Any:
     sampled = key_passes.sampled_rows(q.shape[2], 32)
     of_q, of_k = Operand.of(q), Operand.of(k)
-    return key_passes.plan_key_importance(of_q, of_k, k.dtype.name, 0.25, sampled, arch)
+    once = reads_keys_once(of_k, arch)
+    return key_passes.plan_key_importance(of_q, of_k, k.dtype.name, 0.25, sampled, once)
 
 
 def test_any_strides_of_q_and_k() -> None:
@@ -298,7 +299,7 @@ def test_a_cluster_has_room_for_every_key_and_no_block_too_many() -> None:
 
 
 def test_a_layer_passes_its_architecture_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
+    asked: list[bool] = []
     own = pruning.plan_key_importance
     monkeypatch.setattr(
         pruning, "plan_key_importance", lambda *given: (asked.append(given[5]), own(*given))[1]
@@ -308,13 +309,13 @@ def test_a_layer_passes_its_architecture_on(monkeypatch: pytest.MonkeyPatch) -> 
         attend = ca.Int8Attention(4, 16, 50, backend="interpret", arch=arch, enable_pruning=True)
         _, kept = attend(q, k, k, 25, mode="precision", return_mask=True)
         assert kept.sum() == 4 * 32
-    assert asked == ["sm_90a", None]
+    assert asked == [True, False]  # whether keys are read once
 
 
 def test_more_heads_than_blocks_are_counted_are_refused() -> None:
     k = Operand((2**16, 2**15, 4096, 8), (0, 0, 0, 1), 2, 0)
     with pytest.raises(UnsupportedError, match="key_importance takes 17179869184 blocks"):
-        key_passes.plan_key_importance(k, k, "float16", 1.0, range(8), "sm_90a")
+        key_passes.plan_key_importance(k, k, "float16", 1.0, range(8), once=True)
 
 
 # ---- the tests are tested ------------------------------------------------------------------------
@@ -393,7 +394,7 @@ def test_a_line_less_of_the_sums_is_found(
 def test_no_launch_spills(dtype: Any, head_dim: int, len_kv: int) -> None:
     k = Operand.contiguous((16, 32, len_kv, head_dim), 2)
     sampled = key_passes.sampled_rows(len_kv, 32)
-    given = k, k, dtype.name, 0.1, sampled, "sm_90a"
+    given = k, k, dtype.name, 0.1, sampled, True
     for key_sums in (False, True):
         (one,) = key_passes.plan_key_importance(*given, key_sums).launches
         binary = kc.build(one.module, "sm_90a")

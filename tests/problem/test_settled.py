@@ -186,7 +186,8 @@ def test_who_asks_for_form_and_tiles() -> None:
     wanted = {
         "settle_request": ["problem/request.py"],
         "settle": ["problem/form.py", "problem/received.py", "unfused.py"],
-        "settle_gemm": ["ops/gemm.py"], "settle_backward": ["ops/backward.py"],
+        "settle_gemm": ["ops/gemm.py"],
+        "settle_backward": ["gradients/problem.py", "ops/backward.py"],
     }  # fmt: skip
     assert found == Counter((name, place) for name, places in wanted.items() for place in places)
 

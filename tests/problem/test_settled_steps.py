@@ -51,8 +51,7 @@ def test_the_record_says_form_and_tiles_and_the_plan_has_them(
 
 
 def test_form_and_tiles_are_chosen_in_one_place() -> None:
-    """By `settle_gemm` and `settle_backward`. Mirror and bound of gradients are of the portable
-    tiles, whichever form runs."""
+    """By `settle_gemm` and `settle_backward`; mirror and bound of gradients take the record."""
     package = Path(ca.__file__).parent
     choices = {
         "choose_tiles", "on_hopper", "order_is_faster", "backward_support", "_hopper_support",
@@ -65,7 +64,5 @@ def test_form_and_tiles_are_chosen_in_one_place() -> None:
         if isinstance(node, ast.Call)
         and (name := ast.unparse(node.func).rpartition(".")[2]) in choices
     )
-    of_gradients = {("backward_tiles", f"gradients/{name}.py") for name in ("mirror", "bounds")}
-    places = {place for name, place in found.keys() - of_gradients}
     assert {name for name, _ in found} == choices and set(found.values()) == {1}
-    assert places == {"problem/gemm_form.py", "problem/backward_form.py"}
+    assert {place for _, place in found} == {"problem/gemm_form.py", "problem/backward_form.py"}
