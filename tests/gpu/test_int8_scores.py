@@ -7,11 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cupyattn as ca
 from cupyattn.kernels.ladder import lookup
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.gpu.support import arch_of, moved, on_device, run
 from tests.gpu.test_scores import HEADS, LEN_KV, LEN_Q, of
-from tests.hopper.test_hopper_int8_scores import MISTAKES, RUNGS, arrays, quant_of
+from tests.hopper.test_hopper_int8_scores import (
+    MISTAKES,
+    RUNGS,
+    arrays,
+    masked_operands,
+    quant_of,
+)
 from tests.support.runs import bits, normal, on_host
 
 pytest.importorskip("cupy")
@@ -83,3 +90,15 @@ def test_a_mistake_leaves_the_bound(
     source, line, instead, options = MISTAKES[name]
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
     assert not run(rung, on_device(*arrays()), **moved(options)).judge().passed
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16")])
+@pytest.mark.parametrize("kind", ["rows", "causal", "huge"])
+def test_weights_are_cut_as_scores_are_masked(kind: str, head_dim: int, dtype: str) -> None:
+    """A kernel without lse cuts weights out of packed pairs, one with lse masks scores."""
+    inputs, options = masked_operands(kind, head_dim, dtype)
+    z = ca.quantize(*on_device(*inputs), quant=quant_of(RUNGS[0]))
+    asked = {"variant": "fa_int8", **moved(options)}
+    masked, cut = ca.attention(z, return_lse=True, **asked)[0], ca.attention(z, **asked)
+    assert bits(masked[:, :, 16:]) == bits(cut[:, :, 16:])
+    assert (on_host(cut)[:, :, 5] == 0).all()
