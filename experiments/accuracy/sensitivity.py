@@ -62,6 +62,8 @@ TRIALS = {"mirror": 6, "interpret": 2, "cuda": 20}
 SEEN = 0.95
 #: What settles a run, and must be the same where it goes on.
 SETTINGS = ("backend", "seed", "trials", "forms", "planted")
+#: How names of forms with signed values end.
+SIGNED = ", signed"
 #: Columns of a record, and how pages call them.
 KINDS = (("in_o", "Seen in O"), ("in_o_or_lse", "Seen in O or lse"))
 DOCUMENT = recording.ROOT / "docs" / "SENSITIVITY.md"
@@ -109,7 +111,7 @@ FORMS = {
     "FP8 Hopper": Form("fa_int8", arch="sm_90a", quant={"pv": "fp8", "granularity_v": "channel"}),
 }  # fmt: skip
 FORMS |= {
-    f"{name}, signed": replace(form, signed=True)
+    f"{name}{SIGNED}": replace(form, signed=True)
     for name, form in FORMS.items()
     if not {"pv"} & {*(form.quant or ())} and form.variant in ("fa", "fa_tc", "fa_int8")
 }
@@ -417,6 +419,16 @@ def _cell(counts: Mapping[str, Sequence[int]] | None, kind: str, sizes: Sequence
     return "–" if size is None else f"{size:.0e}".replace("e-0", "e-")
 
 
+def _part(record: Mapping[str, Any], ending: str) -> dict[str, Any]:
+    """Return the record of the forms with signed values, by their names, or of all others."""
+    found = {
+        name.removesuffix(ending): form
+        for name, form in record["found"].items()
+        if name.endswith(SIGNED) == bool(ending)
+    }
+    return {**record, "found": found}
+
+
 def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
     """Return the text of docs/SENSITIVITY.md, from faults on outputs and those in kernels."""
     found = record["found"].values()
@@ -434,8 +446,8 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         f"{rows:,} rows in all: {alarms} of the outputs left their bounds.",
         "",
         "Then 30 kinds of fault were laid on each output, in sizes from 1e-1 to 1e-5. "
-        "[output_faults.py](../experiments/_harness/output_faults.py) defines them. Columns that "
-        "say signed are of calls whose values have a random sign for each key, as "
+        "[output_faults.py](../experiments/_harness/output_faults.py) defines them. Tables with "
+        "signed values are of calls whose values have a random sign for each key, as "
         "`judge(..., signed=...)` runs them.",
         "",
         "![The smallest fault that is seen, by form](sensitivity.svg)",
@@ -445,7 +457,9 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "more often. The size is relative, or absolute for scores and lse.",
     ]  # fmt: skip
     for kind, title in KINDS:
-        lines += ["", f"## {title}", "", *recording.markdown(*table(record, kind))]
+        lines += ["", f"## {title}", "", *recording.markdown(*table(_part(record, ""), kind))]
+        of_signed = table(_part(record, SIGNED), kind)
+        lines += ["", f"### {title}, with signed values", "", *recording.markdown(*of_signed)]
     lines += [
         "",
         "## Planted in kernels",
