@@ -127,8 +127,8 @@ def o_with_and_without_lse(z: Any, **options: Any) -> tuple[Any, Any]:
 def test_weights_are_cut_as_scores_are_masked(kind: str, head_dim: int, dtype: str) -> None:
     """Without lse, masks of rows cut weights out of packed pairs; with it they mask scores.
 
-    A row without a key makes a warp look for maxima only where scores are masked, so bits are those
-    of rows that lie in other warps.
+    A row that has had no key yet makes its warp look for maxima only where scores are masked, so
+    bits are those of rows that lie in other warps.
     """
     inputs, options = masked_operands(kind, head_dim, dtype)
     z = coded(inputs)
