@@ -58,7 +58,7 @@ EXPECTED = {
     "sm90/attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16",
                              "O": "float16", "Q_codes": "int8",
                              "tile": "uint8", **TOGETHER, "step": "int32", "K_scale": "float32",
-                             "places": "uint8"},
+                             "places": "uint8", "whole_steps": "int32"},
     "sm90/attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8",
                                  "O": "float16", "Q_codes": "int8",
                                  "tile": "uint8", **TOGETHER, "step": "int32", "K_scale": "float32",
