@@ -8,6 +8,7 @@ Measures     share of the trials in which O, or O and lse, leave their bounds; t
 Run          python -m experiments.accuracy.sensitivity [--backend cuda] [--trials N]
              python -m experiments.accuracy.sensitivity --planted     # faults in the kernels
              python -m experiments.accuracy.sensitivity --resume FILE # goes on from a record
+             python -m experiments.accuracy.sensitivity --processes N # as many trials at a time
              python -m experiments.accuracy.sensitivity --stored --update-docs  # no device
 
 A fault is laid on the numbers that the kernel stored, and the sum is stored again
@@ -21,12 +22,15 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import itertools
 import json
+import multiprocessing
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,7 +251,7 @@ def leaves(known: Expectation, o: Any, lse: Any) -> tuple[float, float]:
 
 
 def seen_by_size(
-    known: Expectation, ground: Ground, name: str, number: int, seed: int
+    known: Expectation, ground: Ground, name: str, trial: Trial
 ) -> tuple[int, int] | None:
     """Return how many of `SIZES`, from the largest on, are seen in O, and in O or lse.
 
@@ -257,7 +261,7 @@ def seen_by_size(
 
     def shares(index: int) -> tuple[float, float]:
         if index not in found:
-            rng = np.random.default_rng([seed, number, list(FAULTS).index(name)])
+            rng = np.random.default_rng([trial.seed, trial.number, list(FAULTS).index(name)])
             with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
                 o, lse = FAULTS[name](ground, SIZES[index], rng)
             lse = ground.lse if lse is None else ground.lse + lse
@@ -268,6 +272,73 @@ def seen_by_size(
         return None
     in_o = bisect.bisect(range(len(SIZES)), False, key=lambda i: shares(i)[0] <= 1)
     return in_o, bisect.bisect(range(len(SIZES)), False, in_o, key=lambda i: max(shares(i)) <= 1)
+
+
+# ---- one part of a trial -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process takes at a time: the right output, with faults laid on it, or one patch."""
+
+    trial: Trial
+    laid: bool
+    patch: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a part found: of the right output, where it is judged here, and of its faults.
+
+    `faults` has for each kind how many sizes, from the largest on, are seen in O, and in O or lse.
+    """
+
+    judged_rows: int
+    largest_ratio: float
+    false_alarms: int
+    faults: Mapping[str, tuple[int, int]]
+
+
+def parts_of(trial: Trial, name: str, planted_in: Sequence[Patch] | None) -> list[Part]:
+    """Return the parts of a trial of the form `name`, the one of the right output first."""
+    fitting = [
+        patch.name
+        for patch in planted_in or ()
+        if name in patch.forms and (patch.kind not in CAUSAL_ALONE or trial.problem.causal)
+    ]
+    return [Part(trial, planted_in is None), *(Part(trial, False, patch) for patch in fitting)]
+
+
+def run_part(part: Part) -> Found:
+    """Run the kernel as it is, or with the fault of a patch, and judge what comes out."""
+    trial = part.trial
+    if part.patch is not None:
+        patch = Patch.read(PLANTED / f"{part.patch}.patch")
+        return Found(0, 0.0, 0, {patch.kind: seen_in_kernels(trial, patch)})
+    kernel, known, o, lse = trial.run()
+    of_o, of_lse = leaves(known, as_float64(o), as_float64(lse))
+    rows = int(o.shape[0] * o.shape[1] * known.rows.size)
+    ground = ground_of(trial, kernel, o, lse)
+    seen = {name: seen_by_size(known, ground, name, trial) for name in FAULTS if part.laid}
+    faults = {name: sizes for name, sizes in seen.items() if sizes is not None}
+    return Found(rows, of_o, int(max(of_o, of_lse) > 1), faults)
+
+
+def seen_in_kernels(trial: Trial, patch: Patch) -> tuple[int, int]:
+    """Return how many of `PLANTED_SIZES`, from the largest on, are seen in O, and in O or lse."""
+    arrays, codes = trial.operands()
+    known = expectation(received(trial, arrays, codes))
+    in_o = in_either = 0
+    for index, size in enumerate(PLANTED_SIZES):
+        with patch.plant(size):
+            wrong = call(trial, arrays, codes)
+        of_o, of_lse = leaves(known, *(as_float64(x) for x in wrong))
+        if of_o > 1:
+            in_o = index + 1
+        if max(of_o, of_lse) <= 1:
+            break
+        in_either = index + 1
+    return in_o, in_either
 
 
 # ---- the record ----------------------------------------------------------------------------------
@@ -291,11 +362,20 @@ class Record:
         """Return how many trials of a form are finished."""
         return int(self.found.get(name, {}).get("trials", 0))
 
-    def of(self, name: str) -> dict[str, Any]:
-        """Return what was found of a form."""
+    def add(self, name: str, parts: Iterable[Found]) -> None:
+        """Add a trial of a form, by its parts."""
         fresh = {"trials": 0, "judged_rows": 0, "false_alarms": 0, "largest_ratio": 0.0,
                  "faults": {}}  # fmt: skip
-        return self.found.setdefault(name, fresh)
+        found = self.found.setdefault(name, fresh)
+        for part in parts:
+            found["judged_rows"] += part.judged_rows
+            found["false_alarms"] += part.false_alarms
+            found["largest_ratio"] = max(found["largest_ratio"], part.largest_ratio)
+            for fault, (in_o, in_o_or_lse) in part.faults.items():
+                counts = found["faults"].setdefault(fault, {"in_o": [], "in_o_or_lse": []})
+                counts["in_o"].append(in_o)
+                counts["in_o_or_lse"].append(in_o_or_lse)
+        found["trials"] += 1
 
     def content(self) -> dict[str, Any]:
         """Return the record without its environment."""
@@ -314,56 +394,6 @@ class Record:
         output.write_json(
             target, recording.keep(quiet, record_name(self.args), self.args.backend, self.content())
         )
-
-
-def add_trial(record: Record, name: str, number: int) -> None:
-    """Run one trial of a form with every fault."""
-    args = record.args
-    trial = Trial(FORMS[name], args.backend, number, args.seed)
-    kernel, known, o, lse = trial.run()
-    ground, found = ground_of(trial, kernel, o, lse), record.of(name)
-    of_o, of_lse = leaves(known, ground.o, ground.lse)
-    found["judged_rows"] += int(o.shape[0] * o.shape[1] * known.rows.size)
-    found["false_alarms"] += int(max(of_o, of_lse) > 1)
-    found["largest_ratio"] = max(found["largest_ratio"], of_o)
-    for fault in FAULTS:
-        seen = seen_by_size(known, ground, fault, number, args.seed)
-        if seen is None:
-            continue
-        counts = found["faults"].setdefault(fault, {"in_o": [], "in_o_or_lse": []})
-        counts["in_o"].append(seen[0])
-        counts["in_o_or_lse"].append(seen[1])
-    found["trials"] = number + 1
-
-
-def add_planted(record: Record, name: str, number: int) -> None:
-    """Run one trial of a form with every patch of its kernels, from large to small."""
-    args = record.args
-    trial = Trial(FORMS[name], args.backend, number, args.seed)
-    arrays, codes = trial.operands()
-    o, lse = call(trial, arrays, codes)
-    known, found = expectation(received(trial, arrays, codes)), record.of(name)
-    of_o, of_lse = leaves(known, as_float64(o), as_float64(lse))
-    found["judged_rows"] += int(o.shape[0] * o.shape[1] * known.rows.size)
-    found["false_alarms"] += int(max(of_o, of_lse) > 1)
-    found["largest_ratio"] = max(found["largest_ratio"], of_o)
-    for patch in planted():
-        if name not in patch.forms or (patch.kind in CAUSAL_ALONE and not trial.problem.causal):
-            continue
-        counts = found["faults"].setdefault(patch.kind, {"in_o": [], "in_o_or_lse": []})
-        seen = [0, 0]
-        for index, size in enumerate(PLANTED_SIZES):
-            with patch.plant(size):
-                wrong = call(trial, arrays, codes)
-            of_o, of_lse = leaves(known, *(as_float64(x) for x in wrong))
-            if of_o > 1:
-                seen[0] = index + 1
-            if max(of_o, of_lse) <= 1:
-                break
-            seen[1] = index + 1
-        counts["in_o"].append(seen[0])
-        counts["in_o_or_lse"].append(seen[1])
-    found["trials"] = number + 1
 
 
 def smallest(counts: Sequence[int], sizes: Sequence[float]) -> float | None:
@@ -515,6 +545,19 @@ def update_docs(record: Mapping[str, Any], planted: Mapping[str, Any]) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
+@contextmanager
+def mapping(processes: int) -> Iterator[Callable[..., Iterable[Found]]]:
+    """Give a function like `map`, which runs in as many processes; 1 means this one."""
+    if processes == 1:
+        yield map
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def work(args: argparse.Namespace) -> int:
     """Run the trials that are asked for, or read those that are stored."""
     if args.update_docs:
@@ -528,11 +571,16 @@ def work(args: argparse.Namespace) -> int:
     if args.planted and args.backend == "mirror":
         raise ValueError("--planted compiles kernels: give --backend interpret or cuda")
     record = Record(args, args.resumed)
-    step = add_planted if args.planted else add_trial
     todo = [(n, name) for n in range(args.trials) for name in args.forms if n >= record.done(name)]
-    with output.progress("trials", len(todo)) as advance:
-        for number, name in todo:
-            step(record, name, number)
+    patches_in = planted() if args.planted else None
+    parts = [
+        parts_of(Trial(FORMS[name], args.backend, number, args.seed), name, patches_in)
+        for number, name in todo
+    ]
+    with mapping(args.processes) as mapped, output.progress("trials", len(todo)) as advance:
+        found = iter(mapped(run_part, itertools.chain.from_iterable(parts)))
+        for (number, name), of_trial in zip(todo, parts, strict=True):
+            record.add(name, list(itertools.islice(found, len(of_trial))))
             record.write()
             advance(f"{name}, trial {number + 1}")
     record.write(last=True)
@@ -557,6 +605,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="mirror", choices=tuple(TRIALS))
     parser.add_argument("--trials", type=int, help=f"of each form; {TRIALS}")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="at a time")
     parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), metavar="NAME")
     parser.add_argument("--planted", action="store_true", help="faults in the kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")

@@ -96,6 +96,27 @@ def test_a_run_goes_on_from_its_record(tmp_path: Path) -> None:
     assert json.loads(part.read_text())["found"] == json.loads(whole.read_text())["found"]
 
 
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    """In any order that they end: parts are added in the order of the trials."""
+    found = []
+    for number in ("1", "2"):
+        record = tmp_path / f"{number}.json"
+        forms = ["--forms", "fa", "u8 by tile", "--trials", "1"]
+        assert sensitivity.main([*forms, "--processes", number, "--json", str(record)]) == 0
+        found.append(json.loads(record.read_text())["found"])
+    assert found[0] == found[1] and list(found[0]) == ["fa", "u8 by tile"]
+
+
+def test_a_patch_is_a_part_of_its_own() -> None:
+    trial = sensitivity.Trial(sensitivity.FORMS["fa"], "interpret", 0, 0)
+    patches = sensitivity.planted()
+    first, *rest = sensitivity.parts_of(trial, "fa", patches)
+    assert first.patch is None and not first.laid
+    of_fa = {p.name for p in patches if "fa" in p.forms and p.kind not in CAUSAL_ALONE}
+    assert {part.patch for part in rest} == of_fa and len(rest) == len(of_fa) > 1
+    assert [part.laid for part in sensitivity.parts_of(trial, "fa", None)] == [True]
+
+
 def test_a_false_alarm_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sensitivity.call
 
