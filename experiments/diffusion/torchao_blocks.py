@@ -2,17 +2,18 @@
 
 Varies       model of diffusers, as in diffusers_blocks; what its linear layers are: as they are,
              torchao's (INT8 weights, activations quantised by row as they come), or ours, with
-             the same scales; ours with INT8 attention as well
+             the same scales; ours with INT8 attention as well; torchao's with the options of
+             Inductor that it asks for, which tune each kernel, and without
 Holds fixed  the layers that are replaced, the rest as in diffusers_blocks; the whole model is
-             compiled, ``model.compile(fullgraph=True)``; torchao's with the options of Inductor
-             that it asks for, which tune each kernel
+             compiled, ``model.compile(fullgraph=True)``
 Measures     a pass of the model: time in turns, and the ratio of the native model's to it; relative
              L2 of the output to native; the first call, which compiles and for torchao tunes
 Expect       ours ahead of both
 Run          python -m experiments.diffusion.torchao_blocks [--quick] [--json FILE]
-             [--models NAME ...]
+             [--models NAME ...] [--ways NAME ...]
 
-Needs torch, diffusers and torchao, and some minutes for torchao to tune its kernels.
+Needs torch, diffusers and torchao, and some minutes for torchao to tune its kernels: ``--ways``
+can leave that out.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from experiments._harness import recording
 from experiments._harness.others import format_comparison
 from experiments.diffusion import diffusers_blocks as blocks
 
-NATIVE, TORCHAO, OURS, BOTH = (
-    "native", "torchao's INT8 linear layers", "INT8 linear layers", "both INT8",
+NATIVE, OURS, BOTH, TORCHAO, TUNED = (
+    "native", "INT8 linear layers", "both INT8", "torchao's INT8 linear layers",
+    "torchao's, tuned",
 )  # fmt: skip
+WAYS = (NATIVE, OURS, BOTH, TORCHAO, TUNED)
 #: What torchao would set for the process (``set_inductor_config``), given to its model alone.
 TUNING = {
     "coordinate_descent_tuning": True,
@@ -63,8 +66,8 @@ def torchao_layers(transformer: Any, names: Container[str]) -> Any:
     return own
 
 
-def ways(transformer: Any, *, on_device: bool) -> dict[str, Any]:
-    """Return the model in every way, compiled."""
+def ways(transformer: Any, chosen: Sequence[str], *, on_device: bool) -> dict[str, Any]:
+    """Return the model in those ways, compiled, and as it is."""
     from cupyattn.interop.diffusers import replace_attention_with_int8
     from cupyattn.interop.torch import replace_linear_with_int8
 
@@ -73,11 +76,13 @@ def ways(transformer: Any, *, on_device: bool) -> dict[str, Any]:
         config = Int8Config(strategy="channel")
         names = replace_linear_with_int8(model, config=config, originals="drop").replaced
     replace_attention_with_int8(both, policy="balanced")
-    found = {
-        NATIVE: transformer, OURS: ours, BOTH: both, TORCHAO: torchao_layers(transformer, names),
-    }  # fmt: skip
+    found = {NATIVE: transformer, OURS: ours, BOTH: both}
+    found |= {
+        name: torchao_layers(transformer, names) for name in (TORCHAO, TUNED) if name in chosen
+    }
+    found = {name: model for name, model in found.items() if name in (NATIVE, *chosen)}
     for name, model in found.items():
-        options = {"options": TUNING} if name == TORCHAO else {}
+        options = {"options": TUNING} if name == TUNED else {}
         model.compile(fullgraph=True, **(options if on_device else {"backend": "eager"}))
     return found
 
@@ -91,7 +96,7 @@ def measure(name: str, model: blocks.Model, args: argparse.Namespace) -> dict[st
     step = arguments(latents, torch.full((), 700.0, device=where).expand(1))
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 32
-    found = ways(blocks.make(model, where, args.seed), on_device=on_device)
+    found = ways(blocks.make(model, where, args.seed), args.ways, on_device=on_device)
     row: dict[str, Any] = {"model": name, "class": blocks.CLASSES[model.family], "ways": {}}
     for label, way in found.items():
         start = time.perf_counter()
@@ -159,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(rounds=recording.LEAST_ROUNDS)
     parser.add_argument("--models", nargs="+", choices=blocks.MODELS, metavar="NAME",
                         default=["Kandinsky 5 Lite"], help=", ".join(blocks.MODELS))  # fmt: skip
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="NAME",
+                        help=f"beside {NATIVE}: {', '.join(WAYS[1:])}")  # fmt: skip
     return recording.main(run, parser.parse_args(argv))
 
 
