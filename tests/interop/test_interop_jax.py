@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import doctest
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -390,3 +392,17 @@ def test_on_a_device_the_buffers_are_cupy_arrays_on_the_stream_of_xla(
     assert function(ctypes.pointer(frame)) is None
     assert seen == [(memory.ctypes.data, (4, 6), "bfloat16")] * 2
     assert entered[:2] == [("Device", 0), ("ExternalStream", 1234, 0)] and len(entered) == 4
+
+
+UNAWAITED = """
+import jax, numpy as np
+from cupyattn.interop.jax import attention
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 256, 64)).astype(np.float16)
+{}jax.jit(attention)(q, k, v)
+"""
+
+
+@pytest.mark.parametrize("kept", ["o = ", ""], ids=["kept", "dropped"])
+def test_a_script_ends_without_waiting_for_its_results(kept: str) -> None:
+    """A thread of XLA that came to Python as Python ended would be waited for without end."""
+    subprocess.run([sys.executable, "-c", UNAWAITED.format(kept)], check=True, timeout=120)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import atexit
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,3 +56,31 @@ def register(name: str, target: xla_ffi.Target) -> None:
         jax.ffi.register_ffi_target(
             name, jax.ffi.pycapsule(function), platform=platform, api_version=1
         )
+
+
+def foreign(name: str, results: Any) -> Callable[..., Any]:
+    """Return a registered function as JAX calls it.
+
+    Parameters
+    ----------
+    name : str
+    results : jax.ShapeDtypeStruct or sequence of them
+        What it writes.
+    """
+    _finish_at_exit()
+    function: Callable[..., Any] = jax.ffi.ffi_call(name, results, vmap_method="expand_dims")
+    return function
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Let Python end only after the calls that XLA has begun: their handlers are Python."""
+    atexit.register(_finish)
+
+
+def _finish() -> None:
+    for backend in {jax.default_backend(), "cpu"}:
+        for array in jax.live_arrays(backend):
+            with contextlib.suppress(Exception):  # deleted, or of a call that failed
+                array.block_until_ready()
+    xla_ffi.wait_for_calls()

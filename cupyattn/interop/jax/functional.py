@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.interop.jax.calls import as_array, each_entry, register, stand_in
+from cupyattn.interop.jax.calls import as_array, each_entry, foreign, register, stand_in
 from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.ops import attention as api
 from cupyattn.ops import backward, explain
@@ -225,7 +225,7 @@ def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tup
     read = {**operands, "d_out": d_out, "out": o, "lse": lse}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[name] for name in "qkv")]
     names = tuple(read)
-    bind = jax.ffi.ffi_call(_BACKWARD, shapes, vmap_method="expand_dims")
+    bind = foreign(_BACKWARD, shapes)
     gradients = bind(
         *read.values(), call=call.key, operands=" ".join(names),
         deterministic=str(call.deterministic),
@@ -246,7 +246,7 @@ def _bind_forward(
     shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if with_lse:
         shapes.append(jax.ShapeDtypeStruct((batch, heads, length), jnp.float32))
-    bind = jax.ffi.ffi_call(_FORWARD, shapes, vmap_method="expand_dims")
+    bind = foreign(_FORWARD, shapes)
     return tuple(bind(*operands.values(), call=call.key, operands=" ".join(operands)))
 
 

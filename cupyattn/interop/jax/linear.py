@@ -17,7 +17,7 @@ from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler.target import check_backend
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.jax.calls import as_array, each_entry, register, stand_in
+from cupyattn.interop.jax.calls import as_array, each_entry, foreign, register, stand_in
 from cupyattn.ops import linear
 from cupyattn.ops.act_quant import places
 from cupyattn.ops.gemm import GEMM, GemmSettings
@@ -279,7 +279,7 @@ def _apply(call: _Call, operands: dict[str, jax.Array]) -> jax.Array:
     columns = columns_of(operands["codes"].shape[0], call.activation)
     shape = (*operands["x"].shape[:-1], columns)
     result = jax.ShapeDtypeStruct(shape, jnp.dtype(call.out_dtype))
-    bind = jax.ffi.ffi_call(_NAME, result, vmap_method="expand_dims")
+    bind = foreign(_NAME, result)
     y: jax.Array = bind(
         *operands.values(), operands=" ".join(operands), activation=call.activation,
         columns=" ".join(map(str, call.columns)), arch=call.arch, backend=call.backend,
