@@ -26,7 +26,7 @@ from cupyattn.kernels import limits as kernels_limits
 from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
 from cupyattn.problem.request import SEQUENCES
-from cupyattn.problem.resolve import Description, describe, to_bhsd
+from cupyattn.problem.resolve import Description, describe_call, to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
@@ -266,7 +266,7 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
         asked = asked._replace(layout="BSHD")
         taken = {name: interchange.take(name, array) for name, array in own.items()}
         own = {name: one_entry(name, array) for name, (array, _) in taken.items()}
-    described = describe(asked, own)
+    described = describe_call(asked, own)
     kind = array_namespace(described.q).__name__
     if kind != group.namespace:
         raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")

@@ -28,7 +28,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import Description, describe, to_bhsd
+from cupyattn.problem.resolve import Description, describe_call, to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings, parse
@@ -416,16 +416,15 @@ def check_backward_call(settings: BackwardSettings, arrays: Mapping[str, Any]) -
     Parameters
     ----------
     settings, arrays
-        As for `run_backward`.
+        As `parse_backward` returns them.
 
     Raises
     ------
     ValueError, TypeError, UnsupportedError
         As `attention_backward`.
     """
-    check_offered(arrays["q"], arrays.get("qk_norm"), settings.deterministic)
     forward, received = _parted(arrays)
-    _take(describe(settings.of_call, forward), received)
+    _take(describe_call(settings.of_call, forward), received)
 
 
 def _parted(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -526,6 +525,35 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
+def parse_backward(
+    function: str, received: tuple[Any, Any, Any], q: Any, k: Any, v: Any,
+    options: Mapping[str, Any],
+) -> tuple[BackwardSettings, dict[str, Any]]:  # fmt: skip
+    """Tell settings and arrays of a backward pass apart.
+
+    Parameters
+    ----------
+    function : str
+        Whose arguments they are, for messages.
+    received : (array, array, array)
+        d_out, out and lse, as for `attention_backward`.
+    q, k, v : array
+    options : mapping
+        Its other arguments, or those of `attention_varlen_backward`.
+
+    Raises
+    ------
+    TypeError, UnsupportedError
+        For an argument that there is not, and for what is not offered.
+    """
+    options = {"variant": "fa_tc", "return_lse": True, **options}
+    deterministic = options.pop("deterministic", None)
+    settings, arrays = parse(function, q, k, v, options)
+    check_offered(q, arrays.get("qk_norm"), deterministic)
+    arrays |= zip(("d_out", "out", "lse"), received, strict=True)
+    return BackwardSettings(settings, deterministic), arrays
+
+
 def resolved_backward(
     function: str, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     options: Mapping[str, Any],
@@ -538,14 +566,9 @@ def resolved_backward(
         Whose arguments they are, for messages.
     d_out, q, k, v, out, lse
         As for `attention_backward`.
-    options : mapping
-        Its other arguments, or those of `attention_varlen_backward`.
+    options
+        As for `parse_backward`.
     """
-    options = dict(options)
-    deterministic = options.pop("deterministic", None)
-    check_offered(q, options.pop("qk_norm", None), deterministic)
-    options = {"variant": "fa_tc", "return_lse": True, **options}
-    settings, arrays = parse(function, q, k, v, options)
-    named = {**arrays, "d_out": d_out, "out": out, "lse": lse}
-    problem: Problem = problem_of(BACKWARD, BackwardSettings(settings, deterministic), named)
+    settings, arrays = parse_backward(function, (d_out, out, lse), q, k, v, options)
+    problem: Problem = problem_of(BACKWARD, settings, arrays)
     return problem

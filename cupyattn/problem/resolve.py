@@ -1,7 +1,7 @@
 """From what a caller asks for to a `Request`: checked, and settled against the arrays.
 
 Some calls are refused before there is anything to run: JAX traces shapes, and ranks agree on a call
-whose rows lie elsewhere. For them `describe` is the part of `resolve` that reads no values.
+whose rows lie elsewhere. For them `describe_call` is the part of `resolve` that reads no values.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     """
     if isinstance(arrays["q"], QuantizedQKV):
         return _resolve_quantized(settings, arrays)
-    found = describe(settings, arrays)
+    found = describe_call(settings, arrays)
     q, k, v, mask, bias = found.q, found.k, found.v, found.mask, found.bias
     if settings.check_finite:
         _check_finite((q, k, v), found.of_entries)
@@ -117,7 +117,7 @@ def _check_settings(settings: Settings, arrays: Mapping[str, Any]) -> None:
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
 
 
-def describe(settings: Settings, arrays: Mapping[str, Any]) -> Description:
+def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Description:
     """Check a call of arrays by shapes, types and options, and choose the rung.
 
     Parameters
