@@ -237,8 +237,8 @@ def resolve_sharded(
         )
     own = asked._replace(
         variant=described.variant.name, accuracy="full", quant=described.settings.quant,
-        layout="BHSD",
-        return_lse=True, max_len_q=packed.get("max_len_q"), max_len_k=packed.get("max_len_k"),
+        layout="BHSD", return_lse=True, max_len_q=packed.get("max_len_q"),
+        max_len_k=packed.get("max_len_k"),
     )  # fmt: skip
     offsets = {name: packed[name] for name in SEQUENCES if packed}
     calls = Calls(own, offsets)

@@ -36,7 +36,8 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        With codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
+        One that takes the operands: `cupyattn.problem.kernel_support.kernel_support` says so. With
+        codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
     operands : Operands
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
         ``"mask"``, ``"bias"`` and ``"kept_blocks"`` where the call has them; with rope also
@@ -52,7 +53,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Raises
     ------
     UnsupportedError
-        For a dtype or size that the variant does not take.
+        For a dtype that the variant does not take, and where a pass has too many blocks.
     """
     variant, form, tiles, call = kernel.variant, kernel.form, kernel.tiles, kernel.launched
     variant.check_dtype(call.dtype)

@@ -37,7 +37,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        With codes.
+        With codes; as for `cupyattn.plans.attention.plan_attention`.
     operands : Operands
         Codes of Q and K, the buffers ``"q_codes"`` and ``"k_codes"``; v is 16-bit, or the buffer
         ``"v_codes"`` where the codes have `Codes.values`. The others are those of

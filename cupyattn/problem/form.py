@@ -74,7 +74,7 @@ class Kernel:
 
     @property
     def blocks(self) -> dict[str, tuple[int, ...]]:
-        """How many thread blocks there are, as factors: of each kernel of the unfused rung."""
+        """Thread blocks of each kernel, as factors: of the steps of the unfused rung, or of one."""
         call, tiles = self.launched, self.tiles
         q_blocks, heads = -(-call.len_q // tiles.block_q), call.batch * call.heads
         if self.variant.family == "unfused":
@@ -243,12 +243,12 @@ def settle_request(request: Request) -> Kernel:
     if z is not None:
         codes = Codes.of(z)
     elif request.variant.family == "int8":
-        if not request.quant.fused:
-            quant, made_for = request.quant, request.scale_tiles
+        quant, made_for = request.quant, request.scale_tiles
+        if not quant.fused:
             support.value_tiles_support(quant, made_for, request.architecture).check()
         codes = _made_codes(request)
         if codes.fused:
-            tiles, arch = request.scale_tiles, None
+            tiles, arch = made_for, None
     return settle(
         request.variant, request.attended, request.places, codes=codes, tiles=tiles, arch=arch
     )

@@ -24,8 +24,10 @@ def kernel_support(kernel: Kernel, operands: Operands) -> Support:
     operands : Operands
         As for `cupyattn.plans.attention.plan_attention`.
     """
-    found = (one for one in _answers(kernel, operands) if not one.supported)
-    return next(found, SUPPORTED)
+    for found in _answers(kernel, operands):
+        if not found.supported:
+            return found
+    return SUPPORTED
 
 
 def _answers(kernel: Kernel, operands: Operands) -> Iterator[Support]:

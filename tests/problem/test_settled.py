@@ -170,6 +170,9 @@ def test_form_and_tiles_are_chosen_in_one_place() -> None:
     )  # fmt: skip
     times = {"tiles_for": 1, "takes": 2, "candidates": 2}  # with heads stacked, too
     assert found == {(name, "problem/form.py"): count for name, count in times.items()}
+    form = ast.parse((package / "problem" / "form.py").read_text())
+    names = [ast.unparse(node.func) for node in ast.walk(form) if isinstance(node, ast.Call)]
+    assert names.count("_choose") == names.count("_tiles") == 1
 
 
 def test_who_asks_for_form_and_tiles() -> None:
