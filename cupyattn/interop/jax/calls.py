@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cupyattn.interop import xla_ffi
+from cupyattn.runtime.recent import CALLS
 
 
 def as_array(name: str, x: Any) -> jax.Array:
@@ -26,6 +27,30 @@ def as_array(name: str, x: Any) -> jax.Array:
 def stand_in(x: Any) -> np.ndarray:
     """Return an array of a traced one's shape and type that takes the memory of one row."""
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
+
+
+def check_once(
+    facts: tuple[Any, ...], operands: Mapping[str, Any], check: Callable[[dict[str, Any]], object]
+) -> None:
+    """Check a call by shapes and types alone, unless one like it has passed before.
+
+    It is not resolved here: that is done where it runs, with XLA's buffers, on their device.
+
+    Parameters
+    ----------
+    facts : tuple
+        The function, and all that the check depends on beside shapes and types.
+    operands : mapping of str to jax.Array
+        They may be traced.
+    check : callable
+        Takes stand-ins of the operands; what it raises is raised.
+    """
+    forms = tuple((name, x.shape, x.dtype) for name, x in operands.items())
+    key, passed = CALLS.find(facts, forms)
+    if passed is None:
+        check({name: stand_in(x) for name, x in operands.items()})
+        if key is not None:
+            CALLS.remember(key, True)
 
 
 def each_entry(
