@@ -115,8 +115,9 @@ class Int8Linear(torch.nn.Module):
     bias : Tensor or Parameter, (out,), float16, bfloat16 or float32, optional
         A parameter stays one, and may be trained.
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
-        The last three are gated linear units: W has the rows of the gate, then as many others, and
-        the result ``out / 2`` columns, which is `out_features`.
+        The last three are gated linear units: W has the rows of the gate, then as many others. With
+        ``"_gate_last"`` behind these names the gate's rows come second, as in diffusers. The result
+        has ``out / 2`` columns, which is `out_features`.
     outlier_columns : sequence of int
         Empty: `cupyattn.Int8Linear` keeps columns in 16 bits, and takes tensors.
     outlier_weight : None
