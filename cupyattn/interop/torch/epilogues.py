@@ -27,7 +27,7 @@ from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
 
 #: Functions that a product may end with, as models call them.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "silu": torch.nn.functional.silu,
@@ -215,7 +215,7 @@ def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     def function(x: Tensor) -> Tensor:
-        return _ACTIVATIONS[activation](x)
+        return FUNCTIONS[activation](x)
 
     with _disable_current_modes():
         traced = make_fx(function, decomposition_table=select_decomp_table())
@@ -225,7 +225,7 @@ def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
 
 def _activated(start: Node) -> tuple[Node, str] | None:
     """Return the last node of an activation of a node, and which it is."""
-    for name in _ACTIVATIONS:
+    for name in FUNCTIONS:
         found = _after(start, _pattern(name, _value(start).dtype))
         if found is not None:
             return found, name

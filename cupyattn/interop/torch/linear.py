@@ -230,13 +230,15 @@ class Int8Linear(torch.nn.Module):
             self.weight_scale = scale.to(self.weight_scale.device)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, activation: str | None = None) -> Tensor:
         """Apply the layer.
 
         Parameters
         ----------
         x : Tensor, (..., in), float16, bfloat16 or float32
             Under ``torch.autocast`` it gets its type first.
+        activation : str, optional
+            For this call, in place of the layer's own.
 
         Returns
         -------
@@ -266,7 +268,7 @@ class Int8Linear(torch.nn.Module):
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         given = x, self.weight, self.weight_scale, self.bias
-        options = self.activation or "", self.arch, self.backend
+        options = activation or self.activation or "", self.arch, self.backend
         if torch.compiler.is_compiling():
             epilogues.register()
         if any(how_seen(given)):

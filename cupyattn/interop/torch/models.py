@@ -23,6 +23,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues
+from cupyattn.interop.torch.activated import Place, put_activated, take_out_activated
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
@@ -42,7 +43,10 @@ class Replacement(Handle):
     ``to`` or ``eval``, returns the handle. As a context manager it restores at the end.
     """
 
-    __slots__ = ("_handle_kept", "_handle_originals", "_handle_places", "_handle_replaced")
+    __slots__ = (
+        "_handle_activated", "_handle_kept", "_handle_originals", "_handle_places",
+        "_handle_replaced",
+    )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
 
@@ -52,9 +56,11 @@ class Replacement(Handle):
         replaced: dict[str, str],
         kept: dict[str, str],
         places: list[_Place],
+        activated: list[Place],
         originals: str,
     ) -> None:
         super().__init__(target)
+        object.__setattr__(self, "_handle_activated", activated)
         object.__setattr__(self, "_handle_replaced", replaced)
         object.__setattr__(self, "_handle_kept", kept)
         object.__setattr__(self, "_handle_places", places)
@@ -85,6 +91,7 @@ class Replacement(Handle):
         for parent, name, _, layer in self._handle_places:
             if parent._modules.get(name) is not layer:
                 raise RuntimeError(f"{name!r} of {type(parent).__name__} is another layer by now")
+        take_out_activated(self._handle_activated)
         for parent, name, linear, layer in self._handle_places:
             linear.weight.data = linear.weight.data.to(layer.weight.device)
             linear.bias = layer.bias  # one parameter, which may have been trained or moved
@@ -150,7 +157,9 @@ def replace_linear_with_int8(
     -----
     Norms, embeddings, modulation, time and final layers keep their type, by their names
     (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
-    has hooks. A layer in several places stays one. Code of the model that reads ``layer.weight`` by
+    has hooks. A layer in several places stays one. Modules of diffusers that apply an activation to
+    such a layer, ``GELU``, ``GEGLU`` and ``SwiGLU``, are replaced too: the activation becomes part
+    of the product, and names in a state dict stay. Code of the model that reads ``layer.weight`` by
     itself finds codes there: exclude such layers. A model may be compiled by torch before or after.
 
     Examples
@@ -195,9 +204,11 @@ def replace_linear_with_int8(
     if originals == "cpu":
         for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
             linear.weight.data = linear.weight.data.to("cpu")
+    activated = put_activated(own)
     if originals == "drop":
         places.clear()
-    return Replacement(model, reasons, kept, places, originals)
+        activated.clear()
+    return Replacement(model, reasons, kept, places, activated, originals)
 
 
 def load_int8(
@@ -263,6 +274,7 @@ def load_int8(
         options = {"arch": arch, "backend": backend}
         replaced[id(linear)] = _layer_of(source, codes[weight], linear, options)
     _put(model, replaced)
+    put_activated(model)
     _load_rest(model, source, parts | codes.keys())
     return model.eval() if made_here else given
 
