@@ -241,7 +241,8 @@ def load_int8(
     Raises
     ------
     OSError, ValueError
-        For a checkpoint that cannot be read, and one of other layers or shapes than the model.
+        For a checkpoint that cannot be read, and one of other layers or shapes than the model,
+        whose layers then stay as they were.
     TypeError
         For a model that is neither.
     UnsupportedError
@@ -273,9 +274,14 @@ def load_int8(
         linear = layers[name]
         options = {"arch": arch, "backend": backend}
         replaced[id(linear)] = _layer_of(source, codes[weight], linear, options)
-    _put(model, replaced)
+    places = _put(model, replaced)
+    try:
+        _load_rest(model, source, parts | codes.keys())
+    except BaseException:
+        for parent, name, linear, _ in places:
+            parent._modules[name] = linear
+        raise
     put_activated(model)
-    _load_rest(model, source, parts | codes.keys())
     return model.eval() if made_here else given
 
 
