@@ -137,6 +137,11 @@ def linear_layers(int8_layers: Record) -> list[str]:
         for s, other in compared
         if (summary := int8_layers["summary"].get(f"{s} over {other}"))
     ]
+    host = [
+        f"{name} {format_seconds(seconds[0])}"
+        for name, seconds in int8_layers.get("host", {}).get("seconds", {}).items()
+    ]
+    of_host = ["", f"The host's time for a call, 16 rows: {', '.join(host)}."] if host else []
     product = int8_layers["product"]
     rates = ", ".join(f"{name} {tops:,.0f}" for name, tops in product["tops"].items())
     beside = product["ratios"][f"channel over {INT_MM}"]
@@ -147,4 +152,5 @@ def linear_layers(int8_layers: Record) -> list[str]:
         "The product of codes alone, {m:,} x {n:,} x {k:,}, in TOP/s: ".format(**product)
         + f"{rates}; channel {interval(beside)} of `{INT_MM}`, at "
         + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W.".format(**product["clocks"]),
+        *of_host,
     ]  # fmt: skip

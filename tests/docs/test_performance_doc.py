@@ -155,10 +155,12 @@ def test_layers_of_comfy_kitchen_have_columns_where_they_took_part() -> None:
     first = first | {"ratios": first["ratios"] | {f"channel over {COMFY}": [1.5, 1.4, 1.6]}}
     others = [row | {"refused": {COMFY: "made up, twice"}} for row in others]
     mean = {f"channel over {COMFY}": {"geometric mean": 1.5, "least": 1.5}}
+    record = {**record, "host": {"seconds": {"channel": [1.25e-5, 1e-5, 2e-5]}}}
     absent, present = (
         linear_layers({**record, "rows": rows, "summary": {**record["summary"], **more}})
         for rows, more in (([record["rows"][0]], {}), ([first, *others], mean))
     )
+    assert "The host's time for a call, 16 rows: channel 12.5 us." in present
     header, _, line, refused, *_ = (
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in present

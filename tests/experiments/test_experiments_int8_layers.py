@@ -84,6 +84,7 @@ def test_a_layer_of_comfy_kitchen_takes_part_or_is_said_to_be_missing(
     assert int8_layers.main(["--quick", "--json", str(file)]) == 0
     record = json.loads(file.read_text())
     (row,) = record["rows"]
+    assert record["host"]["refused"] == row["refused"]
     assert set(row["refused"]) == (set() if said is None else {COMFY})
     assert said is None or said in row["refused"][COMFY]
     assert (COMFY in capsys.readouterr().out.partition("product")[2]) == (said is not None)
