@@ -449,6 +449,20 @@ def product_of(layer: Any, x: Any, activation: str | None = None, **beside: Any)
 
 @pytest.mark.parametrize("rows", [3, 1000])
 @pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_a_call_adds_to_a_residual(strategy: str, rows: int) -> None:
+    """To the bit `cupyattn.int8_gemm` with it, also when the call comes again."""
+    torch.manual_seed(0)
+    weight = torch.randn(384, 256, dtype=torch.bfloat16).cuda()
+    layer = interop.Int8Linear.from_weight(weight, weight[:, 0].contiguous(), strategy=strategy)
+    for _ in range(3):
+        x, residual = (torch.randn(2, rows, n, dtype=torch.bfloat16).cuda() for n in (256, 384))
+        for gate in (None, torch.randn(2, 384, dtype=torch.bfloat16).cuda()):
+            y = layer(x, residual=residual, gate=gate)
+            assert same_bits(y, product_of(layer, x, residual=residual, gate=gate))
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("strategy", ["block", "channel"])
 @pytest.mark.parametrize("kind", ["geglu", "swiglu", "gelu-approximate"])
 def test_activations_of_diffusers_modules_are_part_of_the_product(
     kind: str, strategy: str, rows: int

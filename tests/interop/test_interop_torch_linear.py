@@ -345,13 +345,16 @@ def test_layers_that_are_shared_hooked_or_another_kind() -> None:
     shared = nn.Linear(128, 128)
     hooked = nn.Linear(128, 128)
     hooked.register_forward_hook(lambda *_: None)
+    patched = nn.Linear(128, 128)
+    patched.forward = patched.forward
     module = nn.Sequential(
-        shared, shared, Own(128, 128), hooked, nn.Linear(128, 128, device="meta")
+        shared, shared, Own(128, 128), hooked, nn.Linear(128, 128, device="meta"), patched
     )
     handle = interop.replace_linear_with_int8(module, backend="mirror")
     assert module[0] is module[1] and isinstance(module[0], interop.Int8Linear)
     assert handle.kept == {
         "2": "a Own", "3": "has hooks", "4": "holds no numbers, on the meta device",
+        "5": "has a forward of its own",
     }  # fmt: skip
     own, module[1] = module[1], nn.Identity()
     with pytest.raises(RuntimeError, match="'1' of Sequential is another layer by now"):

@@ -301,6 +301,8 @@ def _unfit(linear: nn.Linear) -> str:
         return f"a {type(linear).__name__}"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
         return "has hooks"
+    if "forward" in vars(linear):  # as libraries put it there that move weights in each call
+        return "has a forward of its own"
     if nn.utils.parametrize.is_parametrized(linear):
         return "is parametrised"
     return "holds no numbers, on the meta device" if linear.weight.is_meta else ""
