@@ -57,7 +57,8 @@ def int8_gemm(
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
 
     With a gated linear unit, such as ``activation="swiglu"``, b has two halves of rows: first those
-    of the gate g, then u. The result is ``silu(a g^T + bias_g) (a u^T + bias_u)``.
+    of the gate g, then u; with ``"swiglu_gate_last"`` first u, then g. The result is
+    ``silu(a g^T + bias_g) (a u^T + bias_u)``.
     With `residual` and `gate`: ``residual + gate activation(a b^T + bias)``.
 
     Parameters
@@ -74,7 +75,8 @@ def int8_gemm(
     bias : array, (n,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
         `cupyattn.reference.gemm.activate` defines them. With the last three, gated linear units,
-        the result has n / 2 columns, as have `residual`, `gate` and `out`.
+        and with ``"_gate_last"`` behind these names, the result has n / 2 columns, as have
+        `residual`, `gate` and `out`.
     outliers : (array, array), optional
         (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
         quantised. They go with scales of blocks.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -194,6 +196,64 @@ def test_the_layer_is_an_operator_where_torch_compiles() -> None:
         assert layer(x.float()).dtype == torch.bfloat16
 
 
+def test_constructors_have_one_signature() -> None:
+    """Of CuPy's, torch's and JAX's layers; only types are spelled as each library has them."""
+    others = [ca.Int8Linear]
+    if importlib.util.find_spec("jax") is not None:
+        others.append(importlib.import_module("cupyattn.interop.jax").Int8Linear)
+    for other in others:
+        for name in ("__init__", "from_weight"):
+            own, of_other = (
+                inspect.signature(getattr(cls, name)).parameters.values()
+                for cls in (interop.Int8Linear, other)
+            )
+            assert [(p.name, p.kind, p.default) for p in own] == [
+                (p.name, p.kind, p.default) for p in of_other
+            ]
+        call = inspect.signature(other.__call__).parameters
+        mine = inspect.signature(interop.Int8Linear.forward).parameters
+        assert {"x", "residual", "gate"} <= call.keys() & mine.keys()
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_call_adds_to_a_residual(compiled: bool, gated: bool, strategy: str) -> None:
+    """As a call of `cupyattn.Int8Linear` does, to the bit."""
+    weight, bias = (torch.randn(*s, dtype=torch.float16) for s in ((200, 300), (200,)))
+    options = {"strategy": strategy, "activation": "silu", "backend": "mirror"}
+    layer = interop.Int8Linear.from_weight(weight, bias, **options)
+    own = ca.Int8Linear.from_weight(weight.numpy(), bias.numpy(), **options)
+    x, residual = (torch.randn(2, 3, n, dtype=torch.float16) for n in (300, 200))
+    gate = torch.randn(2, 200, dtype=torch.float16) if gated else None
+    torch._dynamo.reset()
+    call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+    y = call(x, residual=residual, gate=gate)
+    beside = {"residual": residual.numpy(), "gate": None if gate is None else gate.numpy()}
+    assert y.numpy().tobytes() == own(x.numpy(), **beside).tobytes()
+    assert torch.equal(residual, torch.from_numpy(beside["residual"]))
+
+
+def test_what_a_call_beside_a_residual_refuses() -> None:
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    layer.requires_grad_(False)
+    x, residual = (torch.randn(3, n, dtype=torch.bfloat16) for n in (300, 200))
+    with pytest.raises(ValueError, match="gate goes with residual, got residual=None"):
+        layer(x, gate=residual[0])
+    with pytest.raises(ValueError, match=r"residual .*\(3, 200\), got \(3, 199\)"):
+        layer(x, residual=residual[:, 1:])
+    said = "the derivative for 'cupyattn::int8_layer' is not implemented beside residual: leave"
+    for name in ("x", "residual"):
+        given = {"x": x.clone(), "residual": residual.clone()}
+        given[name].requires_grad_()
+        with pytest.raises(UnsupportedError, match=said):
+            layer(**given)
+        with torch.no_grad():
+            assert torch.equal(layer(**given), layer(x, residual=residual))
+    with pytest.raises(UnsupportedError, match=said):
+        torch.func.grad(lambda x: layer(x, residual=residual).sum())(x)
+
+
 def test_the_layer_moves_converts_and_saves() -> None:
     layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
     scale = layer.weight_scale.clone()
@@ -225,6 +285,12 @@ def test_what_the_layer_refuses() -> None:
         (TypeError, "^bias must be a tensor, got 3$", lambda: interop.Int8Linear(codes, scale, 3)),
         (UnsupportedError, r"got block_size=64", lambda: interop.Int8Linear(
             codes, scale, block_size=64)),
+        (UnsupportedError, r"outlier_columns are not supported in a module, got \[3\]: leave them",
+         lambda: interop.Int8Linear.from_linear(linear(), outlier_columns=[3])),
+        (ValueError, "outlier_dtype goes with outlier_columns, got 'float16': leave it out",
+         lambda: interop.Int8Linear.from_weight(torch.ones(8, 8), outlier_dtype="float16")),
+        (TypeError, r"weight must be a tensor, got an array of shape \(8, 8\)",
+         lambda: interop.Int8Linear.from_weight(torch.ones(8, 8).numpy())),
         (UnsupportedError, r"outlier_columns are not supported in a module, got \[3\]: leave them",
          lambda: interop.Int8Linear(codes, scale, outlier_columns=[3],
                                     outlier_weight=torch.zeros(200, 1).half())),
@@ -279,13 +345,16 @@ def test_layers_that_are_shared_hooked_or_another_kind() -> None:
     shared = nn.Linear(128, 128)
     hooked = nn.Linear(128, 128)
     hooked.register_forward_hook(lambda *_: None)
+    patched = nn.Linear(128, 128)
+    patched.forward = patched.forward
     module = nn.Sequential(
-        shared, shared, Own(128, 128), hooked, nn.Linear(128, 128, device="meta")
+        shared, shared, Own(128, 128), hooked, nn.Linear(128, 128, device="meta"), patched
     )
     handle = interop.replace_linear_with_int8(module, backend="mirror")
     assert module[0] is module[1] and isinstance(module[0], interop.Int8Linear)
     assert handle.kept == {
         "2": "a Own", "3": "has hooks", "4": "holds no numbers, on the meta device",
+        "5": "has a forward of its own",
     }  # fmt: skip
     own, module[1] = module[1], nn.Identity()
     with pytest.raises(RuntimeError, match="'1' of Sequential is another layer by now"):
@@ -373,8 +442,13 @@ def test_what_loading_refuses(converted: tuple[Any, Path], tmp_path: Path) -> No
          lambda m: setattr(m, "proj_out", nn.Linear(128, 5))),
     ]  # fmt: skip
     for message, change in cases:
+        module = changed(change)
+        modules, before = dict(module.named_modules()), dict(module.state_dict(keep_vars=True))
         with pytest.raises(ValueError, match=message):
-            interop.load_int8(changed(change), folder)
+            interop.load_int8(module, folder)
+        assert dict(module.named_modules()) == modules
+        after = module.state_dict(keep_vars=True)
+        assert after.keys() == before.keys() and all(after[n] is x for n, x in before.items())
     with pytest.raises(TypeError, match="Model cannot be made by a config.json"):
         interop.load_int8(Model, folder)
     with pytest.raises(ValueError, match="has no weights with scales"):
