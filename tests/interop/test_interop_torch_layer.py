@@ -176,6 +176,40 @@ def test_the_layer_moves_converts_and_saves() -> None:
     assert torch.equal(other(x), layer(x)) and "in_features=300" in repr(layer)
 
 
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"strict": False, "assign": True}])
+def test_loading_refuses_what_are_no_codes_of_the_layer(options: dict[str, bool]) -> None:
+    """Before anything is copied: a float weight would be cut to whole numbers in silence."""
+    made = interop.Int8Linear.from_linear
+    module = nn.Sequential(made(linear(), backend="mirror"))
+    codes = module.state_dict()
+    other = nn.Sequential(made(linear(), backend="mirror")).state_dict()
+    by_channel = nn.Sequential(made(linear(), strategy="channel", backend="mirror")).state_dict()
+    without = {name: x for name, x in other.items() if name != "0.weight_scale"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        (nn.Sequential(linear()).state_dict(),
+         r"0\.weight must be INT8 codes of shape \(200, 300\), got torch\.bfloat16 of shape "
+         r"\(200, 300\): load weights that are no codes before replace_linear_with_int8, or after "
+         r"restore\(\)$"),
+        ({**other, "0.weight": other["0.weight"].int()}, r"codes of .* got torch\.int32"),
+        ({**other, "0.weight": other["0.weight"][:128]},
+         r"0\.weight must have shape \(200, 300\), .* got \(128, 300\): load it into a layer"),
+        (by_channel, r"0\.weight_scale must have shape \(2, 3\), .* strategy='block', got "
+         r"\(200, 1\)"),
+        (without, "0.weight needs 0.weight_scale beside it: load both, or neither"),
+        ({"0.weight_scale": other["0.weight_scale"]}, "0.weight_scale needs 0.weight beside it"),
+    ]  # fmt: skip
+    before = {name: x.clone() for name, x in codes.items()}
+    for state, said in cases:
+        with pytest.raises(RuntimeError, match=said):
+            module.load_state_dict(state, **options)
+        assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
+    module.load_state_dict(other, **options)
+    assert all(torch.equal(x, other[name]) for name, x in module.state_dict().items())
+    if options:
+        module.load_state_dict({"0.bias": before["0.bias"]}, **options)
+        assert torch.equal(module[0].weight, other["0.weight"])
+
+
 def test_what_the_layer_refuses() -> None:
     layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
     codes, scale = layer.weight, layer.weight_scale

@@ -281,6 +281,49 @@ class Int8Linear(torch.nn.Module):
             self.weight_scale = scale.to(self.weight_scale.device)
         return self
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load codes with their scales; report other tensors, of which nothing is copied then."""
+        if refusal := self._unfit(state_dict, prefix):
+            error_msgs.append(refusal)
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _unfit(self, state_dict: dict[str, Any], prefix: str) -> str:
+        """Say why the tensors of a state dict are no codes and scales of this layer, or ""."""
+        codes, scales = (state_dict.get(prefix + name) for name in ("weight", "weight_scale"))
+        if isinstance(codes, Tensor) and codes.dtype != torch.int8:
+            return (
+                f"{prefix}weight must be INT8 codes of shape {tuple(self.weight.shape)}, got "
+                f"{codes.dtype} of shape {tuple(codes.shape)}: load weights that are no codes "
+                "before replace_linear_with_int8, or after restore()"
+            )
+        if (codes is None) != (scales is None):
+            present, absent = "weight", "weight_scale"
+            if codes is None:
+                present, absent = absent, present
+            return f"{prefix}{present} needs {prefix}{absent} beside it: load both, or neither"
+        for name, own, given in (
+            ("weight", self.weight, codes), ("weight_scale", self.weight_scale, scales)
+        ):  # fmt: skip
+            if isinstance(given, Tensor) and given.shape != own.shape:
+                return (
+                    f"{prefix}{name} must have shape {tuple(own.shape)}, as the layer has with "
+                    f"strategy={self.strategy!r}, got {tuple(given.shape)}: load it into a layer "
+                    "of that size and strategy"
+                )
+        return ""
+
     def forward(
         self,
         x: Tensor,
