@@ -134,6 +134,51 @@ def test_layers_are_replaced_and_restored() -> None:
     assert torch.equal(module(x), before)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("originals", ["cpu", "device"])
+def test_restored_weights_have_the_type_that_the_model_was_converted_to(
+    bias: bool, originals: str
+) -> None:
+    layers = (nn.Linear(256, 256, bias=bias), nn.GELU(), nn.Linear(256, 256, bias=bias))
+    module = nn.Sequential(*layers, nn.LayerNorm(256))
+    if bias:
+        layers[2].bias.data = layers[2].bias.data.double()
+    layers[0].weight.grad = torch.ones(256, 256)
+    weight, names = layers[0].weight, [name for name, _ in module.named_parameters()]
+    handle = interop.replace_linear_with_int8(module, originals=originals, backend="mirror")
+    saved = set(module.state_dict())
+    assert saved == {*names, "0.weight_scale", "2.weight_scale"}
+    handle.restore()
+    assert weight.dtype == torch.float32 and (not bias or layers[2].bias.dtype == torch.float64)
+    handle = interop.replace_linear_with_int8(module, originals=originals, backend="mirror")
+    expected = weight.detach().bfloat16()
+    handle.to(torch.bfloat16).restore()
+    assert module[0].weight is weight and torch.equal(weight, expected)
+    assert weight.grad.dtype == torch.bfloat16
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    module(torch.randn(3, 256, dtype=torch.bfloat16)).sum().backward()
+
+
+def test_restored_weights_are_frozen_as_the_model_was() -> None:
+    def trained() -> dict[str, bool]:
+        return {name: p.requires_grad for name, p in module.named_parameters()}
+
+    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256, bias=False), nn.LayerNorm(256))
+    for flag in (False, True, False):
+        handle = interop.replace_linear_with_int8(module, backend="mirror")
+        module.requires_grad_(flag)
+        handle.restore()
+        assert trained() == dict.fromkeys(trained(), flag)
+    module.requires_grad_(True)
+    handle = interop.replace_linear_with_int8(module, backend="mirror")
+    module[0].requires_grad_(False)
+    handle.restore()
+    assert trained() == {name: not name.startswith("0.") for name in trained()}
+    with interop.replace_linear_with_int8(module, backend="mirror"):
+        pass
+    assert trained() == {name: not name.startswith("0.") for name in trained()}
+
+
 def test_patterns_configuration_and_the_context() -> None:
     module = model("float32")
     with interop.replace_linear_with_int8(

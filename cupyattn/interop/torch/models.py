@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
 #: What becomes of the weights that are replaced.
 ORIGINALS = ("cpu", "device", "drop")
 
+#: The buffer of a layer that has the type and the device which the weight before it would have.
+_LIKE = "like_original"
+
 #: A layer that was replaced: its parent, its name there, the layer, and what took its place.
 _Place = tuple[nn.Module, str, nn.Linear, Int8Linear]
 
@@ -45,10 +48,11 @@ class Replacement(Handle):
 
     __slots__ = (
         "_handle_activated", "_handle_kept", "_handle_originals", "_handle_places",
-        "_handle_replaced",
+        "_handle_replaced", "_handle_trained",
     )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
+    _handle_trained: dict[nn.Parameter, bool]
 
     def __init__(
         self,
@@ -65,6 +69,13 @@ class Replacement(Handle):
         object.__setattr__(self, "_handle_kept", kept)
         object.__setattr__(self, "_handle_places", places)
         object.__setattr__(self, "_handle_originals", originals)
+        trained = {p: p.requires_grad for p in uncompiled(target).parameters()}
+        object.__setattr__(self, "_handle_trained", trained)
+        if originals != "drop":
+            for *_, linear, layer in places:
+                # Converted with the model, and empty: the codes do not show a change of type.
+                like = torch.empty(0, dtype=linear.weight.dtype, device=layer.weight.device)
+                layer.register_buffer(_LIKE, like, persistent=False)
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -83,6 +94,12 @@ class Replacement(Handle):
         ------
         RuntimeError
             If they were dropped, or something else has taken their places since.
+
+        Notes
+        -----
+        Weights get the type that the model was converted to meanwhile. They are frozen, or may be
+        trained, as the layer's bias was set to meanwhile; without a bias, as all parameters of the
+        model were.
         """
         if self._handle_originals == "drop":
             raise RuntimeError(
@@ -92,11 +109,22 @@ class Replacement(Handle):
             if parent._modules.get(name) is not layer:
                 raise RuntimeError(f"{name!r} of {type(parent).__name__} is another layer by now")
         take_out_activated(self._handle_activated)
+        of_model = self._set_since(uncompiled(self.target).parameters())
         for parent, name, linear, layer in self._handle_places:
-            linear.weight.data = linear.weight.data.to(layer.weight.device)
+            since = of_model if layer.bias is None else self._set_since([layer.bias])
+            if since is not None:
+                linear.weight.requires_grad_(since)
+            linear.bias = None  # its type may be another than the weight's
+            linear.to(layer.get_buffer(_LIKE))
             linear.bias = layer.bias  # one parameter, which may have been trained or moved
             parent._modules[name] = linear
         self._handle_places.clear()
+
+    def _set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
+        """Return to what ``requires_grad`` of all these was set since replacing, None if not."""
+        now = {p: p.requires_grad for p in parameters}
+        changed = any(self._handle_trained.get(p, trained) != trained for p, trained in now.items())
+        return next(iter(now.values())) if changed and len({*now.values()}) == 1 else None
 
     def report(self) -> str:
         """Return a line for each linear layer: what it became, and why."""
