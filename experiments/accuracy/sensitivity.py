@@ -2,7 +2,7 @@
 
 Varies       30 kinds of fault, from 1e-1 to 1e-5 in steps of 1, 2 and 5; the form of the kernel
 Holds fixed  N(0, 1), one batch entry, 2 heads, 256 queries and keys, head_dim 64; every other trial
-             is causal; on the interpreter 1 head, 48 queries and keys, head_dim 32
+             is causal; on the interpreter 1 head, 80 queries and keys, head_dim 32
 Measures     share of the trials in which O, or O and lse, leave their bounds; the smallest fault
              that is seen in 95 % of them; right outputs outside their bounds, in judged rows
 Run          python -m experiments.accuracy.sensitivity [--backend cuda] [--trials N]
@@ -60,6 +60,9 @@ from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, Ground
 SIZES = tuple(float(f"{d}e-{e}") for e in range(1, 6) for d in (5, 2, 1))[2:]
 #: Sizes of the faults that are planted in kernels, each of which is compiled.
 PLANTED_SIZES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+#: Heads, queries and keys, and head_dim of a call. Keys are more than any form has in a step, or
+#: faults in what happens between two steps would have no place.
+SHAPE, INTERPRETED_SHAPE = (2, 256, 64), (1, 80, 32)
 #: Trials of each form where nothing is said.
 TRIALS = {"mirror": 6, "interpret": 2, "cuda": 20}
 #: A fault counts as seen where this share of the trials see it.
@@ -155,6 +158,11 @@ class Patch:
                 yield
 
 
+def shape_of(backend: str) -> tuple[int, int, int]:
+    """Return heads, queries and keys, and head_dim of a call on a backend."""
+    return INTERPRETED_SHAPE if backend == "interpret" else SHAPE
+
+
 def planted() -> list[Patch]:
     """Return the faults that kernels can be given."""
     return [Patch.read(path) for path in sorted(PLANTED.glob("*.patch"))]
@@ -175,7 +183,7 @@ class Trial:
     @property
     def problem(self) -> Problem:
         """What is computed."""
-        heads, length, head_dim = (1, 48, 32) if self.backend == "interpret" else (2, 256, 64)
+        heads, length, head_dim = shape_of(self.backend)
         return Problem(
             1, heads, length, head_dim, causal=self.number % 2 == 1, dtype=self.form.dtype,
             seed=self.seed + self.number,
@@ -382,7 +390,7 @@ class Record:
         spent = self.seconds + time.monotonic() - self.began
         settings = {name: getattr(self.args, name) for name in SETTINGS}
         return {**settings, "sizes": list(PLANTED_SIZES if self.args.planted else SIZES),
-                "seconds": round(spent, 1), "found": self.found}  # fmt: skip
+                "shape": shape_of(self.args.backend), "seconds": round(spent, 1), "found": self.found}  # fmt: skip
 
     def write(self, *, last: bool = False) -> None:
         """Write the record, every now and then."""
@@ -475,6 +483,8 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         f"{trials:,} right outputs of {len(record['found'])} kernel forms were judged, "
         f"{rows:,} rows in all: {alarms} of the outputs left their bounds.",
         "",
+        f"A call has {_shape(record)}; every other one is causal.",
+        "",
         "Then 30 kinds of fault were laid on each output, in sizes from 1e-1 to 1e-5. "
         "[output_faults.py](../experiments/_harness/output_faults.py) defines them. Tables with "
         "signed values are of calls whose values have a random sign for each key, as "
@@ -484,7 +494,8 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "",
         "A number is the smallest fault that at least 95 % of the "
         f"{record['trials']} trials of a form see. A dash means that faults of 1e-1 are missed "
-        "more often. The size is relative, or absolute for scores and lse.",
+        "more often, and 1e-5 stands for 1e-5 or less. The size is relative, or absolute for "
+        "scores and lse.",
     ]  # fmt: skip
     for kind, title in KINDS:
         lines += ["", f"## {title}", "", *recording.markdown(*table(_part(record, ""), kind))]
@@ -501,11 +512,18 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "Here the fault is in the kernel itself, compiled from sources that a "
         "[patch](../experiments/accuracy/planted) changed. There is one patch for each kind, and "
         "it fits the forms that it names; other cells are empty. Sizes are powers of ten, and "
-        f"there are {planted['trials']} trials of a form.",
+        f"there are {planted['trials']} trials of a form, each of a call of {_shape(planted)}.",
     ]
     for kind, title in KINDS:
         lines += ["", f"### {title}", "", *recording.markdown(*table(planted, kind))]
     return "\n".join(lines) + "\n"
+
+
+def _shape(record: Mapping[str, Any]) -> str:
+    """Say how large the calls of a record are."""
+    heads, length, head_dim = record.get("shape") or shape_of(record["backend"])
+    said = f"{heads} head{'s' if heads > 1 else ''}"
+    return f"{said}, {length} queries and keys and head_dim {head_dim}"
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import doctest
 import importlib
 import json
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,22 @@ def test_what_is_shared_imports_no_experiment() -> None:
     for path in SHARED.glob("*.py"):
         imported = re.findall(r"(?:from|import) experiments\.(\w+)", path.read_text())
         assert set(imported) <= {SHARED.name}, path
+
+
+def test_the_command_of_a_record_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names with blanks are quoted, and where a result was written is left out."""
+    given = ["--forms", "fa", "u8 by tile", "--json", "a b.json"]
+    monkeypatch.setattr("sys.argv", ["sensitivity.py", *given])
+    quiet = argparse.Namespace(seed=0, quick=True, json=None)
+    record = recording.keep(quiet, "sensitivity", "interpret", {})
+    assert record["command"].endswith(".sensitivity --forms fa 'u8 by tile'")
+    assert shlex.split(record["command"])[-3:] == given[:3]
+
+
+def test_a_source_says_where_kernels_ran_without_a_device() -> None:
+    facts = {"environment": {"device": None, "revision": "0a"}}
+    assert plots.source({**facts, "backend": "interpret"}).startswith("in the interpreter, ")
+    assert plots.source({**facts, "backend": "mirror"}).startswith("on the mirror, ")
 
 
 def test_the_command_of_a_record_is_found_where_its_module_stands() -> None:

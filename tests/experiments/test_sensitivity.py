@@ -152,6 +152,15 @@ def test_kernels_can_be_given_a_fault_of_every_kind() -> None:
         assert set(patch.forms) & set(sensitivity.INTERPRETED), patch.name
 
 
+@pytest.mark.parametrize("form", sensitivity.INTERPRETED)
+def test_a_call_of_the_interpreter_has_more_than_one_step(form: str) -> None:
+    """Faults in the rescaling between two steps have a place then."""
+    trial = sensitivity.Trial(sensitivity.FORMS[form], "interpret", 0, 0)
+    arrays, codes = trial.operands()
+    known = ca.kernel_form(*(arrays if codes is None else (codes,)), **trial.options)
+    assert trial.problem.length > known["tiles"].block_kv
+
+
 def seen_in_kernel(patch: sensitivity.Patch, form: str, size: float) -> bool:
     number = int(patch.kind in CAUSAL_ALONE)
     trial = sensitivity.Trial(sensitivity.FORMS[form], "interpret", number, 0)
