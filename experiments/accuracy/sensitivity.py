@@ -390,7 +390,8 @@ class Record:
         spent = self.seconds + time.monotonic() - self.began
         settings = {name: getattr(self.args, name) for name in SETTINGS}
         return {**settings, "sizes": list(PLANTED_SIZES if self.args.planted else SIZES),
-                "shape": shape_of(self.args.backend), "seconds": round(spent, 1), "found": self.found}  # fmt: skip
+                "shape": shape_of(self.args.backend), "seconds": round(spent, 1),
+                "found": self.found}  # fmt: skip
 
     def write(self, *, last: bool = False) -> None:
         """Write the record, every now and then."""
