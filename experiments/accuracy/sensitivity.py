@@ -25,9 +25,7 @@ import bisect
 import itertools
 import json
 import multiprocessing
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +33,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -45,16 +42,16 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.bounds.signed import signed_bound
 from cupyattn.cli import output, plot
-from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.settings import Settings
 from cupyattn.testing.expected import Expectation, expectation
 from cupyattn.testing.signed import with_signs
-from experiments._harness import patches, plots, recording
+from experiments._harness import plots, recording
 from experiments._harness.cells import Problem
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, Ground
+from experiments._harness.planted import Patch
 
 #: Sizes of the faults, from large to small.
 SIZES = tuple(float(f"{d}e-{e}") for e in range(1, 6) for d in (5, 2, 1))[2:]
@@ -124,38 +121,6 @@ FORMS |= {
 }
 #: Those that the interpreter takes in a few seconds a trial.
 INTERPRETED = ("fa", "fa_tc", "fa_int8", "u8 by tile")
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A fault that is planted in kernels: ``SIZE`` in its lines is the size.
-
-    `kind` is that of the fault in `FAULTS` that it makes.
-    """
-
-    name: str
-    sentence: str
-    kind: str
-    forms: tuple[str, ...]
-    hunks: tuple[patches.Hunk, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> Patch:
-        """Read a file: a sentence, ``kind: NAME``, ``forms: NAME, NAME`` and a unified diff."""
-        sentence, kind, forms, *diff = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        names = tuple(forms.removeprefix("forms:").strip().split(", "))
-        kind = kind.removeprefix("kind:").strip()
-        return cls(path.stem, sentence.strip(), kind, names, patches.hunks_of(diff))
-
-    @contextmanager
-    def plant(self, size: float) -> Iterator[None]:
-        """Let kernels be compiled from a copy of the sources with this fault."""
-        sized = [replace(h, new=h.new.replace("SIZE", f"{size:.9e}f")) for h in self.hunks]
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(shutil.copytree(compiler.KERNELS, Path(folder) / "kernels"))
-            patches.apply(self.name, sized, copy)
-            with mock.patch.object(compiler, "KERNELS", copy):
-                yield
 
 
 def shape_of(backend: str) -> tuple[int, int, int]:
