@@ -326,6 +326,8 @@ def test_layers_that_are_replaced_already_are_named() -> None:
     with interop.replace_linear_with_int8(module, exclude="fc2", backend="mirror"):
         rest = interop.replace_linear_with_int8(module, exclude="attn", backend="mirror")
         assert [*rest.replaced] == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
+        with pytest.raises(ValueError, match=r"no linear layer .*\(.*proj_out: final"):
+            interop.replace_linear_with_int8(module, include="proj_out", backend="mirror")
 
 
 def test_a_folder_that_is_not_there_is_told_what_makes_one(tmp_path: Path) -> None:

@@ -193,8 +193,8 @@ def replace_linear_with_int8(
     else:
         made, reasons, others = _from_checkpoint(candidates, Path(checkpoint), options)
     kept |= others
-    if not made and before:
-        raise ValueError(f"{before[0]} is replaced already: restore() that first")
+    if not made and (chosen := [name for name in before if name in selection]):
+        raise ValueError(f"{chosen[0]} is replaced already: restore() that first")
     if not made:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
