@@ -163,6 +163,14 @@ def test_a_call_of_the_interpreter_has_more_than_one_step(form: str) -> None:
     assert trial.problem.length > known["tiles"].block_kv
 
 
+def test_a_fault_without_a_place_does_not_count() -> None:
+    """In a causal call of this seed no maximum grows after the first 64 keys."""
+    patch = next(p for p in sensitivity.planted() if p.kind == "earlier keys in O alone")
+    trial = sensitivity.Trial(sensitivity.FORMS["u8 by tile"], "interpret", 1, 0)
+    assert sensitivity.seen_in_kernels(trial, patch) is None
+    assert not sensitivity.run_part(sensitivity.Part(trial, False, patch.name)).faults
+
+
 def seen_in_kernel(patch: Patch, form: str, size: float) -> bool:
     number = int(patch.kind in CAUSAL_ALONE)
     trial = sensitivity.Trial(sensitivity.FORMS[form], "interpret", number, 0)
