@@ -31,6 +31,7 @@ from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import Kernel, settle
 from cupyattn.problem.problem import Problem, Result
+from cupyattn.problem.support import grid_support
 from cupyattn.reference import unfused as mirror
 
 
@@ -169,8 +170,10 @@ class _Step:
     name = ""
 
     def settled(self, call: AttentionSpec) -> Kernel:
-        """Return the rung's kernel for a step of a call."""
-        return settle(ladder.lookup("unfused"), call)
+        """Return the rung's kernel for a step of a call; UnsupportedError past a grid's limit."""
+        kernel = settle(ladder.lookup("unfused"), call)
+        grid_support(kernel.variant.name, *kernel.blocks[self.name]).check()
+        return kernel
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""

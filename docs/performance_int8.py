@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-from docs.performance_tables import Record, rate, rows_of
+from cupyattn.measure.words import format_seconds
+from cupyattn.quant.blocks import STRATEGIES
+from docs.performance_tables import Record, interval, rate, rows_of
 from experiments._harness.others8 import BY_TORCH, GIVEN, SAGE_2
+from experiments._harness.others_linear import COMFY
 from experiments._harness.recording import markdown
 from experiments.speed import peers_int8
+from experiments.speed.int8_layers import BF16, INT_MM
 
 
 def in_8_bits(peers_int8: Record) -> list[str]:
@@ -99,3 +103,54 @@ def errors_by_distribution(accuracy_int8: Record) -> list[str]:
         table.append([problem["distribution"], f"{problem['length']:,}", *errors])
     table.sort(key=lambda cells: peers_int8.DISTRIBUTIONS.index(cells[0]))
     return [*lines, *markdown(["inputs", "keys", *names], table)]
+
+
+def linear_layers(int8_layers: Record) -> list[str]:
+    """Time of every INT8 linear layer beside BF16 and comfy-kitchen, and of the product alone."""
+    ours = STRATEGIES[::-1]
+    found = {name for row in int8_layers["rows"] for name in row.get("ratios", {})}
+    compared = [(s, other) for other in (BF16, COMFY) for s in ours if f"{s} over {other}" in found]
+    lines = [
+        "A call of `Int8Linear` in torch, with a scale for each row and column (*channel*) or for",
+        "blocks of 128 x 128; x is quantised in the call, and what Python takes is in the time.",
+        f"Ratios are of speed, beside `torch.nn.functional.linear` in BF16 and {COMFY}'s",
+        "`int8_linear`, which is given the codes and scales of *channel*.",
+    ]
+    refused = [why for row in int8_layers["rows"] for why in row.get("refused", {}).values()]
+    if refused:
+        lines.append(f"Missing: {'; '.join(dict.fromkeys(refused))}.")
+    elif not any(other == COMFY for _, other in compared):
+        lines.append(f"{COMFY} took no part in this record.")
+    header = ["layer", "m x n x k", *ours, BF16, *(f"{s}, x {other}" for s, other in compared)]
+    table = [
+        [
+            row["label"], "{m:,} x {n:,} x {k:,}".format(**row),
+            *(format_seconds(row["seconds"][name]) for name in (*ours, BF16)),
+            *(interval(row["ratios"][name]) if (name := f"{s} over {other}") in row["ratios"]
+              else "-" for s, other in compared),
+        ]
+        for row in int8_layers["rows"]
+        if "seconds" in row
+    ]  # fmt: skip
+    means = [
+        f"{s} over {other} {summary['geometric mean']:.2f} ({summary['least']:.2f})"
+        for s, other in compared
+        if (summary := int8_layers["summary"].get(f"{s} over {other}"))
+    ]
+    host = [
+        f"{name} {format_seconds(seconds[0])}"
+        for name, seconds in int8_layers.get("host", {}).get("seconds", {}).items()
+    ]
+    of_host = ["", f"The host's time for a call, 16 rows: {', '.join(host)}."] if host else []
+    product = int8_layers["product"]
+    rates = ", ".join(f"{name} {tops:,.0f}" for name, tops in product["tops"].items())
+    beside = product["ratios"][f"channel over {INT_MM}"]
+    return [
+        *lines, "", *markdown(header, table), "",
+        f"Geometric means, and the least: {', '.join(means)}.",
+        "",
+        "The product of codes alone, {m:,} x {n:,} x {k:,}, in TOP/s: ".format(**product)
+        + f"{rates}; channel {interval(beside)} of `{INT_MM}`, at "
+        + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W.".format(**product["clocks"]),
+        *of_host,
+    ]  # fmt: skip

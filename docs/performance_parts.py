@@ -17,7 +17,7 @@ from cupyattn.measure.words import (
     format_seconds,
     format_share,
 )
-from docs.performance_int8 import errors_by_distribution, in_8_bits
+from docs.performance_int8 import errors_by_distribution, in_8_bits, linear_layers
 from docs.performance_tables import Record, interval, range_of, rate, rows_of
 from experiments._harness.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
 from experiments._harness.recording import markdown
@@ -487,6 +487,7 @@ PARTS = (
          (("book_lengths", "TFLOP/s by length beside cuDNN and FlashAttention"),)),
     Part("8 bits by length", ("peers_int8",), in_8_bits),
     Part("8 bits by what is attended to", ("accuracy_int8",), errors_by_distribution),
+    Part("INT8 linear layers", ("int8_layers",), linear_layers),
     Part("Shapes of diffusion models", ("diffusion_shapes",), shapes),
     Part("Gradients", ("backward",), gradients),
     Part("Components: Q K^T, softmax, P V by leaving one out", ("breakdown",), components),

@@ -304,12 +304,17 @@ def test_a_call_is_resolved_in_one_place() -> None:
     # A prepared call is resolved when it is made; again where arrays have to be copied or their
     # values checked, or are not CuPy's.
     # Gradients are of a forward pass, whose record theirs holds, and layers are two operations. A
-    # judge asks which kernel "auto" takes. JAX traces shapes alone, and asks here
-    # whether a product takes them; Inductor has shapes alone, and what they launch is compiled.
-    ask = ("distributed.agreement", "interop.jax.linear", "interop.torch.precompile",
-           "ops.attention", "ops.backward", "ops.backward", "ops.layers", "ops.layers",
-           "ops.operation", "ops.prepared", "ops.prepared", "testing.verdict")  # fmt: skip
+    # judge asks which kernel "auto" takes. Inductor has shapes alone, and what they launch is
+    # compiled.
+    ask = ("interop.torch.precompile", "ops.attention", "ops.backward", "ops.backward",
+           "ops.layers", "ops.layers", "ops.operation", "ops.prepared", "ops.prepared",
+           "testing.verdict")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
+    # Ranks that agree, and JAX that traces, check shapes, types and options, and resolve nothing.
+    check = "distributed.agreement", "interop.jax.functional", "ops.backward", "problem.resolve"
+    assert callers("describe_call") == [f"cupyattn.{module}" for module in check]
+    assert callers("check_backward_call") == ["cupyattn.interop.jax.functional"]
+    assert callers("check_product") == ["cupyattn.interop.jax.linear", "cupyattn.ops.gemm"]
     # A call that is known launches; a new one goes here, of arrays and of torch's tensors alike.
     torch = "interop.torch.calls", "interop.torch.linear_parts"
     new = (torch[0], torch[0], torch[1], "ops.operation", "ops.operation")

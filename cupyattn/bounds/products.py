@@ -9,7 +9,7 @@ from cupyattn.arrays.kinds import FINITE_MAX, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import REFERENCE, U, products
 from cupyattn.bounds.values import rounding_to_codes
-from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, MOST_SPLITS
+from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, MOST_SPLITS, gate_and_other
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
     Array,
@@ -91,7 +91,7 @@ def gemm_error(
         if activation in GLU:
             # Past float32 a sum is infinite, and may be multiplied by 0.
             error = np.where(np.abs(c) + error <= FINITE_MAX["float32"], error, np.inf)
-            gates, of_gates = (np.split(x, 2, axis=1)[0] for x in (c, error))
+            gates, of_gates = (gate_and_other(x, activation)[0] for x in (c, error))
             own = ACTIVATION_ERROR * (np.abs(gates) + of_gates) + ACTIVATION_TINY  # G4
             error = gated_error(c, error, activation, own)
             c = activate(c, activation)
@@ -116,10 +116,11 @@ def gated_error(x: Float64, error: Float64, activation: str, own: Array = 0.0) -
     Parameters
     ----------
     x : array, (m, 2 n), float64
-        Sums of the gate, then of the other half.
+        Sums of both halves.
     error : array, (m, 2 n), float64
         Bound of their error.
-    activation : {"swiglu", "geglu", "geglu_tanh"}
+    activation : str
+        One of `cupyattn.quant.activation.GLU`.
     own : array, (m, n), float64
         Bound of the error of the activation itself.
 
@@ -135,8 +136,8 @@ def gated_error(x: Float64, error: Float64, activation: str, own: Array = 0.0) -
     [[0.22]]
     """
     kind = GLU[activation]
-    gate, up = np.split(x, 2, axis=-1)
-    of_gate, of_up = np.split(error, 2, axis=-1)
+    gate, up = gate_and_other(x, activation)
+    of_gate, of_up = gate_and_other(error, activation)
     off = ACTIVATION_SLOPE[kind] * of_gate + own
     size = np.abs(activate(gate, kind))
     found = off * (np.abs(up) + of_up) + size * of_up

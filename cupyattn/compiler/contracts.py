@@ -47,7 +47,13 @@ class _Unknown(Exception):
 
 
 def check_tiles(spec: ModuleSpec, tiles: Tiles | GemmTiles, kernel: str) -> None:
-    """Raise unless a kernel takes tiles.
+    """Raise ValueError, with what `refused_tiles` says, unless a kernel takes tiles."""
+    if reason := refused_tiles(spec, tiles, kernel):
+        raise ValueError(reason)
+
+
+def refused_tiles(spec: ModuleSpec, tiles: Tiles | GemmTiles, kernel: str) -> str:
+    """Return why a kernel does not take tiles; "" if it does.
 
     Parameters
     ----------
@@ -58,10 +64,10 @@ def check_tiles(spec: ModuleSpec, tiles: Tiles | GemmTiles, kernel: str) -> None
     kernel : str
         Name of the kernel in the message.
 
-    Raises
-    ------
-    ValueError
-        With the sentence of the first contract that the tiles break.
+    Returns
+    -------
+    str
+        The sentence of the first contract that the tiles break.
 
     Notes
     -----
@@ -70,10 +76,11 @@ def check_tiles(spec: ModuleSpec, tiles: Tiles | GemmTiles, kernel: str) -> None
     try:
         sentence = _broken(read_source(spec), spec)
     except KernelCompileError:  # a file is missing: plans are made without it, compiling says so
-        return
-    if sentence is not None:
-        said = _SIZES.sub(lambda found: found[0].lower(), sentence)
-        raise ValueError(f"{kernel} does not take {tiles}: {said} (tiles=None takes its own)")
+        return ""
+    if sentence is None:
+        return ""
+    said = _SIZES.sub(lambda found: found[0].lower(), sentence)
+    return f"{kernel} does not take {tiles}: {said} (tiles=None takes its own)"
 
 
 @functools.lru_cache(maxsize=256)

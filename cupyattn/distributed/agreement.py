@@ -23,12 +23,10 @@ from cupyattn.distributed.rank_calls import Calls
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits as kernels_limits
-from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.operation import problem_of
 from cupyattn.problem import checks
-from cupyattn.problem.request import SEQUENCES, Request
-from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.request import SEQUENCES
+from cupyattn.problem.resolve import Description, describe_call, to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
@@ -67,8 +65,8 @@ class ShardedCall:
         Which rank has which rows and keys.
     spans : tuple of Span
         The sequences.
-    request : Request
-        This rank's own arrays, resolved as if they were all: rung, backend, kind of array. Those
+    described : Description
+        A call of this rank's own arrays as if they were all: rung, backend, kind of array. Those
         of a later call of the same form may be others.
     calls : Calls
     digest : str
@@ -80,7 +78,7 @@ class ShardedCall:
     rows_q: Partition
     rows_kv: Partition
     spans: tuple[Span, ...]
-    request: Request
+    described: Description
     calls: Calls
     digest: str
 
@@ -114,8 +112,8 @@ class ShardedCall:
 
     def restore(self, o: Any) -> Any:
         """Return a result as the caller's q is: kind of array, layout, packed or not."""
-        packed, layout = self.calls.offsets, self.request.settings.layout
-        return self.request.as_given(o[0].swapaxes(0, 1) if packed else to_bhsd(o, layout))
+        packed, layout = self.calls.offsets, self.described.settings.layout
+        return self.described.as_given(o[0].swapaxes(0, 1) if packed else to_bhsd(o, layout))
 
 
 def agree(
@@ -152,11 +150,11 @@ def agree(
         q, k, v = (to_bhsd(arrays[name], settings.of_call.layout) for name in "qkv")
         return call, (q, k, v)
     call = resolve_sharded(what, settings, group, arrays)
-    request = call.request
+    own = call.described
     if key is not None:  # what is kept holds no array of the caller's
-        own = replace(request, q=None, k=None, v=None, given={})
-        group.agreed.remember(key, replace(call, request=own))
-    return call, (request.q, request.k, request.v)
+        kept = replace(own, q=None, k=None, v=None)
+        group.agreed.remember(key, replace(call, described=kept))
+    return call, (own.q, own.k, own.v)
 
 
 def _find(
@@ -171,7 +169,7 @@ def _find(
     return group.agreed.find((what, settings, kinds, *known.facts), forms)
 
 
-def _nothing_else(_: Request) -> dict[str, Any]:
+def _nothing_else(_: Description) -> dict[str, Any]:
     return {}
 
 
@@ -180,7 +178,7 @@ def resolve_sharded(
     settings: ShardedSettings,
     group: Group,
     arrays: Mapping[str, Any],
-    extra: Callable[[Request], dict[str, Any]] = _nothing_else,
+    extra: Callable[[Description], dict[str, Any]] = _nothing_else,
 ) -> ShardedCall:
     """Check a call of this rank, agree with the others on it, and choose how it runs.
 
@@ -189,7 +187,7 @@ def resolve_sharded(
     what, settings, group, arrays
         As for `agree`.
     extra : callable
-        Checks what else the caller brings, given this rank's request; returns what must be the
+        Checks what else the caller brings, given this rank's own call; returns what must be the
         same on all ranks.
 
     Raises
@@ -200,37 +198,37 @@ def resolve_sharded(
         For what is wrong on another rank, or differs from rank to rank.
     """
     asked = settings.of_call
-    found: list[tuple[Request, dict[str, Any]]] = []
+    found: list[tuple[Description, dict[str, Any]]] = []
 
     def facts() -> dict[str, Any]:
-        request = _own_request(settings, group, arrays)
+        own_call = _own_call(settings, group, arrays)
         packed = _offsets(arrays)
-        found.append((request, packed))
-        call = request.call
+        found.append((own_call, packed))
+        call = own_call.call
         same = {
             "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
-            "head_dim": call.head_dim, "dtype": call.dtype, "variant": request.variant.name,
+            "head_dim": call.head_dim, "dtype": call.dtype, "variant": own_call.variant.name,
             "method": settings.method, "ulysses": settings.ulysses,
             "partition": _named(settings.partition),
             "layout": asked.layout, "scale": call.scale, "softcap": call.softcap,
             **{name: str(value) for name, value in asked.places.items()},
             **{n: str(getattr(asked, n)) for n in ("quant", "tiles", "arch", "accuracy")},
             **{n: _digest(packed[n].tolist()) for n in SEQUENCES if packed},
-            "return_lse": asked.return_lse, **extra(request),
+            "return_lse": asked.return_lse, **extra(own_call),
         }  # fmt: skip
-        own = {"len_q": int(request.q.shape[2]), "len_kv": int(request.k.shape[2])}
+        own = {"len_q": int(own_call.q.shape[2]), "len_kv": int(own_call.k.shape[2])}
         return {"same": same, "own": own}
 
     agreed = group.agree(what, facts)
     said = [of_rank["own"] for of_rank in agreed]
-    ((request, packed),) = found
+    ((described, packed),) = found
     rows_q, rows_kv = _partitions(settings.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
-    call = checks.with_lengths(request.call, rows_q.length, rows_kv.length, **asked.places)
-    int8 = request.variant.family == "int8"
-    obstacle = _obstacle(request, packed, spans, rows_q == rows_kv) if int8 else ""
+    call = checks.with_lengths(described.call, rows_q.length, rows_kv.length, **asked.places)
+    int8 = described.variant.family == "int8"
+    obstacle = _obstacle(described, packed, spans, rows_q == rows_kv) if int8 else ""
     mesh = choose_mesh(
-        settings.method, settings.ulysses, call, request.variant.name, group.hosts,
+        settings.method, settings.ulysses, call, described.variant.name, group.hosts,
         balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
     )  # fmt: skip
     if mesh.ring > 1 and obstacle:
@@ -238,18 +236,22 @@ def resolve_sharded(
             f"a ring of fa_int8, round which codes go, takes no {obstacle}: use method='ulysses'"
         )
     own = asked._replace(
-        variant=request.variant.name, accuracy="full", quant=request.settings.quant, layout="BHSD",
-        return_lse=True, max_len_q=packed.get("max_len_q"), max_len_k=packed.get("max_len_k"),
+        variant=described.variant.name, accuracy="full", quant=described.settings.quant,
+        layout="BHSD", return_lse=True, max_len_q=packed.get("max_len_q"),
+        max_len_k=packed.get("max_len_k"),
     )  # fmt: skip
     offsets = {name: packed[name] for name in SEQUENCES if packed}
     calls = Calls(own, offsets)
     return ShardedCall(
-        group, mesh, rows_q, rows_kv, spans, request, calls, _digest(agreed),
+        group, mesh, rows_q, rows_kv, spans, described, calls, _digest(agreed),
     )  # fmt: skip
 
 
-def _own_request(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Request:
-    """Resolve this rank's arrays as if they were all."""
+def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Description:
+    """Check this rank's arrays as if they were all.
+
+    Nothing is resolved: what runs are calls of other rows and heads, after ranks have exchanged.
+    """
     method, ulysses, asked = settings.method, settings.ulysses, settings.of_call
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
@@ -264,13 +266,13 @@ def _own_request(settings: ShardedSettings, group: Group, arrays: Mapping[str, A
         asked = asked._replace(layout="BSHD")
         taken = {name: interchange.take(name, array) for name, array in own.items()}
         own = {name: one_entry(name, array) for name, (array, _) in taken.items()}
-    request: Request = problem_of(ATTENTION, asked, own)
-    kind = array_namespace(request.q).__name__
+    described = describe_call(asked, own)
+    kind = array_namespace(described.q).__name__
     if kind != group.namespace:
         raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")
     if packed:
-        request = replace(request, as_given=taken["q"][1])
-    return request
+        described = replace(described, as_given=taken["q"][1])
+    return described
 
 
 def _is_packed(arrays: Mapping[str, Any]) -> bool:
@@ -357,13 +359,13 @@ def _digest(numbers: Any) -> str:
 
 
 def _obstacle(
-    request: Request, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
+    described: Description, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
 ) -> str:
     """Say what a ring of codes does not take of a call: what would cut them; empty where nothing.
 
     `alike` says whether ranks have the same rows as keys.
     """
-    quant = request.settings.quant
+    quant = described.settings.quant
     if packed:
         return "packed sequences"
     if quant is not None and quant.fused:

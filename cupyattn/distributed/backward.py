@@ -20,8 +20,7 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.ops.backward import check_offered
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.request import Request
-from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.resolve import Description, to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
@@ -180,31 +179,32 @@ def _run(
     """Agree with the other ranks and compute."""
     taken: list[Any] = []
 
-    def extra(request: Request) -> dict[str, Any]:
+    def extra(described: Description) -> dict[str, Any]:
         check_offered(arrays["q"], None)
-        taken.extend(_take(request, arrays))
+        taken.extend(_take(described, arrays))
         return {"deterministic": bool(deterministic)}
 
     call = resolve_sharded(what, settings, group, arrays, extra)
-    request, (of_out, out, lse) = call.request, taken
-    given = of_out, request.q, request.k, request.v, out, lse
-    with group.failing_together(what), memory.on_device_of(request.q):
-        operands = tuple(map(array_namespace(request.q).ascontiguousarray, given))
+    own, (of_out, out, lse) = call.described, taken
+    given = of_out, own.q, own.k, own.v, out, lse
+    with group.failing_together(what), memory.on_device_of(own.q):
+        operands = tuple(map(array_namespace(own.q).ascontiguousarray, given))
         found = _compute(call, operands, bool(deterministic))
         group.finish()
     return Gradients(*map(call.restore, found))
 
 
-def _take(request: Request, arrays: Mapping[str, Any]) -> list[Any]:
+def _take(described: Description, arrays: Mapping[str, Any]) -> list[Any]:
     """Return d_out, out and lse in layout BHSD, checked against q."""
     found = {n: interchange.take(n, arrays[n])[0] for n in ("d_out", "out", "lse")}
-    array_namespace(request.q, *found.values())
+    q = described.q
+    array_namespace(q, *found.values())
     if "cu_seqlens_q" in arrays:
         found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
-    layout = request.settings.layout
+    layout = described.settings.layout
     found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}
-    checks.check_backward(**found, q=request.q, k=request.k, v=request.v)
-    interchange.check_one_device(q=request.q, **found)
+    checks.check_backward(**found, q=q, k=described.k, v=described.v)
+    interchange.check_one_device(q=q, **found)
     return list(found.values())
 
 

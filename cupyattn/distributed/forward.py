@@ -33,7 +33,7 @@ def compute(call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool) -> tupl
     if call.mesh.ulysses == 1:
         return _of_heads(call, q, k, v)
     xp = array_namespace(q)
-    o = xp.empty(q.shape, STORAGE[call.request.call.dtype])
+    o = xp.empty(q.shape, STORAGE[call.described.call.dtype])
     lse = xp.full(q.shape[:3], NEG_INF, np.float32)
     wanted = (o, lse) if return_lse else (o,)
     by_step(
@@ -72,7 +72,7 @@ def by_step(
     """
     rows, keys = call.neighbours
     of_kind = {"q": rows, "kv": keys}
-    sizes = call.request.call.heads, call.request.call.heads_kv
+    sizes = call.described.call.heads, call.described.call.heads_kv
     heads_of_ranks = shares_of_heads(*sizes, call.mesh.ulysses)
     steps = [list(step) for step in zip(*heads_of_ranks, strict=True)]
     own = call.mesh.neighbours(call.group.rank).index(call.group.rank)
@@ -130,8 +130,8 @@ def _of_heads(call: ShardedCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     # NOTE: without heads, too: all ranks exchange equally often.
     if call.mesh.ring == 1:
         return call.calls.whole(q, k, v)
-    backend = call.request.backend
-    if call.request.variant.family == "int8":
+    backend = call.described.backend
+    if call.described.variant.family == "int8":
         codes = TravellingCodes(call, q, k, v)
         coming = circulate(call.group, call.circle, codes.own, codes.forms)
         return attend(q, coming, codes.results_of, backend)

@@ -12,6 +12,8 @@ import contextlib
 import ctypes
 import math
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
@@ -45,6 +47,8 @@ _STATUS = (
     (BaseException, 13),  # INTERNAL
 )
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+#: Seconds without a call after which a process that ends takes no other to be on its way.
+QUIET = 0.1
 
 
 class _Version(Structure):
@@ -134,6 +138,9 @@ _StreamGet = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments))
 
 #: Handlers that XLA may call until the process ends.
 _kept: list[Any] = []
+#: Threads that are in a handler, and when each left the last one.
+_inside: dict[int, bool] = {}
+_left: dict[int, float] = {}
 
 
 def spoken_version(include: str | PathLike[str]) -> tuple[int, int]:
@@ -191,6 +198,8 @@ def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any
         if frame.extension and frame.extension.contents.type == _METADATA:
             _tell(frame.extension.contents.metadata.contents, version)
             return None
+        inside = threading.get_ident()
+        _inside[inside] = True
         try:
             around = _xla_stream(frame) if on_device else contextlib.nullcontext()
             with around:
@@ -199,11 +208,25 @@ def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any
                 target(operands, results, _attributes(frame.attributes))
         except BaseException as error:  # noqa: BLE001 - none may pass through XLA's frames
             return _error(frame.api.contents, error)
+        finally:
+            del _inside[inside]
+            _left[inside] = time.monotonic()
         return None
 
     function = _Handler(call)
     _kept.append(function)
     return function
+
+
+def wait_for_calls() -> None:
+    """Return once no handler has run for `QUIET` seconds.
+
+    For the end of a process: a thread of XLA that comes to Python while Python ends is stopped
+    there, and XLA waits for it forever.
+    """
+    began = time.monotonic()
+    while _inside or time.monotonic() - max(began, *_left.copy().values(), 0.0) < QUIET:
+        time.sleep(QUIET / 20)
 
 
 def _tell(metadata: Any, version: tuple[int, int]) -> None:

@@ -62,8 +62,8 @@ def check_shapes(
 GROUP_ALL = 2**30
 
 
-def check_value_group(group: int, tiles: Tiles) -> None:
-    """Raise UnsupportedError unless a tile of keys has one scale for each channel of V.
+def several_value_scales(group: int, tiles: Tiles) -> str:
+    """Return why a tile of keys must have one scale for each channel of V; "" where it has.
 
     Parameters
     ----------
@@ -72,11 +72,12 @@ def check_value_group(group: int, tiles: Tiles) -> None:
     tiles : Tiles
         Of the attention kernel.
     """
-    if group != GROUP_ALL and group % tiles.block_kv:
-        raise UnsupportedError(
-            f"a tile of {tiles.block_kv} keys would meet several scales of V, which change every "
-            f"{group} keys: quantise V for these tiles, or per channel"
-        )
+    if group == GROUP_ALL or group % tiles.block_kv == 0:
+        return ""
+    return (
+        f"a tile of {tiles.block_kv} keys would meet several scales of V, which change every "
+        f"{group} keys: quantise V for these tiles, or per channel"
+    )
 
 
 def check_length(name: str, length: Any) -> int:

@@ -28,7 +28,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.resolve import Description, describe_call, to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings, parse
@@ -314,7 +314,7 @@ def _known(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Known | Non
     back take tables of their own."""
     if "rope" in arrays:
         return None
-    forward = {name: a for name, a in arrays.items() if name not in ("d_out", "out", "lse")}
+    forward, _ = _parted(arrays)
     known = known_call(settings.of_call, forward)
     if known is None:
         return None
@@ -331,14 +331,8 @@ class _Backward:
 
     def resolve(self, settings: BackwardSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check the forward pass, and d_out, out and lse against it."""
-        received = {name: arrays[name] for name in ("d_out", "out", "lse")}
-        forward = {name: a for name, a in arrays.items() if name not in received}
+        forward, received = _parted(arrays)
         request: Request = problem_of(ATTENTION, settings.of_call, forward)
-        if request.call.padded is not None:
-            raise UnsupportedError(
-                "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
-                "entries for attention_varlen_backward"
-            )
         taken = _take(request, received)
         rope, block_mask = _rope_of(request), request.block_mask
         operands = {name: array for name, array in taken.items() if name != "out"}
@@ -416,14 +410,42 @@ BACKWARD = _Backward()
 _SIN_BACK = "rope_sin_back"
 
 
+def check_backward_call(settings: BackwardSettings, arrays: Mapping[str, Any]) -> None:
+    """Check a backward pass by shapes, types and options, without resolving it: JAX traces those.
+
+    Parameters
+    ----------
+    settings, arrays
+        As `parse_backward` returns them.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
+    """
+    forward, received = _parted(arrays)
+    _take(describe_call(settings.of_call, forward), received)
+
+
+def _parted(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of the forward pass, and those that come to the backward pass."""
+    received = {name: arrays[name] for name in ("d_out", "out", "lse")}
+    return {name: a for name, a in arrays.items() if name not in received}, received
+
+
 def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
     """Return the shape of the gradient of an operand of layout BHSD: the caller's."""
     shape = tuple(x.shape if turned else to_bhsd(x, layout).shape)
     return shape[1:] if packed and not turned else shape
 
 
-def _take(request: Request, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _take(request: Request | Description, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operands by name, d_out, out and lse checked against q; layout BHSD."""
+    if request.call.padded is not None:
+        raise UnsupportedError(
+            "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
+            "entries for attention_varlen_backward"
+        )
     layout, q, packed = request.settings.layout, request.q, request.call.packed is not None
     taken = {name: interchange.take(name, array)[0] for name, array in arrays.items()}
     array_namespace(q, *taken.values())
@@ -503,6 +525,35 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
+def parse_backward(
+    function: str, received: tuple[Any, Any, Any], q: Any, k: Any, v: Any,
+    options: Mapping[str, Any],
+) -> tuple[BackwardSettings, dict[str, Any]]:  # fmt: skip
+    """Tell settings and arrays of a backward pass apart.
+
+    Parameters
+    ----------
+    function : str
+        Whose arguments they are, for messages.
+    received : (array, array, array)
+        d_out, out and lse, as for `attention_backward`.
+    q, k, v : array
+    options : mapping
+        Its other arguments, or those of `attention_varlen_backward`.
+
+    Raises
+    ------
+    TypeError, UnsupportedError
+        For an argument that there is not, and for what is not offered.
+    """
+    options = {"variant": "fa_tc", "return_lse": True, **options}
+    deterministic = options.pop("deterministic", None)
+    settings, arrays = parse(function, q, k, v, options)
+    check_offered(q, arrays.get("qk_norm"), deterministic)
+    arrays |= zip(("d_out", "out", "lse"), received, strict=True)
+    return BackwardSettings(settings, deterministic), arrays
+
+
 def resolved_backward(
     function: str, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     options: Mapping[str, Any],
@@ -515,14 +566,9 @@ def resolved_backward(
         Whose arguments they are, for messages.
     d_out, q, k, v, out, lse
         As for `attention_backward`.
-    options : mapping
-        Its other arguments, or those of `attention_varlen_backward`.
+    options
+        As for `parse_backward`.
     """
-    options = dict(options)
-    deterministic = options.pop("deterministic", None)
-    check_offered(q, options.pop("qk_norm", None), deterministic)
-    options = {"variant": "fa_tc", "return_lse": True, **options}
-    settings, arrays = parse(function, q, k, v, options)
-    named = {**arrays, "d_out": d_out, "out": out, "lse": lse}
-    problem: Problem = problem_of(BACKWARD, BackwardSettings(settings, deterministic), named)
+    settings, arrays = parse_backward(function, (d_out, out, lse), q, k, v, options)
+    problem: Problem = problem_of(BACKWARD, settings, arrays)
     return problem

@@ -125,8 +125,8 @@ def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[st
     >>> ca.testing.judge(o, q, q, q, variant="fa_tc", **form).passed
     True
     """
-    plan = plans(resolved(q, k, v, function="kernel_form", **options))[-1]
-    return {"form": plan.form, "tiles": plan.tiles}
+    kernel = resolved(q, k, v, function="kernel_form", **options).kernel
+    return {"form": kernel.form, "tiles": kernel.tiles}
 
 
 @points_to_our_names

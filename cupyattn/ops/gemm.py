@@ -57,7 +57,8 @@ def int8_gemm(
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
 
     With a gated linear unit, such as ``activation="swiglu"``, b has two halves of rows: first those
-    of the gate g, then u. The result is ``silu(a g^T + bias_g) (a u^T + bias_u)``.
+    of the gate g, then u; with ``"swiglu_gate_last"`` first u, then g. The result is
+    ``silu(a g^T + bias_g) (a u^T + bias_u)``.
     With `residual` and `gate`: ``residual + gate activation(a b^T + bias)``.
 
     Parameters
@@ -74,7 +75,8 @@ def int8_gemm(
     bias : array, (n,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
         `cupyattn.reference.gemm.activate` defines them. With the last three, gated linear units,
-        the result has n / 2 columns, as have `residual`, `gate` and `out`.
+        and with ``"_gate_last"`` behind these names, the result has n / 2 columns, as have
+        `residual`, `gate` and `out`.
     outliers : (array, array), optional
         (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
         quantised. They go with scales of blocks.
@@ -181,7 +183,6 @@ class _Gemm:
 
     def resolve(self, settings: GemmSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check the operands, and settle form and tiles."""
-        check_arch(settings.arch)
         a, as_given = take("a", arrays["a"])
         others = {name: array for name, array in arrays.items() if name not in ("a", "c")}
         operands = {"a": a} | {name: take(name, array)[0] for name, array in others.items()}
@@ -189,7 +190,7 @@ class _Gemm:
         array_namespace(*operands.values(), *([] if out is None else [out]))
         check_one_device(**operands, out=out)
         backend, tiles = choose(settings.backend, a), settings.tiles
-        _check(operands, settings.out_dtype, settings.activation)
+        check_product(settings, operands)
         columns = columns_of(b.shape[0], settings.activation)
         shape = (*a.shape[:-1], columns)
         if out is not None:
@@ -271,7 +272,7 @@ class _Gemm:
 GEMM = _Gemm()
 
 
-def _check_sum(operands: dict[str, Array], out_dtype: str, n: int) -> None:
+def _check_sum(operands: Mapping[str, Array], out_dtype: str, n: int) -> None:
     """Raise unless what a product is added to, and its factors, fit the result."""
     rows = math.prod(operands["a"].shape[:-1])
     if "gate" in operands and "residual" not in operands:
@@ -312,9 +313,23 @@ def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[st
         raise ValueError(f"out must lie in C order, got strides {out.strides} of {shape}")
 
 
-def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
-    """Raise unless the operands of a product fit together."""
-    check_out_dtype(out_dtype)
+def check_product(settings: GemmSettings, operands: Mapping[str, Array]) -> None:
+    """Raise unless the operands of a product fit together, by shapes and types.
+
+    Parameters
+    ----------
+    settings : GemmSettings
+    operands : mapping of str to array
+        By the buffers of the plan.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `int8_gemm` says.
+    """
+    check_arch(settings.arch)
+    check_out_dtype(settings.out_dtype)
+    activation = settings.activation
     a, b = operands["a"], operands["b"]
     for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
                         ("b_scales", "float32")):  # fmt: skip
@@ -326,7 +341,7 @@ def _check(operands: dict[str, Array], out_dtype: str, activation: str) -> None:
             f"{tuple(a.shape)} and b.shape={tuple(b.shape)}"
         )
     check_activation(activation, b.shape[0])
-    _check_sum(operands, out_dtype, columns_of(b.shape[0], activation))
+    _check_sum(operands, settings.out_dtype, columns_of(b.shape[0], activation))
     strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
     per_row = 1 if strategy == "channel" else -(-a.shape[-1] // BLOCK_SIZE)
     expected = {

@@ -43,8 +43,9 @@ class Int8Linear:
         Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : array, (out,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
-        The last three are gated linear units: W has the rows of the gate, then as many others, and
-        the result ``out / 2`` columns.
+        The last three are gated linear units: W has the rows of the gate, then as many others. With
+        ``"_gate_last"`` behind these names the gate's rows come second, as in diffusers. The result
+        has ``out / 2`` columns.
     outlier_columns : sequence of int
         Columns of x, each once, that are not quantised but multiplied in 16 bits; what `codes` has
         of them is multiplied by zeros.

@@ -28,7 +28,7 @@ from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import Part, check_value_tiles, operand_parts, plan_quantize
+from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
@@ -36,6 +36,7 @@ from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
+from cupyattn.problem.support import value_tiles_support
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.queries import quantise_with
@@ -383,7 +384,7 @@ def _tiles_of(
     arch = arch or own_arch(backend, q)
     if tiles is None:
         tiles = scale_tiles(ladder.lookup("fa_int8"), q.shape[3], quant, arch)
-    check_value_tiles(quant, tiles, arch)
+    value_tiles_support(quant, tiles, arch).check()
     return tiles
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import tile_pieces
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX
+from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import Launch, TensorMap, Workspace
 from cupyattn.plans.structs import (
@@ -23,6 +22,8 @@ from cupyattn.plans.structs import (
     SCHEDULE_PARAMS,  # fmt: skip
 )
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.kernel_module import widest
+from cupyattn.problem.support import grid_support
 
 LOG2E = math.log2(math.e)
 
@@ -32,50 +33,15 @@ HOPPER_STORE_ROWS = 16
 _CLEARED = Tiles(block_q=64, block_kv=1, num_warps=4)
 
 
-def module_spec(
-    variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
-) -> ModuleSpec:
-    """Return what to compile for a variant with these features and tiles."""
-    defines = {**tiles.defines(), **features.defines()}
-    return ModuleSpec(variant.forms[form].source, tuple(sorted(defines.items())))
-
-
 def entry_of(variant: Variant, form: str) -> str:
     """Return the name of a form's kernel in its source."""
     return variant.entry_point if variant.source else variant.forms[form].entry_point
 
 
-def _named(variant: Variant, form: str, note: str = "") -> str:
-    """Return a kernel's name for a message, with the reason where its form is not the Hopper one.
-
-    A `note` that gives such a reason begins with ``"portable form: "``.
-    """
-    return f"{variant.name} ({note if note.startswith('portable form') else form})"
-
-
-def widest(*operands: Operand) -> int:
-    """Return how many elements an access may have that all of the operands allow."""
-    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
-
-
-def check_grid(what: str, *counts: int, limit: int = INT32_MAX) -> int:
+def check_grid(what: str, *counts: int) -> int:
     """Return the product of `counts`, how many blocks there are; UnsupportedError past a limit."""
-    blocks = math.prod(counts)
-    if blocks > limit:
-        raise UnsupportedError(
-            f"{what} takes {blocks} blocks, more than {limit}: split the call over batch or heads"
-        )
-    return blocks
-
-
-def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
-    """Return what kernels of a call are compiled for; `quantised` names fields of `Features`."""
-    return Features(
-        call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
-        softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
-        rope=call.rope, varlen=call.packed is not None, padded=call.padded is not None,
-        stacked=call.stack > 0, **quantised,
-    )  # fmt: skip
+    grid_support(what, *counts).check()
+    return math.prod(counts)
 
 
 def attn_params(
@@ -130,8 +96,6 @@ def _persistent(
 
     Boxes are buffer, dtype, operand and rows of what the copy engine moves.
     """
-    # NOTE: every block goes on to a tile past the last, whose number is an int as well.
-    check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
     uneven = (call.causal and not call.stack) or call.window
     uneven = uneven or call.own_lengths is not None or call.block_mask != (0, 0)
     uneven = uneven or bool(features.mask_kind) or features.bias_kind == "dense"

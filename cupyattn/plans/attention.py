@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
@@ -15,22 +14,18 @@ from cupyattn.kernels.features import Features
 from cupyattn.plans.assemble import (
     HOPPER_STORE_ROWS,
     _merge_pieces,
-    _named,
     _persistent,
     attn_params,
     check_grid,
     clear_padding,
     entry_of,
-    features_of,
-    module_spec,
-    widest,
 )
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.scored import ScorePlan, plan_scores, score_features
+from cupyattn.plans.scored import ScorePlan, plan_scores
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS
 from cupyattn.plans.unfused import plan_unfused
-from cupyattn.problem import stacking
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.kernel_module import kernel_features, launched_operands, module_spec
 from cupyattn.problem.operands import Operands
 
 
@@ -41,7 +36,8 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        With codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
+        One that takes the operands: `cupyattn.problem.kernel_support.kernel_support` says so. With
+        codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
     operands : Operands
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
         ``"mask"``, ``"bias"`` and ``"kept_blocks"`` where the call has them; with rope also
@@ -57,7 +53,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Raises
     ------
     UnsupportedError
-        For a dtype or size that the variant does not take.
+        For a dtype that the variant does not take, and where a pass has too many blocks.
     """
     variant, form, tiles, call = kernel.variant, kernel.form, kernel.tiles, kernel.launched
     variant.check_dtype(call.dtype)
@@ -65,26 +61,18 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
         raise UnsupportedError(
             f"{variant.name} takes operands that are turned already: run plan_rotation on q and k"
         )
-    if kernel.stacks:
-        operands = stacking.stacked_operands(kernel.call, operands)
-    if kernel.codes is not None:
-        kernel.codes.check_fused(tiles)
-    q, k, v, o = operands.rows.values()
-    added_features = {} if kernel.codes is None else kernel.codes.features
-    if kernel.row.on_hopper:
-        added_features |= score_features(call, operands)
-    features = features_of(call, widest(q, k, v, o), **added_features)
+    features = kernel_features(kernel, operands)
     spec = module_spec(variant, features, tiles, form)
+    operands = launched_operands(kernel, operands)
+    q, k, v, o = operands.rows.values()
     params = attn_params(call, *operands)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=kernel.note)
-    if not kernel.own_tiles or variant.source is not None:
-        check_tiles(spec, tiles, _named(variant, form, kernel.note))
     if kernel.row.takes.few_rows:
         return _plan_split(kernel, features, spec, params)
     if variant.family == "unfused":
         return plan_unfused(kernel, features, spec, params, clear_padding(call, o, params))
-    grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
+    grid = math.prod(kernel.blocks["attention"])
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
@@ -112,8 +100,7 @@ def _plan_split(
     """Plan the slices of the keys and what brings them together."""
     variant, call, tiles, cut = kernel.variant, kernel.call, kernel.tiles, kernel.cut
     rows = splits.shared_rows(call.heads, call.heads_kv, call.len_q)
-    reads, own = -(-rows // tiles.block_q), splits.MERGE_TILES
-    grid = check_grid(variant.name, reads, cut.parts, call.batch * call.heads_kv)
+    own, grid = splits.MERGE_TILES, math.prod(kernel.blocks["attention"])
     structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, cut.params(rows)))
     entry = entry_of(variant, kernel.form)
     launches = [Launch(spec, entry, grid, tiles.num_threads, True, structs)]

@@ -7,26 +7,22 @@ import math
 from typing import Any
 
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler.contracts import check_tiles
 from cupyattn.plans.assemble import (
     HOPPER_STORE_ROWS,
     LOG2E,
     _merge_pieces,
-    _named,
     _persistent,
     attn_params,
-    check_grid,
     clear_padding,
     entry_of,
-    features_of,
-    module_spec,
 )
 from cupyattn.plans.codes import Scales, value_box, value_params
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.scored import ScorePlan, plan_scores, score_features
+from cupyattn.plans.scored import ScorePlan, plan_scores
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, VALUE_PARAMS
 from cupyattn.problem import support
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.kernel_module import kernel_features, module_spec
 from cupyattn.problem.operands import Codes, Operands
 
 #: Of Hopper forms that make codes of Q by themselves: how many rows may share a scale, and the
@@ -41,7 +37,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        With codes.
+        With codes; as for `cupyattn.plans.attention.plan_attention`.
     operands : Operands
         Codes of Q and K, the buffers ``"q_codes"`` and ``"k_codes"``; v is 16-bit, or the buffer
         ``"v_codes"`` where the codes have `Codes.values`. The others are those of
@@ -59,8 +55,6 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     ------
     TypeError
         For a kernel without codes.
-    UnsupportedError
-        Where scales of V change within a tile.
     """
     variant, call, form, tiles = kernel.variant, kernel.call, kernel.form, kernel.tiles
     codes = kernel.codes
@@ -68,20 +62,11 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
         raise TypeError("plan_int8 takes a kernel that was settled with codes=...")
     values = codes.values
     q_codes, k_codes, v, o = operands.rows.values()
-    rows = (o,) if values else (v, o)  # codes of V are read by channel, not by row
-    vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, *rows))
     numbers = _numbers(kernel, codes, scales)
-    if values is not None:
-        values.check(v, tiles)
-    added_features = score_features(call, operands) if kernel.row.on_hopper else {}
-    features = features_of(
-        call, vec, quantize_q=numbers is not None, **codes.features, **added_features
-    )
+    features = kernel_features(kernel, operands, quantize_q=numbers is not None)
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=kernel.note)
-    if not kernel.own_tiles:
-        check_tiles(spec, tiles, _named(variant, form, kernel.note))
     params = attn_params(call, *operands)
     params |= {"Q": "q_codes", "K": "k_codes"}
     quant = scales.params
@@ -94,7 +79,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     if values is not None:
         params["V"] = "v_codes"
         structs += ((VALUE_PARAMS, value_params(values)),)
-    grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
+    grid = math.prod(kernel.blocks["attention"])
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
     scores = ScorePlan()
@@ -127,9 +112,3 @@ def _numbers(kernel: Kernel, codes: Codes, scales: Scales) -> Operand | None:
     if numbers is None or not inside or numbers.itemsize != 2:
         return None
     return numbers if support.reach({"q": numbers}).supported else None
-
-
-def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, *rows: Operand) -> bool:
-    """Whether V and O move `vec` elements at a time and the codes CODE_VEC, as in fa_int8."""
-    wide = 2 * vec if vec > 1 and q_codes.shape[-1] % (2 * vec) == 0 else vec
-    return all(x.allows(vec) for x in rows) and q_codes.allows(wide) and k_codes.allows(wide)

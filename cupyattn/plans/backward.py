@@ -12,7 +12,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
+from cupyattn.plans.assemble import attn_params, check_grid, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
 from cupyattn.problem.backward_form import (
@@ -21,6 +21,7 @@ from cupyattn.problem.backward_form import (
     SUMS_DQ_IN_ORDER,
     BackwardKernel,
 )
+from cupyattn.problem.kernel_module import features_of, widest
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128

@@ -27,7 +27,7 @@ from cupyattn.problem.gemm_form import (
     tile_count,
     tiles_alone,
 )
-from cupyattn.quant.activation import ACTIVATIONS, GLU
+from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU
 from cupyattn.quant.blocks import strategy_of
 
 _log = logging.getLogger("cupyattn")
@@ -47,7 +47,8 @@ class GemmFeatures:
         Elements of C per access.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of what is added to every row; "": nothing.
-    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
+    activation : str
+        "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
     outliers : {"", "float16", "bfloat16"}
         Storage type of columns that are no codes; "": there are none.
     residual : bool
@@ -84,6 +85,7 @@ class GemmFeatures:
             "CFG_RESIDUAL": int(self.residual),
             "CFG_GATE": 1 + DTYPES.index(self.gate) if self.gate else 0,
             **({"CFG_GLU": 1 + self.straddles} if self.activation in GLU else {}),
+            **({"CFG_GATE_LAST": 1} if self.activation in GATE_LAST else {}),
         }  # fmt: skip
 
 
@@ -193,7 +195,8 @@ def plan_gemm(
         Storage type of c.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of the buffer ``"bias"``, contiguous; "": there is none.
-    activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
+    activation : str
+        "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
     outliers : OutlierOperands, optional
     blocks : int, optional
         Of the Hopper form, that a device runs at a time: `cupyattn.kernels.limits.HOPPER_BLOCKS`

@@ -534,13 +534,3 @@ class _Work:
             "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
             "places": f"{name}_places" if part.gathered else None, "summed": summed,
         }  # fmt: skip
-
-
-def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:
-    """Raise ValueError unless 8-bit values, where asked for, take tiles of these sizes."""
-    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
-    if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128) and not hopper:
-        raise ValueError(
-            f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
-            f"keys, got {tiles.block_kv}"
-        )

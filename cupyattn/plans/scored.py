@@ -25,27 +25,6 @@ KEYS_THREADS, MASK_GROUP = 1024, 16
 WARP = 32
 
 
-def score_features(call: AttentionSpec, operands: Operands) -> dict[str, Any]:
-    """Return the fields of `Features` that a Hopper form has for softcap, bias and mask."""
-    if not (call.softcap or call.mask or call.bias):
-        return {}
-    return {
-        "scored": True,
-        "mask_kind": _kind(operands.mask, "rows"),
-        "bias_kind": _kind(operands.bias, "dense"),
-    }
-
-
-def _kind(x: Operand | None, whole: str) -> str:
-    """Return of what kind a mask or bias is: `whole`, or what it is the same for all others of."""
-    if x is None:
-        return ""
-    _, _, by_row, by_key = x.steps
-    if whole == "dense" and by_key == 0:
-        return "rows"
-    return "keys" if by_row == 0 else whole
-
-
 @dataclass(frozen=True)
 class ScorePlan:
     """What softcap, bias and mask add to a plan.

@@ -8,7 +8,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.plans import attention, attention_int8
 from cupyattn.plans.codes import Scales, ZeroPoints
 from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
-from cupyattn.plans.quantize import Part, check_value_tiles, operand_parts, plan_quantize
+from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.plans.unpack import plan_unpack
 from cupyattn.problem.call import AttentionSpec
@@ -79,7 +79,6 @@ def _quantising_stages(request: Request) -> Work:
     quant, tiles, call = request.quant, request.scale_tiles, request.attended
     if quant.fused:
         return Work((Stage(attention.plan_attention(request.kernel, request.places)),))
-    check_value_tiles(quant, tiles, request.architecture)
     given = request.given_places
     packed = {name: _packed(call, name) for name in given}
     lengths = call.lengths_in

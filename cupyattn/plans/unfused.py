@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
-from cupyattn.plans.assemble import attn_params, check_grid, features_of, module_spec, widest
+from cupyattn.plans.assemble import attn_params
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.kernel_module import features_of, module_spec, widest
 
 #: Kernels of the unfused rung, in order; each can be planned alone.
 UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
@@ -22,21 +23,11 @@ def _unfused_launch(
     step: str, kernel: Kernel, spec: ModuleSpec, params: Mapping[str, Any]
 ) -> tuple[Launch, ...]:
     """Return the launch of one step of the unfused rung; none where it has nothing to write."""
-    variant, call, tiles = kernel.variant, kernel.call, kernel.tiles
-    q_blocks, kv_blocks = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
-    batch_heads = call.batch * call.heads
-    grids = {
-        "scores": (kv_blocks, q_blocks, batch_heads),
-        "softmax": (-(-call.len_q // tiles.num_warps), batch_heads),
-        "weighted_sum": (q_blocks, batch_heads),
-    }
-    grid = check_grid(variant.name, *grids[step])
+    grid, threads = math.prod(kernel.blocks[step]), kernel.tiles.num_threads
     if grid == 0:
         return ()
-    entry = f"{variant.entry_point}_{step}"
-    return (
-        Launch(spec, entry, grid, tiles.num_threads, step != "softmax", ((ATTN_PARAMS, params),)),
-    )
+    entry = f"{kernel.variant.entry_point}_{step}"
+    return (Launch(spec, entry, grid, threads, step != "softmax", ((ATTN_PARAMS, params),)),)
 
 
 def plan_unfused(
@@ -81,7 +72,6 @@ def plan_unfused_step(step: str, kernel: Kernel, operands: Mapping[str, Operand]
     rows = [x for name, x in operands.items() if name in "qkvo"]
     features = features_of(kernel.call, widest(*rows) if rows else 1)
     spec = module_spec(variant, features, tiles)
-    check_tiles(spec, tiles, f"{variant.name} (portable)")
     absent = Operand((1, 1, 1, 1), (0, 0, 0, 0), 1, 0)
     q, k, v, o = (operands.get(name, absent) for name in "qkvo")
     of_scores = (operands.get(name) for name in ("mask", "bias", "kept_blocks"))

@@ -73,6 +73,23 @@ class Kernel:
         return stacking.stacked_call(self.call) if self.stacks else self.call
 
     @property
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        """Thread blocks of each kernel, as factors: of the steps of the unfused rung, or of one."""
+        call, tiles = self.launched, self.tiles
+        q_blocks, heads = -(-call.len_q // tiles.block_q), call.batch * call.heads
+        if self.variant.family == "unfused":
+            return {
+                "scores": (-(-call.len_kv // tiles.block_kv), q_blocks, heads),
+                "softmax": (-(-call.len_q // tiles.num_warps), heads),
+                "weighted_sum": (q_blocks, heads),
+            }
+        if self.row.takes.few_rows:
+            rows = splits.shared_rows(call.heads, call.heads_kv, call.len_q)
+            reads = -(-rows // tiles.block_q)
+            return {"attention": (reads, self.cut.parts, call.batch * call.heads_kv)}
+        return {"attention": (q_blocks, heads)}
+
+    @property
     def cut(self) -> splits.Splits:
         """The slices of the keys, of the split form."""
         call = self.call
@@ -226,9 +243,12 @@ def settle_request(request: Request) -> Kernel:
     if z is not None:
         codes = Codes.of(z)
     elif request.variant.family == "int8":
+        quant, made_for = request.quant, request.scale_tiles
+        if not quant.fused:
+            support.value_tiles_support(quant, made_for, request.architecture).check()
         codes = _made_codes(request)
         if codes.fused:
-            tiles, arch = request.scale_tiles, None
+            tiles, arch = made_for, None
     return settle(
         request.variant, request.attended, request.places, codes=codes, tiles=tiles, arch=arch
     )

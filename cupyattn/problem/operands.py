@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.operand import Operand
-from cupyattn.kernels.limits import GROUP_ALL, check_value_group
-from cupyattn.kernels.tiles import Tiles
+from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.quant.operand_protocol import Quantized
 
 
@@ -65,15 +64,6 @@ class ValueCodes:
     smoothed: bool
     zero_points: bool = False
 
-    def check(self, v_codes: Operand, tiles: Tiles) -> None:
-        """Raise unless the kernel can read them in tiles of this size."""
-        check_value_group(self.group, tiles)
-        if 0 not in v_codes.shape and not v_codes.allows(16):
-            raise ValueError(
-                "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
-                f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
-            )
-
 
 @dataclass(frozen=True)
 class Codes:
@@ -126,12 +116,3 @@ class Codes:
         if self.values.p_type == "e4m3":
             return "fp8"
         return "int8" if self.values.group == GROUP_ALL else "int8 by group"
-
-    def check_fused(self, tiles: Tiles) -> None:
-        """Raise ValueError unless the kernel can make them itself in tiles of this size."""
-        whole = not tiles.block_q % self.group_q and not tiles.block_kv % self.group_kv
-        if tiles.num_stages != 1 or not whole:
-            raise ValueError(
-                f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
-                f"whole groups of {self.group_q} rows and {self.group_kv} keys, got {tiles}"
-            )

@@ -20,6 +20,7 @@ from cupyattn.problem.form import (
     scale_tiles,
     settle_request,
 )
+from cupyattn.problem.kernel_support import kernel_support
 from cupyattn.problem.operands import Operands
 from cupyattn.problem.problem import Result
 from cupyattn.problem.row_preparation import Preparation
@@ -239,5 +240,10 @@ class Request:
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        """The attention kernel, settled when it is first asked for: the last plan is its."""
-        return settle_request(self)
+        """The attention kernel, settled when it is first asked for: the last plan is its.
+
+        ValueError or UnsupportedError, with the reason, if it does not take the call.
+        """
+        kernel = settle_request(self)
+        kernel_support(kernel, self.places).check()
+        return kernel

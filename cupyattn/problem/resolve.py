@@ -1,9 +1,13 @@
-"""From what a caller asks for to a `Request`: checked, and settled against the arrays."""
+"""From what a caller asks for to a `Request`: checked, and settled against the arrays.
+
+Some calls are refused before there is anything to run: JAX traces shapes, and ranks agree on a call
+whose rows lie elsewhere. For them `describe_call` is the part of `resolve` that reads no values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from cupyattn.compiler.architectures import (
 )
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
+from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.block_mask import BlockMask
@@ -36,6 +41,33 @@ from cupyattn.quant.static_scales import check_packed_quant, static_scales
 
 _AUTO = ("auto",)
 _NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
+
+
+@dataclass(frozen=True)
+class Description:
+    """A call of arrays that was checked by shapes, types and options, and the rung that takes it.
+
+    Parameters
+    ----------
+    settings, variant, why, call, backend, q, k, v, mask, bias, preparation, as_given
+        As for `Request`.
+    of_entries : mapping of str to array
+        Where packed sequences lie, or how long padded entries are, by the names of a request.
+    """
+
+    settings: Settings
+    variant: Variant
+    why: str
+    call: AttentionSpec
+    backend: str
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    preparation: Preparation | None
+    as_given: Callable[[Any], Any]
+    of_entries: Mapping[str, Any]
 
 
 def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
@@ -56,6 +88,23 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention` says.
     """
+    if isinstance(arrays["q"], QuantizedQKV):
+        return _resolve_quantized(settings, arrays)
+    found = describe_call(settings, arrays)
+    q, k, v, mask, bias = found.q, found.k, found.v, found.mask, found.bias
+    if settings.check_finite:
+        _check_finite((q, k, v), found.of_entries)
+    request = Request(
+        found.settings, arrays, found.variant, found.why, found.call, found.backend, q, k, v, mask,
+        bias, _kept_blocks(arrays, q), found.preparation, None,
+        _receiver(found.settings, arrays, found.call, (q, k, v, mask, bias)),
+        found.as_given, **found.of_entries,
+    )  # fmt: skip
+    return _with_given_scales(request)
+
+
+def _check_settings(settings: Settings, arrays: Mapping[str, Any]) -> None:
+    """Raise for settings that no call has."""
     check_kind(settings.tiles)
     _check_kind("quant", settings.quant, QuantConfig, "a cupyattn.QuantConfig or None")
     _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
@@ -66,8 +115,22 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         check_capability(settings.arch, E4M3_CAPABILITY)
     if settings.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
-    if isinstance(arrays["q"], QuantizedQKV):
-        return _resolve_quantized(settings, arrays)
+
+
+def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Description:
+    """Check a call of arrays by shapes, types and options, and choose the rung.
+
+    Parameters
+    ----------
+    settings, arrays
+        As for `resolve`. No value of q, k, v, mask or bias is read.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `cupyattn.attention` says.
+    """
+    _check_settings(settings, arrays)
     packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
     if not packed and (settings.max_len_q, settings.max_len_k) != (None, None):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
@@ -116,19 +179,14 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         )
     if call.own_lengths is not None and settings.quant is not None:
         check_packed_quant(settings.quant)
-    if settings.check_finite:
-        _check_finite((q, k, v), lengths)
     if call.softcap and variant.family == "int8":
         quant = replace(settings.quant or QuantConfig(), smooth_k=False)
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
-    request = Request(
-        settings, arrays, variant, why, call, target.choose(settings.backend, q), q, k, v, mask,
-        bias, _kept_blocks(arrays, q), preparation, None,
-        _receiver(settings, arrays, call, (q, k, v, mask, bias)),
-        as_given, **_offsets(sequences), **lengths,
+    return Description(
+        settings, variant, why, call, target.choose(settings.backend, q), q, k, v, mask, bias,
+        preparation, as_given, {**_offsets(sequences), **lengths},
     )  # fmt: skip
-    return _with_given_scales(request)
 
 
 def _with_given_scales(request: Request) -> Request:
@@ -169,6 +227,7 @@ def _offsets(sequences: Sequences | None) -> dict[str, Any]:
 
 
 def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request:
+    _check_settings(settings, arrays)
     quantized = arrays["q"]
     check_queries(quantized)
     if arrays["k"] is not None or arrays["v"] is not None or settings.quant is not None:

@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from cupyattn.arrays.operand import Operand
+from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
 from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.kernels.forms import OPTIONS, VALUES, Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.kernels.limits import GROUP_ALL, INT32_MAX
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
+from cupyattn.quant.config import QuantConfig
 
 #: A softcap in the units of scores, in the Hopper forms: powers of it up to the eighth stay in
 #: float32.
@@ -28,17 +30,31 @@ MOST_MASKED_BIAS = 192
 LOG2E = math.log2(math.e)
 
 
-
 class Support(NamedTuple):
-    """Whether a form takes a call, and if not, why not."""
+    """Whether a form or a kernel takes a call, and if not, why not.
+
+    Parameters
+    ----------
+    supported : bool
+    reason : str
+        Why not, in words for the caller; "" where it is supported.
+    error : type
+        What a call raises that nothing else takes.
+    """
 
     supported: bool
     reason: str = ""
+    error: type[Exception] = UnsupportedError
 
     @property
     def note(self) -> str:
         """What a plan of the portable form says about it; "" where the form takes the call."""
         return "" if self.supported else f"portable form: {self.reason}"
+
+    def check(self) -> None:
+        """Raise the error, with the reason, unless the call is taken."""
+        if not self.supported:
+            raise self.error(self.reason)
 
 
 SUPPORTED = Support(True)
@@ -253,6 +269,30 @@ def reach(operands: Mapping[str, Operand]) -> Support:
                 f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes",
             )
     return SUPPORTED
+
+
+def grid_support(what: str, *counts: int, limit: int = INT32_MAX) -> Support:
+    """Say whether a launch may have as many blocks as the product of `counts`."""
+    blocks = math.prod(counts)
+    if blocks <= limit:
+        return SUPPORTED
+    return Support(
+        False,
+        f"{what} takes {blocks} blocks, more than {limit}: split the call over batch or heads",
+    )
+
+
+def value_tiles_support(quant: QuantConfig, tiles: Tiles, arch: str | None) -> Support:
+    """Say whether codes of V, where they are asked for, can be made for tiles of these sizes."""
+    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
+    if quant.form != "pv8" or tiles.block_kv in (32, 64, 128) or hopper:
+        return SUPPORTED
+    return Support(
+        False,
+        f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
+        f"keys, got {tiles.block_kv}",
+        ValueError,
+    )
 
 
 def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 #: What may follow a product, by name: nothing, GELU by erf or by tanh, SiLU.
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "silu")
 
-#: Gated linear units (Shazeer 2020), by name: of a weight's two halves of rows the first is the
-#: gate, whose sums pass this activation and multiply those of the second.
-GLU = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+_GATE_FIRST = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
+#: Gated linear units whose gate is the second half of a weight's rows, as in diffusers.
+GATE_LAST = {f"{name}_gate_last": kind for name, kind in _GATE_FIRST.items()}
+
+#: Gated linear units (Shazeer 2020), by name: of a weight's two halves of rows one is the gate,
+#: whose sums pass this activation and multiply those of the other. It is the first half unless the
+#: name is one of `GATE_LAST`.
+GLU = _GATE_FIRST | GATE_LAST
 
 #: [L41] Largest slope of each of these; of both forms of GELU it is below 1.129.
 ACTIVATION_SLOPE = {"": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
@@ -33,6 +43,25 @@ def check_activation(activation: str, rows: int) -> None:
             f"activation={activation!r} takes a weight with an even number of rows, of which half "
             f"are the gate's, got {rows}: use {GLU[activation]!r} for a weight without a gate"
         )
+
+
+def gate_and_other(halves: Any, activation: str) -> tuple[Any, Any]:
+    """Return the gate's half of the columns of a gated linear unit, and the other half.
+
+    Parameters
+    ----------
+    halves : array, (m, 2 n)
+    activation : str
+        One of `GLU`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> [gate_and_other(np.arange(4), name)[0].tolist() for name in ("swiglu", "swiglu_gate_last")]
+    [[0, 1], [2, 3]]
+    """
+    first, second = np.split(halves, 2, axis=-1)
+    return (second, first) if activation in GATE_LAST else (first, second)
 
 
 def columns_of(rows: int, activation: str) -> int:

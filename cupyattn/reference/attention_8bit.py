@@ -11,7 +11,8 @@ import numpy as np
 
 from cupyattn.arrays.groups import merge_heads
 from cupyattn.arrays.kinds import NEG_INF
-from cupyattn.kernels.limits import check_value_group
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.limits import several_value_scales
 from cupyattn.kernels.numerics import P_CODE_ONE, Numerics, Shifts
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant.operand_protocol import Quantized
@@ -27,7 +28,8 @@ def by_tile(
 ) -> tuple[Float32, RowState]:
     """The loop of ``"pv8"``, ``"sm90_pv8_by_tile"`` and ``"sm90_fp8"``: P as codes in units of its
     tile, V as codes."""
-    check_value_group(quantized.group_v, tiles)
+    if reason := several_value_scales(quantized.group_v, tiles):
+        raise UnsupportedError(reason)
     state = RowState(scores.rows, scores.subtracts_first)
     exact_l = state.l.copy()  # the sum of the weights, for lse; l is what O is divided by
     V = cast(Float32, quantized.value_codes())[:, :, None]

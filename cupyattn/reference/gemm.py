@@ -14,7 +14,7 @@ from scipy.special import erf, expit
 
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import STORAGE, as_float64
-from cupyattn.quant.activation import GLU
+from cupyattn.quant.activation import GLU, gate_and_other
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of
 from cupyattn.reference.rounding import fma32
 
@@ -31,7 +31,7 @@ def activate(x: Float64, activation: str) -> Float64:
     activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
         ``x Φ(x)``; the same with ``tanh(sqrt(2/π) (x + 0.044715 x³))`` in place of the error
         function; ``x / (1 + exp(-x))``. Gated linear units halve the last axis: SiLU or a form of
-        GELU of the first half, times the second.
+        GELU of the first half, times the second; with ``_gate_last`` the other way round.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def activate(x: Float64, activation: str) -> Float64:
     [[1.4621]]
     """
     if activation in GLU:
-        gate, up = np.split(x, 2, axis=-1)
+        gate, up = gate_and_other(x, activation)
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(activate(gate, GLU[activation]) * up)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -108,7 +108,7 @@ def gemm_exact(
         In blocks, or of channels: `cupyattn.quant.blocks.strategy_of`.
     bias : array, (n,), optional
     activation : {"", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}
-        A gated linear unit takes a weight of 2 n rows: the gate's first.
+        A gated linear unit takes a weight of 2 n rows: the gate's first, or last by its name.
     outliers : (array, array), optional
         (m, outliers) and (n, outliers), 16-bit: further columns, which have no scales.
     residual : array, (m, n), optional
@@ -205,7 +205,7 @@ def gemm_mirror(
         if bias is not None:
             c = c + bias.astype(np.float32)  # G3
         if activation in GLU:
-            gates, c = np.split(c, 2, axis=1)
+            gates, c = gate_and_other(c, activation)
             c = activate(as_float64(gates), GLU[activation]).astype(np.float32) * c  # G4, G7
         else:
             c = activate(as_float64(c), activation).astype(np.float32)  # G4

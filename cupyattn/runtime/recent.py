@@ -64,5 +64,6 @@ class Recent:
         self._kept.clear()
 
 
-#: The calls of every operation, as `cupyattn.runtime.ready.Ready` objects.
+#: The calls of every operation, as `cupyattn.runtime.ready.Ready` objects. True stands for a call
+#: that was checked by shapes and types alone.
 CALLS = Recent(1024)

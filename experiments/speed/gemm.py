@@ -35,7 +35,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.measure import device, timing
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, choose_tiles
 from cupyattn.quant import gemm_error, gemm_exact
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 from experiments._harness import recording
 from experiments._harness.cells import rotating
 from experiments._harness.others import format_comparison
@@ -114,7 +114,9 @@ def judge(size: Size, c: Any, operands: Sequence[Any], seed: int) -> float:
     columns = columns[columns < size.n]
     a, a_scales, b, b_scales = operands
     xp = array_namespace(c)
-    some, across, down = (xp.asarray(index) for index in (rows, columns, blocks))
+    by_channel = strategy_of_weight(b.shape, b_scales.shape) == "channel"
+    down = columns if by_channel else blocks
+    some, across, down = (xp.asarray(index) for index in (rows, columns, down))
     parts = a[some], a_scales[some], b[across], b_scales[down], c[some][:, across]
     host = [on_host(x) for x in parts]
     error = np.abs(as_float64(host[4]) - gemm_exact(*host[:4]))

@@ -5,18 +5,21 @@ Varies       the layer: those of Flux, Wan 14B, Kandinsky 5 Pro, HunyuanVideo an
 Holds fixed  N(0, 1) activations and weights in BF16, bias, BF16 out; activations quantised in the
              call
 Measures     the largest error as a share of its bound, on 64 rows and 256 columns; time; the ratios
-             to cuBLAS in BF16 in the same rounds, and their geometric mean and least; of the
-             product TOP/s and the ratio to torch._int_mm, with clock and power
-Beside       torch.nn.functional.linear, torch._int_mm, and comfy-kitchen's int8_linear where it can
-             be imported (a scale for each row of x, one for the weight)
+             to the others in the same rounds, and their geometric mean and least; of the product
+             TOP/s, with clock and power; of a layer of few rows the host's time for a call
+Beside       torch.nn.functional.linear in BF16; comfy-kitchen's int8_linear, given the codes and
+             scales of channels, where it is installed (the record says why it is not there);
+             beside the product torch._int_mm
 Expect       channels 1.6 times BF16 in the geometric mean and 1.35 at least, blocks 1.25 and 1.1,
-             1.5 times comfy-kitchen; the product of channels 1,500 TOP/s, 1.6 times torch._int_mm
+             1.5 times comfy-kitchen; the product of channels 1,500 TOP/s, 1.6 times torch._int_mm;
+             15 us of the host
 Run          python -m experiments.speed.int8_layers [--only LABEL] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -30,12 +33,16 @@ from cupyattn.cli import output
 from cupyattn.measure import device, timing
 from cupyattn.quant import gemm_error, gemm_exact
 from cupyattn.quant.blocks import BLOCK_SIZE, STRATEGIES
-from experiments._harness import recording
+from experiments._harness import others_linear, recording
 from experiments._harness.cells import rotating
 from experiments._harness.others import format_comparison, geometric_mean
+from experiments._harness.others_linear import COMFY
+from experiments.speed import host_time
 from experiments.speed.gemm import Size
 
-BF16, INT_MM, COMFY = "torch BF16", "torch._int_mm", "comfy-kitchen"
+BF16, INT_MM = "torch BF16", "torch._int_mm"
+#: Those that ours are compared with, in the order of the table.
+OTHERS = (BF16, INT_MM, COMFY)
 #: Rows of C that are judged, and columns from its first and its last on.
 JUDGED_ROWS, JUDGED_COLUMNS = 64, 128
 
@@ -59,6 +66,8 @@ LAYERS = (
     Size("SD3.5 Large, feed-forward out", 4096, 2432, 9728),
 )
 PRODUCT = Size("product", 8192, 8192, 8192)
+#: A layer that the device is done with before the host has made the next call.
+SMALL = Size("Flux, attention out", 16, 3072, 3072)
 QUICK_LAYERS, QUICK_PRODUCT = (Size("small", 80, 264, 272),), Size("product", 70, 136, 256)
 
 Way = Callable[..., Any]
@@ -111,21 +120,28 @@ def layers_of(weight: Any, bias: Any) -> dict[str, Any]:
     return {s: Int8Linear.from_linear(linear, strategy=s) for s in STRATEGIES}
 
 
-def comfy_kitchen() -> Any:
-    """Return the library, None where it cannot be imported."""
-    try:
-        import comfy_kitchen
-    except ImportError:
-        return None
-    return comfy_kitchen
-
-
-def scaled_as_a_whole(weight: Any) -> tuple[Any, Any]:
-    """Return codes of a weight and the one scale that comfy-kitchen takes."""
+def ways_of(
+    x: Any, weight: Any, bias: Any, layers: Mapping[str, Any]
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """Return what runs a layer, by name, each ``way(x, weight, bias, layers)``; and why not."""
     import torch
 
-    scale = weight.abs().max().to(torch.float32) / 127
-    return (weight.to(torch.float32) / scale).round().clamp(-127, 127).to(torch.int8), scale
+    ways: dict[str, Way] = {
+        strategy: lambda x, w, b, layers, s=strategy: layers[s](x) for strategy in STRATEGIES
+    }
+    ways[BF16] = lambda x, w, b, layers: torch.nn.functional.linear(x, w, b)
+    own, reference = layers["channel"], ways[BF16](x, weight, bias, layers)
+    backend = "cuda" if x.is_cuda else "eager"
+    try:
+        comfy = others_linear.comfy_kitchen(
+            x, own.weight, own.weight_scale, bias, reference, backend
+        )
+    except ca.UnsupportedError as error:
+        return ways, {COMFY: " ".join(str(error).split())}
+    ways[COMFY] = lambda x, w, b, layers: comfy(
+        x, layers["channel"].weight, layers["channel"].weight_scale, b
+    )
+    return ways, {}
 
 
 def measure_layer(size: Size, args: argparse.Namespace) -> dict[str, Any]:
@@ -139,6 +155,7 @@ def measure_layer(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     for strategy, layer in layers.items():
         row["shares"][strategy] = judge(size, x, layer, layer(x), args.seed)
     row["ok"] = max(row["shares"].values()) <= 1
+    ways, row["refused"] = ways_of(x, weight, bias, layers)
     if not on_device or not row["ok"]:
         return row
     cache = 2 * torch.cuda.get_device_properties(0).L2_cache_size
@@ -146,23 +163,7 @@ def measure_layer(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     sets = [(x, weight, bias, layers)]
     for _ in range(copies - 1):
         sets.append((x.clone(), weight.clone(), bias, layers_of(weight, bias)))
-    ways: dict[str, Way] = {
-        strategy: lambda x, w, b, layers, s=strategy: layers[s](x) for strategy in STRATEGIES
-    }
-    ways[BF16] = lambda x, w, b, layers: torch.nn.functional.linear(x, w, b)
-    if (library := comfy_kitchen()) is not None:
-        coded = scaled_as_a_whole(weight)
-        for some in sets:
-            some[3][COMFY] = tuple(part.clone() for part in coded)
-        ways[COMFY] = lambda x, w, b, layers: library.int8_linear(
-            x, *layers[COMFY], bias=b, out_dtype=torch.bfloat16
-        )
-        try:
-            ways[COMFY](*sets[0])
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            print(f"{size.label}: {COMFY} does not run: {' '.join(str(error).split())[:160]}")
-            del ways[COMFY]
-    return row | _timed(ways, sets, size, args)
+    return row | _timed(ways, sets, args)
 
 
 def measure_product(size: Size, args: argparse.Namespace) -> dict[str, Any]:
@@ -193,13 +194,37 @@ def measure_product(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     }
     ways[INT_MM] = lambda: torch._int_mm(a, b.t())
     ways[BF16] = lambda: torch.nn.functional.linear(x, weight)
-    found = _timed(ways, [()], size, args)
+    found = _timed(ways, [()], args)
     operations = 2 * size.m * size.n * size.k
     return row | found | {"tops": {n: operations / s / 1e12 for n, s in found["seconds"].items()}}
 
 
+def measure_host(size: Size, args: argparse.Namespace) -> dict[str, Any]:
+    """Time the host alone, call after call without waiting, of a layer of few rows."""
+    import torch
+
+    on_device = not args.quick
+    x, weight, bias = draw(size, args.seed, "cuda" if on_device else "cpu")
+    given = x, weight, bias, layers_of(weight, bias)
+    ways, refused = ways_of(*given)
+    row: dict[str, Any] = asdict(size) | {"refused": refused}
+    if not on_device:
+        return row
+    calls = {name: functools.partial(way, *given) for name, way in ways.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad():
+        for call in calls.values():
+            host_time.sample(call, host_time.CALLS, torch.cuda.synchronize)
+        for _ in range(args.rounds):
+            for name, call in calls.items():
+                seconds = host_time.sample(call, host_time.CALLS, torch.cuda.synchronize)
+                samples[name].append(seconds)
+    found = {name: timing.median(some).to_list() for name, some in samples.items()}
+    return row | {"seconds": found, "samples": samples}
+
+
 def _timed(
-    ways: Mapping[str, Way], sets: Sequence[Any], size: Size, args: argparse.Namespace
+    ways: Mapping[str, Way], sets: Sequence[Any], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return times of ways that take turns, and how many times as fast ours are as the others."""
     import torch
@@ -212,7 +237,7 @@ def _timed(
         "ratios": {
             f"{mine} over {other}": timing.paired_ratio(samples[other], samples[mine]).to_list()
             for mine in STRATEGIES
-            for other in (BF16, INT_MM, COMFY)
+            for other in OTHERS
             if other in samples
         },
         "samples": samples,
@@ -223,7 +248,7 @@ def _timed(
 def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the layers and of the product."""
     header = ["", "m x n x k", "bound", "channel, us", "block, us", f"{BF16}, us"]
-    compared = [(s, other) for other in (BF16, INT_MM, COMFY) for s in STRATEGIES[::-1]]
+    compared = [(s, other) for other in OTHERS for s in STRATEGIES[::-1]]
     header += [f"{mine} x {other}" for mine, other in compared]
     lines = []
     for r in rows:
@@ -250,8 +275,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         for name, ratio in row.get("ratios", {}).items():
             found.setdefault(name, []).append(ratio[0])
     return {
-        name: {"geometric mean": geometric_mean(x), "least": min(x)}
-        for name, x in found.items()
+        name: {"geometric mean": geometric_mean(x), "least": min(x)} for name, x in found.items()
     }
 
 
@@ -266,11 +290,20 @@ def run(args: argparse.Namespace) -> int:
     if "tops" in product:
         tops = ", ".join(f"{name} {x:.4g}" for name, x in product["tops"].items())
         print(f"\nthe product by itself, TOP/s: {tops}; {product['clocks']}")
+    host = measure_host(QUICK_LAYERS[0] if args.quick else SMALL, args)
+    for name, (seconds, *_) in host.get("seconds", {}).items():
+        print(f"the host's time for a call, {host['label']}, {name}: {1e6 * seconds:.1f} us")
     means = summary(rows)
     for name, found in means.items():
         print(f"{name}: " + ", ".join(f"{what} {x:.3f}" for what, x in found.items()))
+    for row in rows:
+        for why in row["refused"].values():
+            print(f"{row['label']}: {why}")
     if args.only is None or args.json is not None:
-        content = {"rows": rows, "product": product, "summary": means}
+        content = {
+            "versions": others_linear.versions(), "rows": rows, "product": product,
+            "host": host, "summary": means,
+        }  # fmt: skip
         recording.keep(args, "int8_layers", "mirror" if args.quick else "cuda", content)
     return 0 if all(r["ok"] for r in (*rows, product)) else 1
 

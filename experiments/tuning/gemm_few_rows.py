@@ -1,14 +1,14 @@
 """Which tiles, shared by how many blocks, are the fastest for products of few rows?
 
 Varies       rows, the layer, the form, tiles, and how many blocks of a cluster share one
-Holds fixed  N(0, 1) activations and weights, codes in blocks of 128, float16 out
+Holds fixed  N(0, 1) activations and weights, codes in blocks of 128 or by channel, float16 out
 Measures     the largest error as a share of its bound; time, and in the same rounds the ratio to
              torch's FP16 product: of calls, and with ``--graphs`` of a CUDA graph of calls, in
              which the host has no part
 Beside       torch.matmul, FP16
 Expect       no loss to FP16; the default at most 3 % behind the best
-Run          python -m experiments.tuning.gemm_few_rows [--rows M,M] [--graphs] [--quick]
-             [--json FILE]
+Run          python -m experiments.tuning.gemm_few_rows [--rows M,M] [--layers NxK,NxK]
+             [--strategy channel] [--graphs] [--quick] [--json FILE]
 
 ``choose_tiles`` and ``on_hopper`` of cupyattn/problem/gemm_form.py are what its result is for.
 """
@@ -27,7 +27,8 @@ import cupyattn as ca
 from cupyattn.cli import output
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.measure import device, timing, words
-from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, on_hopper
+from cupyattn.problem.gemm_form import FEW_ROWS, HOPPER_TILES, PORTABLE_TILES, on_hopper
+from cupyattn.quant.blocks import STRATEGIES
 from experiments._harness import recording
 from experiments._harness.cells import rotating
 from experiments._harness.others import format_comparison
@@ -57,23 +58,45 @@ _MORE_HOPPER = (
 )
 
 
+#: Large tiles that two blocks share, past the rows up to which tiles are shared by default.
+_SHARED_HOPPER = (
+    GemmTiles(128, 128, num_warps=12, num_stages=6, splits=2),
+    GemmTiles(128, 256, num_warps=12, num_stages=4, splits=2),
+)
+
+
 def candidates(rows: int) -> dict[str, dict[str, Any]]:
     """Return what to race by name: the options of `int8_gemm`.
 
-    Tiles of twice as many rows as there are stay out, but for the least of each form.
+    Tiles of twice as many rows as there are stay out, but for the least of each form; past
+    `FEW_ROWS` the portable form does.
     """
     found: dict[str, dict[str, Any]] = {DEFAULT: {}}
+    few = rows <= FEW_ROWS
     for form, arch, least, choices in (
-        ("portable", "sm_90", 16, (*PORTABLE_TILES, *_MORE_PORTABLE)),
-        ("sm90", "sm_90a", 64, (*HOPPER_TILES, *_MORE_HOPPER)),
+        ("portable", "sm_90", 16, (*PORTABLE_TILES, *_MORE_PORTABLE) if few else ()),
+        ("sm90", "sm_90a", 64, (*HOPPER_TILES, *_MORE_HOPPER, *_SHARED_HOPPER)),
     ):
         for tiles in choices:
             if tiles.block_m >= max(2 * rows, least + 1):
                 continue
             name = "{} {block_m}x{block_n} w{num_warps} s{num_stages}".format(form, **asdict(tiles))
             name += f", {tiles.splits} blocks" if tiles.splits > 1 else ""
+            name += f", {tiles.tail_splits} at the end" if tiles.tail_splits > 1 else ""
             found[name] = {"arch": arch, "tiles": tiles}
     return found
+
+
+def layers_of(text: str) -> tuple[tuple[int, int], ...]:
+    """Return columns and k of layers, by their text.
+
+    Examples
+    --------
+    >>> layers_of("3072x12288,5120x5120")
+    ((3072, 12288), (5120, 5120))
+    """
+    pairs = (tuple(map(int, layer.split("x"))) for layer in text.split(","))
+    return tuple((n, k) for n, k in pairs)
 
 
 def graph_of(way: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
@@ -109,7 +132,8 @@ def race(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     if on_device:
         import cupy as xp
     x, w = draw(size, args.seed, xp)
-    operands = (*ca.act_quant(x), *ca.weight_quant(w))
+    by = args.strategy
+    operands = (*ca.act_quant(x, strategy=by), *ca.weight_quant(w, strategy=by))
 
     def way(options: Mapping[str, Any]) -> Callable[..., Any]:
         return lambda x, w, *codes: ca.int8_gemm(*codes, **options)
@@ -188,18 +212,22 @@ def run(args: argparse.Namespace) -> int:
     recording.check_rounds(args)
     counts = QUICK_ROWS if args.quick else args.rows
     rows = []
-    for n, k in QUICK_LAYERS if args.quick else LAYERS:
+    for n, k in QUICK_LAYERS if args.quick else args.layers:
         for m in counts:
             rows.append(race(Size("few rows", m, n, k), args))
             output.print_table(*table(rows[-1]))
     output.print_table(*summary(rows))
-    recording.keep(args, "gemm_few_rows", "mirror" if args.quick else "cuda", {"rows": rows})
+    name = "gemm_few_rows" + ("_channel" if args.strategy == "channel" else "")
+    content = {"strategy": args.strategy, "rows": rows}
+    recording.keep(args, name, "mirror" if args.quick else "cuda", content)
     return 0 if all(row["ok"] for row in rows) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = recording.parser(__doc__)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="block", help="of the scales")
+    parser.add_argument("--layers", type=layers_of, default=LAYERS, metavar="NxK,NxK")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of calls, too")
     parser.add_argument(
         "--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS, metavar="M,M"

@@ -38,6 +38,7 @@ from cupyattn.measure.words import align
 from cupyattn.plans import attention
 from cupyattn.plans.records import Plan
 from cupyattn.problem.form import settle
+from cupyattn.problem.kernel_support import kernel_support
 from cupyattn.problem.operands import Operands
 from cupyattn.runtime import ready
 from experiments._harness import recording
@@ -146,6 +147,7 @@ def plan_of(candidate: Candidate, problem: Problem, *operands: Operand) -> Plan:
     form = candidate.form
     lie = Operands(*operands)
     kernel = settle(form.variant, problem.call, lie, tiles=candidate.tiles, arch=form.arch)
+    kernel_support(kernel, lie).check()
     plan = attention.plan_attention(kernel, lie)
     if plan.form != form.name:
         raise ca.UnsupportedError(plan.note)

@@ -85,6 +85,9 @@
 #ifndef CFG_GLU  // a product whose columns are not gated in pairs
 #define CFG_GLU 0
 #endif
+#ifndef CFG_GATE_LAST  // of the halves of B the first is the gate's
+#define CFG_GATE_LAST 0
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -194,8 +197,9 @@ constexpr bool RESIDUAL = CFG_RESIDUAL;         // a product is added to another
 constexpr bool GATE = CFG_GATE != 0;            // times a factor for each column, beforehand
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
 constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
-constexpr bool GLU = CFG_GLU != 0;        // B has two halves of rows: activation(A G^T) * A U^T
-constexpr bool STRADDLES = CFG_GLU == 2;  // and a tile of the second may meet two blocks of scales
+constexpr bool GLU = CFG_GLU != 0;         // B has two halves of rows: activation(A G^T) * A U^T
+constexpr bool GATE_LAST = CFG_GATE_LAST;  // G is the second
+constexpr bool STRADDLES = CFG_GLU == 2;   // and a tile of the second may meet two blocks of scales
 constexpr int HALVES = GLU ? 2 : 1;
 constexpr int TILE_N = BLOCK_N / HALVES;  // columns of C per thread block, where B has BLOCK_N rows
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn import distributed
-from cupyattn.distributed import HostGroup, Mesh, Partition, Shared
+from cupyattn.distributed import HostGroup, Mesh, Partition, Shared, rank_calls
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
 from cupyattn.strategies import attention_inputs
 from tests.distributed.distributed_cases import MESHES, asked_for, on_ranks, packed, partitions
+from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits, normal
 
 #: Each of these runs dozens of threads: a quarter of what the profile asks for.
@@ -311,6 +312,24 @@ def test_a_call_that_all_ranks_know_is_another_call_only_in_its_numbers() -> Non
     for number, parts in enumerate(zip(*distributed.run(on_rank, 2), strict=True)):
         x = q + np.float16(number)
         np.testing.assert_array_equal(rows.join(parts), ca.attention(x, x, x, variant="fa_tc"))
+
+
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+@pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(2, 2), TWO, Mesh(4, 2)], ids=str)
+def test_what_a_rank_resolves_is_what_it_runs(
+    mesh: Mesh, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks agree without that: on the first call, too, each call of a kernel is resolved once."""
+    operands, rows = normal((1, 4, 24, 16), (1, 4, 24, 16)), Partition.contiguous(24, mesh.size)
+    resolved = watch_resolving(monkeypatch)
+    launched = watch_calls(monkeypatch, (rank_calls, "run"), (rank_calls, "run_backward"))
+    d_out = operands[0] if variant == "fa_tc" else None
+    on_ranks(operands, Shared(mesh, rows, rows), d_out, variant=variant)
+    runs = Counter(launched)
+    assert runs["run"] >= mesh.size and (d_out is None or runs["run_backward"] >= mesh.size)
+    found = Counter(resolved)
+    assert found["attention"] == runs["run"] + runs["run_backward"]  # with their forward passes
+    assert found["attention_backward"] == runs["run_backward"]
 
 
 def test_what_a_group_remembers_ends_with_it() -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from docs import performance_parts, performance_plots, write_performance
 from docs.performance_claims import CLAIMS
-from docs.performance_int8 import in_8_bits
+from docs.performance_int8 import in_8_bits, linear_layers
 from docs.performance_parts import PARTS
 from experiments._harness.others8 import GIVEN, SAGE_2
+from experiments._harness.others_linear import COMFY
 from experiments.tuning import breakdown, counters
 
 ENVIRONMENT = {"device": {"name": "Made up", "driver": "1.2"}, "revision": "0123456789abcdef"}
@@ -145,3 +146,29 @@ def test_the_page_says_whether_sage_attention_2_took_part() -> None:
     absent, compiled = f"{SAGE_2} is not among them", f"{SAGE_2} is compiled from its sources"
     assert absent in said[0] and compiled not in said[0]
     assert compiled in said[1] and absent not in said[1]
+
+
+def test_layers_of_comfy_kitchen_have_columns_where_they_took_part() -> None:
+    record = write_performance.stored("int8_layers")
+    assert record is not None
+    first, *others = record["rows"]
+    first = first | {"ratios": first["ratios"] | {f"channel over {COMFY}": [1.5, 1.4, 1.6]}}
+    others = [row | {"refused": {COMFY: "made up, twice"}} for row in others]
+    mean = {f"channel over {COMFY}": {"geometric mean": 1.5, "least": 1.5}}
+    record = {**record, "host": {"seconds": {"channel": [1.25e-5, 1e-5, 2e-5]}}}
+    absent, present = (
+        linear_layers({**record, "rows": rows, "summary": {**record["summary"], **more}})
+        for rows, more in (([record["rows"][0]], {}), ([first, *others], mean))
+    )
+    assert "The host's time for a call, 16 rows: channel 12.5 us." in present
+    header, _, line, refused, *_ = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in present
+        if line.startswith("|")
+    )
+    column = header.index(f"channel, x {COMFY}")
+    assert (line[column], refused[column]) == ("1.50 [1.40, 1.60]", "-")
+    assert "Missing: made up, twice." in present
+    assert any(f"channel over {COMFY} 1.50 (1.50)" in line for line in present)
+    assert f"{COMFY} took no part in this record." in absent
+    assert not any(f"x {COMFY}" in line for line in absent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ def on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Keep the current stream of the current device busy until the end of the block."""
+    gc.collect()  # of earlier tests: to free memory of the device waits for all that runs
     memory = cupy.cuda.alloc_pinned_memory(4)
     released = np.frombuffer(memory, np.int32, 1)
     released[0] = 0

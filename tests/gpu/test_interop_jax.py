@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.runtime.recent import CALLS
+from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits
 
 cupy = pytest.importorskip("cupy")
@@ -25,6 +27,7 @@ except RuntimeError:
     pytest.skip("JAX has no CUDA here", allow_module_level=True)
 
 from cupyattn.interop import jax as interop  # noqa: E402 - imports jax
+from cupyattn.interop.jax import functional  # noqa: E402 - as above
 
 
 def operands(dtype: str = "float16", length: int = 333, front: tuple[int, ...] = ()) -> list[Any]:
@@ -96,6 +99,16 @@ def test_vmap_is_one_call_on_a_larger_batch() -> None:
     o = on_cupy(call(q, k, v[0]))[0]
     every = (x.reshape(-1, *x.shape[2:]) for x in on_cupy(q, k, jnp.stack([v[0]] * 3)))
     assert bits(o.reshape(-1, *o.shape[2:])) == bits(ca.attention(*every))
+
+
+def test_an_eager_call_is_resolved_the_first_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it runs; later calls are known, and not checked by shapes either."""
+    CALLS.clear()
+    resolved = watch_resolving(monkeypatch)
+    checked = watch_calls(monkeypatch, (functional, "describe_call"))
+    for _ in range(3):
+        jax.block_until_ready(interop.attention(*operands(), causal=True))
+        assert resolved == ["attention"] and checked == ["describe_call"]
 
 
 def test_a_failure_has_its_message() -> None:

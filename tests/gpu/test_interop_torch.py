@@ -449,6 +449,46 @@ def product_of(layer: Any, x: Any, activation: str | None = None, **beside: Any)
 
 @pytest.mark.parametrize("rows", [3, 1000])
 @pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_a_call_adds_to_a_residual(strategy: str, rows: int) -> None:
+    """To the bit `cupyattn.int8_gemm` with it, also when the call comes again."""
+    torch.manual_seed(0)
+    weight = torch.randn(384, 256, dtype=torch.bfloat16).cuda()
+    layer = interop.Int8Linear.from_weight(weight, weight[:, 0].contiguous(), strategy=strategy)
+    for _ in range(3):
+        x, residual = (torch.randn(2, rows, n, dtype=torch.bfloat16).cuda() for n in (256, 384))
+        for gate in (None, torch.randn(2, 384, dtype=torch.bfloat16).cuda()):
+            y = layer(x, residual=residual, gate=gate)
+            assert same_bits(y, product_of(layer, x, residual=residual, gate=gate))
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+@pytest.mark.parametrize("kind", ["geglu", "swiglu", "gelu-approximate"])
+def test_activations_of_diffusers_modules_are_part_of_the_product(
+    kind: str, strategy: str, rows: int
+) -> None:
+    """To the bit `cupyattn.int8_gemm` with it, eager and compiled; halves end within a block."""
+    attention = pytest.importorskip("diffusers.models.attention")
+    torch.manual_seed(0)
+    module = attention.FeedForward(256, inner_dim=712, activation_fn=kind)
+    module = module.to(torch.bfloat16).cuda().requires_grad_(False)
+    config = ca.Int8Config(strategy=strategy, min_elements_for_int8=0)
+    interop.replace_linear_with_int8(module, config=config)
+    unit, layer = module.net[0], module.net[2]
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):  # warming up, recorded, replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(1, rows, 256, dtype=torch.bfloat16).cuda()
+        y = unit(x)
+        assert y.shape == (1, rows, 712)
+        assert same_bits(y, product_of(unit.proj, x, unit.activation))
+        assert same_bits(module(x), product_of(layer, y))
+        assert same_bits(compiled(x), product_of(layer, y))
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("strategy", ["block", "channel"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("gates", ["bfloat16", "float32"])
 def test_what_follows_compiled_layers_is_part_of_their_products(

@@ -6,6 +6,9 @@ import contextlib
 import ctypes
 import doctest
 import functools
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,9 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.ops import backward
+from cupyattn.runtime.recent import CALLS
+from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits
 
 jax = pytest.importorskip("jax")
@@ -333,6 +339,78 @@ def test_a_failure_of_the_call_itself_has_its_message() -> None:
         jax.block_until_ready(interop.attention(Q, K, V, backend="cuda"))
 
 
+# ---- checked and resolved ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The checks by shapes and types alone, none of which was made before the test."""
+    CALLS.clear()
+    return watch_calls(
+        monkeypatch, (functional, "describe_call"), (backward, "check_backward_call"),
+        (layers, "check_product"),
+    )  # fmt: skip
+
+
+def test_an_eager_call_is_checked_and_resolved_once(
+    checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By shapes before XLA has it, so that a refusal is an exception; on its buffers as it runs."""
+    resolved = watch_resolving(monkeypatch)
+    for turn in range(2):
+        jax.block_until_ready(interop.attention(Q, K, V, causal=True))
+        assert checked == ["describe_call"] and resolved == ["attention"] * (turn + 1)
+    jax.block_until_ready(interop.attention(*operands("bfloat16"), causal=True))
+    assert len(checked) == 2 and len(resolved) == 3
+
+
+def test_a_traced_call_is_resolved_when_it_runs(
+    checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = watch_resolving(monkeypatch)
+    run = jax.jit(lambda *x: interop.attention(*x, causal=True)).lower(Q, K, V).compile()
+    assert checked == ["describe_call"] and not resolved
+    jax.block_until_ready(run(Q, K, V))
+    assert checked == ["describe_call"] and resolved == ["attention"]
+
+
+def test_an_eager_gradient_is_resolved_once(
+    checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass holds the record of its forward pass."""
+    resolved, whole = watch_resolving(monkeypatch), ["attention", "attention_backward", "attention"]
+    for turn in range(2):
+        jax.block_until_ready(jax.grad(loss_of(causal=True))(Q))
+        assert checked == ["describe_call", "check_backward_call"]
+        assert resolved == whole * (turn + 1)
+
+
+def test_an_eager_layer_is_resolved_once(
+    checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It quantises and multiplies."""
+    layer, x = layers.Int8Linear.from_weight(np.ones((8, 128), np.float16)), jnp.ones((3, 128))
+    resolved = watch_resolving(monkeypatch)
+    for turn in range(2):
+        jax.block_until_ready(layer(x))
+        assert checked == ["check_product"]
+        assert Counter(resolved) == dict.fromkeys(("act_quant", "int8_gemm"), turn + 1)
+
+
+def test_what_was_refused_is_refused_again_and_what_differs_is_checked(checked: list[str]) -> None:
+    kept = ca.BlockMask.from_window(LEN_Q, LEN_KV, (-1, -1))
+    other = ca.BlockMask.from_window(5 * LEN_Q, LEN_KV, (-1, -1))
+    interop.attention(Q, K, V, block_mask=kept)
+    for options, says in (({"block_mask": other}, "block mask"), ({"variant": "fa9"}, "fa9")):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=says):
+                interop.attention(Q, K, V, **options)
+    assert checked == ["describe_call"] * 5
+    for _ in range(2):  # a list is no part of a key: the call is checked every time
+        interop.attention(Q, K, V, window=[9, 3])
+    assert checked == ["describe_call"] * 7
+
+
 @pytest.mark.parametrize("module", [functional, layers])
 def test_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
@@ -390,3 +468,17 @@ def test_on_a_device_the_buffers_are_cupy_arrays_on_the_stream_of_xla(
     assert function(ctypes.pointer(frame)) is None
     assert seen == [(memory.ctypes.data, (4, 6), "bfloat16")] * 2
     assert entered[:2] == [("Device", 0), ("ExternalStream", 1234, 0)] and len(entered) == 4
+
+
+UNAWAITED = """
+import jax, numpy as np
+from cupyattn.interop.jax import attention
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 256, 64)).astype(np.float16)
+{}jax.jit(attention)(q, k, v)
+"""
+
+
+@pytest.mark.parametrize("kept", ["o = ", ""], ids=["kept", "dropped"])
+def test_a_script_ends_without_waiting_for_its_results(kept: str) -> None:
+    """A thread of XLA that came to Python as Python ended would be waited for without end."""
+    subprocess.run([sys.executable, "-c", UNAWAITED.format(kept)], check=True, timeout=120)

@@ -197,6 +197,88 @@ def test_an_activation_is_part_of_the_layer(name: str, dtype: str) -> None:
     assert ((found.double() - plain.double()).abs() <= allowed).all()
 
 
+def gated(form: str, kind: Any, y: Any) -> Any:
+    """A gated linear unit of both halves of a layer's columns, as models write it."""
+    width = y.shape[-1] // 2
+    if form == "chunk, gate last":  # GEGLU and SwiGLU of diffusers
+        other, gate = y.chunk(2, dim=-1)
+        return other * kind(gate)
+    if form == "split, gate first":
+        gate, other = y.split([width, width], dim=-1)
+        return kind(gate) * other
+    if form == "slices, gate first":  # Flux 2
+        return kind(y[..., :width]) * y[..., width:]
+    assert form == "slices, gate last"
+    return kind(y[..., width:]) * y[..., :width]
+
+
+FORMS = ("chunk, gate last", "split, gate first", "slices, gate first", "slices, gate last")
+NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gated_linear_unit_is_part_of_the_layer(form: str, name: str, dtype: str) -> None:
+    """It has the bits of a layer with that activation, within the bound of the plain one."""
+    torch.manual_seed(0)
+    own, x = layer(TYPES[dtype], out=2 * 72), rows(TYPES[dtype])
+    kind = ACTIVATIONS[name]
+    found, graphs = run(lambda x: gated(form, kind, own(x)), x, dynamic=dtype == "float16")
+    assert graphs.names() == [LAYER]
+    plain, y = gated(form, kind, own(x)), own(x).double()
+    own.activation = NAMES[name] + "_gate_last" * form.endswith("last")
+    assert graphs.products()[0]["activation"] == own.activation
+    assert torch.equal(found, own(x)) and found.is_contiguous()
+    # Both halves and the activation are rounded, too, before the product is.
+    gate, other = y.chunk(2, dim=-1)[:: -1 if form.endswith("last") else 1]
+    unit = torch.finfo(TYPES[dtype]).eps
+    allowed = 3 * unit * 1.13 * (gate * other).abs() + 1e-6
+    assert ((found.double() - plain.double()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("beside", ["a residual", "a layer of the same input"])
+def test_a_gated_linear_unit_beside_others(beside: str) -> None:
+    torch.manual_seed(0)
+    own, other, x = layer(out=2 * WIDTH), layer(out=64), rows()
+
+    def function(x: Any) -> Any:
+        y = gated(FORMS[0], functional.silu, own(x))
+        return (x + y,) if beside == "a residual" else (other(x), y)
+
+    found, graphs = run(function, x)
+    assert graphs.names() == [LAYER if beside == "a residual" else LAYERS]
+    own.activation = "swiglu_gate_last"
+    if beside == "a residual":
+        assert torch.equal(found[0], product_of(own, x, x, None, own.activation))
+    else:
+        assert torch.equal(found[0], other(x)) and torch.equal(found[1], own(x))
+
+
+#: Functions of a layer's result that are no gated linear unit of its product.
+UNGATED = {
+    "a half is read twice": lambda y: gated(FORMS[0], functional.silu, y) + y.chunk(2, -1)[0],
+    "all is read": lambda y: gated(FORMS[2], functional.silu, y) + y.sum(),
+    "halves overlap": lambda y: functional.silu(y[..., :WIDTH]) * y[..., 64 : 64 + WIDTH],
+    "every other column": lambda y: functional.silu(y[..., ::2]) * y[..., 1::2],
+    "halves of rows": lambda y: functional.silu(y[:1]) * y[1:],
+    "the same half": lambda y: functional.silu(y[..., :WIDTH]) * y[..., :WIDTH],
+    "both activated": lambda y: functional.silu(y[..., :WIDTH]) * functional.silu(y[..., WIDTH:]),
+    "a sum of the halves": lambda y: functional.silu(y[..., :WIDTH]) + y[..., WIDTH:],
+    "another activation": lambda y: gated(FORMS[0], functional.relu, y),
+    "a third": lambda y: gated(FORMS[0], functional.silu, y[..., : 2 * WIDTH - 2]),
+}
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_what_is_no_gated_linear_unit_stays(name: str) -> None:
+    torch.manual_seed(0)
+    own, x = layer(out=2 * WIDTH), rows()
+    found, graphs = run(lambda x: UNGATED[name](own(x)), x)
+    assert graphs.products()[0]["activation"] == ""
+    assert torch.allclose(found, UNGATED[name](own(x)), rtol=2e-3, atol=2e-3)
+
+
 def wide(gate: Any) -> Any:
     """A gate with digits that 16 bits do not have."""
     return gate.float() * (1 + 2.0**-11)

@@ -209,6 +209,22 @@ def test_tiles_that_a_kernel_does_not_take(function, options, message, backend) 
 
 
 @pytest.mark.parametrize("backend", WHERE)
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({"variant": "fa_tc"}, "fa_tc takes 4294967296 blocks, more than 2147483647"),
+        ({"variant": "unfused"}, "unfused takes 4294967296 blocks, more than 2147483647"),
+        ({"variant": "fa_int8"}, "fa_int8 takes 4294967296 blocks, more than 2147483647"),
+    ],
+)
+def test_more_blocks_than_a_grid_has(options, blocks, backend) -> None:
+    """Said before the mirror takes memory for the output."""
+    q = np.broadcast_to(np.zeros(4, np.float16), (2**20, 2**12, 1, 4))
+    said = message_of(UnsupportedError, lambda: ca.attention(q, q, q, backend=backend, **options))
+    assert said == f"{blocks}: split the call over batch or heads"
+
+
+@pytest.mark.parametrize("backend", WHERE)
 def test_tiles_of_packed_sequences_and_of_quantising(backend: str) -> None:
     call = {"tiles": ODD, "backend": backend}
     said = message_of(ValueError, lambda: ca.attention_varlen(*ROWS, ENDS, ENDS, **call))

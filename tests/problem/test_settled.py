@@ -170,6 +170,9 @@ def test_form_and_tiles_are_chosen_in_one_place() -> None:
     )  # fmt: skip
     times = {"tiles_for": 1, "takes": 2, "candidates": 2}  # with heads stacked, too
     assert found == {(name, "problem/form.py"): count for name, count in times.items()}
+    form = ast.parse((package / "problem" / "form.py").read_text())
+    names = [ast.unparse(node.func) for node in ast.walk(form) if isinstance(node, ast.Call)]
+    assert names.count("_choose") == names.count("_tiles") == 1
 
 
 def test_who_asks_for_form_and_tiles() -> None:
@@ -190,6 +193,23 @@ def test_who_asks_for_form_and_tiles() -> None:
         "settle_backward": ["gradients/problem.py", "ops/backward.py"],
     }  # fmt: skip
     assert found == Counter((name, place) for name, places in wanted.items() for place in places)
+
+
+def test_what_a_kernel_does_not_take_is_known_before_it_is_planned() -> None:
+    """The record of a call says so, which the mirror reads as well: no plan is asked."""
+    package = Path(ca.__file__).parent
+    found = Counter(
+        (name, path.relative_to(package).parts[0])
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        and (name := node.func.id) in ("kernel_support", "refused_tiles", "check_tiles")
+    )  # fmt: skip
+    assert found == {
+        ("kernel_support", "problem"): 1, ("refused_tiles", "problem"): 1,
+        ("refused_tiles", "compiler"): 1,  # by `check_tiles`
+        ("check_tiles", "problem"): 1, ("check_tiles", "diffusion"): 1,  # products, and a layer
+    }  # fmt: skip
 
 
 def test_an_operation_is_three_files_of_one_name() -> None:
@@ -217,3 +237,8 @@ def test_support_says_why_not() -> None:
     assert SUPPORTED.supported and SUPPORTED.note == ""
     missing = Support(False, "the Hopper form takes no mask")
     assert missing.note == "portable form: the Hopper form takes no mask"
+    with pytest.raises(ca.UnsupportedError, match="^the Hopper form takes no mask$"):
+        missing.check()
+    with pytest.raises(ValueError, match="^these tiles$"):
+        Support(False, "these tiles", ValueError).check()
+    SUPPORTED.check()

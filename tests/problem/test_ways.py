@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from tests.support.resolved import watch_resolving
 from tests.test_structure import PACKAGE, RANK, place
 
 #: The most packages that an operand may enter.
@@ -89,12 +90,13 @@ def steps(call: Callable[[], object], array: Any) -> list[tuple[str, str]]:
     return found
 
 
-def check(found: list[tuple[str, str]], *passed: str) -> None:
-    """The packages are few, those named among them, and no function is called from above them."""
+def check(found: list[tuple[str, str]], *passed: str) -> set[str]:
+    """Return the packages: few, those named among them, and no function called from above them."""
     entered = {to for _, to in found}
     assert {"ops", *passed} <= entered and len(entered) <= MOST, entered
     climbs = {(by, to) for by, to in found if by != to and RANK[to] >= RANK[by]}
     assert not climbs, climbs
+    return entered
 
 
 @pytest.mark.parametrize("backend", ["interpret", "mirror"])
@@ -105,7 +107,22 @@ def test_on_the_host(operation: str, backend: str) -> None:
     call = call_of(operation, arrays, backend)
     call()  # compiles, and imports what is imported when it is first needed
     found = steps(call, arrays[OPERATIONS[operation]])
-    check(found, "arrays", "problem", *(["interpret"] if backend == "interpret" else []))
+    entered = check(found, "arrays", "problem", *(["interpret"] if backend == "interpret" else []))
+    assert backend == "interpret" or "plans" not in entered  # the mirror needs no plan
+
+
+@pytest.mark.parametrize("backend", ["interpret", "mirror"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_is_resolved_once(
+    operation: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.integers(1, 9, s).astype(dtype) for name, (s, dtype) in SIZES.items()}
+    found = watch_resolving(monkeypatch)
+    call_of(operation, arrays, backend)()
+    forward = ["attention"] if operation == "attention_backward" else []  # whose gradients they are
+    own = "attention" if operation == "fa_int8" else operation
+    assert found == [own, *forward]
 
 
 @pytest.mark.parametrize("way", [("ops", "interop"), ("plans", "reference")])

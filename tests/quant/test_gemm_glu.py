@@ -47,7 +47,9 @@ def run(p: Product, tiles: GemmTiles) -> np.ndarray:
 def test_the_exact_result_is_that_of_two_products(activation: str, strategy: str) -> None:
     p = product(0, (8, 40, 300), bias=True, activation=activation, strategy=strategy)
     both = ca.quant.gemm_exact(*p.operands, bias=p.bias)
-    expected = activate(both[:, :20], GLU[activation]) * both[:, 20:]
+    halves = both[:, :20], both[:, 20:]
+    gate, other = halves[::-1] if activation.endswith("_gate_last") else halves
+    expected = activate(gate, GLU[activation]) * other
     np.testing.assert_allclose(ca.quant.gemm_exact(*p.operands, **p.after), expected, rtol=1e-12)
 
 
@@ -102,6 +104,10 @@ def test_a_fault_breaks_the_bound(strategy: str) -> None:
         ((70, 2 * 45, 512), HOPPER_TWO, "float32", "swiglu"),
         ((130, 2 * 200, 272), LARGE, "float16", "swiglu"),
         ((3, 10, 0), SMALL, "float32", "swiglu"),
+        ((37, 2 * 45, 200), SMALL, "float32", "swiglu_gate_last"),
+        ((20, 2 * 80, 700), FOUR, "float16", "geglu_gate_last"),
+        ((70, 2 * 136, 272), HOPPER, "bfloat16", "geglu_tanh_gate_last"),
+        ((70, 2 * 45, 512), HOPPER_TWO, "float32", "swiglu_gate_last"),
     ],
     ids=str,
 )  # fmt: skip
@@ -136,15 +142,15 @@ EPILOGUE, MMA = "prims/codes/gemm.cuh", "prims/codes/gemm_mma.cuh"
 #: File, line, and what comes in its place: each gives a wrong result.
 THEFTS = {
     "gate and other half exchanged": (
-        EPILOGUE, "activated<ACTIVATION>(x.gate), x.up", "activated<ACTIVATION>(x.up), x.gate",
+        EPILOGUE, "activated<ACTIVATION>(gate), up", "activated<ACTIVATION>(up), gate",
     ),
     "gate of the neighbour": (
         MMA, "row / 16 * 8 + row % 8", "row / 16 * 8 + (row % 8 ^ row / 8 % 2)",
     ),
     "bias of the gate for both": (EPILOGUE, "to_float(bias[p.n])", "to_float(bias[0])"),
     "bias after the activation": (
-        EPILOGUE, "x.gate += to_float(bias[0]);",
-        "return activated<ACTIVATION>(x.gate) * x.up + to_float(bias[0]);",
+        EPILOGUE, "x.first += to_float(bias[0]);",
+        "return activated<ACTIVATION>(x.first) * x.second + to_float(bias[0]);",
     ),
     "scale of the gate for both": ("linear/gemm_int8.cu", "factor[n % HALVES]", "factor[0]"),
     "scale of the next block left out": (

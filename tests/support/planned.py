@@ -11,6 +11,7 @@ from cupyattn.plans.codes import Scales
 from cupyattn.plans.records import Plan
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import settle
+from cupyattn.problem.kernel_support import kernel_support
 from cupyattn.problem.operands import Codes, Operands
 
 
@@ -22,7 +23,9 @@ def plan_attention(
     The options are those of `settle`.
     """
     operands = Operands(*lie, **(added or {}))
-    return attention.plan_attention(settle(variant, call, operands, **options), operands)
+    kernel = settle(variant, call, operands, **options)
+    kernel_support(kernel, operands).check()
+    return attention.plan_attention(kernel, operands)
 
 
 def plan_int8(
@@ -30,4 +33,5 @@ def plan_int8(
 ) -> Plan:
     """The same of quantised operands."""
     kernel = settle(lookup("fa_int8"), call, operands, codes=codes, **options)
+    kernel_support(kernel, operands).check()
     return attention_int8.plan_int8(kernel, operands, scales)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import atexit
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cupyattn.interop import xla_ffi
+from cupyattn.runtime.recent import CALLS
 
 
 def as_array(name: str, x: Any) -> jax.Array:
@@ -23,6 +27,30 @@ def as_array(name: str, x: Any) -> jax.Array:
 def stand_in(x: Any) -> np.ndarray:
     """Return an array of a traced one's shape and type that takes the memory of one row."""
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
+
+
+def check_once(
+    facts: tuple[Any, ...], operands: Mapping[str, Any], check: Callable[[dict[str, Any]], object]
+) -> None:
+    """Check a call by shapes and types alone, unless one like it has passed before.
+
+    It is not resolved here: that is done where it runs, with XLA's buffers, on their device.
+
+    Parameters
+    ----------
+    facts : tuple
+        The function, and all that the check depends on beside shapes and types.
+    operands : mapping of str to jax.Array
+        They may be traced.
+    check : callable
+        Takes stand-ins of the operands; what it raises is raised.
+    """
+    forms = tuple((name, x.shape, x.dtype) for name, x in operands.items())
+    key, passed = CALLS.find(facts, forms)
+    if passed is None:
+        check({name: stand_in(x) for name, x in operands.items()})
+        if key is not None:
+            CALLS.remember(key, True)
 
 
 def each_entry(
@@ -53,3 +81,31 @@ def register(name: str, target: xla_ffi.Target) -> None:
         jax.ffi.register_ffi_target(
             name, jax.ffi.pycapsule(function), platform=platform, api_version=1
         )
+
+
+def foreign(name: str, results: Any) -> Callable[..., Any]:
+    """Return a registered function as JAX calls it.
+
+    Parameters
+    ----------
+    name : str
+    results : jax.ShapeDtypeStruct or sequence of them
+        What it writes.
+    """
+    _finish_at_exit()
+    function: Callable[..., Any] = jax.ffi.ffi_call(name, results, vmap_method="expand_dims")
+    return function
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Let Python end only after the calls that XLA has begun: their handlers are Python."""
+    atexit.register(_finish)
+
+
+def _finish() -> None:
+    for backend in {jax.default_backend(), "cpu"}:
+        for array in jax.live_arrays(backend):
+            with contextlib.suppress(Exception):  # deleted, or of a call that failed
+                array.block_until_ready()
+    xla_ffi.wait_for_calls()

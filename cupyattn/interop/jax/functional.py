@@ -21,13 +21,16 @@ from jax.custom_derivatives import SymbolicZero
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.interop.jax.calls import as_array, each_entry, register, stand_in
+from cupyattn.interop.jax.calls import as_array, check_once, each_entry, foreign, register
 from cupyattn.interop.mapped import joins_the_batch
+from cupyattn.kernels import ladder
 from cupyattn.ops import attention as api
-from cupyattn.ops import backward, explain
+from cupyattn.ops import backward
+from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import NOT_OFFERED, instead_of
 from cupyattn.problem.request import LENGTHS
-from cupyattn.problem.settings import ARRAYS, Settings
+from cupyattn.problem.resolve import describe_call
+from cupyattn.problem.settings import ARRAYS, Settings, parse
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
@@ -175,9 +178,27 @@ def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Check a call by shapes and types alone."""
-    known = {name: stand_in(x) for name, x in operands.items()}
-    constants = {name: x for name, x in options.items() if name != "backend"}
-    api.resolved(known["q"], known["k"], known["v"], **constants, **_paired(known))
+
+    def check(known: dict[str, Any]) -> None:
+        constants = {**_constants(options), **_paired(known)}
+        describe_call(*parse("attention", known["q"], known["k"], known["v"], constants))
+
+    check_once(("jax, attention", *_facts(options)), operands, check)
+
+
+def _constants(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a call that a stand-in on the host is checked with."""
+    return {name: x for name, x in options.items() if name != "backend"}
+
+
+def _facts(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what a check depends on beside operands: options, and what a rung's name means."""
+    given, variant = dict(options), options.get("variant")
+    mask = given.get("block_mask")
+    if isinstance(mask, BlockMask):
+        given["block_mask"] = mask.blocks, mask.mask.shape  # what is remembered keeps no array
+    rung = ladder.VARIANTS.get(variant) if isinstance(variant, str) else None
+    return tuple(given.items()), rung
 
 
 def _remember(options: dict[str, Any], deterministic: bool) -> _Call:
@@ -225,7 +246,7 @@ def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tup
     read = {**operands, "d_out": d_out, "out": o, "lse": lse}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[name] for name in "qkv")]
     names = tuple(read)
-    bind = jax.ffi.ffi_call(_BACKWARD, shapes, vmap_method="expand_dims")
+    bind = foreign(_BACKWARD, shapes)
     gradients = bind(
         *read.values(), call=call.key, operands=" ".join(names),
         deterministic=str(call.deterministic),
@@ -246,18 +267,24 @@ def _bind_forward(
     shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if with_lse:
         shapes.append(jax.ShapeDtypeStruct((batch, heads, length), jnp.float32))
-    bind = jax.ffi.ffi_call(_FORWARD, shapes, vmap_method="expand_dims")
+    bind = foreign(_FORWARD, shapes)
     return tuple(bind(*operands.values(), call=call.key, operands=" ".join(operands)))
 
 
 def _check_gradient(call: _Call, operands: Mapping[str, Any], o: Any, lse: Any) -> None:
     """Check by shapes and types alone that there is a gradient."""
-    known = {name: stand_in(x) for name, x in {**operands, "o": o, "lse": lse}.items()}
-    constants = {
-        name: x for name, x in _options_of_backward(_options[call.key]).items() if name != "backend"
-    }
-    q, k, v, o = (known[name] for name in ("q", "k", "v", "o"))
-    explain.explain_backward(o, q, k, v, o, known["lse"], **constants, **_paired(known))
+    options = _options_of_backward(_options[call.key])
+
+    def check(known: dict[str, Any]) -> None:
+        constants = {**_constants(options), **_paired(known)}
+        received = known["o"], known["o"], known["lse"]
+        q, k, v = (known[name] for name in "qkv")
+        backward.check_backward_call(
+            *backward.parse_backward("attention_backward", received, q, k, v, constants)
+        )
+
+    facts = ("jax, gradients", *_facts(options))
+    check_once(facts, {**operands, "o": o, "lse": lse}, check)
 
 
 def _options_of_backward(options: Mapping[str, Any]) -> dict[str, Any]:

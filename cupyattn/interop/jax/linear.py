@@ -17,11 +17,17 @@ from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler.target import check_backend
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.jax.calls import as_array, each_entry, register, stand_in
+from cupyattn.interop.jax.calls import (
+    as_array,
+    check_once,
+    each_entry,
+    foreign,
+    register,
+    stand_in,
+)
 from cupyattn.ops import linear
 from cupyattn.ops.act_quant import places
-from cupyattn.ops.gemm import GEMM, GemmSettings
-from cupyattn.ops.operation import problem_of
+from cupyattn.ops.gemm import GemmSettings, check_product
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, strategy_of_weight
@@ -55,8 +61,9 @@ class Int8Linear:
         Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : jax.Array, (out,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
-        The last three are gated linear units: W has the rows of the gate, then as many others, and
-        the result ``out / 2`` columns, which is `out_features`.
+        The last three are gated linear units: W has the rows of the gate, then as many others. With
+        ``"_gate_last"`` behind these names the gate's rows come second, as in diffusers. The result
+        has ``out / 2`` columns, which is `out_features`.
     outlier_columns : sequence of int
         Columns of x, each once, that are not quantised but multiplied in 16 bits.
     outlier_weight : jax.Array, (out, outliers), float16 or bfloat16, optional
@@ -227,7 +234,7 @@ class Int8Linear:
             (self.backend if backend is None else backend) or "",
             (x.dtype.name, "" if bias is None else bias.dtype.name),
         )  # fmt: skip
-        _check_call(call, operands)
+        check_once(("jax, int8_linear", call), operands, functools.partial(_check_call, call))
         return _apply(call, operands)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -252,9 +259,8 @@ def _moved(array: Any, as_given: Any) -> jax.Array:
     return jnp.from_dlpack(array)
 
 
-def _check_call(call: _Call, operands: Mapping[str, Any]) -> None:
-    """Check a call by shapes and types alone."""
-    known = {name: stand_in(x) for name, x in operands.items()}
+def _check_call(call: _Call, known: Mapping[str, Any]) -> None:
+    """Check a call by stand-ins of its operands."""
     x, codes, scales = known["x"], known["codes"], known["scales"]
     linear.check_input(x, codes, known.get("outlier_weight"))
     check_values("x", x, least_axes=1)
@@ -267,7 +273,7 @@ def _check_call(call: _Call, operands: Mapping[str, Any]) -> None:
     }  # fmt: skip
     product |= {name: known[name] for name in ("bias", "residual", "gate") if name in known}
     asked = GemmSettings(call.out_dtype, call.activation, None, call.arch or None, "mirror")
-    problem_of(GEMM, asked, product)
+    check_product(asked, product)
 
 
 # ---- what JAX transforms -------------------------------------------------------------------------
@@ -279,7 +285,7 @@ def _apply(call: _Call, operands: dict[str, jax.Array]) -> jax.Array:
     columns = columns_of(operands["codes"].shape[0], call.activation)
     shape = (*operands["x"].shape[:-1], columns)
     result = jax.ShapeDtypeStruct(shape, jnp.dtype(call.out_dtype))
-    bind = jax.ffi.ffi_call(_NAME, result, vmap_method="expand_dims")
+    bind = foreign(_NAME, result)
     y: jax.Array = bind(
         *operands.values(), operands=" ".join(operands), activation=call.activation,
         columns=" ".join(map(str, call.columns)), arch=call.arch, backend=call.backend,

@@ -1,8 +1,9 @@
 """What Inductor moves into products of INT8 codes: a pass over its graph after autograd.
 
-GELU and SiLU after a layer, and ``residual + gate * y``, become part of its product, which computes
-them in float32 before it rounds, if nothing else reads what is between. Layers with the same input
-that add nothing become one call, which quantises it once (`cupyattn.interop.torch.linear_parts`).
+GELU and SiLU after a layer, of all columns or of a half that multiplies the other, and
+``residual + gate * y`` become part of its product, which computes them in float32 before it rounds,
+if nothing else reads what is between. Layers with the same input that add nothing become one call,
+which quantises it once (`cupyattn.interop.torch.linear_parts`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from cupyattn.interop.torch import linear_parts, precompile
+from cupyattn.quant.activation import GATE_LAST, GLU
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
 
 #: Functions that a product may end with, as models call them.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "silu": torch.nn.functional.silu,
 }
+#: Gated linear units by their activation, and by whether their gate is the second half.
+_GATED = {(kind, name in GATE_LAST): name for name, kind in GLU.items()}
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
+#: What takes a result apart into several.
+_SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 #: Of nodes that are there before all others.
 _GIVEN = ("placeholder", "get_attr")
 #: Other layers that may lie between two of a group: models project two streams in turns.
@@ -92,7 +98,10 @@ def _uuid() -> str:
 
 
 class _Epilogue(NamedTuple):
-    """What follows a layer and becomes part of its product: the node that has it all, and what."""
+    """What follows a layer and becomes part of its product: the node that has it all, and what.
+
+    The node's value is what the product makes, in its type and strides.
+    """
 
     end: Node
     activation: str
@@ -153,7 +162,7 @@ def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
     args = x, weight, weight_scale, bias, *beside, *where
     _begin_to_compile(x, [args[1:6]], [found.activation], where)
     with graph.inserting_before(found.end):
-        made = _inserted(graph, linear_parts.layer, args, node.meta["val"])
+        made = _inserted(graph, linear_parts.layer, args, _value(found.end))
     found.end.replace_all_uses_with(made)
 
 
@@ -162,7 +171,7 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
     x, *_, arch, backend = first.args
     operands = [[node.args[place] for node in found] for place in (1, 2, 3)]
     activations = [one.activation for one in found.values()]
-    vals = [node.meta["val"] for node in found]
+    vals = [_value(one.end) for one in found.values()]
     args = x, *operands, activations, arch, backend
     _begin_to_compile(x, zip(*operands, strict=True), activations, (arch, backend))
     with graph.inserting_before(first):
@@ -191,12 +200,8 @@ def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Nod
 def _epilogue(layer: Node) -> _Epilogue:
     end, activation = layer, str(layer.args[4])
     if not activation:
-        for name in _ACTIVATIONS:
-            found = _after(layer, _pattern(name, layer.meta["val"].dtype))
-            if found is not None:
-                end, activation = found, name
-                break
-    return _sum(end, layer.meta["val"], activation) or _Epilogue(end, activation)
+        end, activation = _activated(layer) or _gated(layer) or (layer, "")
+    return _sum(end, _value(end), activation) or _Epilogue(end, activation)
 
 
 # ---- activations ---------------------------------------------------------------------------------
@@ -210,12 +215,57 @@ def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     def function(x: Tensor) -> Tensor:
-        return _ACTIVATIONS[activation](x)
+        return FUNCTIONS[activation](x)
 
     with _disable_current_modes():
         traced = make_fx(function, decomposition_table=select_decomp_table())
         graph = traced(torch.zeros(1, dtype=dtype)).graph
     return tuple(node for node in graph.nodes if node.op != "output")
+
+
+def _activated(start: Node) -> tuple[Node, str] | None:
+    """Return the last node of an activation of a node, and which it is."""
+    for name in FUNCTIONS:
+        found = _after(start, _pattern(name, _value(start).dtype))
+        if found is not None:
+            return found, name
+    return None
+
+
+def _gated(layer: Node) -> tuple[Node, str] | None:
+    """Return the product of one half of a layer's columns, activated, and the other half."""
+    halves = _halves(layer)
+    if len(halves) != 2:
+        return None
+    for gate, other in (halves, halves[::-1]):
+        end, kind = _activated(gate) or (gate, "")
+        product = _only_reader(end)
+        own = _other_operand(product, _aten.mul.Tensor, end) is other
+        if kind and own and _only_reader(other) is product:
+            value = _value(product)
+            if _same(value.stride(), value.new_empty(value.shape).stride()):
+                return product, _GATED[kind, gate is halves[1]]
+    return None
+
+
+def _halves(layer: Node) -> list[Node]:
+    """Return both halves of a layer's columns, in order, if nothing reads anything else of it."""
+    like, users = _value(layer), list(layer.users)
+    if len(users) == 1 and users[0].target in _SPLITS:
+        users = list(users[0].users)
+    columns = like.shape[-1] if like.dim() else 0
+    taken = all(user.target in (operator.getitem, _aten.slice.Tensor) for user in users)
+    if not taken or len(users) != 2 or not isinstance(columns, int) or columns % 2:
+        return []
+    form = (*like.shape[:-1], columns // 2)
+
+    def begins_at(user: Node, column: int) -> bool:
+        half = _value(user)
+        lies = (half.storage_offset(), *half.stride())
+        return _same(half.shape, form) and _same(lies, (column, *like.stride()))
+
+    ends = (next((u for u in users if begins_at(u, at)), None) for at in (0, columns // 2))
+    return [user for user in ends if user is not None]
 
 
 def _after(start: Node, pattern: tuple[Node, ...]) -> Node | None:

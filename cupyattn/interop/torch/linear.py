@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.interop.torch import epilogues
+from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
@@ -84,6 +84,14 @@ def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
     return (weight.to(torch.float32) * scale).to(dtype)
 
 
+def _refuse_outliers(columns: list[int]) -> None:
+    if columns:
+        raise UnsupportedError(
+            f"outlier_columns are not supported in a module, got {columns}: leave them out, or use "
+            "cupyattn.Int8Linear, which takes tensors without gradients"
+        )
+
+
 def _form(name: str, tensor: Tensor | None) -> np.ndarray | None:
     """Return an array of a tensor's shape and type that takes no memory; refuse other things."""
     if tensor is None:
@@ -115,8 +123,9 @@ class Int8Linear(torch.nn.Module):
     bias : Tensor or Parameter, (out,), float16, bfloat16 or float32, optional
         A parameter stays one, and may be trained.
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
-        The last three are gated linear units: W has the rows of the gate, then as many others, and
-        the result ``out / 2`` columns, which is `out_features`.
+        The last three are gated linear units: W has the rows of the gate, then as many others. With
+        ``"_gate_last"`` behind these names the gate's rows come second, as in diffusers. The result
+        has ``out / 2`` columns, which is `out_features`.
     outlier_columns : sequence of int
         Empty: `cupyattn.Int8Linear` keeps columns in 16 bits, and takes tensors.
     outlier_weight : None
@@ -135,9 +144,10 @@ class Int8Linear(torch.nn.Module):
 
     Notes
     -----
-    Codes and scales are the buffers `weight` and `weight_scale`, as in compressed-tensors; the
-    scales stay float32 when the module is converted. A gradient goes to x and to the bias, through
-    the weight that the codes stand for.
+    Constructor, `from_weight`, and `residual` and `gate` of a call are those of
+    `cupyattn.Int8Linear` and `cupyattn.interop.jax.Int8Linear`. Codes and scales are the buffers
+    `weight` and `weight_scale`, as in compressed-tensors; the scales stay float32 when the module
+    is converted. A gradient goes to x and to the bias, through the weight that the codes stand for.
 
     Examples
     --------
@@ -171,12 +181,7 @@ class Int8Linear(torch.nn.Module):
             _form("outlier_weight", outlier_weight),
         )  # fmt: skip
         settings = LayerSettings(activation, outlier_columns, block_size, arch, backend)
-        columns = check_layer(arrays, settings)
-        if columns.size:
-            raise UnsupportedError(
-                f"outlier_columns are not supported in a module, got {columns.tolist()}: leave "
-                "them out, or use cupyattn.Int8Linear, which takes tensors without gradients"
-            )
+        _refuse_outliers(check_layer(arrays, settings).tolist())
         self.register_buffer("weight", codes)
         self.register_buffer("weight_scale", scales)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
@@ -198,9 +203,9 @@ class Int8Linear(torch.nn.Module):
         linear : Linear
             Weight in float16, bfloat16 or float32. Not modified.
         strategy : {"block", "channel"}
-            As for `cupyattn.Int8Linear.from_weight`.
+            As for `from_weight`.
         **options
-            activation, arch and backend.
+            As for `from_weight`.
 
         Returns
         -------
@@ -210,16 +215,63 @@ class Int8Linear(torch.nn.Module):
         ------
         TypeError
             For what is no linear layer.
+        ValueError, UnsupportedError
+            As for `from_weight`.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(
                 f"linear must be a torch.nn.Linear, got {type(linear).__name__}: "
                 "replace_linear_with_int8 takes a whole model"
             )
-        with on_device_of(linear.weight):
-            made = weight_quant(as_array(linear.weight), strategy=strategy)
+        return cls.from_weight(linear.weight, linear.bias, strategy=strategy, **options)
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        strategy: str = "block",
+        activation: str | None = None,
+        outlier_columns: Sequence[int] = (),
+        outlier_dtype: str | None = None,
+        arch: str | None = None,
+        backend: str | None = None,
+    ) -> Int8Linear:
+        """Quantise a weight, where it lies.
+
+        Parameters
+        ----------
+        weight : Tensor, (out, in), float16, bfloat16 or float32
+            Not modified.
+        bias : Tensor or Parameter, (out,), optional
+        strategy, activation, arch, backend
+            As for `cupyattn.Int8Linear.from_weight`.
+        outlier_columns, outlier_dtype
+            Left out, as for `Int8Linear`.
+
+        Returns
+        -------
+        Int8Linear
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a weight that is no tensor, or of another type or shape.
+        UnsupportedError
+            For `outlier_columns`.
+        """
+        _refuse_outliers(list(outlier_columns))
+        if outlier_dtype is not None:
+            raise ValueError(
+                f"outlier_dtype goes with outlier_columns, got {outlier_dtype!r}: leave it out"
+            )
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"weight must be a tensor, got {shown(weight)}")
+        with on_device_of(weight):
+            made = weight_quant(as_array(weight), strategy=strategy)
             codes, scales = map(as_tensor, made)
-        return cls(codes, scales, linear.bias, **options)
+        return cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Int8Linear:
         """Move tensors, and convert all but the scales, as ``to`` does."""
@@ -229,13 +281,24 @@ class Int8Linear(torch.nn.Module):
             self.weight_scale = scale.to(self.weight_scale.device)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
         """Apply the layer.
 
         Parameters
         ----------
         x : Tensor, (..., in), float16, bfloat16 or float32
             Under ``torch.autocast`` it gets its type first.
+        residual, gate : Tensor, optional
+            As for `cupyattn.int8_gemm`: the call returns ``residual + gate layer(x)``.
+        activation : str, optional
+            For this call, in place of the layer's own.
 
         Returns
         -------
@@ -249,7 +312,7 @@ class Int8Linear(torch.nn.Module):
         TypeError
             For another type, and what is no tensor.
         UnsupportedError
-            For a gradient with `activation`, and for forward-mode derivatives.
+            For a gradient with `activation` or beside `residual`, and for forward-mode derivatives.
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"Int8Linear(): argument 'x' must be Tensor, not {type(x).__name__}")
@@ -265,11 +328,21 @@ class Int8Linear(torch.nn.Module):
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         given = x, self.weight, self.weight_scale, self.bias
-        options = self.activation or "", self.arch, self.backend
+        options = activation or self.activation or "", self.arch, self.backend
         if torch.compiler.is_compiling():
             epilogues.register()
+        y: Tensor
+        if residual is not None or gate is not None:
+            if residual is None:
+                raise ValueError(
+                    "gate goes with residual, got residual=None: give zeros to add nothing"
+                )
+            beside = *given, residual, gate
+            operator = linear_parts.layer if any(how_seen(beside)) else linear_parts.run_layer
+            y = operator(*beside, *options)
+            return y
         if any(how_seen(given)):
-            y: Tensor = int8_linear(*given, *options)
+            y = int8_linear(*given, *options)
             return y
         return run(*given, *options)
 

@@ -1,7 +1,7 @@
 """A layer of INT8 codes with what follows it, and several layers of one input in one call.
 
 `cupyattn.interop.torch.epilogues` puts these operators into the place of ``int8_linear``: a call
-costs the host more than the launches that it makes. They have no derivative.
+costs the host more than the launches that it makes. Their derivatives are refused.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, forms_of, on_device_of
 from cupyattn.interop.torch.calls import launch
-from cupyattn.interop.torch.ops import define
+from cupyattn.interop.torch.ops import define, differentiate
 from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import run_new
 from cupyattn.quant.activation import columns_of
@@ -107,7 +108,8 @@ def _can_be_kept(x: Tensor) -> bool:
     return bool(lies_so and x.numel() and x.data_ptr() % x.element_size() == 0)
 
 
-def _layer(x: Tensor, *arguments: Any) -> Tensor:
+def run_layer(x: Tensor, *arguments: Any) -> Tensor:
+    """Run ``int8_layer`` without the operator: the same arguments."""
     *operands, activation, arch, backend = arguments
     (y,) = multiply(x, (operands,), (activation,), arch, backend)
     return y
@@ -140,7 +142,7 @@ layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
     "str activation, str? arch, str? backend",
-    "Tensor", _layer, _layer_fake,
+    "Tensor", run_layer, _layer_fake,
 )  # fmt: skip
 layers = define(
     "int8_layers",
@@ -148,3 +150,13 @@ layers = define(
     "str? arch, str? backend",
     "Tensor[]", _layers, _layers_fake,
 )  # fmt: skip
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise UnsupportedError(
+        "the derivative for 'cupyattn::int8_layer' is not implemented beside residual: leave it "
+        "out, and add it to the result"
+    )
+
+
+differentiate(layer, _refuse, _refuse)

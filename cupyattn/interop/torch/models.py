@@ -23,6 +23,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues
+from cupyattn.interop.torch.activated import Place, put_activated, take_out_activated
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
@@ -42,7 +43,10 @@ class Replacement(Handle):
     ``to`` or ``eval``, returns the handle. As a context manager it restores at the end.
     """
 
-    __slots__ = ("_handle_kept", "_handle_originals", "_handle_places", "_handle_replaced")
+    __slots__ = (
+        "_handle_activated", "_handle_kept", "_handle_originals", "_handle_places",
+        "_handle_replaced",
+    )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
 
@@ -52,9 +56,11 @@ class Replacement(Handle):
         replaced: dict[str, str],
         kept: dict[str, str],
         places: list[_Place],
+        activated: list[Place],
         originals: str,
     ) -> None:
         super().__init__(target)
+        object.__setattr__(self, "_handle_activated", activated)
         object.__setattr__(self, "_handle_replaced", replaced)
         object.__setattr__(self, "_handle_kept", kept)
         object.__setattr__(self, "_handle_places", places)
@@ -85,6 +91,7 @@ class Replacement(Handle):
         for parent, name, _, layer in self._handle_places:
             if parent._modules.get(name) is not layer:
                 raise RuntimeError(f"{name!r} of {type(parent).__name__} is another layer by now")
+        take_out_activated(self._handle_activated)
         for parent, name, linear, layer in self._handle_places:
             linear.weight.data = linear.weight.data.to(layer.weight.device)
             linear.bias = layer.bias  # one parameter, which may have been trained or moved
@@ -150,7 +157,9 @@ def replace_linear_with_int8(
     -----
     Norms, embeddings, modulation, time and final layers keep their type, by their names
     (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
-    has hooks. A layer in several places stays one. Code of the model that reads ``layer.weight`` by
+    has hooks. A layer in several places stays one. Modules of diffusers that apply an activation to
+    such a layer, ``GELU``, ``GEGLU`` and ``SwiGLU``, are replaced too: the activation becomes part
+    of the product, and names in a state dict stay. Code of the model that reads ``layer.weight`` by
     itself finds codes there: exclude such layers. A model may be compiled by torch before or after.
 
     Examples
@@ -204,9 +213,11 @@ def replace_linear_with_int8(
     if originals == "cpu":
         for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
             linear.weight.data = linear.weight.data.to("cpu")
+    activated = put_activated(own)
     if originals == "drop":
         places.clear()
-    return Replacement(model, reasons, kept, places, originals)
+        activated.clear()
+    return Replacement(model, reasons, kept, places, activated, originals)
 
 
 def load_int8(
@@ -239,7 +250,8 @@ def load_int8(
     Raises
     ------
     OSError, ValueError
-        For a checkpoint that cannot be read, and one of other layers or shapes than the model.
+        For a checkpoint that cannot be read, and one of other layers or shapes than the model,
+        whose layers then stay as they were.
     TypeError
         For a model that is neither.
     UnsupportedError
@@ -271,8 +283,14 @@ def load_int8(
         linear = layers[name]
         options = {"arch": arch, "backend": backend}
         replaced[id(linear)] = _layer_of(source, codes[weight], linear, options)
-    _put(model, replaced)
-    _load_rest(model, source, parts | codes.keys())
+    places = _put(model, replaced)
+    try:
+        _load_rest(model, source, parts | codes.keys())
+    except BaseException:
+        for parent, name, linear, _ in places:
+            parent._modules[name] = linear
+        raise
+    put_activated(model)
     return model.eval() if made_here else given
 
 
@@ -292,6 +310,8 @@ def _unfit(linear: nn.Linear) -> str:
         return f"a {type(linear).__name__}"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
         return "has hooks"
+    if "forward" in vars(linear):  # as libraries put it there that move weights in each call
+        return "has a forward of its own"
     if nn.utils.parametrize.is_parametrized(linear):
         return "is parametrised"
     return "holds no numbers, on the meta device" if linear.weight.is_meta else ""

@@ -117,7 +117,7 @@ __device__ __forceinline__ float activated(float x) {
 // What a gated linear unit makes an element of C of: sums of a row of A with both halves of B.
 template <typename T>
 struct Halves {
-  T gate, up;
+  T first, second;
 };
 
 // G3, G4: an element of column col of C.
@@ -130,10 +130,11 @@ __device__ __forceinline__ float finished(const GemmParams& p, float x, int col)
 __device__ __forceinline__ float finished(const GemmParams& p, Halves<float> x, int col) {
   if constexpr (BIAS) {
     const bias_t* bias = static_cast<const bias_t*>(p.bias) + min(col, p.n - 1);  // [n], [n]
-    x.gate += to_float(bias[0]);                                                  // G3
-    x.up += to_float(bias[p.n]);                                                  // G3
+    x.first += to_float(bias[0]);                                                 // G3
+    x.second += to_float(bias[p.n]);                                              // G3
   }
-  return __fmul_rn(activated<ACTIVATION>(x.gate), x.up);  // G4, G7
+  const float gate = GATE_LAST ? x.second : x.first, up = GATE_LAST ? x.first : x.second;
+  return __fmul_rn(activated<ACTIVATION>(gate), up);  // G4, G7
 }
 
 // Elements col, which is even, and col + 1 of a row [n]; past the last column others.
@@ -251,8 +252,8 @@ __device__ __forceinline__ void merge_parts(
   cluster_sync();  // nobody reads this block's partial sums any more
 }
 
-// A row of B that has scale number i of a tile. With GLU scale 0 is the gate's, 1 that of the other
-// half's first row and 2 that of its last row. If STRADDLES, scale 2 begins at straddled_from.
+// A row of B that has scale number i of a tile. With GLU scale 0 is the first half's, 1 that of the
+// second half's first row and 2 that of its last row. If STRADDLES, 2 begins at straddled_from.
 __device__ __forceinline__ int scale_row(const GemmParams& p, int n0, int i) {
   if constexpr (GLU) return i == 0 ? n0 : min(p.n + n0 + (i - 1) * (TILE_N - 1), 2 * p.n - 1);
   return min(n0 + i * SCALE_ROWS, p.n - 1);
@@ -262,8 +263,8 @@ __device__ __forceinline__ int straddled_from(const GemmParams& p, int n0) {
 }
 
 // How merge_parts takes the tiles of 16 x 8 of a warp. Of a gated linear unit both halves have to
-// reach one block: every two fragments are two such tiles, of the gate and of the other half, the
-// first fragment their rows g, the second their rows g + 8. of(tile, half, i) is an element of one.
+// reach one block: every two fragments are two such tiles, one of each half, the first fragment
+// their rows g, the second their rows g + 8. of(tile, half, i) is an element of one.
 template <typename Of>
 __device__ __forceinline__ auto fragment_element(int f, int i, Of of) {
   if constexpr (GLU) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ float row_scale(const GemmParams& p, int row) {
 // G1, G2: the same of a gated linear unit.
 __device__ __forceinline__ Halves<float> scaled(
     Halves<int32_t> sums, float A_scale, Halves<float> B_scale) {
-  return {scaled(sums.gate, A_scale, B_scale.gate), scaled(sums.up, A_scale, B_scale.up)};
+  return {scaled(sums.first, A_scale, B_scale.first), scaled(sums.second, A_scale, B_scale.second)};
 }
 
 // Scales of columns col, which is even, and col + 1, whose rows of B begin at row0; past the last

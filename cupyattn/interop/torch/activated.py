@@ -1,0 +1,133 @@
+"""Modules of diffusers that apply an activation to a layer: both in one product of INT8 codes.
+
+``GELU``, ``GEGLU`` and ``SwiGLU`` of diffusers hold a linear layer, ``proj``, and call torch's
+functions on its result. Outside of a compiler nothing else would move these into the product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cupyattn.interop.torch.epilogues import FUNCTIONS
+from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.quant.activation import GATE_LAST, GLU
+
+#: A module that was replaced: its parent, its name there, the module, and what took its place.
+Place = tuple[nn.Module, str, nn.Module, "ActivatedInt8Linear"]
+
+
+class ActivatedInt8Linear(nn.Module):
+    """An INT8 layer and its activation in one product, in the place of a module of diffusers.
+
+    Parameters
+    ----------
+    proj : Int8Linear
+        Without an activation. It keeps its name in the model, and the order of its rows.
+    activation : str
+        As for `Int8Linear`.
+
+    Notes
+    -----
+    torch computes the activation where a gradient is wanted, where hooks read the layer's result,
+    and where something else has taken the layer's place, such as an adapter.
+    """
+
+    def __init__(self, proj: Int8Linear, activation: str) -> None:
+        super().__init__()
+        self.proj: nn.Module = proj
+        self.activation = activation
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the layer and its activation.
+
+        Parameters
+        ----------
+        hidden_states : Tensor, (..., in)
+
+        Returns
+        -------
+        Tensor, (..., out), or (..., out / 2) where the activation is gated
+        """
+        proj = self.proj
+        if type(proj) is Int8Linear and not proj._forward_hooks:
+            trained = hidden_states.requires_grad or (
+                proj.bias is not None and proj.bias.requires_grad
+            )
+            if not (trained and torch.is_grad_enabled()):
+                fused: Tensor = proj(hidden_states, activation=self.activation)
+                return fused
+        return _activated(proj(hidden_states), self.activation)
+
+    def extra_repr(self) -> str:
+        """Name the activation."""
+        return f"activation={self.activation!r}"
+
+
+def put_activated(model: nn.Module) -> list[Place]:
+    """Put `ActivatedInt8Linear` in the places of modules of diffusers whose layer is INT8.
+
+    Parameters
+    ----------
+    model : Module
+        Modified in place.
+
+    Returns
+    -------
+    list of Place
+    """
+    made: dict[int, ActivatedInt8Linear] = {}
+    places = []
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is None or not (activation := _activation_of(child)):
+                continue
+            proj = child.proj
+            if type(proj) is not Int8Linear or proj.activation is not None:
+                continue
+            unit = made.setdefault(id(child), ActivatedInt8Linear(proj, activation))
+            places.append((parent, name, child, unit.train(child.training)))
+    for parent, name, _, unit in places:
+        parent._modules[name] = unit
+    return places
+
+
+def take_out_activated(places: list[Place]) -> None:
+    """Put back the modules that `put_activated` replaced.
+
+    Raises
+    ------
+    RuntimeError
+        If something else has taken a place since; then nothing is put back.
+    """
+    for parent, name, module, unit in places:
+        if parent._modules.get(name) is not unit or unit.proj is not module.proj:
+            raise RuntimeError(f"{name!r} of {type(parent).__name__} is another module by now")
+    for parent, name, module, unit in places:
+        parent._modules[name] = module.train(unit.training)
+    places.clear()
+
+
+def _activation_of(module: nn.Module) -> str:
+    """Return what a module of diffusers applies to its layer; "" for any other, or with hooks."""
+    # NOTE: libraries that move weights in each call replace the function of an instance.
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return ""
+    kind = type(module)
+    if kind.__module__ != "diffusers.models.activations":
+        return ""
+    if kind.__name__ == "GELU":
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(module.approximate), "")
+    if kind.__name__ == "SwiGLU":
+        return "swiglu_gate_last" if type(module.activation) is nn.SiLU else ""
+    return "geglu_gate_last" if kind.__name__ == "GEGLU" else ""
+
+
+def _activated(y: Tensor, activation: str) -> Tensor:
+    """Return an activation of a layer's result, as diffusers computes it."""
+    function = FUNCTIONS[GLU.get(activation, activation)]
+    if activation not in GLU:
+        return function(y)
+    first, second = y.chunk(2, dim=-1)
+    gate, other = (second, first) if activation in GATE_LAST else (first, second)
+    return other * function(gate)

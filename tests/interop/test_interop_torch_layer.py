@@ -1,0 +1,253 @@
+"""The INT8 layer of torch: the bits of `cupyattn.Int8Linear`, gradients, sums, refusals."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from typing import Any
+
+import pytest
+
+import cupyattn as ca
+from cupyattn import UnsupportedError
+from tests.interop.torch_cases import at_odd_address, same_bits
+
+torch = pytest.importorskip("torch")
+interop = importlib.import_module("cupyattn.interop.torch")
+bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+linear_module = importlib.import_module("cupyattn.interop.torch.linear")
+
+nn = torch.nn
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def linear(columns: int = 300, rows: int = 200, dtype: str = "bfloat16") -> Any:
+    return nn.Linear(columns, rows, dtype=getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_the_layer_is_that_of_arrays_and_in_bounds(dtype: str, activation: str | None) -> None:
+    module = linear(dtype=dtype).requires_grad_(False)
+    layer = interop.Int8Linear.from_linear(module, activation=activation, backend="mirror")
+    weight, bias = (bridge.as_array(x) for x in (module.weight, module.bias))
+    core = ca.Int8Linear.from_weight(weight, bias, activation=activation)
+    assert same_bits(layer.weight, core.codes) and same_bits(layer.weight_scale, core.scales)
+    assert layer.bias is module.bias
+    x = torch.randn(2, 5, 300, dtype=module.weight.dtype)
+    y, many = layer(x), layer(x.transpose(0, 1))
+    assert same_bits(y, core(bridge.as_array(x)))
+    assert torch.equal(many, y.transpose(0, 1))
+    wide = x.double() @ module.weight.double().T + module.bias.double()
+    exact = (nn.functional.gelu(wide) if activation else wide).detach().numpy()
+    assert (abs(y.double().numpy() - exact) <= core.error(bridge.as_array(x), weight)).all()
+    assert layer(x[:0]).shape == (0, 5, 200)
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_product_writes_into_memory_of_torchs(
+    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    own = parts.results_of
+
+    def results_of(*given: Any) -> Any:
+        found = own(*given)
+        made.extend(y.data_ptr() for y in found)
+        return found
+
+    monkeypatch.setattr(parts, "results_of", results_of)
+    layer = interop.Int8Linear.from_linear(linear(dtype=dtype), backend=backend)
+    with torch.no_grad():
+        y = layer(torch.randn(3, 300, dtype=getattr(torch, dtype)))
+    assert made == [y.data_ptr()] and y.isfinite().all()
+
+
+def test_gradients_go_through_the_weight_of_the_codes() -> None:
+    module = linear(dtype="float16")
+    layer = interop.Int8Linear.from_linear(module, backend="mirror")
+    w = linear_module.dequantised(layer.weight, layer.weight_scale, torch.float16)
+    codes, scales = bridge.as_array(layer.weight), bridge.as_array(layer.weight_scale)
+    assert same_bits(w, ca.weight_dequant(codes, scales, out_dtype="float16"))
+    x = torch.randn(2, 7, 300, dtype=torch.float16, requires_grad=True)
+    d_y = torch.randn(2, 7, 200, dtype=torch.float16)
+    layer(x).backward(d_y)
+    exact, size = d_y.double() @ w.double(), d_y.double().abs() @ w.double().abs()
+    # torch sums 200 products in float32 or wider, in whatever order, and rounds to float16 once.
+    assert ((x.grad.double() - exact).abs() <= 2.0**-11 * exact.abs() + 201 * 2.0**-24 * size).all()
+    total, size = d_y.double().sum((0, 1)), d_y.double().abs().sum((0, 1))
+    error = (module.bias.grad.double() - total).abs()
+    assert (error <= 2.0**-11 * total.abs() + 15 * 2.0**-24 * size).all()
+    assert layer.weight.grad is None
+    gelu = interop.Int8Linear.from_linear(module, activation="gelu")
+    with pytest.raises(UnsupportedError, match="not implemented with activation='gelu'"):
+        gelu(x)
+
+
+def test_the_layer_is_an_operator_where_torch_compiles() -> None:
+    layer = interop.Int8Linear.from_linear(linear(dtype="float16"), backend="mirror")
+    x = torch.randn(3, 300, dtype=torch.float16, requires_grad=True)
+    own = layer.weight, layer.weight_scale, layer.bias, "", None, "mirror"
+    torch.library.opcheck(torch.ops.cupyattn.int8_linear.default, (x, *own))
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: layer(x * 2) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(function(x), layer(x * 2) + 1)
+    function(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x.float()).dtype == torch.bfloat16
+
+
+def test_constructors_have_one_signature() -> None:
+    """Of CuPy's, torch's and JAX's layers; only types are spelled as each library has them."""
+    others = [ca.Int8Linear]
+    if importlib.util.find_spec("jax") is not None:
+        others.append(importlib.import_module("cupyattn.interop.jax").Int8Linear)
+    for other in others:
+        for name in ("__init__", "from_weight"):
+            own, of_other = (
+                inspect.signature(getattr(cls, name)).parameters.values()
+                for cls in (interop.Int8Linear, other)
+            )
+            assert [(p.name, p.kind, p.default) for p in own] == [
+                (p.name, p.kind, p.default) for p in of_other
+            ]
+        call = inspect.signature(other.__call__).parameters
+        mine = inspect.signature(interop.Int8Linear.forward).parameters
+        assert {"x", "residual", "gate"} <= call.keys() & mine.keys()
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_call_adds_to_a_residual(compiled: bool, gated: bool, strategy: str) -> None:
+    """As a call of `cupyattn.Int8Linear` does, to the bit."""
+    weight, bias = (torch.randn(*s, dtype=torch.float16) for s in ((200, 300), (200,)))
+    options = {"strategy": strategy, "activation": "silu", "backend": "mirror"}
+    layer = interop.Int8Linear.from_weight(weight, bias, **options)
+    own = ca.Int8Linear.from_weight(weight.numpy(), bias.numpy(), **options)
+    x, residual = (torch.randn(2, 3, n, dtype=torch.float16) for n in (300, 200))
+    gate = torch.randn(2, 200, dtype=torch.float16) if gated else None
+    torch._dynamo.reset()
+    call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+    y = call(x, residual=residual, gate=gate)
+    beside = {"residual": residual.numpy(), "gate": None if gate is None else gate.numpy()}
+    assert y.numpy().tobytes() == own(x.numpy(), **beside).tobytes()
+    assert torch.equal(residual, torch.from_numpy(beside["residual"]))
+
+
+def test_what_a_call_beside_a_residual_refuses() -> None:
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    layer.requires_grad_(False)
+    x, residual = (torch.randn(3, n, dtype=torch.bfloat16) for n in (300, 200))
+    with pytest.raises(ValueError, match="gate goes with residual, got residual=None"):
+        layer(x, gate=residual[0])
+    with pytest.raises(ValueError, match=r"residual .*\(3, 200\), got \(3, 199\)"):
+        layer(x, residual=residual[:, 1:])
+    said = "the derivative for 'cupyattn::int8_layer' is not implemented beside residual: leave"
+    for name in ("x", "residual"):
+        given = {"x": x.clone(), "residual": residual.clone()}
+        given[name].requires_grad_()
+        with pytest.raises(UnsupportedError, match=said):
+            layer(**given)
+        with torch.no_grad():
+            assert torch.equal(layer(**given), layer(x, residual=residual))
+    with pytest.raises(UnsupportedError, match=said):
+        torch.func.grad(lambda x: layer(x, residual=residual).sum())(x)
+
+
+def test_the_layer_moves_converts_and_saves() -> None:
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    scale = layer.weight_scale.clone()
+    x = torch.randn(3, 300)
+    assert layer.half().weight_scale.dtype == torch.float32 and layer.bias.dtype == torch.float16
+    assert torch.equal(layer.weight_scale, scale) and layer.weight.dtype == torch.int8
+    assert set(layer.state_dict()) == {"weight", "weight_scale", "bias"}
+    other = interop.Int8Linear.from_linear(linear(), backend="mirror").half()
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x)) and "in_features=300" in repr(layer)
+
+
+def test_what_the_layer_refuses() -> None:
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    codes, scale = layer.weight, layer.weight_scale
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (RuntimeError, r"expected an input of shape \(..., 300\), got \(3, 301\)",
+         lambda: layer(torch.ones(3, 301))),
+        (RuntimeError, "x is on meta, weight is on cpu",
+         lambda: layer(torch.ones(3, 300, device="meta"))),
+        (TypeError, "float64", lambda: layer(torch.ones(3, 300).double())),
+        (TypeError, r"codes must be int8 with two axes or more and scales float32, got float32",
+         lambda: interop.Int8Linear(codes.float(), scale)),
+        (ValueError, r"in blocks of 128 must have shape \(2, 3\), got \(2, 2\)",
+         lambda: interop.Int8Linear(codes, scale[:, :2])),
+        (ValueError, r"bias must have shape \(200,\)",
+         lambda: interop.Int8Linear(codes, scale, torch.ones(3))),
+        (ValueError, "activation", lambda: interop.Int8Linear(codes, scale, activation="relu")),
+        (TypeError, "^bias must be a tensor, got 3$", lambda: interop.Int8Linear(codes, scale, 3)),
+        (UnsupportedError, r"got block_size=64", lambda: interop.Int8Linear(
+            codes, scale, block_size=64)),
+        (UnsupportedError, r"outlier_columns are not supported in a module, got \[3\]: leave them",
+         lambda: interop.Int8Linear.from_linear(linear(), outlier_columns=[3])),
+        (ValueError, "outlier_dtype goes with outlier_columns, got 'float16': leave it out",
+         lambda: interop.Int8Linear.from_weight(torch.ones(8, 8), outlier_dtype="float16")),
+        (TypeError, r"weight must be a tensor, got an array of shape \(8, 8\)",
+         lambda: interop.Int8Linear.from_weight(torch.ones(8, 8).numpy())),
+        (UnsupportedError, r"outlier_columns are not supported in a module, got \[3\]: leave them",
+         lambda: interop.Int8Linear(codes, scale, outlier_columns=[3],
+                                    outlier_weight=torch.zeros(200, 1).half())),
+    ]  # fmt: skip
+    for error, message, function in cases:
+        with pytest.raises(error, match=message), torch.no_grad():
+            function()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_tensors_at_odd_addresses_give_the_same_bits(dtype: str, backend: str) -> None:
+    layer = interop.Int8Linear.from_linear(linear(200, 5, dtype), backend=backend)
+    moved = interop.Int8Linear(
+        layer.weight, at_odd_address(layer.weight_scale), at_odd_address(layer.bias.detach()),
+        backend=backend,
+    )  # fmt: skip
+    x = torch.randn(3, 200).to(getattr(torch, dtype))
+    assert torch.equal(moved(at_odd_address(x)), layer(x))
+
+
+class OnDevice:
+    """What is asked of a tensor before its address is kept: of a device, at an address."""
+
+    is_cuda, dtype, shape = True, torch.float16, (3, 200)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def stride(self) -> tuple[int, int]:
+        return 200, 1
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def numel(self) -> int:
+        return 600
+
+    def element_size(self) -> int:
+        return 2
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@pytest.mark.parametrize(("address", "known"), [(4096, True), (4098, True), (4097, False)])
+def test_a_layer_keeps_no_launches_on_tensors_that_it_copies(address: int, known: bool) -> None:
+    """Launched again, the kernels would read the caller's memory at its odd address."""
+    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
+    assert parts._can_be_kept(OnDevice(address)) == known

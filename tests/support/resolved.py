@@ -1,0 +1,40 @@
+"""How often functions are called, above all what resolves a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cupyattn.ops.act_quant import ACT_QUANT
+from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.backward import BACKWARD
+from cupyattn.ops.gemm import GEMM
+from cupyattn.ops.layers import LAYERS
+from cupyattn.ops.quantize import QUANTIZE
+
+
+def watch_resolving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the name of an operation is added each time it resolves a call."""
+    found: list[str] = []
+    for operation in (ACT_QUANT, ATTENTION, BACKWARD, GEMM, LAYERS, QUANTIZE):
+        own = _heard(found, operation.name, operation.resolve)
+        monkeypatch.setattr(operation, "resolve", own)
+    return found
+
+
+def watch_calls(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:
+    """Return a list to which the name of a function of a module is added each time it is called."""
+    found: list[str] = []
+    for module, name in functions:
+        monkeypatch.setattr(module, name, _heard(found, name, getattr(module, name)))
+    return found
+
+
+def _heard(found: list[str], name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def heard(*given: Any, **options: Any) -> Any:
+        found.append(name)
+        return own(*given, **options)
+
+    return heard
