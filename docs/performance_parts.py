@@ -406,7 +406,7 @@ def tile_choices(*sweeps: Record) -> list[str]:
             own, *others = (row for row in found["rows"] if "seconds" in row)
             best = min(others, key=lambda row: float(row["seconds"]))
             table.append([
-                own["rung"], sweep["arch"], found["problem"]["name"], str(len(others)),
+                own["rung"], called(sweep["arch"]), found["problem"]["name"], str(len(others)),
                 format_seconds(own["seconds"]), best["variant"].partition(" ")[2],
                 format_seconds(best["seconds"]),
             ])  # fmt: skip
