@@ -22,6 +22,7 @@ from docs.performance_tables import Record, interval, range_of, rate, rows_of
 from experiments._harness.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
 from experiments._harness.recording import markdown
 from experiments.accuracy import precision_ablation
+from experiments.speed.ladder import called
 from experiments.tuning import breakdown, counters
 
 
@@ -105,7 +106,7 @@ def rungs(ladder: Record) -> list[str]:
             if judged is None or "seconds" not in row:
                 continue
             table.append([
-                row["variant"], format_seconds(row["seconds"]), format_rate(row["tflops"]),
+                called(row["variant"]), format_seconds(row["seconds"]), format_rate(row["tflops"]),
                 "-" if row.get("share") is None else format_share(row["share"]),
                 format_ratio(judged["j2"]), f"{judged['relative_error']:.1e}",
             ])  # fmt: skip
@@ -405,7 +406,7 @@ def tile_choices(*sweeps: Record) -> list[str]:
             own, *others = (row for row in found["rows"] if "seconds" in row)
             best = min(others, key=lambda row: float(row["seconds"]))
             table.append([
-                own["rung"], sweep["arch"], found["problem"]["name"], str(len(others)),
+                own["rung"], called(sweep["arch"]), found["problem"]["name"], str(len(others)),
                 format_seconds(own["seconds"]), best["variant"].partition(" ")[2],
                 format_seconds(best["seconds"]),
             ])  # fmt: skip

@@ -15,6 +15,7 @@ from cupyattn.measure.words import format_rate
 from experiments._harness import plots
 from experiments.accuracy import precision_ablation
 from experiments.diffusion import timestep_ablation
+from experiments.speed import ladder as ladder_experiment
 
 Record = Mapping[str, Any]
 FORMATS = (".svg", ".png")
@@ -40,6 +41,17 @@ def labelled(axis: Any, title: str, x: str, y: str = "") -> None:
     axis.set_ylabel(y, fontsize=8, color=plots.TEXT)
 
 
+def called(name: str) -> str:
+    """Return what drawings call a row of the ladder, in few letters.
+
+    Examples
+    --------
+    >>> called("torch SDPA, cuDNN"), called("fa_tc, sm_90")
+    ('cuDNN', 'fa_tc, portable form')
+    """
+    return ladder_experiment.called(name).replace("torch SDPA, ", "")
+
+
 def plain(record: Record, length: int = 4096) -> list[Record]:
     """Return the problems without a mask at one length, by head_dim."""
     found = [p for p in record["problems"] if p["problem"]["length"] == length
@@ -61,7 +73,7 @@ def bars(record: Record, value: Callable[[Record], float], axis_title: str, *, l
         heights = range(len(rows))
         values = [value(row) for row in rows]
         axis.barh(heights, values, 0.7, color=[PEER if r["peer"] else OURS for r in rows])
-        names = [row["variant"].replace("torch SDPA, ", "") for row in rows]
+        names = [called(row["variant"]) for row in rows]
         axis.set_yticks(heights, names if axis is axes[0] else [""] * len(names))
         axis.invert_yaxis()
         for y, x in zip(heights, values, strict=True):
@@ -101,7 +113,7 @@ def pareto(record: Record) -> Any:
                 1e3 * row["seconds"], row["judgement"]["relative_error"],
                 "os^Dv"[number // len(COLOURS)] if not row["peer"] else "X",
                 color=COLOURS[number % len(COLOURS)], markersize=7,
-                label=row["variant"].replace("torch SDPA, ", ""),
+                label=called(row["variant"]),
             )  # fmt: skip
         axis.set_xscale("log")
         axis.set_yscale("log")

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from docs.performance_tables import range_of
 from experiments._harness import recording
 from experiments._harness.recording import ROOT
+from experiments.diffusion import diffusers_blocks
+from experiments.speed import scores
 
 README = ROOT / "README.md"
 SPEED = "<!-- speed: begin -->", "<!-- speed: end -->"
@@ -55,34 +58,96 @@ def speed(peers: Mapping[str, Any]) -> str:
     )
 
 
-def int8(blocks: Mapping[str, Any], ladder: Mapping[str, Any]) -> str:
-    """Return the table of blocks of models, and what INT8 does to attention alone."""
+def _by(ratios: Mapping[str, float]) -> str:
+    """Return ratios by model, largest first.
+
+    Examples
+    --------
+    >>> _by({"Flux": 1.161, "Wan": 1.5})
+    '1.50 in Wan, 1.16 in Flux'
+    """
+    ordered = sorted(ratios.items(), key=lambda item: -item[1])
+    return ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ordered)
+
+
+def when_int8_pays(blocks: Mapping[str, Any]) -> list[str]:
+    """Return sentences on what INT8 wins in a pass and in ten steps, and where it loses."""
+
+    def ratios(way: str, kind: str = "ratio") -> dict[str, float]:
+        return {row["model"]: row["ways"][way][kind][0] for row in blocks["rows"]}
+
+    sixteen, attention, linear, both = (ratios(f"{way}, compiled") for way in WAYS)
+    alone = [range_of([*found.values()]) for found in (attention, sixteen, linear)]
+    steps, eager = ratios(f"{WAYS[-1]}, compiled", "steps_ratio"), ratios(WAYS[-1], "steps_ratio")
+    slower = {name: ratio for name, ratio in eager.items() if ratio < 1}
+    lines = [
+        "**When INT8 pays.** With attention and linear layers in INT8, a pass is this many times "
+        "as fast as one of the compiled",
+        f"model: {_by(both)}. INT8 attention alone is {alone[0]} times as",
+        f"fast (in 16 bits {alone[1]}), INT8 linear layers alone {alone[2]}. Ten steps with both:",
+        f"{_by(steps)}.",
+    ]
+    if slower:
+        lines[-1] += (
+            " Without `torch.compile` ten steps with both take longer than the model's own:"
+        )
+        lines.append(f"{_by(slower)}.")
+    return [*lines, "Intervals are in [docs/INTEROP.md](docs/INTEROP.md#what-it-wins)."]
+
+
+def int8(
+    blocks: Mapping[str, Any], ladder: Mapping[str, Any], more_heads: Mapping[str, Any]
+) -> str:
+    """Return what INT8 does to models with one block of each kind, and to attention alone.
+
+    Parameters
+    ----------
+    blocks, ladder : mapping
+        Records of models, and of rungs.
+    more_heads : mapping
+        A record of `experiments.speed.scores`, on the device of the ladder.
+    """
     rows = []
     for row in blocks["rows"]:
         ways = {way: row["ways"][f"{way}, compiled"] for way in ("native", *WAYS)}
         native, both = ways["native"], ways["both INT8"]
         saved = 1 - both["weight_bytes"] / native["weight_bytes"]
         rows.append([
-            row["model"], f"{row['tokens'] + row['prompt']:,}", f"{1e3 * native['seconds']:.1f} ms",
-            *(f"{native['seconds'] / ways[way]['seconds']:.2f}" for way in WAYS),
-            f"{saved:.0%}", f"{row['ways']['both INT8']['to_native']:.1e}",
+            row["model"], f"{row['tokens']:,}", f"{row['prompt']:,}",
+            f"{1e3 * native['seconds']:.1f} ms",
+            *(f"{ways[way]['ratio'][0]:.2f}" for way in WAYS),
+            f"{saved:.0%}", *(f"{way['to_float32']:.1e}" for way in (native, both)),
         ])  # fmt: skip
-    header = ["block of", "tokens", "its own time", *WAYS, "weights saved", "rel. change"]
+    header = ["model", "tokens", "prompt", "its own time", *WAYS, "weights saved",
+              "error: native", "error: both INT8"]  # fmt: skip
     pairs = []
     for found in ladder["problems"]:
         problem, rates = found["problem"], {r["variant"]: r.get("tflops") for r in found["rows"]}
         if not problem["causal"]:
             ratio = rates["fa_int8"] / rates["fa_tc"]
             pairs.append(f"{ratio:.2f} at head_dim {problem['head_dim']}")
-    length = ladder["problems"][0]["problem"]["length"]
+    other = next(
+        found for found in more_heads["problems"]
+        if found["problem"]["heads"] > problem["heads"]
+        and all(found["problem"][key] == problem[key] for key in ("batch", "length", "dtype"))
+    )  # fmt: skip
+    plain = {row["name"]: row for row in other["rows"] if row["feature"] == scores.PLAIN}
     return "\n".join([
-        f"Times as fast as the block itself, all of them under `torch.compile`, on an "
+        *when_int8_pays(blocks), "",
+        f"Times as fast as a model with one block of each kind, all under `torch.compile`, on an "
         f"{_device(blocks)} ({_link('diffusers_blocks')}).",
-        "*rel. change* is the change of the block's output, with both and without compiling.", "",
+        "Only Flux attends to tokens and prompt jointly. *error* is the relative L2 error of the "
+        "output against float32;",
+        "`rel. error` of [the ladder](#the-ladder) is that of attention alone.", "",
         *recording.markdown(header, rows), "",
-        f"Attention alone, at length {length:,}: `fa_int8` with quantising is this many times as "
+        diffusers_blocks.RECIPE, "",
+        f"Attention alone, at length {problem['length']:,}, batch {problem['batch']} and "
+        f"{problem['heads']} heads: `fa_int8` with quantising is this many times as "
         "fast as `fa_tc`:",
-        f"{', '.join(pairs)}. Measured on an {_device(ladder)} ({_link('ladder')}).",
+        f"{', '.join(pairs)}. With {other['problem']['heads']} heads it is "
+        f"{plain['fa_int8']['speed_of_fa_tc'][0]:.2f} at head_dim "
+        f"{other['problem']['head_dim']}.",
+        f"Measured on an {_device(ladder)} ({_link('ladder')}, {_link('scores_h100')}).",
     ])  # fmt: skip
 
 
@@ -91,7 +156,7 @@ def figures() -> dict[tuple[str, str], str]:
     stored = recording.stored
     return {
         SPEED: speed(stored("peers")),
-        INT8: int8(stored("diffusers_blocks"), stored("ladder")),
+        INT8: int8(stored("diffusers_blocks"), stored("ladder"), stored("scores_h100")),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -56,4 +56,39 @@ class Selection:
 
     def __contains__(self, name: str) -> bool:
         wanted = self.include is None or any(p.search(name) for p in self.include)
-        return wanted and not any(p.search(name) for p in self.exclude)
+        return wanted and not self._excludes(name)
+
+    def _excludes(self, name: str) -> bool:
+        return any(pattern.search(name) for pattern in self.exclude)
+
+    def check_exclude(self, names: Collection[str], kind: str) -> None:
+        """Raise where `exclude` is given and leaves out nothing, as a misspelt name does.
+
+        Parameters
+        ----------
+        names : collection of str
+            All names that there are.
+        kind : str
+            What they are names of, for the message.
+
+        Raises
+        ------
+        ValueError
+            If none of `exclude` is found in a name.
+        """
+        if self.exclude and not any(map(self._excludes, names)):
+            given = " or ".join(repr(pattern.pattern) for pattern in self.exclude)
+            raise ValueError(
+                f"exclude={given} is found in the name of no {kind}, there are {some_of(names)}"
+            )
+
+
+def some_of(names: Collection[str]) -> str:
+    """Return the first names, for a message.
+
+    Examples
+    --------
+    >>> some_of(["a", "b", "c", "d"]), some_of([])
+    ('a, b, c, ...', 'none')
+    """
+    return (", ".join([*names][:3]) or "none") + (", ..." if len(names) > 3 else "")

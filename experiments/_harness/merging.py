@@ -10,6 +10,9 @@ from cupyattn.cli import output
 from cupyattn.measure import records
 from experiments._harness import recording
 
+#: More problems of another revision than these are counted, not named.
+MOST_NAMED = 2
+
 
 def record_of(name: str, file: Path) -> dict[str, Any]:
     """Return a record of an experiment from a file.
@@ -44,40 +47,60 @@ def with_missing(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str
 
 
 def of_another_revision(record: Mapping[str, Any]) -> str:
-    """Return what to say behind a record's revision of problems that have another; often nothing.
+    """Return what to say behind a record's revision of what has another; often nothing.
+
+    That is whole problems, or the rungs that were measured again in them.
 
     Examples
     --------
     >>> some = [{"problem": {"head_dim": 64}}, {"problem": {"head_dim": 256}, "revision": "0a"}]
     >>> of_another_revision({"problems": some})
     ', but head_dim 256 of revision 0a'
+    >>> again = {"rung": "fa_tc", "revision": "0a", "device": "H200"}
+    >>> of_another_revision({"problems": [{"rows": [again, {"rung": "fa"}]}]})
+    ', but fa_tc of revision 0a on H200'
     """
-    others: dict[str, list[int]] = {}
+    problems: dict[str, list[Mapping[str, Any]]] = {}
+    rungs: dict[str, list[str]] = {}
     environment = record.get("environment", {})
     own, own_device = environment.get("revision"), (environment.get("device") or {}).get("name")
-    for found in record.get("problems", ()):
+
+    def other(found: Mapping[str, Any]) -> str:
+        if found.get("revision", own) == own:
+            return ""
         device = found.get("device", own_device)
-        if found.get("revision", own) != own:
-            at = found["revision"][:10] + ("" if device == own_device else f" on {device}")
-            others.setdefault(at, []).append(found["problem"]["head_dim"])
-    return "".join(
-        f", but {_some_of(dims, record)} of revision {at}" for at, dims in others.items()
-    )
+        return str(found["revision"][:10]) + ("" if device == own_device else f" on {device}")
+
+    for found in record.get("problems", ()):
+        if at := other(found):
+            problems.setdefault(at, []).append(found["problem"])
+        rows = found.get("rows")
+        for row in rows if isinstance(rows, list) else ():  # others count them
+            if (at := other(row)) and row["rung"] not in rungs.setdefault(at, []):
+                rungs[at].append(row["rung"])
+    said = {at: _some_of(some, record) for at, some in problems.items()}
+    said |= {at: " and ".join(some) for at, some in rungs.items()}
+    return "".join(f", but {what} of revision {at}" for at, what in said.items())
 
 
-def _some_of(dims: Sequence[int], record: Mapping[str, Any]) -> str:
+def _some_of(some: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
     """Return what to call problems of a record: by head_dim where that tells them from the others.
 
     Examples
     --------
-    >>> whole = {"problems": [{"problem": {"head_dim": dim}} for dim in (64, 64, 128)]}
-    >>> _some_of([128], whole), _some_of([64], whole)
-    ('head_dim 128', '1 of 3 problems')
+    >>> sizes = (64, 64, 64, 64, 128)
+    >>> every = [{"head_dim": size, "name": f"no. {i}"} for i, size in enumerate(sizes)]
+    >>> whole = {"problems": [{"problem": problem} for problem in every]}
+    >>> _some_of(every[4:], whole), _some_of(every[:2], whole), _some_of(every[:3], whole)
+    ('head_dim 128', 'no. 0 and no. 1', '3 of 5 problems')
     """
+    dims = {problem["head_dim"] for problem in some}
     every = [found["problem"]["head_dim"] for found in record["problems"]]
-    if sum(dim in dims for dim in every) == len(dims):
-        return f"head_dim {' and '.join(map(str, sorted(set(dims))))}"
-    return f"{len(dims)} of {len(every)} problems"
+    if sum(dim in dims for dim in every) == len(some):
+        return f"head_dim {' and '.join(map(str, sorted(dims)))}"
+    if len(some) <= MOST_NAMED:
+        return " and ".join(problem["name"] for problem in some)
+    return f"{len(some)} of {len(every)} problems"
 
 
 def record_with(

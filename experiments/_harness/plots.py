@@ -46,7 +46,8 @@ def source(record: Mapping[str, Any]) -> str:
     """Return in one line where the numbers of a record come from."""
     environment = record["environment"]
     facts = environment["device"]
-    parts = ["on the mirror, without a device"]
+    where = "in the interpreter" if record.get("backend") == "interpret" else "on the mirror"
+    parts = [f"{where}, without a device"]
     if facts is not None:
         parts = [facts["name"], f"driver {facts['driver']}"]
     parts += [

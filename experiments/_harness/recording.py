@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -118,7 +119,7 @@ def keep(
     """
     record = {
         "experiment": name,
-        "command": " ".join(["python -m", _module(name), *_lasting(sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", _module(name), *_lasting(sys.argv[1:])]),
         "backend": backend,
         "seed": args.seed,
         "environment": device.environment(),

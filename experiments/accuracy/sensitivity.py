@@ -2,7 +2,7 @@
 
 Varies       30 kinds of fault, from 1e-1 to 1e-5 in steps of 1, 2 and 5; the form of the kernel
 Holds fixed  N(0, 1), one batch entry, 2 heads, 256 queries and keys, head_dim 64; every other trial
-             is causal; on the interpreter 1 head, 48 queries and keys, head_dim 32
+             is causal; on the interpreter 1 head, 80 queries and keys, head_dim 32
 Measures     share of the trials in which O, or O and lse, leave their bounds; the smallest fault
              that is seen in 95 % of them; right outputs outside their bounds, in judged rows
 Run          python -m experiments.accuracy.sensitivity [--backend cuda] [--trials N]
@@ -25,9 +25,7 @@ import bisect
 import itertools
 import json
 import multiprocessing
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +33,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -45,21 +42,24 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.bounds.signed import signed_bound
 from cupyattn.cli import output, plot
-from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device
 from cupyattn.problem.received import Received, receive
 from cupyattn.problem.settings import Settings
 from cupyattn.testing.expected import Expectation, expectation
 from cupyattn.testing.signed import with_signs
-from experiments._harness import patches, plots, recording
+from experiments._harness import plots, recording
 from experiments._harness.cells import Problem
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, Ground
+from experiments._harness.planted import Patch
 
 #: Sizes of the faults, from large to small.
 SIZES = tuple(float(f"{d}e-{e}") for e in range(1, 6) for d in (5, 2, 1))[2:]
 #: Sizes of the faults that are planted in kernels, each of which is compiled.
 PLANTED_SIZES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+#: Heads, queries and keys, and head_dim of a call. Keys are more than any form has in a step, or
+#: faults in what happens between two steps would have no place.
+SHAPE, INTERPRETED_SHAPE = (2, 256, 64), (1, 80, 32)
 #: Trials of each form where nothing is said.
 TRIALS = {"mirror": 6, "interpret": 2, "cuda": 20}
 #: A fault counts as seen where this share of the trials see it.
@@ -123,36 +123,9 @@ FORMS |= {
 INTERPRETED = ("fa", "fa_tc", "fa_int8", "u8 by tile")
 
 
-@dataclass(frozen=True)
-class Patch:
-    """A fault that is planted in kernels: ``SIZE`` in its lines is the size.
-
-    `kind` is that of the fault in `FAULTS` that it makes.
-    """
-
-    name: str
-    sentence: str
-    kind: str
-    forms: tuple[str, ...]
-    hunks: tuple[patches.Hunk, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> Patch:
-        """Read a file: a sentence, ``kind: NAME``, ``forms: NAME, NAME`` and a unified diff."""
-        sentence, kind, forms, *diff = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        names = tuple(forms.removeprefix("forms:").strip().split(", "))
-        kind = kind.removeprefix("kind:").strip()
-        return cls(path.stem, sentence.strip(), kind, names, patches.hunks_of(diff))
-
-    @contextmanager
-    def plant(self, size: float) -> Iterator[None]:
-        """Let kernels be compiled from a copy of the sources with this fault."""
-        sized = [replace(h, new=h.new.replace("SIZE", f"{size:.9e}f")) for h in self.hunks]
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(shutil.copytree(compiler.KERNELS, Path(folder) / "kernels"))
-            patches.apply(self.name, sized, copy)
-            with mock.patch.object(compiler, "KERNELS", copy):
-                yield
+def shape_of(backend: str) -> tuple[int, int, int]:
+    """Return heads, queries and keys, and head_dim of a call on a backend."""
+    return INTERPRETED_SHAPE if backend == "interpret" else SHAPE
 
 
 def planted() -> list[Patch]:
@@ -175,7 +148,7 @@ class Trial:
     @property
     def problem(self) -> Problem:
         """What is computed."""
-        heads, length, head_dim = (1, 48, 32) if self.backend == "interpret" else (2, 256, 64)
+        heads, length, head_dim = shape_of(self.backend)
         return Problem(
             1, heads, length, head_dim, causal=self.number % 2 == 1, dtype=self.form.dtype,
             seed=self.seed + self.number,
@@ -314,7 +287,8 @@ def run_part(part: Part) -> Found:
     trial = part.trial
     if part.patch is not None:
         patch = Patch.read(PLANTED / f"{part.patch}.patch")
-        return Found(0, 0.0, 0, {patch.kind: seen_in_kernels(trial, patch)})
+        sizes = seen_in_kernels(trial, patch)
+        return Found(0, 0.0, 0, {} if sizes is None else {patch.kind: sizes})
     kernel, known, o, lse = trial.run()
     of_o, of_lse = leaves(known, as_float64(o), as_float64(lse))
     rows = int(o.shape[0] * o.shape[1] * known.rows.size)
@@ -324,14 +298,21 @@ def run_part(part: Part) -> Found:
     return Found(rows, of_o, int(max(of_o, of_lse) > 1), faults)
 
 
-def seen_in_kernels(trial: Trial, patch: Patch) -> tuple[int, int]:
-    """Return how many of `PLANTED_SIZES`, from the largest on, are seen in O, and in O or lse."""
+def seen_in_kernels(trial: Trial, patch: Patch) -> tuple[int, int] | None:
+    """Return how many of `PLANTED_SIZES`, from the largest on, are seen in O, and in O or lse.
+
+    None where the largest changes no bit: the call has no place for the fault, as none for one in
+    rescaling has a call whose maxima lie in the first step.
+    """
     arrays, codes = trial.operands()
     known = expectation(received(trial, arrays, codes))
+    right = call(trial, arrays, codes)
     in_o = in_either = 0
     for index, size in enumerate(PLANTED_SIZES):
         with patch.plant(size):
             wrong = call(trial, arrays, codes)
+        if index == 0 and all(bool((x == y).all()) for x, y in zip(right, wrong, strict=True)):
+            return None
         of_o, of_lse = leaves(known, *(as_float64(x) for x in wrong))
         if of_o > 1:
             in_o = index + 1
@@ -382,7 +363,8 @@ class Record:
         spent = self.seconds + time.monotonic() - self.began
         settings = {name: getattr(self.args, name) for name in SETTINGS}
         return {**settings, "sizes": list(PLANTED_SIZES if self.args.planted else SIZES),
-                "seconds": round(spent, 1), "found": self.found}  # fmt: skip
+                "shape": shape_of(self.args.backend), "seconds": round(spent, 1),
+                "found": self.found}  # fmt: skip
 
     def write(self, *, last: bool = False) -> None:
         """Write the record, every now and then."""
@@ -475,6 +457,8 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         f"{trials:,} right outputs of {len(record['found'])} kernel forms were judged, "
         f"{rows:,} rows in all: {alarms} of the outputs left their bounds.",
         "",
+        f"A call has {_shape(record)}; every other one is causal.",
+        "",
         "Then 30 kinds of fault were laid on each output, in sizes from 1e-1 to 1e-5. "
         "[output_faults.py](../experiments/_harness/output_faults.py) defines them. Tables with "
         "signed values are of calls whose values have a random sign for each key, as "
@@ -484,7 +468,8 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "",
         "A number is the smallest fault that at least 95 % of the "
         f"{record['trials']} trials of a form see. A dash means that faults of 1e-1 are missed "
-        "more often. The size is relative, or absolute for scores and lse.",
+        "more often, and 1e-5 stands for 1e-5 or less. The size is relative, or absolute for "
+        "scores and lse.",
     ]  # fmt: skip
     for kind, title in KINDS:
         lines += ["", f"## {title}", "", *recording.markdown(*table(_part(record, ""), kind))]
@@ -500,12 +485,20 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "",
         "Here the fault is in the kernel itself, compiled from sources that a "
         "[patch](../experiments/accuracy/planted) changed. There is one patch for each kind, and "
-        "it fits the forms that it names; other cells are empty. Sizes are powers of ten, and "
-        f"there are {planted['trials']} trials of a form.",
+        "it fits the forms that it names; other cells are empty. A trial in which the largest "
+        "fault changes no bit does not count. Sizes are powers of ten, and "
+        f"there are {planted['trials']} trials of a form, each of a call of {_shape(planted)}.",
     ]
     for kind, title in KINDS:
         lines += ["", f"### {title}", "", *recording.markdown(*table(planted, kind))]
     return "\n".join(lines) + "\n"
+
+
+def _shape(record: Mapping[str, Any]) -> str:
+    """Say how large the calls of a record are."""
+    heads, length, head_dim = record.get("shape") or shape_of(record["backend"])
+    said = f"{heads} head{'s' if heads > 1 else ''}"
+    return f"{said}, {length} queries and keys and head_dim {head_dim}"
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:

@@ -53,6 +53,8 @@ HEADER = ["", "pass", "of native", f"{STEPS} steps", "of native", "weights", "pe
 NATIVE, COMPILED = "native", ", compiled"
 COMPILED_HEADER = [*HEADER[:2], f"of {NATIVE}{COMPILED}", HEADER[3], f"of {NATIVE}{COMPILED}",
                    "first call", *HEADER[5:]]  # fmt: skip
+#: Of `Int8Config`, for linear layers: a scale for each row and each column.
+STRATEGY = "channel"
 #: What is replaced: the policy of attention, and whether linear layers are INT8.
 REPLACED: dict[str, tuple[str | None, bool]] = {
     NATIVE: (None, False),
@@ -61,6 +63,13 @@ REPLACED: dict[str, tuple[str | None, bool]] = {
     "INT8 linear layers": (None, True),
     "both INT8": ("balanced", True),
 }
+#: How a reader gets the same, for the pages that show what it wins.
+RECIPE = (
+    f'Measured with `replace_attention_with_int8(model, policy="{REPLACED["INT8 attention"][0]}")` '
+    f'(16 bits: `policy="{REPLACED["attention in 16 bits"][0]}"`)\n'
+    f'and `replace_linear_with_int8(model, config=Int8Config(strategy="{STRATEGY}"))`, which are '
+    "not the defaults."
+)
 #: The same, and whether the model is compiled, by way.
 WAYS = {
     f"{name}{COMPILED if compiled else ''}": (policy, linear, compiled)
@@ -317,8 +326,7 @@ def ways(transformer: Any, compiler: Mapping[str, Any]) -> dict[str, Way]:
     from cupyattn.interop.torch import replace_linear_with_int8
 
     int8 = shared(transformer)
-    channel = Int8Config(strategy="channel")
-    linear = replace_linear_with_int8(int8, config=channel, originals="drop")
+    linear = replace_linear_with_int8(int8, config=Int8Config(strategy=STRATEGY), originals="drop")
     found = {}
     for name, (policy, with_linear, compiled) in WAYS.items():
         own = shared(int8 if with_linear else transformer)
@@ -505,7 +513,7 @@ def section(record: Mapping[str, Any]) -> str:
         for header, of_table in tables(row):
             lines += [*recording.markdown(header, of_table), ""]
     where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
-    return "\n".join([*lines, f"`{recording.command_now(record)}` on {where}, "
+    return "\n".join([*lines, RECIPE, "", f"`{recording.command_now(record)}` on {where}, "
                       f"torch {record['torch']}, diffusers {record['diffusers']}."])  # fmt: skip
 
 
@@ -568,8 +576,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(rounds=recording.LEAST_ROUNDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT, metavar="NAME",
                         help=", ".join(MODELS))  # fmt: skip
-    parser.add_argument("--mode", choices=MODES, default=MODES[0],
-                        help="of torch.compile")
+    parser.add_argument("--mode", choices=MODES, default=MODES[0], help="of torch.compile")
     parser.add_argument("--loop-rounds", type=int, default=LOOP_ROUNDS, metavar="N",
                         help=f"samples of {STEPS} steps")  # fmt: skip
     parser.add_argument("--update-docs", action="store_true", help="rewrite the tables of the page")

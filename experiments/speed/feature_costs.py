@@ -49,10 +49,13 @@ PAGE = ROOT / "docs" / "FEATURES.md"
 RECORD = "experiments/results/feature_costs.json"
 HEAD_DIMS, RUNGS = (64, 128), tuple(ca.VARIANTS)
 PLAIN, PACKED = "plain", "packed"
+#: Marks a call in another form than the plain one.
+DAGGER = "†"
 #: Every feature alone, in the order of the page, and what it is in this experiment.
 FEATURES = {
     PLAIN: "nothing but attention",
-    "lse": "`return_lse=True`; on Hopper the pass then makes the codes of Q, too (`fa_int8`)",
+    "lse": "`return_lse=True`; on Hopper, `fa_int8` then quantises Q in the pass before the "
+    "kernel, not inside it",
     "causal": "`causal=True`: half of the keys",
     "window": "`window=(n, n)`, n a sixteenth of the length: an eighth of the keys",
     "softcap": "`softcap=30.0`",
@@ -388,6 +391,7 @@ def page(record: Mapping[str, Any]) -> str:
             cell = found["problem"]["head_dim"], row["rung"]
             measured.setdefault(cell, set()).add(row["feature"])
     check_whole(measured)
+    daggers = any(map(in_another_form, record["problems"]))
     environment, found_on = record["environment"], record["environment"]["device"]
     lines = [
         "# What features cost",
@@ -398,8 +402,8 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         "A cell is the time of a prepared call with one feature, divided by that of the plain call "
         f"in the same rounds: median of {record['rounds']} rounds and 95 % interval. Each call "
-        "held its error bound before it was timed. A dagger marks calls that run in another form "
-        "than the plain one.",
+        "held its error bound before it was timed."
+        + (f" {DAGGER} marks calls that run in another form than the plain one." * daggers),
         "",
         "| feature | what it is here |",
         "| --- | --- |",
@@ -412,23 +416,42 @@ def page(record: Mapping[str, Any]) -> str:
         scores.END,
     ]
     for found in record["problems"]:
-        forms = {row["rung"]: row["form"] for row in found["rows"] if row["feature"] == PLAIN}
-        other = {
-            (row["feature"], row["rung"])
-            for row in found["rows"]
-            if row["form"] != forms[row["rung"]]
-        }
+        other = in_another_form(found)
         header, rows = table(found)
         for row in rows:
             for i, rung in enumerate(header[1:], 1):
-                row[i] += " †" if (row[0], rung) in other else ""
+                row[i] += f" {DAGGER}" if (row[0], rung) in other else ""
+        on = devices(found, found_on["name"])
+        if len({*on.values()}) > 1:
+            header = [header[0], *(f"{rung} ({on[rung]})" for rung in header[1:])]
         lines += ["", f"## {found['problem']['name']}", "", *recording.markdown(header, rows)]
     return "\n".join(lines) + "\n"
 
 
+def in_another_form(found: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Return features and rungs of a problem's calls that run in another form than plain ones."""
+    forms = {row["rung"]: row["form"] for row in found["rows"] if row["feature"] == PLAIN}
+    return {
+        (row["feature"], row["rung"]) for row in found["rows"] if row["form"] != forms[row["rung"]]
+    }
+
+
+def devices(found: Mapping[str, Any], own: str) -> dict[str, str]:
+    """Return in one word the device of each rung of a problem; `own` is that of the record.
+
+    Examples
+    --------
+    >>> rows = [{"rung": "fa"}, {"rung": "fa_tc", "device": "NVIDIA H200"}]
+    >>> devices({"rows": rows}, "NVIDIA H100 80GB HBM3")
+    {'fa': 'H100', 'fa_tc': 'H200'}
+    """
+    names = {row["rung"]: row.get("device", own) for row in found["rows"]}
+    return {rung: name.removeprefix("NVIDIA ").split()[0] for rung, name in names.items()}
+
+
 def _descriptions(record: Mapping[str, Any]) -> dict[str, str]:
-    found = {r["feature"]: r["description"] for p in record["problems"] for r in p["rows"]}
-    return {name: found[name] for name in FEATURES if name in found}
+    found = {row["feature"] for problem in record["problems"] for row in problem["rows"]}
+    return {name: text for name, text in FEATURES.items() if name in found}
 
 
 def update_page(record: Mapping[str, Any], path: Path) -> None:

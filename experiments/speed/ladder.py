@@ -16,6 +16,7 @@ that was measured.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,9 +92,28 @@ def run(args: argparse.Namespace) -> int:
     return 0 if recording.passed(record) else 1
 
 
+def called(name: str) -> str:
+    """Return what pages call a row: one that was told an older architecture ran portable.
+
+    Examples
+    --------
+    >>> called("fa_int8, sm_90"), called("fa_int8, codes given")
+    ('fa_int8, portable form', 'fa_int8, codes given')
+    """
+    return re.sub(r"\bsm_\d+\b", "portable form", name)
+
+
 def draw(record: Mapping[str, Any], path: str) -> None:
     """Draw a record, one row of panels for each problem."""
-    found = [(p["problem"]["name"], p["rows"]) for p in record["problems"]]
+    device = record["environment"]["device"]
+    on = f", {device['name']}" if device else ""
+    found = [
+        (
+            f"{p['problem']['name']}{on}",
+            [row | {"variant": called(row["variant"])} for row in p["rows"]],
+        )
+        for p in record["problems"]
+    ]
     plot.draw_ladder(found, path)
 
 
@@ -141,7 +161,7 @@ def _full_table(shown: Mapping[str, Any]) -> list[str]:
         judged = row["judgement"]
         known = ca.VARIANTS.get(row["variant"])
         cells = [
-            row["variant"] if known is None else f"`{row['variant']}`",
+            called(row["variant"]) if known is None else f"`{row['variant']}`",
             known.idea if known else "",
             row.get("form", ""),
         ]
@@ -171,10 +191,10 @@ def _speed_table(record: Mapping[str, Any]) -> list[str]:
         problem = found["problem"]
         header.append(f"hd{problem['head_dim']}{' causal' if problem['causal'] else ''}")
         columns.append({row["variant"]: row.get("tflops") for row in found["rows"]})
-    rows = [
-        [name, *("" if c.get(name) is None else words.format_rate(c[name]) for c in columns)]
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        rates = ["" if c.get(name) is None else words.format_rate(c[name]) for c in columns]
+        rows.append([called(name), *rates])
     return recording.markdown(header, rows)
 
 

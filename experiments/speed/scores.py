@@ -60,6 +60,11 @@ PLAIN, PADDING, LENGTHS, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
 WITH_FLASH_4, FLASH_4 = "scores_h100", "FlashAttention-4"
 #: Features that admit a share of the keys alone.
 PADDED = (PADDING, LENGTHS)
+#: What pages call libraries.
+LIBRARIES = {
+    "cuDNN": "cuDNN", "efficient": "torch's memory-efficient attention",
+    "FlexAttention": "compiled FlexAttention", FLASH_4: FLASH_4,
+}  # fmt: skip
 RUNGS = ("fa_tc", "fa_int8")
 #: Share of the keys that an entry with padding keeps, of three entries of four.
 KEPT = 0.73
@@ -460,13 +465,24 @@ def has_flash_4(record: Mapping[str, Any]) -> bool:
 def section(record: Mapping[str, Any]) -> str:
     """Return the part of docs/FEATURES.md that a record of a device gives."""
     environment = record["environment"]
+    timed = {row["name"] for found in record["problems"] for row in found["rows"]
+             if row["peer"] and "seconds" in row}  # fmt: skip
+    libraries = ", ".join(text for name, text in LIBRARIES.items() if name in timed)
     lines = [
         f"Written by `python -m experiments.speed.scores --stored --update-docs`: "
         f"{environment['device']['name']}, revision {environment['revision'][:10]}"
-        f"{merging.of_another_revision(record)}. Of a call: its time, packing of masks included; "
-        "that as a multiple of the plain call's; and its speed as a multiple of the fastest other "
-        "library's. Key padding and lengths admit the share of the keys that is said, and of the "
-        "plain time the same share is what theirs is a multiple of.",
+        f"{merging.of_another_revision(record)}.",
+        "",
+        "Of a call: its time, packing of masks included; that as a multiple of the plain call's; "
+        "and its speed as a multiple of the fastest other library's. Those that take the call were "
+        f"timed, of: {libraries}. FlashAttention-3 was not among them; "
+        "[PERFORMANCE.md](PERFORMANCE.md#latency-and-throughput-by-length) has plain calls beside "
+        "it.",
+        "",
+        "Key padding and lengths keep only the share of the keys that a title says. *of plain* "
+        "divides their time by that share of the plain time: x 1.00 would be no overhead. A *bias* "
+        "is float16, (heads, length, length), and the same for every batch entry; an *own bias* "
+        "has one for each batch entry as well.",
     ]
     for found in record["problems"]:
         lines += ["", f"### {found['problem']['name']}, {found['admitted']:.2f} of the keys", ""]
@@ -479,7 +495,7 @@ def section(record: Mapping[str, Any]) -> str:
             rows.append([
                 row["feature"], row["name"], words.format_seconds(row["seconds"][0]),
                 f"x {ratio[0] / share:.2f}" if ratio else "-",
-                f"{speed[0]:.2f} ({row['best_peer']})" if speed else "-",
+                f"{speed[0]:.2f} ({row['best_peer']})" if speed else "no rival was timed",
             ])  # fmt: skip
         header = ["", "rung", "time", "of plain", "of the fastest other"]
         lines += recording.markdown(header, rows)

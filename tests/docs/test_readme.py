@@ -14,6 +14,7 @@ from cupyattn.kernels import ladder as kernels
 from cupyattn.reference.gemm import activate
 from docs import write_readme
 from experiments._harness import recording
+from experiments.diffusion import diffusers_blocks
 from experiments.speed import ladder
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,34 @@ def test_a_slower_record_makes_another_sentence() -> None:
     assert "0.500 to 0.500 times as fast" in write_readme.speed(peers)
 
 
+def test_sentences_on_int8_follow_the_record() -> None:
+    blocks = recording.stored("diffusers_blocks")
+    said = " ".join(write_readme.when_int8_pays(blocks))
+    assert "Without `torch.compile` ten steps with both take longer" in said
+    for row in blocks["rows"]:
+        row["ways"]["both INT8"]["steps_ratio"] = [1.5, 1.4, 1.6]
+        row["ways"]["INT8 linear layers, compiled"]["ratio"] = [0.75, 0.5, 1.0]
+        row["ways"]["both INT8, compiled"]["ratio"] = [1.25, 1.0, 1.5]
+    said = " ".join(write_readme.when_int8_pays(blocks))
+    assert "Without `torch.compile`" not in said and "INT8 linear layers alone 0.75." in said
+    assert all(f"1.25 in {row['model']}" in said for row in blocks["rows"])
+
+
+def test_ratios_are_those_of_pairs_of_rounds() -> None:
+    blocks, ladder, heads = map(recording.stored, ("diffusers_blocks", "ladder", "scores_h100"))
+    way = blocks["rows"][0]["ways"]["both INT8, compiled"]
+    way["ratio"], way["to_float32"] = [7.654, 7.5, 7.8], 0.125
+    assert "| 7.65 | 32% | 3.3e-03 | 1.2e-01 |" in write_readme.int8(blocks, ladder, heads)
+
+
+def test_the_settings_that_were_measured_stand_under_the_table() -> None:
+    attention, linear = diffusers_blocks.REPLACED["both INT8"][0], diffusers_blocks.STRATEGY
+    interop = (ROOT / "docs" / "INTEROP.md").read_text(encoding="utf-8")
+    for page in (README, interop):
+        assert f'replace_attention_with_int8(model, policy="{attention}")' in page
+        assert f'Int8Config(strategy="{linear}")' in page
+
+
 def test_no_ratio_below_one_is_printed_as_one() -> None:
     peers = recording.stored("peers")
     peers["against_rival"]["cells"][3]["ratio"] = [0.99951, 1.0, 1.0]
@@ -120,9 +149,7 @@ def test_no_ratio_below_one_is_printed_as_one() -> None:
 
 @pytest.mark.parametrize("marks", write_readme.figures(), ids=lambda marks: marks[0].split()[1])
 def test_sentences_of_the_first_screen_are_short(marks: tuple[str, str]) -> None:
-    text = "\n".join(
-        line for line in write_readme.figures()[marks].splitlines() if line[:1] != "|"
-    )
+    text = "\n".join(line for line in write_readme.figures()[marks].splitlines() if line[:1] != "|")
     sentences = re.split(r"(?<=[.:])\s+(?=[A-Z*\d])|\n\n", text)
     assert len(sentences) > 1
     assert not {one: len(one.split()) for one in sentences if len(one.split()) > 30}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import doctest
 import importlib
 import json
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ import pytest
 import cupyattn as ca
 from cupyattn.compiler import modules as compiler
 from cupyattn.measure import device
-from docs import performance_plots
-from experiments._harness import others, plots, recording
+from docs import performance_plots, write_readme
+from experiments._harness import merging, others, plots, recording
 from experiments._harness.cells import Cell, Problem, rung
 from experiments.accuracy import numerics_claims, precision_ablation
 from experiments.diffusion import timestep_ablation, token_pruning
 from experiments.speed import (
+    feature_costs,
     first_call,
     framework_costs,
     host_revisions,
@@ -83,6 +86,22 @@ def test_what_is_shared_imports_no_experiment() -> None:
         assert set(imported) <= {SHARED.name}, path
 
 
+def test_the_command_of_a_record_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names with blanks are quoted, and where a result was written is left out."""
+    given = ["--forms", "fa", "u8 by tile", "--json", "a b.json"]
+    monkeypatch.setattr("sys.argv", ["sensitivity.py", *given])
+    quiet = argparse.Namespace(seed=0, quick=True, json=None)
+    record = recording.keep(quiet, "sensitivity", "interpret", {})
+    assert record["command"].endswith(".sensitivity --forms fa 'u8 by tile'")
+    assert shlex.split(record["command"])[-3:] == given[:3]
+
+
+def test_a_source_says_where_kernels_ran_without_a_device() -> None:
+    facts = {"environment": {"device": None, "revision": "0a"}}
+    assert plots.source({**facts, "backend": "interpret"}).startswith("in the interpreter, ")
+    assert plots.source({**facts, "backend": "mirror"}).startswith("on the mirror, ")
+
+
 def test_the_command_of_a_record_is_found_where_its_module_stands() -> None:
     """A module is found by the last part of its name, which no other one may have.
 
@@ -95,7 +114,14 @@ def test_the_command_of_a_record_is_found_where_its_module_stands() -> None:
         command = recording.command_now(record).split()
         assert command[:2] == ["python", "-m"], path
         assert "module_until" in record or find_spec(command[2]), path
-    assert doctest.testmod(recording).failed == 0
+
+
+@pytest.mark.parametrize(
+    "module", [feature_costs, ladder, merging, performance_plots, recording, write_readme]
+)
+def test_examples_of_what_writes_pages_are_right(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
 
 
 def test_the_ladder_runs_in_small(tmp_path: Path) -> None:

@@ -96,6 +96,33 @@ def test_the_page_is_written_from_the_record(tmp_path: Path) -> None:
     assert "| causal | x 1.20 [1.19, 1.22] | misses its bound | x 1.20" in text
     assert "| x 1.50 [1.49, 1.52] † | x 1.50 [1.49, 1.52] |" in text
     assert text.count("| rope interleaved |") == 3
+    assert "† marks calls that run in another form" in text
+
+
+def test_the_page_explains_a_mark_only_where_there_is_one() -> None:
+    record = record_with_times(64, 128)
+    for found in record["problems"]:
+        for row in found["rows"]:
+            row["form"] = "portable"
+    assert "†" not in feature_costs.page(record)
+
+
+def test_a_column_says_which_card_it_is_of() -> None:
+    record = record_with_times(64, 128)
+    record["environment"]["device"]["name"] = "NVIDIA H100 80GB HBM3"
+    for found in record["problems"]:
+        for row in found["rows"]:
+            row |= {"device": "NVIDIA H200"} if row["rung"] == "fa_tc" else {}
+    header = "|  | unfused (H100) | fa (H100) | fa_warps (H100) | fa_tc (H200) | fa_int8 (H100) |"
+    assert feature_costs.page(record).count(header) == 2
+
+
+def test_the_page_describes_features_as_they_are_described_now() -> None:
+    """A sentence may be mended without measuring again."""
+    record = record_with_times(64, 128)
+    record["problems"][0]["rows"][1]["description"] = "as it was"
+    text = feature_costs.page(record)
+    assert "as it was" not in text and feature_costs.FEATURES["lse"] in text
 
 
 # ---- what is compiled beforehand -----------------------------------------------------------------

@@ -95,3 +95,24 @@ def test_flash_attention_4_is_beside_from_the_run_that_had_it() -> None:
     section = scores.section({**record, "problems": without})
     assert scores.FLASH_4 in section and record["environment"]["revision"][:10] in section
     assert "An earlier one did" in section and "An earlier one" not in scores.section(record)
+
+
+def test_the_section_names_the_libraries_that_were_timed() -> None:
+    record = recording.stored("scores")
+    said = scores.section(record)
+    assert "cuDNN, torch's memory-efficient attention, compiled FlexAttention. " in said
+    assert "FlashAttention-3 was not among them" in said
+    for found in record["problems"]:
+        found["rows"] = [row for row in found["rows"] if row["name"] in ("cuDNN", *scores.RUNGS)]
+        for row in found["rows"]:
+            row.pop("speed_of_best_peer", None)
+    said = scores.section(record)
+    assert "timed, of: cuDNN. " in said and "FlexAttention" not in said
+    assert "| softcap | fa_tc | 1.51 ms | x 1.75 | no rival was timed |" in said
+
+
+def test_problems_of_another_revision_are_named() -> None:
+    record = recording.stored("scores")
+    others = [found["problem"]["name"] for found in record["problems"] if "revision" in found]
+    assert len(others) == 2
+    assert f", but {' and '.join(others)} of revision " in scores.section(record)

@@ -11,9 +11,11 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.compiler import modules as compiler
 from cupyattn.testing.expected import expectation
 from experiments._harness import recording
 from experiments._harness.output_faults import CAUSAL_ALONE, FAULTS, rounded
+from experiments._harness.planted import Patch
 from experiments.accuracy import sensitivity
 
 QUICK = ["--forms", "fa", "--trials", "2"]
@@ -136,13 +138,13 @@ def test_faults_in_kernels_need_kernels(capsys: pytest.CaptureFixture[str]) -> N
 def test_patches_apply_and_name_forms() -> None:
     for patch in sensitivity.planted():
         assert set(patch.forms) <= set(sensitivity.FORMS)
-        before = sensitivity.compiler.KERNELS
+        before = compiler.KERNELS
         with patch.plant(1e-3):
             changed = [
-                (sensitivity.compiler.KERNELS / hunk.file).read_text() for hunk in patch.hunks
+                (compiler.KERNELS / hunk.file).read_text() for hunk in patch.hunks
             ]
         assert all("1.000000000e-03f" in text for text in changed)
-        assert before == sensitivity.compiler.KERNELS
+        assert before == compiler.KERNELS
 
 
 def test_kernels_can_be_given_a_fault_of_every_kind() -> None:
@@ -152,7 +154,24 @@ def test_kernels_can_be_given_a_fault_of_every_kind() -> None:
         assert set(patch.forms) & set(sensitivity.INTERPRETED), patch.name
 
 
-def seen_in_kernel(patch: sensitivity.Patch, form: str, size: float) -> bool:
+@pytest.mark.parametrize("form", sensitivity.INTERPRETED)
+def test_a_call_of_the_interpreter_has_more_than_one_step(form: str) -> None:
+    """Faults in the rescaling between two steps have a place then."""
+    trial = sensitivity.Trial(sensitivity.FORMS[form], "interpret", 0, 0)
+    arrays, codes = trial.operands()
+    known = ca.kernel_form(*(arrays if codes is None else (codes,)), **trial.options)
+    assert trial.problem.length > known["tiles"].block_kv
+
+
+def test_a_fault_without_a_place_does_not_count() -> None:
+    """In a causal call of this seed no maximum grows after the first 64 keys."""
+    patch = next(p for p in sensitivity.planted() if p.kind == "earlier keys in O alone")
+    trial = sensitivity.Trial(sensitivity.FORMS["u8 by tile"], "interpret", 1, 0)
+    assert sensitivity.seen_in_kernels(trial, patch) is None
+    assert not sensitivity.run_part(sensitivity.Part(trial, False, patch.name)).faults
+
+
+def seen_in_kernel(patch: Patch, form: str, size: float) -> bool:
     number = int(patch.kind in CAUSAL_ALONE)
     trial = sensitivity.Trial(sensitivity.FORMS[form], "interpret", number, 0)
     arrays, codes = trial.operands()
@@ -164,7 +183,7 @@ def seen_in_kernel(patch: sensitivity.Patch, form: str, size: float) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", sensitivity.planted(), ids=lambda patch: patch.name)
-def test_a_fault_in_a_kernel_is_seen(patch: sensitivity.Patch) -> None:
+def test_a_fault_in_a_kernel_is_seen(patch: Patch) -> None:
     """In the first form that the interpreter takes, and not where it is next to nothing."""
     form = next(name for name in patch.forms if name in sensitivity.INTERPRETED)
     assert seen_in_kernel(patch, form, 0.1)

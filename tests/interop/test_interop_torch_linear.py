@@ -100,13 +100,6 @@ def test_the_examples_of_the_page_run(
     assert type(names["model"][0]) is nn.Linear
 
 
-def test_the_example_of_the_readme_runs() -> None:
-    section = (ROOT / "README.md").read_text().split("## torch\n")[1].split("\n## ")[0]
-    assert len(section.splitlines()) <= 15
-    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    exec(block, {"model": model()})
-
-
 def test_the_page_names_what_there_is() -> None:
     table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE))))
     assert table == set(interop.__all__)
@@ -237,11 +230,35 @@ def test_what_replacing_refuses(tmp_path: Path) -> None:
         (ValueError, "originals must be cpu or device or drop", {"originals": "disk"}),
         (ValueError, r"include must be a regular expression or", {"include": "("}),
         (ValueError, "no linear layer of the model becomes INT8", {"include": "^nowhere"}),
-        (FileNotFoundError, "nowhere", {"checkpoint": tmp_path / "nowhere"}),
+        (ValueError, r"exclude='\^9' or 'fc3' is found in the name of no linear layer, there are "
+                     "blocks.0.attn_q, ", {"exclude": ["^9", "fc3"]}),
+        (FileNotFoundError, "no checkpoint '.*nowhere': `cupyattn convert MODEL --output FOLDER` "
+                            "makes", {"checkpoint": tmp_path / "nowhere"}),
     ]  # fmt: skip
     for error, message, changed in cases:
         with pytest.raises(error, match=message):
             interop.replace_linear_with_int8(**{"model": model(), **changed})
+
+
+def test_layers_that_are_replaced_already_are_named() -> None:
+    """As for attention, also where other linear layers of the model were kept."""
+    module = model("float32")
+    handle = interop.replace_linear_with_int8(module, backend="mirror")
+    assert handle.kept
+    for again in (module, handle, nn.Sequential(module.blocks[0].attn_q)):
+        with pytest.raises(ValueError, match=r"^[\w.]+ is replaced already: restore\(\) that"):
+            interop.replace_linear_with_int8(again, backend="mirror")
+    handle.restore()
+    with interop.replace_linear_with_int8(module, exclude="fc2", backend="mirror"):
+        rest = interop.replace_linear_with_int8(module, exclude="attn", backend="mirror")
+        assert [*rest.replaced] == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
+        with pytest.raises(ValueError, match=r"no linear layer .*\(.*proj_out: final"):
+            interop.replace_linear_with_int8(module, include="proj_out", backend="mirror")
+
+
+def test_a_folder_that_is_not_there_is_told_what_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="^there is no checkpoint '.*int8': `cupyattn conv"):
+        interop.load_int8(model(), tmp_path / "int8")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
-from cupyattn.interop.selection import Patterns, Selection, compiled
+from cupyattn.interop.selection import Patterns, Selection, compiled, some_of
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.quant.config import QuantConfig
 
@@ -122,8 +122,8 @@ def replace_attention_with_int8(
     TypeError
         For what is neither a pipeline nor a module.
     ValueError
-        For what is no regular expression, if no module is chosen, one is already replaced, or a
-        policy needs a noise level and there is no scheduler.
+        For what is no regular expression, if no module is chosen or `exclude` is found in no name,
+        if one is already replaced, or a policy needs a noise level and there is no scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
@@ -174,7 +174,7 @@ def replace_attention_with_int8(
         for name, module in _attention_modules(prefix, model)
         if name in selection
     ]
-    _check_chosen(chosen, models, include, exclude)
+    _check_chosen(chosen, models, selection, (include, exclude))
     needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
     noise = None
     if needs_noise:
@@ -246,14 +246,19 @@ def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_chosen(
-    chosen: Sequence[tuple[Any, str, Any]], models: Mapping[str, Any], include: Any, exclude: Any
+    chosen: Sequence[tuple[Any, str, Any]],
+    models: Mapping[str, Any],
+    selection: Selection,
+    given: tuple[Patterns, Patterns],
 ) -> None:
+    names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
     if not chosen:
-        names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
+        include, exclude = given
         raise ValueError(
             f"no attention module is chosen by include={include!r} exclude={exclude!r}, there are "
-            f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}"
+            f"{some_of(names)}"
         )
+    selection.check_exclude(names, "attention module")
     for _, name, module in chosen:
         if module in _replaced:
             raise ValueError(f"{name} is replaced already: restore() that first")

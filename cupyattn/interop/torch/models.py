@@ -178,8 +178,8 @@ def replace_linear_with_int8(
     TypeError
         If `model` is no module: give a pipeline's transformer.
     ValueError
-        If no layer becomes INT8, for a pattern that is no regular expression, and for a checkpoint
-        of other shapes.
+        If no layer becomes INT8 or all are replaced already, for a pattern that is no regular
+        expression, if `exclude` is found in no name, and for a checkpoint of other shapes.
 
     Notes
     -----
@@ -210,6 +210,13 @@ def replace_linear_with_int8(
     selection = Selection.of(include, exclude)
     candidates, kept = {}, {}
     own = uncompiled(model)
+    before = [
+        name.replace(COMPILED, "")
+        for name, module in own.named_modules()
+        if isinstance(module, Int8Linear) and name
+    ]
+    if names := [name for name, _ in _linear_layers(own)] + before:
+        selection.check_exclude(names, "linear layer")
     for name, linear in _linear_layers(own):
         if name not in selection:
             kept[name] = "excluded"
@@ -223,6 +230,8 @@ def replace_linear_with_int8(
     else:
         made, reasons, others = _from_checkpoint(candidates, Path(checkpoint), options)
     kept |= others
+    if not made and (chosen := [name for name in before if name in selection]):
+        raise ValueError(f"{chosen[0]} is replaced already: restore() that first")
     if not made:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
@@ -279,7 +288,7 @@ def load_int8(
     """
     given = target_of(model)
     model = uncompiled(given)
-    source = open_checkpoint(checkpoint)
+    source = _opened(checkpoint)
     codes, parts = _codes_of(source)
     made_here = isinstance(model, type)
     if made_here:
@@ -378,7 +387,7 @@ def _quantised(
 
 def _from_checkpoint(candidates: dict[str, nn.Linear], path: Path, options: dict[str, Any]) -> Made:
     """Return layers of the codes that a checkpoint has."""
-    source = open_checkpoint(path)
+    source = _opened(path)
     codes, _ = _codes_of(source)
     made, reasons, kept = {}, {}, {}
     for name, linear in candidates.items():
@@ -388,6 +397,17 @@ def _from_checkpoint(candidates: dict[str, nn.Linear], path: Path, options: dict
         else:
             kept[name] = f"{source.path.name} has no codes of it"
     return made, reasons, kept
+
+
+def _opened(path: str | PathLike[str]) -> Source:
+    """Return a checkpoint; a path that leads nowhere is told what makes one."""
+    try:
+        return open_checkpoint(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no checkpoint {str(path)!r}: `cupyattn convert MODEL --output FOLDER` makes "
+            "one of a model's folder"
+        ) from error
 
 
 def _codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
