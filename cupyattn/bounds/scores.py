@@ -42,7 +42,9 @@ ABOVE_BY_SHIFTS = 32
 #: Natural scores: what the logarithm of the largest code, its rounding and 1/code do to lse.
 CODE_UNIT_ERROR = 2.0**-20
 MAX_FLOAT = 2.0**126
-#: Products up to this can be added to any float32 bias without overflow.
+#: Scaled products up to this can be added to any float32 bias without overflow, in natural units.
+#: Hopper forms add bias times log2(e) or 1/scale, which may overflow to -inf. Where a row has a
+#: bound that is far below its largest score, and the key weighs 0 (docs/MATH_REFERENCE.md, §18).
 MAX_BIASED = 2.0**102
 #: Stands for a probability that underflows float64; e^300 times it is still nothing.
 LEAST_P = 1e-300

@@ -91,6 +91,10 @@ def attention(
         float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
         -inf masks the key. The Hopper form takes 16 bits, in rows that begin at multiples of 16
         bytes, and any type if all keys have one bias.
+        Hopper forms multiply it by log2(e), `fa_tc` by 1/scale, too: where that overflows float32,
+        a bias counts as -inf. ``finfo.min`` of bfloat16 and float32 does. A row that has nothing
+        else is then zeros, with lse = -inf, where other forms give the mean of v. For padding give
+        `mask`, or a bias of about -1e4.
     rope : (array, array), optional
         Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16: Q and K
         are turned by their positions first, i of key i. The result is attention of the turned

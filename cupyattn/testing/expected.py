@@ -112,6 +112,15 @@ class Expectation:
             return total
         return array_namespace(total).minimum(total, self.predicted.bound)
 
+    @property
+    def unbounded(self) -> Array:
+        """Rows in which any output passes, (batch, heads, len(rows)), bool.
+
+        Exact attention is finite there, and no element has a bound.
+        """
+        xp = array_namespace(self.o)
+        return (xp.isfinite(self.o) & ~xp.isfinite(self.width)).all(axis=-1)
+
     def ratios(self, value: Array) -> Array:
         """Return the errors of O as fractions of their bounds, the larger of both.
 

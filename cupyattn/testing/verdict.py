@@ -37,6 +37,8 @@ from cupyattn.testing.watching import WATCHED
 
 #: A rung that takes what any kernel does: beside `numerics` of another library, it only cuts rows.
 _ANY_RUNG = "unfused"
+#: Rows without a bound that a report names.
+FIRST_UNBOUNDED = 4
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Report:
         The rung judged, or what `cupyattn.testing.numerics` calls a kernel of another library.
     rows : int
         Query rows looked at, of each (batch, head).
+    judged : int
+        Rows of all (batch, head) that have a bound. In others any output passes.
+    unbounded : int
+        Rows looked at that have no bound (docs/MATH_REFERENCE.md, §18).
+    unbounded_rows : tuple of (int, int, int)
+        The first of these, four at most: (batch, head, row).
     ratio : float
         Largest error of O as a fraction of its bound (J2); it must not exceed 1. Where P is codes
         and `judge` knows the tiles of the call, the larger of that and the error beside the
@@ -84,6 +92,9 @@ class Report:
 
     variant: str
     rows: int
+    judged: int
+    unbounded: int
+    unbounded_rows: tuple[tuple[int, int, int], ...]
     ratio: float
     index: tuple[int, ...]
     value: float
@@ -101,20 +112,32 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether no ratio exceeds 1."""
+        """Whether no ratio exceeds 1. It says nothing of rows that are `unbounded`."""
         ratios = [self.ratio, self.lse_ratio, self.quantisation]
         ratios += [one.ratio for one in (self.signed, *self.sums) if one is not None]
         return all(ratio is None or ratio <= 1.0 for ratio in ratios)
 
     def __str__(self) -> str:
+        judged = f"{_rows(self.rows)} of every head judged"
+        if self.unbounded:
+            judged = f"{self.judged} of {_rows(self.judged + self.unbounded)} judged"
+        found = f"{'within' if self.ratio <= 1 else 'OUTSIDE'} its bound"
+        if self.unbounded and not self.judged:
+            found = "NOT JUDGED in any row"
         lines = [
-            f"{self.variant}: O is {'within' if self.ratio <= 1 else 'OUTSIDE'} its bound, "
+            f"{self.variant}: O is {found}, "
             f"error / bound = {self.ratio:.3g} at {self.index}",
             f"  value {self.value:.9g}, expected {self.expected:.9g}, bound {self.bound:.3g} "
-            f"(mostly {self.tag}), {self.rows} row{'s' * (self.rows != 1)} of every head judged",
+            f"(mostly {self.tag}), {judged}",
             f"  relative L2 error {self.relative_l2:.3g} to exact attention of what the kernel "
             f"multiplies (J2), bound / rms of a row {self.tightness:.3g} (median)",
         ]
+        if self.unbounded:
+            more = ", ..." * (self.unbounded > len(self.unbounded_rows))
+            lines.append(
+                f"  no bound is promised in {_rows(self.unbounded)}, (batch, head, "
+                f"row) = {', '.join(map(str, self.unbounded_rows))}{more}"
+            )
         if self.relative_l2_given is not None:
             lines.append(
                 f"  relative L2 error {self.relative_l2_given:.3g} to exact attention of the "
@@ -376,7 +399,7 @@ def judge_kernel(
     scored = options_of_exact(received, rows)
 
     value = as_float64(o[:, :, rows])
-    worst = known.worst(value)
+    worst, unbounded = known.worst(value), known.unbounded
     lse_ratio = lse_at = None
     if lse is not None:
         lse_value = as_float64(lse[:, :, rows])
@@ -392,6 +415,12 @@ def judge_kernel(
     return Report(
         variant=kernel.variant.name if foreign is None else foreign.name,
         rows=int(rows.size),
+        judged=int((~unbounded).sum()),
+        unbounded=int(unbounded.sum()),
+        unbounded_rows=tuple(
+            (int(b), int(h), int(rows[i]))
+            for b, h, i in zip(*(at[:FIRST_UNBOUNDED] for at in unbounded.nonzero()), strict=True)
+        ),
         ratio=worst.ratio,
         index=worst.at,
         value=worst.value,
@@ -454,6 +483,10 @@ def assert_within_bound(
             WATCHED.failure = keep(o, q, k, v, options, test=WATCHED.test, message=message)
         raise AssertionError(message)
     return report
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
 
 
 def _relative_l2(value: Array, expected: Array) -> tuple[float, Array]:

@@ -483,6 +483,11 @@ def section(record: Mapping[str, Any]) -> str:
         "divides their time by that share of the plain time: x 1.00 would be no overhead. A *bias* "
         "is float16, (heads, length, length), and the same for every batch entry; an *own bias* "
         "has one for each batch entry as well.",
+        "",
+        "These forms multiply a bias by log2(e), `fa_tc` by 1/scale, too. Where that overflows "
+        "float32, as with `finfo.min` of bfloat16, the bias counts as -inf: a row that has nothing "
+        "else is zeros, with lse = -inf, and not the mean of V. For padding give `mask=`, or a "
+        "bias of about -1e4.",
     ]
     for found in record["problems"]:
         lines += ["", f"### {found['problem']['name']}, {found['admitted']:.2f} of the keys", ""]

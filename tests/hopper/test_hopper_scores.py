@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, attention_varlen, bounds, interpret
-from cupyattn.arrays.kinds import STORAGE
+from cupyattn import (
+    BlockMask,
+    attention,
+    attention_varlen,
+    bounds,
+    interpret,
+    kernel_form,
+    quantize,
+)
+from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.compiler import modules as compiler
 from cupyattn.kernels.softcap import LARGEST_Y, SOFTCAP_ERROR
 from cupyattn.ops import explain
@@ -19,6 +28,7 @@ from cupyattn.ops.attention import resolved
 from cupyattn.plans.records import Plan
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.rounding import small_and_large_softcap
+from cupyattn.testing import judge
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
 from tests.support.runs import Arrays, bits, normal, packed
@@ -219,6 +229,39 @@ def test_a_very_negative_bias_masks() -> None:
         rows=np.array([6, 8]),
     )  # fmt: skip
     assert (bound.total < 0.1).all()
+
+
+@pytest.mark.parametrize("backend", ["interpret", "mirror"])
+@pytest.mark.parametrize(
+    ("variant", "scale", "units"),
+    [("fa_tc", 0.125, 0.125), ("fa_tc", 2.0, math.log(2)), ("fa_int8", 0.125, math.log(2))],
+)
+def test_a_bias_whose_product_overflows_counts_as_minus_infinity(
+    variant: str, scale: float, units: float, backend: str
+) -> None:
+    """Times 1/scale or log2(e): rows of nothing else are zeros, and have no bound."""
+    inputs = normal((1, 1, 6, 64), (1, 1, 72, 64), "bfloat16")
+    limit = np.float32(-units * float(np.finfo(np.float32).max))
+    kept, lost = (limit.view(np.uint32) >> 16 << 16) + np.array([0, 1 << 16], np.uint32)
+    bias = np.zeros((1, 1, 6, 72), np.float32)
+    bias[..., 1, :], bias[..., 2, :], bias[..., 3, :] = kept.view("f4"), lost.view("f4"), -1e4
+    bias[..., 4, :] = float(ml_dtypes.finfo(ml_dtypes.bfloat16).min)
+    bias[..., 4, 7] = 0
+    bias = bias.astype(ml_dtypes.bfloat16)
+    options: dict[str, Any] = {"bias": bias, "variant": variant, "scale": scale}
+    asked = {"backend": backend, "return_lse": True, **options}
+    assert kernel_form(*inputs, arch="sm_90a", **options)["form"] == "sm90"
+    o, lse = attention(*inputs, arch="sm_90a", **asked)
+    assert np.isneginf(lse[0, 0, 2]) and not as_float64(o)[0, 0, 2].any()
+    assert np.isfinite(np.delete(lse, 2, axis=2)).all()
+    mean = as_float64(inputs[2])[0, 0].mean(axis=0)
+    assert np.abs(as_float64(o)[0, 0, 4] - as_float64(inputs[2])[0, 0, 7]).max() < 0.02
+    codes = {"quantized": quantize(*inputs, backend="mirror")} if variant == "fa_int8" else {}
+    report = judge(o, *inputs, lse=lse, form="sm90", **codes, **options)
+    assert report.passed and report.unbounded_rows == ((0, 0, 1), (0, 0, 2))
+    portable, portable_lse = attention(*inputs, arch="sm_80", **asked)
+    assert np.abs(as_float64(portable)[0, 0, 2] - mean).max() < 0.02
+    assert np.isfinite(portable_lse).all()
 
 
 def test_a_softcap_errs_by_less_than_it_says() -> None:

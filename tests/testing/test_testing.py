@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import find, given, settings
@@ -132,6 +133,47 @@ def test_empty_outputs_and_rows_without_keys() -> None:
     assert judge(o, q, k, v, lse=lse, variant="fa", causal=True).passed
     o[0, 0, 0, 0] = 1e-7
     assert judge(o, q, k, v, variant="fa", causal=True).ratio == INF
+
+
+def test_rows_without_a_bound_are_not_counted_as_judged() -> None:
+    """A row of nothing but ``finfo.min`` is zeros in a Hopper form, and no bound is promised."""
+    q, k, v = distributions.make("normal", 2, 1, 9, 64, 64, "bfloat16", seed=0)
+    bias = np.zeros((2, 1, 9, 64), q.dtype)
+    bias[1, :, 5] = float(ml_dtypes.finfo(q.dtype).min)
+    options: dict[str, Any] = {"variant": "fa_tc", "form": "sm90", "bias": bias}
+    o, lse = ca.attention(
+        q, k, v, bias=bias, variant="fa_tc", arch="sm_90a", backend="mirror", return_lse=True
+    )
+    report = judge(o, q, k, v, lse=lse, **options)
+    assert report.passed and (report.rows, report.judged, report.unbounded) == (9, 17, 1)
+    assert report.unbounded_rows == ((1, 0, 5),)
+    assert "17 of 18 rows judged" in str(report) and "of every head" not in str(report)
+    assert "  no bound is promised in 1 row, (batch, head, row) = (1, 0, 5)\n" in str(report)
+    o[1, 0, 4] = 0
+    assert judge(o, q, k, v, **options).index[:3] == (1, 0, 4)
+
+    bias[1] = bias[1, 0, 5, 0]
+    report = judge(o, q, k, v, rows=np.array([8, 0, 3, 5, 7]), **options)
+    assert (report.judged, report.unbounded) == (5, 5)
+    assert report.unbounded_rows == ((1, 0, 8), (1, 0, 0), (1, 0, 3), (1, 0, 5))
+    assert "in 5 rows, (batch, head, row) = (1, 0, 8), (1, 0, 0), (1, 0, 3), (1, 0, 5), ...\n" in (
+        str(report)
+    )
+    bias[0] = bias[1]
+    report = judge(o, q, k, v, **options)
+    assert report.judged == 0 and str(report).startswith("fa_tc: O is NOT JUDGED in any row, ")
+
+    bias[...] = 0
+    report = judge(attention_exact(q, k, v).astype(q.dtype), q, k, v, **options)
+    assert report.passed and (report.judged, report.unbounded, report.unbounded_rows) == (18, 0, ())
+    assert "9 rows of every head judged" in str(report) and "no bound" not in str(report)
+
+
+def test_rows_that_must_not_be_finite_are_judged() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 9, 9, 4, "float16", seed=0)
+    q[0, 0, 2, 1] = np.nan
+    report = judge(attention_mirror(q, k, v, variant="fa"), q, k, v, variant="fa")
+    assert report.passed and (report.judged, report.unbounded) == (9, 0)
 
 
 def test_quantised_operands_are_judged_twice() -> None:

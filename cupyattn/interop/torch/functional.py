@@ -265,7 +265,8 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, (..., heads, len_q, head_dim)
-        Rows that may attend to nothing are 0.
+        Rows that may attend to nothing are 0. In Hopper forms rows of nothing but ``finfo.min`` of
+        bfloat16 are 0, too; torch gives their mean of value (`bias` of `cupyattn.attention`).
 
     Raises
     ------
