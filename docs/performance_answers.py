@@ -53,7 +53,7 @@ def int8_by_length(record: Record) -> str:
             if of_many or problem["length"] not in ratios:
                 ratios[problem["length"]] = row["speed_ratio"][0]
     said = (f"{ratio:.2f} at {length:,}" for length, ratio in sorted(ratios.items()))
-    return f"fa_int8 beside fa_tc: {', '.join(said)}"
+    return f"{INT8} beside fa_tc: {', '.join(said)}"
 
 
 def flash_2(record: Record) -> str:
@@ -97,7 +97,7 @@ def by_length(record: Record) -> str:
         times = " and ".join(format_seconds(rows[name]["seconds"]) for name in ("fa_tc", INT8))
         said.append(f"{times} at {length:,}")
     return (
-        f"{TOKENS:,} tokens in all, of 16 heads, fa_tc and fa_int8: {', '.join(said)}. At one "
+        f"{TOKENS:,} tokens in all, of 16 heads, fa_tc and {INT8}: {', '.join(said)}. At one "
         "batch, as in the notes, work goes with the square of the length; their times go with the "
         "length"
     )
@@ -151,7 +151,7 @@ def latency(record: Record, gains: Record) -> str:
     found = _batch_16(record)
     rows = rows_of(found)
     return (
-        f"{format_seconds(rows['fa_tc']['seconds'])} for fa_tc, {format_seconds(int8)} for fa_int8 "
+        f"{format_seconds(rows['fa_tc']['seconds'])} for fa_tc, {format_seconds(int8)} for {INT8} "
         f"in another run, {format_seconds(rows[FLASH_2]['seconds'])} for FlashAttention-2 and "
         f"{format_seconds(rows[CUDNN]['seconds'])} for cuDNN; the notes' 7.2 ms would be "
         f"{found['rows'][0]['operations'] / 7.2e-3 / 1e12:.0f} TFLOP/s, twice an A100's peak"

@@ -35,6 +35,10 @@ HEAD = (
     "cache; intervals are 95 %, by bootstrap. [experiments](../experiments/README.md) has how to",
     "measure each again.",
     "",
+    "Of the ladder and of the features, `fa_int8` alone quantises by its default,",
+    "`QuantConfig()`, with scales of K for each thread. *balanced* and *aggressive* are accuracy",
+    "classes; balanced has scales of K for each block of keys.",
+    "",
 )
 #: Every drawing is a part's own but this, which has a part of the page for itself.
 ROOFLINE = "book_roofline"

@@ -142,9 +142,10 @@ def int8(
         *recording.markdown(header, rows), "",
         diffusers_blocks.RECIPE, "",
         f"Attention alone, at length {problem['length']:,}, batch {problem['batch']} and "
-        f"{problem['heads']} heads: `fa_int8` with quantising is this many times as "
-        "fast as `fa_tc`:",
-        f"{', '.join(pairs)}. With {other['problem']['heads']} heads it is "
+        f"{problem['heads']} heads: `fa_int8` with quantising, by its default (scales of K for "
+        "each thread), is this many times as fast as `fa_tc`:",
+        f"{', '.join(pairs)}. With {other['problem']['heads']} heads and as the accuracy class "
+        '"balanced" quantises (scales of K for each block of keys), it is '
         f"{plain['fa_int8']['speed_of_fa_tc'][0]:.2f} at head_dim "
         f"{other['problem']['head_dim']}.",
         f"Measured on an {_device(ladder)} ({_link('ladder')}, {_link('scores_h100')}).",

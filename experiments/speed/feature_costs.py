@@ -402,7 +402,8 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         "A cell is the time of a prepared call with one feature, divided by that of the plain call "
         f"in the same rounds: median of {record['rounds']} rounds and 95 % interval. Each call "
-        "held its error bound before it was timed."
+        "held its error bound before it was timed. `fa_int8` quantises by its default, "
+        "`QuantConfig()`, with scales of K for each thread."
         + (f" {DAGGER} marks calls that run in another form than the plain one." * daggers),
         "",
         "| feature | what it is here |",

@@ -474,7 +474,9 @@ def section(record: Mapping[str, Any]) -> str:
         f"{merging.of_another_revision(record)}.",
         "",
         "Of a call: its time, packing of masks included; that as a multiple of the plain call's; "
-        "and its speed as a multiple of the fastest other library's. Those that take the call were "
+        "and its speed as a multiple of the fastest other library's. `fa_int8` quantises as the "
+        'accuracy class "balanced" does, with scales of K for each block of keys. Libraries that '
+        "take the call were "
         f"timed, of: {libraries}. FlashAttention-3 was not among them; "
         "[PERFORMANCE.md](PERFORMANCE.md#latency-and-throughput-by-length) has plain calls beside "
         "it.",
