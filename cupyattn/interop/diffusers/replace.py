@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -169,7 +170,7 @@ def replace_attention_with_int8(
     pipe_or_model = target_of(pipe_or_model)
     owner, models = _models(pipe_or_model, scheduler)
     chosen = [
-        (model, name, module)
+        (prefix, name, module)
         for prefix, model in models.items()
         for name, module in _attention_modules(prefix, model)
         if name in selection
@@ -187,18 +188,20 @@ def replace_attention_with_int8(
         noise = Noise(owner)
     if any(hasattr(module.processor, "_attention_backend") for *_, module in chosen):
         backends.backend()
-    for model in models.values():
-        setattr(model, steps.ATTRIBUTE, steps.Step(noise))
+    of_models = {prefix: steps.Step(noise) for prefix in models}
     layers = [
-        Layer(name, module, _policy_of(name, policies), getattr(model, steps.ATTRIBUTE), **shared)
-        for model, name, module in chosen
+        Layer(name, module, _policy_of(name, policies), of_models[prefix], **shared)
+        for prefix, name, module in chosen
     ]
     if count_compiled:
-        for (model, *_), layer in zip(chosen, layers, strict=True):
-            getattr(model, steps.ATTRIBUTE).counted.append(layer)
+        for (prefix, *_), layer in zip(chosen, layers, strict=True):
+            of_models[prefix].counted.append(layer)
+    # NOTE: a hook for each handle, so that handles of other modules of the model see steps, too.
     hooks = [
-        model.register_forward_pre_hook(steps.before_model, with_kwargs=True)
-        for model in models.values()
+        model.register_forward_pre_hook(
+            functools.partial(steps.before_model, of_models[prefix]), with_kwargs=True
+        )
+        for prefix, model in models.items()
     ]
     for layer in layers:
         interception.replace_class(layer.module, layer)
@@ -246,7 +249,7 @@ def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_chosen(
-    chosen: Sequence[tuple[Any, str, Any]],
+    chosen: Sequence[tuple[str, str, Any]],
     models: Mapping[str, Any],
     selection: Selection,
     given: tuple[Patterns, Patterns],
