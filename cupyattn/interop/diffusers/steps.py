@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -97,6 +97,12 @@ class Step:
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         """Return the step of a copied model, whose layers name their own policies."""
         return Step(self._source)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a model whose attention is replaced cannot be pickled, as torch.save(model) does: "
+            "call restore() of its handle first, or save model.state_dict()"
+        )
 
     def choice(self, policy: Any) -> Choice:
         """Return the choice of a policy; layers of one policy share one."""
