@@ -57,7 +57,7 @@ class Int8Replacement(Handle):
         compiled = any(layer.compiled for layer in layers)
         return Report(layers, dict(operator.fallbacks) if compiled else {})
 
-    # As torch compiles a function that calls the handle, its error says the way out.
+    # If torch compiles a function that calls the handle, the error gives this reason.
     __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
 
     def restore(self) -> None:

@@ -76,7 +76,7 @@ class Replacement(Handle):
         """Linear layers that did not, and why."""
         return self._handle_kept
 
-    # As torch compiles a function that calls the handle, its error says the way out.
+    # If torch compiles a function that calls the handle, the error gives this reason.
     __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
 
     def restore(self) -> None:
