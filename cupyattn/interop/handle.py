@@ -146,6 +146,8 @@ def target_of(given: Any) -> Any:
     return given.target if isinstance(given, Handle) else given
 
 
+#: Why torch compiles no call of a handle.
+NOT_COMPILED = "a handle is no module: give torch.compile handle.target, and call that in functions"
 #: How ``torch.compile`` names a module within the one that it returns.
 COMPILED = "_orig_mod."
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from cupyattn.errors import shown
 
 #: A regular expression, or several, of which one is to be found in a name; None: not given.
 Patterns: TypeAlias = "str | Sequence[str] | None"
@@ -22,13 +24,19 @@ def compiled(name: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
 
     Raises
     ------
+    TypeError
+        For what is neither text nor several texts.
     ValueError
-        For what is no regular expression.
+        For text that is no regular expression.
     """
+    given = (patterns,) if isinstance(patterns, str) else () if patterns is None else patterns
+    if not isinstance(given, Iterable) or not all(isinstance(p, str | re.Pattern) for p in given):
+        raise TypeError(
+            f"{name} must be a regular expression or several, as str, got {shown(patterns)}"
+        )
     try:
-        given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
         return tuple(re.compile(pattern) for pattern in given)
-    except (re.error, TypeError) as error:
+    except re.error as error:
         raise ValueError(
             f"{name} must be a regular expression or several, got {patterns!r:.60}: {error}"
         ) from error

@@ -126,7 +126,8 @@ def test_every_way_of_compiling_has_our_operator(way: str, when: str) -> None:
     assert torch.equal(call(x), expected) and not torch.equal(expected, native)
     assert graphs[start:] == ([1] if way in ("blocks", "layers") else [2])  # blocks share a graph
     report = handle.report()
-    assert report.layers[0].compiled == ("balanced",) and not report.modes and not report.native
+    assert [layer.compiled for layer in report.layers] == [("balanced",)] * 2
+    assert not report.modes and not report.native
     assert "blocks.0.attn: in compiled code: balanced" in str(report)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(call(rows(seed=1)), call(rows(seed=1)))
@@ -135,6 +136,13 @@ def test_every_way_of_compiling_has_our_operator(way: str, when: str) -> None:
     if when == "before":
         assert len(graphs) == start + 1  # the graph from before is used again
     assert type(model.blocks[0].attn) is type(attention())
+    once = len(graphs)
+    again = interop.replace_attention_with_int8(model, policy="balanced", **SHORT)
+    assert "attn: not called" in str(again.report())
+    assert torch.equal(call(x), expected)
+    if way != "function":  # whose graph asks which hooks the model has
+        assert len(graphs) == once  # that of the first replacement, which the report knows of
+    assert [layer.compiled for layer in again.report().layers] == [("balanced",)] * 2
 
 
 def steps(count: int) -> Any:
@@ -179,6 +187,48 @@ def test_a_policy_that_follows_noise_is_native_where_no_step_is_seen() -> None:
     assert handle.report().layers[0].compiled == (
         "native: the step of a model within a compiled function is not known",
     )
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "method", "blocks"])
+def test_handles_of_one_compiled_model_follow_their_own_policies(way: str) -> None:
+    scheduler, model, x, graphs = steps(4), Model(), rows(), Graphs()
+    own = copy.deepcopy(model)
+    table = ["aggressive", "balanced", "precision", "balanced"]
+    options = {"scheduler": scheduler, **SHORT}
+    mapping = {"0": table, "": table[::-1]}
+    eager = interop.replace_attention_with_int8(own, policy=mapping, **options)
+    first = interop.replace_attention_with_int8(
+        model, include="0", policy=table, count_compiled=True, **options
+    )
+    second = interop.replace_attention_with_int8(model, include="1", policy=table[::-1], **options)
+    call = compiled(way, model, graphs)
+    for t in scheduler.timesteps:
+        assert torch.equal(call(x, t.expand(1)), eager(x, t.expand(1)))
+    assert eager.report().native == {}
+    counted = {"aggressive": 1, "balanced": 2, "precision": 1}
+    assert first.report().layers[0].compiled_calls == counted
+    assert second.report().layers[0].compiled == ("balanced", "precision", "aggressive")
+    second.restore()
+    for t in scheduler.timesteps:
+        call(x, t.expand(1))
+    assert first.report().layers[0].compiled_calls == {n: 2 * c for n, c in counted.items()}
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "function"])
+def test_torch_says_how_to_compile_what_a_handle_stands_for(way: str) -> None:
+    said = r"a handle is no module: give torch.compile handle.target, and call that in functions"
+    linear = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    handles = (
+        (interop.replace_attention_with_int8(Model(), policy="balanced", **SHORT), rows()),
+        (interop_torch.replace_linear_with_int8(linear, backend="mirror"), torch.zeros(2, 256)),
+    )
+    for handle, x in handles:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=said):
+            compiled(way, handle, "eager")(x)
+        expected, graphs = handle(x), Graphs()
+        assert torch.equal(compiled(way, handle, "eager", fullgraph=False)(x), expected)
+        handle.compile(backend=graphs, fullgraph=True)
+        assert torch.equal(handle(x), expected) and len(graphs) == 1  # its call is not in the way
 
 
 def test_lengths_may_be_symbols() -> None:

@@ -48,8 +48,8 @@ class Layer(Protocol):
         """Count a call that the model's own attention runs."""
         ...
 
-    def note(self, ran: str) -> bool:
-        """Remember, while torch traces, what a graph has of the layer."""
+    def note(self, ran: str) -> None:
+        """Remember what the graph that torch traces has of the layer, whenever it runs."""
         ...
 
     def before(self) -> None:
@@ -137,9 +137,7 @@ def _attend(
 # ---- the module's class --------------------------------------------------------------------------
 
 
-def _eager(
-    layer: Layer, function: Callable[..., Any], module: Any, args: Any, kwargs: Any
-) -> Any:
+def _eager(layer: Layer, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
     """Run a module's call or forward, its attention sent to the module's layer."""
     if running_layer() is layer:  # its call, and now its forward
         return function(module, *args, **kwargs)
@@ -150,9 +148,7 @@ def _eager(
         close_call(layer)
 
 
-def _traced(
-    layer: Layer, forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
-) -> Any:
+def _traced(layer: Layer, forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
     """Run a module's forward while torch traces it, its attention sent to the module's layer.
 
     Torch looks up its attention function when it traces the call, and finds the layer there. The
@@ -179,6 +175,12 @@ def _traced(
     if not found:
         layer.note("native: no call of torch's attention function")
     return result
+
+
+def layer_of(module: Any) -> Layer | None:
+    """Return the layer of a module that is replaced, or a copy of one; None of all others."""
+    layer: Layer | None = vars(module).get(ATTRIBUTE)
+    return layer
 
 
 def replace_class(module: Any, layer: Layer) -> None:

@@ -36,6 +36,14 @@ _NAMES = {
 }  # fmt: skip
 
 
+class InGraphs:
+    """What graphs of torch have of a layer: an attribute for each text, in the order of graphs.
+
+    Graphs set the attributes and read none of them, so that no guard follows from one. A dict would
+    be guarded by its keys, and torch would compile again once they change.
+    """
+
+
 class Layer:
     """An attention module whose calls go to INT8 where it takes them.
 
@@ -75,7 +83,7 @@ class Layer:
         of_one_mode = Int8Attention(1, 1, _ANY_STEPS, **options)
         self._any_step = of_one_mode.step(0)
         self._texts = _texts(of_one_mode, self._by_class)
-        self._compiled: dict[str, None] = {}  # in the order of graphs
+        self._in_graphs = InGraphs()
         self._counts: Tensor | None = None  # (len(_COUNTED),), int64; None unless asked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
@@ -240,12 +248,21 @@ class Layer:
         mask, bias = masks.of_scores(options["attn_mask"])
         return operator.attend(named(q, k, v, mask, bias, None, None), scale, self._texts[mode])
 
+    def note(self, ran: str) -> None:
+        """Remember what the graph that torch traces has of this layer, now and whenever it runs.
+
+        Torch sets the attribute after each run, on the layer that the module has then. So layers
+        know of graphs that were traced for another block, or before the module was replaced again.
+        """
+        self._note_now(ran)
+        setattr(self._in_graphs, ran, True)
+
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def note(self, ran: str) -> bool:
-        """Remember, while torch traces, what a graph has of this layer; return True."""
-        if ran not in self._compiled:
+    def _note_now(self, ran: str) -> bool:
+        """Remember it while torch traces, for graphs that are exported; return True."""
+        if not hasattr(self._in_graphs, ran):
             _log.info("%s in compiled code: %s", self.name, ran)
-        self._compiled[ran] = None
+        setattr(self._in_graphs, ran, True)
         return True
 
     def count_on(self, device: torch.device) -> None:
@@ -277,7 +294,7 @@ class Layer:
             dict(self._modes),
             dict(self._native),
             dict(self._all_fallbacks()),
-            tuple(self._compiled),
+            tuple(vars(self._in_graphs)),
             counted,
         )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,12 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.diffusion.arguments import check_count
-from cupyattn.diffusion.policy import MODES, as_policy
+from cupyattn.diffusion.policy import MODES, TablePolicy, as_policy
 from cupyattn.interop.diffusers import backends, interception, operator, steps
 from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
-from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
+from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, compiled, some_of
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.quant.config import QuantConfig
@@ -29,7 +29,6 @@ from cupyattn.quant.config import QuantConfig
 #: Shorter calls stay native: quantising and a launch cost more than they can win.
 MIN_LENGTH = 128
 _ATTENTION = (Attention, MochiAttention, AttentionModuleMixin)
-_replaced: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Int8Replacement(Handle):
@@ -58,13 +57,15 @@ class Int8Replacement(Handle):
         compiled = any(layer.compiled for layer in layers)
         return Report(layers, dict(operator.fallbacks) if compiled else {})
 
+    # If torch compiles a function that calls the handle, the error gives this reason.
+    __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
+
     def restore(self) -> None:
         """Give the modules their own attention back. Counts stay; a second call does nothing."""
         while self._handle_hooks:
             self._handle_hooks.pop().remove()
         for layer in self._handle_layers:
-            if layer.module in _replaced:
-                _replaced.discard(layer.module)
+            if interception.layer_of(layer.module) is layer:
                 layer.release()
                 interception.restore_class(layer.module)
 
@@ -120,10 +121,11 @@ def replace_attention_with_int8(
     Raises
     ------
     TypeError
-        For what is neither a pipeline nor a module.
+        For what is neither a pipeline nor a module, and patterns that are no text.
     ValueError
         For what is no regular expression, if no module is chosen or `exclude` is found in no name,
-        if one is already replaced, or a policy needs a noise level and there is no scheduler.
+        if one is already replaced, for an empty policy, or if a policy needs a noise level and
+        there is no scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
@@ -169,7 +171,7 @@ def replace_attention_with_int8(
     pipe_or_model = target_of(pipe_or_model)
     owner, models = _models(pipe_or_model, scheduler)
     chosen = [
-        (model, name, module)
+        (prefix, name, module)
         for prefix, model in models.items()
         for name, module in _attention_modules(prefix, model)
         if name in selection
@@ -187,22 +189,23 @@ def replace_attention_with_int8(
         noise = Noise(owner)
     if any(hasattr(module.processor, "_attention_backend") for *_, module in chosen):
         backends.backend()
-    for model in models.values():
-        setattr(model, steps.ATTRIBUTE, steps.Step(noise))
+    of_models = {prefix: steps.Step(noise) for prefix in models}
     layers = [
-        Layer(name, module, _policy_of(name, policies), getattr(model, steps.ATTRIBUTE), **shared)
-        for model, name, module in chosen
+        Layer(name, module, _policy_of(name, policies), of_models[prefix], **shared)
+        for prefix, name, module in chosen
     ]
     if count_compiled:
-        for (model, *_), layer in zip(chosen, layers, strict=True):
-            getattr(model, steps.ATTRIBUTE).counted.append(layer)
+        for (prefix, *_), layer in zip(chosen, layers, strict=True):
+            of_models[prefix].counted.append(layer)
+    # NOTE: a hook for each handle, so that handles of other modules of the model see steps, too.
     hooks = [
-        model.register_forward_pre_hook(steps.before_model, with_kwargs=True)
-        for model in models.values()
+        model.register_forward_pre_hook(
+            functools.partial(steps.before_model, of_models[prefix]), with_kwargs=True
+        )
+        for prefix, model in models.items()
     ]
     for layer in layers:
         interception.replace_class(layer.module, layer)
-        _replaced.add(layer.module)
     return Int8Replacement(pipe_or_model, layers, hooks)
 
 
@@ -246,7 +249,7 @@ def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_chosen(
-    chosen: Sequence[tuple[Any, str, Any]],
+    chosen: Sequence[tuple[str, str, Any]],
     models: Mapping[str, Any],
     selection: Selection,
     given: tuple[Patterns, Patterns],
@@ -260,17 +263,25 @@ def _check_chosen(
         )
     selection.check_exclude(names, "attention module")
     for _, name, module in chosen:
-        if module in _replaced:
-            raise ValueError(f"{name} is replaced already: restore() that first")
+        if interception.layer_of(module) is not None:
+            raise ValueError(
+                f"{name} is replaced already: restore() that first; a copy of a replaced model "
+                "stays INT8, so copy the model after restore()"
+            )
 
 
 def _policies(policy: Any) -> list[tuple[re.Pattern[str], Any]]:
     """Return policies by regular expression, the first that is found holds."""
     given = policy if isinstance(policy, Mapping) else {"": policy}
+    if not given:
+        raise ValueError(f"policy={policy!r} is empty: give 'adaptive' or a policy for some layers")
     for one in given.values():
-        if isinstance(one, str) or not isinstance(one, Sequence):
+        table = one.modes if isinstance(one, TablePolicy) else one
+        if isinstance(table, str) or not isinstance(table, Sequence):
             as_policy(one, 1)  # tables are held to the steps of each schedule
-    patterns = compiled("the names of policy", [*given, ""])
+        elif not table:
+            raise ValueError(f"policy={policy!r:.60} has an empty table: give a mode for each step")
+    patterns = (*compiled("the names of policy", [*given]), re.compile(""))
     return [*zip(patterns, [*given.values(), "adaptive"], strict=True)]
 
 

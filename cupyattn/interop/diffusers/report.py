@@ -24,9 +24,9 @@ class LayerReport:
     fallbacks : mapping of str to int
         Of those in `modes`, calls in an INT8 mode that ran in the input's own type, by reason.
     compiled : tuple of str
-        What graphs of `torch.compile` and `torch.export` have of the module, known since they were
-        traced: modes, and ``"native: "`` with a reason. Of blocks that share a graph, as of
-        ``compile_repeated_blocks``, the first stands for all.
+        What graphs of `torch.compile` and `torch.export` have of the module, known when they are
+        traced or run: modes, and ``"native: "`` with a reason. It holds for blocks that share a
+        graph, and for graphs of an earlier replacement that run again.
     compiled_calls : mapping of str to int
         Calls in compiled code, by mode or ``"native"``, where ``count_compiled=True`` asked for it.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -14,8 +14,6 @@ from cupyattn.diffusion.policy import MODES, PrecisionPolicy, as_policy, check_m
 from cupyattn.diffusion.steps import Steps
 from cupyattn.interop.diffusers.noise import Noise, Schedule
 
-#: The attribute of a model that holds its `Step`.
-ATTRIBUTE = "_int8_step"
 #: Names that models have for the timestep, `t` in Z-Image.
 TIMESTEPS = ("timestep", "t")
 
@@ -67,7 +65,7 @@ class Choice:
 
 
 class Step:
-    """What a model knows of the step that it is called for.
+    """What the layers of one handle in one model know of the step that the model is called for.
 
     Parameters
     ----------
@@ -99,6 +97,12 @@ class Step:
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         """Return the step of a copied model, whose layers name their own policies."""
         return Step(self._source)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a model whose attention is replaced cannot be pickled, as torch.save(model) does: "
+            "call restore() of its handle first, or save model.state_dict()"
+        )
 
     def choice(self, policy: Any) -> Choice:
         """Return the choice of a policy; layers of one policy share one."""
@@ -144,13 +148,12 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def before_model(model: Any, args: Any, kwargs: Any) -> None:
-    """Look up the noise level of a model's call: the model's hook.
+def before_model(step: Step, model: Any, args: Any, kwargs: Any) -> None:
+    """Look up the noise level of a model's call: with a handle's step, the model's hook.
 
     Torch runs it before the code that it compiled of ``torch.compile(model)`` and of
     ``model.compile()``.
     """
-    step = getattr(model, ATTRIBUTE)
     if torch.compiler.is_compiling():  # torch.export runs hooks as Python, on tensors of no memory
         step.is_seen = False
     else:
@@ -160,6 +163,6 @@ def before_model(model: Any, args: Any, kwargs: Any) -> None:
 @torch.compiler.substitute_in_graph(  # type: ignore[untyped-decorator]
     before_model, skip_signature_check=True
 )
-def _before_model_in_graph(model: Any, args: Any, kwargs: Any) -> None:
+def _before_model_in_graph(step: Step, model: Any, args: Any, kwargs: Any) -> None:
     """Say that no code looks, in the graph of a function that calls the model."""
-    getattr(model, ATTRIBUTE).is_seen = False
+    step.is_seen = False

@@ -20,7 +20,7 @@ from cupyattn.checkpoints.schemes import Codes, find_codes
 from cupyattn.checkpoints.shards import Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.handle import COMPILED, Handle, target_of, uncompiled
+from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import Place, put_activated, take_out_activated
@@ -86,6 +86,9 @@ class Replacement(Handle):
     def kept(self) -> dict[str, str]:
         """Linear layers that did not, and why."""
         return self._handle_kept
+
+    # If torch compiles a function that calls the handle, the error gives this reason.
+    __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
 
     def restore(self) -> None:
         """Put back the layers that were replaced, on the devices where their codes are now.
@@ -176,7 +179,7 @@ def replace_linear_with_int8(
     Raises
     ------
     TypeError
-        If `model` is no module: give a pipeline's transformer.
+        If `model` is no module: give a pipeline's transformer. For patterns that are no text.
     ValueError
         If no layer becomes INT8 or all are replaced already, for a pattern that is no regular
         expression, if `exclude` is found in no name, and for a checkpoint of other shapes.
