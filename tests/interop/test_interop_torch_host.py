@@ -409,7 +409,7 @@ def test_known_calls_are_launched_on_the_device_of_their_tensors(
     ways = (
         lambda: calls.forward(settings, given),
         lambda: calls.gradients(settings, given, d_out, out, lse),
-        lambda: parts._layer(x, *weight, None, None, None, "", "sm_90", None),
+        lambda: parts.run_layer(x, *weight, None, None, None, "", "sm_90", None),
     )
     for way in ways:
         way()
@@ -532,7 +532,7 @@ def test_what_inductor_runs_of_a_layer_is_planned_once(
     for turn in range(3):
         x, residual, gate = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N))), Gate()
         beside = (None, residual, gate) if summed else (None, None, None)
-        y = parts._layer(x, *weight, *beside, "gelu", "sm_90", None)
+        y = parts.run_layer(x, *weight, *beside, "gelu", "sm_90", None)
         entry, quantised = host.passed(2 * turn)
         assert entry == "act_quant" and quantised["x"] == x.data_ptr()
         _, multiplied = host.passed(2 * turn + 1)
@@ -613,5 +613,5 @@ def test_a_gate_that_has_to_be_copied_is_read_from_its_copy_every_time(
     for turn in range(3):
         residual = OnDevice(array((2, 5, N)))
         x = OnDevice(array((2, 5, K)))
-        parts._layer(x, *weight, None, residual, Apart(), "", "sm_90", None)
+        parts.run_layer(x, *weight, None, residual, Apart(), "", "sm_90", None)
         assert host.passed(2 * turn + 1)[1]["gate"] == copies[turn].data_ptr()

@@ -65,7 +65,8 @@ class Int8Replacement(Handle):
         while self._handle_hooks:
             self._handle_hooks.pop().remove()
         for layer in self._handle_layers:
-            if interception.layer_of(layer.module) is layer:
+            kept = interception.layer_of(layer.module)
+            if kept is layer:  # or another handle has replaced the module since
                 layer.release()
                 interception.restore_class(layer.module)
 
