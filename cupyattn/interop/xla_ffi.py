@@ -47,8 +47,9 @@ _STATUS = (
     (BaseException, 13),  # INTERNAL
 )
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-#: Seconds without a call after which a process that ends takes no other to be on its way.
-QUIET = 0.1
+#: Seconds without a call after which a process that ends takes no other to be on its way; and for
+#: how long it waits at most, for a thread that calls without end.
+QUIET, LONGEST_WAIT = 0.1, 60.0
 
 
 class _Version(Structure):
@@ -219,14 +220,17 @@ def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any
 
 
 def wait_for_calls() -> None:
-    """Return once no handler has run for `QUIET` seconds.
+    """Return once no handler has run for `QUIET` seconds, or after `LONGEST_WAIT`.
 
     For the end of a process: a thread of XLA that comes to Python while Python ends is stopped
     there, and XLA waits for it forever.
     """
-    began = time.monotonic()
-    while _inside or time.monotonic() - max(began, *_left.copy().values(), 0.0) < QUIET:
+    began = now = time.monotonic()
+    while now - began < LONGEST_WAIT:
+        if not _inside and now - max(began, *_left.copy().values(), 0.0) >= QUIET:
+            return
         time.sleep(QUIET / 20)
+        now = time.monotonic()
 
 
 def _tell(metadata: Any, version: tuple[int, int]) -> None:

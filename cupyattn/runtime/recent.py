@@ -6,6 +6,7 @@ alone: a call that is found needs none of it again.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from cupyattn.compiler.modules import generation
@@ -23,6 +24,7 @@ class Recent:
     def __init__(self, most: int) -> None:
         self.most = most
         self._kept: dict[Any, Any] = {}
+        self._changing = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -55,13 +57,15 @@ class Recent:
 
     def remember(self, key: Any, made: Any) -> None:
         """Keep what a call made, for `find`."""
-        while len(self._kept) >= self.most:
-            self._kept.pop(next(iter(self._kept)), None)
-        self._kept[key] = made
+        with self._changing:  # the oldest is found by walking, which another thread would disturb
+            while len(self._kept) >= self.most:
+                self._kept.pop(next(iter(self._kept)), None)
+            self._kept[key] = made
 
     def clear(self) -> None:
         """Forget all."""
-        self._kept.clear()
+        with self._changing:
+            self._kept.clear()
 
 
 #: The calls of every operation, as `cupyattn.runtime.ready.Ready` objects. True stands for a call

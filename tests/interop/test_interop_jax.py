@@ -29,7 +29,7 @@ jnp = jax.numpy
 
 from cupyattn.interop import jax as interop  # noqa: E402 - imports jax
 from cupyattn.interop import xla_ffi  # noqa: E402 - as above
-from cupyattn.interop.jax import functional  # noqa: E402 - as above
+from cupyattn.interop.jax import calls, functional  # noqa: E402 - as above
 from cupyattn.interop.jax import linear as layers  # noqa: E402 - as above
 
 BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV, HEAD_DIM = 2, 4, 2, 37, 70, 32
@@ -482,3 +482,26 @@ q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 256, 64)).astype(np
 def test_a_script_ends_without_waiting_for_its_results(kept: str) -> None:
     """A thread of XLA that came to Python as Python ended would be waited for without end."""
     subprocess.run([sys.executable, "-c", UNAWAITED.format(kept)], check=True, timeout=120)
+
+
+def test_a_process_does_not_wait_for_a_thread_that_calls_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(xla_ffi, "LONGEST_WAIT", 0.2)
+    monkeypatch.setitem(xla_ffi._inside, 0, True)
+    xla_ffi.wait_for_calls()
+
+
+def test_a_platform_that_is_not_there_is_no_reason_not_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As "cpu" is not where JAX was told to know a device alone."""
+    waited: list[bool] = []
+
+    def missing(platform: str) -> Any:
+        raise RuntimeError(f"Unknown backend {platform}")
+
+    monkeypatch.setattr(jax, "live_arrays", missing)
+    monkeypatch.setattr(xla_ffi, "wait_for_calls", lambda: waited.append(True))
+    calls._finish()
+    assert waited == [True]

@@ -66,7 +66,7 @@ class Int8Replacement(Handle):
             self._handle_hooks.pop().remove()
         for layer in self._handle_layers:
             kept = interception.layer_of(layer.module)
-            if kept is not None and kept is layer:  # or another handle has replaced the module since
+            if kept is not None and kept is layer:  # none of a handle that came later
                 layer.release()
                 interception.restore_class(layer.module)
 
