@@ -189,7 +189,7 @@ def test_other_modules_are_left_as_they_are() -> None:
         Own(WIDTH, INNER), hooked, patched, other, activations.ApproximateGELU(WIDTH, INNER),
         shared, shared,
     ])  # fmt: skip
-    handle = int8(module, exclude="^none")
+    handle = int8(module, exclude=())
     kinds = [type(one) is activated.ActivatedInt8Linear for one in module]
     assert kinds == [False] * 5 + [True] * 2 and module[5] is module[6]
     assert all(type(one.proj) is interop.Int8Linear for one in module)
