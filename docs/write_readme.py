@@ -81,8 +81,8 @@ def when_int8_pays(blocks: Mapping[str, Any]) -> list[str]:
     steps, eager = ratios(f"{WAYS[-1]}, compiled", "steps_ratio"), ratios(WAYS[-1], "steps_ratio")
     slower = {name: ratio for name, ratio in eager.items() if ratio < 1}
     lines = [
-        "**When INT8 pays.** With attention and linear layers in INT8, a pass is this many times "
-        "as fast as one of the compiled",
+        "**When INT8 pays.** The speed of a pass with attention and linear layers in INT8, over that "
+        "of the compiled",
         f"model: {_by(both)}. INT8 attention alone is {alone[0]} times as",
         f"fast (in 16 bits {alone[1]}), INT8 linear layers alone {alone[2]}. Ten steps with both:",
         f"{_by(steps)}.",
@@ -142,8 +142,8 @@ def int8(
         *recording.markdown(header, rows), "",
         diffusers_blocks.RECIPE, "",
         f"Attention alone, at length {problem['length']:,}, batch {problem['batch']} and "
-        f"{problem['heads']} heads: `fa_int8` with quantising, by its default (scales of K for "
-        "each thread), is this many times as fast as `fa_tc`:",
+        f"{problem['heads']} heads: `fa_int8` with quantising, scales of K for each thread as "
+        "by default. Its speed over that of `fa_tc`:",
         f"{', '.join(pairs)}. With {other['problem']['heads']} heads and as the accuracy class "
         '"balanced" quantises (scales of K for each block of keys), it is '
         f"{plain['fa_int8']['speed_of_fa_tc'][0]:.2f} at head_dim "
