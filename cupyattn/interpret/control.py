@@ -61,6 +61,17 @@ def nothing(inst: Instruction) -> Execute:
     return lambda machine, lanes: None
 
 
+@instruction("griddepcontrol")
+def grid_dependency(inst: Instruction) -> Execute | None:
+    """Wait for the launch before, which has ended here; let the next one begin, which comes later.
+
+    What is read before the wait is checked all the same (`Launch.awaits`).
+    """
+    if inst.modifiers == ("wait",):
+        return lambda machine, lanes: machine.memory.wait(lanes.index)
+    return nothing(inst) if inst.modifiers == ("launch_dependents",) else None
+
+
 @instruction("nanosleep")
 def nanosleep(inst: Instruction) -> Step:
     """Let all others do what they can first: what the lanes wait for may be of theirs."""

@@ -92,8 +92,9 @@ def run_launch(
     memory = GlobalMemory(ready.granules["global"])
     addresses = {
         name: memory.add(
-            name, arrays[name], initialised=name in written, writable=arrays[name].flags.writeable
-        )
+            name, arrays[name], initialised=name in written,
+            writable=arrays[name].flags.writeable, awaited=name in one.awaits,
+        )  # fmt: skip
         for name in _names(one)
     }
     params, tensors = _params(one, ready, addresses)

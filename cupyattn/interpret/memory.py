@@ -120,6 +120,8 @@ class Array:
         Which bytes of `data` are the array's and not gaps between its rows; None: all of them.
     shadow : Shadow or None
         None where nothing may write, and no hazard can arise.
+    awaited : bool
+        Whether the launch before makes it, and a thread has to wait for that.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Array:
     nbytes: int
     owned: Bools | None
     shadow: Shadow | None
+    awaited: bool = False
 
     @property
     def elements(self) -> npt.NDArray[Any]:
@@ -152,10 +155,16 @@ class GlobalMemory:
         self.between = BetweenBlocks()
         self._granule_bytes = granule_bytes
 
-    def attach(self, clocks: Clocks, report: Report) -> None:
-        """Serve a batch of blocks from now on."""
+    def attach(self, clocks: Clocks, report: Report, lanes: int) -> None:
+        """Serve a batch of blocks, of so many lanes, from now on."""
         self._clocks = clocks
         self._report = report
+        overlaps = any(array.awaited for array in self.arrays)
+        self._is_early = np.full(lanes, overlaps)
+
+    def wait(self, lanes: Ints) -> None:
+        """Let lanes wait for the launch before."""
+        self._is_early[lanes] = False
 
     def add(
         self,
@@ -164,6 +173,7 @@ class GlobalMemory:
         *,
         initialised: bool = True,
         writable: bool = True,
+        awaited: bool = False,
     ) -> int:
         """Copy an array to the device and return its address, equal to its own modulo 256.
 
@@ -175,6 +185,8 @@ class GlobalMemory:
         initialised : bool
             Whether its values mean anything: reading them is a finding where not.
         writable : bool
+        awaited : bool
+            As for `Array`.
         """
         before, nbytes = span(source)
         base = ((len(self.arrays) + 1) << REGION_BITS) + FRONT
@@ -193,7 +205,7 @@ class GlobalMemory:
                 name, granules, self._granule_bytes, 0, initialised=initialised,
                 first=-(base % 16),
             )  # fmt: skip
-        array = Array(name, source, base, before, data, nbytes, owned, shadow)
+        array = Array(name, source, base, before, data, nbytes, owned, shadow, awaited)
         if source.size:
             array.elements[...] = source
         self.arrays.append(array)
@@ -228,6 +240,8 @@ class GlobalMemory:
                 )
             return values
         offset = self._offset(array, address, unit * count, lanes, alignment)
+        if array.awaited:
+            self._check_waited("reads", array, address, lanes)
         if array.shadow is not None:
             size = self._granule_bytes
             array.shadow.before_read(
@@ -246,6 +260,7 @@ class GlobalMemory:
         width = len(values) * values.dtype.itemsize
         offset = self._offset(array, address, width, lanes)
         shadow = self._writable(array, address, lanes)
+        self._check_waited("writes to", array, address, lanes)
         granules = self._granules(offset, width, lanes)
         shadow.before_write(*granules, self._clocks, self._report, atomic=strong)
         shadow.wrote(*granules, self._clocks, self._report, atomic=strong)
@@ -308,6 +323,13 @@ class GlobalMemory:
                 message = f"an access of {width} bytes between the rows of {array.name}"
                 self._report("out of bounds", message, lanes, gap, within)
         return offset
+
+    def _check_waited(self, does: str, array: Array, address: Ints, lanes: Ints) -> None:
+        """Report lanes that are ahead of the launch before them."""
+        early = self._is_early[lanes]
+        if early.any():
+            message = f"the kernel {does} {array.name} before it waits for the launch before it"
+            self._report("race", message, lanes, early, address - array.base)
 
     def _writable(self, array: Array, address: Ints, lanes: Ints) -> Shadow:
         if array.shadow is None:

@@ -226,7 +226,7 @@ class _Gemm:
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         operands, settings = problem.operands, problem.settled.settings
-        of = {name: Operand.of(x) for name, x in operands.items() if name != "bias"}
+        of = {name: Operand.of(x) for name, x in operands.items()}
         columns = columns_of(operands["b"].shape[0], settings.activation)
         size = (operands["a"].shape[0], columns)
         itemsize = STORAGE[settings.out_dtype].itemsize

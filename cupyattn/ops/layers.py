@@ -81,8 +81,14 @@ class _Layers:
         stages = [Stage(quantise.plan, _CODES)]
         for number, product in enumerate(products):
             (multiply,) = GEMM.plan(product).stages
+            plan = multiply.plan
+            if number == 0:  # it brings weights while its codes are made
+                made = tuple(_CODES.values())
+                plan = replace(
+                    plan, launches=tuple(replace(one, awaits=made) for one in plan.launches)
+                )
             names = {*product.operands, *product.received} - {*_CODES.values()}
-            stages.append(Stage(multiply.plan, {name: f"{name}{number}" for name in names}))
+            stages.append(Stage(plan, {name: f"{name}{number}" for name in names}))
         between = ((name, products[0].operands[name]) for name in _CODES.values())
         return Work(
             tuple(stages), tuple(Workspace(name, x.shape, x.dtype.name) for name, x in between)

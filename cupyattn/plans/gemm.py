@@ -57,6 +57,8 @@ class GemmFeatures:
         Storage type of factors of each column, by which it is multiplied before; "": none.
     straddles : bool
         Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
+    neighbours : bool
+        Whether the copy engine orders rows of B so that a lane has eight columns of C side by side.
     """
 
     out_dtype: str
@@ -68,6 +70,7 @@ class GemmFeatures:
     residual: bool = False
     gate: str = ""
     straddles: bool = False
+    neighbours: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -86,6 +89,7 @@ class GemmFeatures:
             "CFG_GATE": 1 + DTYPES.index(self.gate) if self.gate else 0,
             **({"CFG_GLU": 1 + self.straddles} if self.activation in GLU else {}),
             **({"CFG_GATE_LAST": 1} if self.activation in GATE_LAST else {}),
+            **({"CFG_NEIGHBOURS": 1} if self.neighbours else {}),
         }  # fmt: skip
 
 
@@ -130,17 +134,16 @@ class GemmPlan(OneLaunch):
         taken = f"{self.alone} tiles of a block each"
         if self.shared:
             taken += f", {self.shared} that {self.tiles.cluster} blocks share"
-        return described(
-            self, f"int8_gemm ({self.form})", self.tiles, self.features, blocks=taken
-        )
+        return described(self, f"int8_gemm ({self.form})", self.tiles, self.features, blocks=taken)
 
 
 @dataclass(frozen=True)
 class ProductOperands:
     """Where codes, scales and result lie: the buffers of these names when a plan runs.
 
-    All have two axes, the last one contiguous. `residual` (m, n) and `gate` (groups of rows, n) are
-    of the type of c, where there are any; the gate may be float32 beside any c.
+    All have two axes, but for `bias` (n,), the last one contiguous. `residual` (m, n) and `gate`
+    (groups of rows, n) are of the type of c, where there are any; the gate may be float32 beside
+    any c.
     """
 
     a: Operand
@@ -150,6 +153,7 @@ class ProductOperands:
     c: Operand
     residual: Operand | None = None
     gate: Operand | None = None
+    bias: Operand | None = None
 
     @property
     def strategy(self) -> str:
@@ -220,6 +224,8 @@ def plan_gemm(
         operands["b_16"] = outliers.b_16, outliers.dtype
     if kernel.note:
         _log.info("int8_gemm: %s", kernel.note)
+    halves = 2 if activation in GLU else 1
+    straddles = halves_straddle(n, kernel.strategy, activation)
     features = GemmFeatures(
         out_dtype,
         min(_bytes_per_access(x) for x, _ in operands.values()),
@@ -229,9 +235,9 @@ def plan_gemm(
         outliers.dtype if outliers else "",
         at.residual is not None,
         "" if at.gate is None else "float32" if at.gate.itemsize == 4 else out_dtype,
-        halves_straddle(n, kernel.strategy, activation),
+        straddles,
+        form == "sm90" and not straddles and _takes_neighbours(at, n // halves),
     )
-    halves = 2 if activation in GLU else 1
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=kernel.note)
     params: dict[str, Any] = {
@@ -262,7 +268,12 @@ def plan_gemm(
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
         rows = {"a": (1, tiles.block_m), "b": (halves, tiles.block_n // halves)}
-        maps = [_map_of(name, dtype, x, *rows[name[0]]) for name, (x, dtype) in operands.items()]
+        maps = [
+            _map_of_neighbours(name, dtype, x, tiles.block_n // halves)
+            if features.neighbours and name[0] == "b"
+            else _map_of(name, dtype, x, *rows[name[0]])
+            for name, (x, dtype) in operands.items()
+        ]
         # In blocks without outliers their maps are not looked at, and say something that holds.
         structs += tuple(maps if outliers or kernel.strategy == "channel" else maps * 2)
         grid = min(grid, blocks_at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
@@ -281,6 +292,29 @@ def _map_of(name: str, dtype: str, x: Operand, halves: int, rows: int) -> Tensor
     parts = Operand(shape, (0, shape[2] * row, row, element), x.itemsize, x.misalignment)
     found = tensor_map_of(name, dtype, parts, rows)
     return replace(found, box=(1, halves, *found.box[2:]))
+
+
+def _map_of_neighbours(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
+    """Describe a weight, whose rows 8 t + 2 f + e of 32 come as rows 8 f + 2 t + e."""
+    row, row_count = row_bytes(x), 32
+    shape = (x.shape[0] // row_count, 4, 4, 2, x.shape[1])
+    strides = (row_count * row, 2 * row, 8 * row, row)  # of 32 rows, of f, of t, of e
+    return TensorMap(
+        name, dtype, shape, strides, (rows // row_count, *shape[1:4], 128 // x.itemsize)
+    )
+
+
+def _takes_neighbours(at: ProductOperands, columns: int) -> bool:
+    """Whether eight columns of a row of C lie side by side in all that is read and written."""
+    beside = [x for x in (at.c, at.residual, at.gate, at.bias) if x is not None]
+    if at.strategy == "channel":
+        scales = at.b_scales
+        if scales.row_strides != (1,):
+            return False
+        beside.append(Operand((scales.shape[0],), (1,), scales.itemsize, scales.misalignment))
+    if columns % 32 or at.c.itemsize != 2:
+        return False
+    return all(x.allows(16 // x.itemsize) for x in beside)
 
 
 def _elements_per_access(at: ProductOperands) -> int:

@@ -84,6 +84,9 @@ class Launch:
     params : tuple of (numpy.dtype, mapping) or TensorMap
         The structs that it takes by value; a string is the name of a buffer, its address to be
         filled in when the plan runs (None: a null pointer).
+    awaits : tuple of str
+        Buffers that the launch before it makes, where it may begin before that has ended: the
+        kernel waits by itself before it reads these or writes (``griddepcontrol``, from sm_90 on).
     """
 
     module: ModuleSpec
@@ -92,6 +95,7 @@ class Launch:
     block: int
     dynamic_shared: bool
     params: tuple[tuple[np.dtype[Any], Mapping[str, Any]] | TensorMap, ...]
+    awaits: tuple[str, ...] = ()
 
     @functools.cached_property
     def templates(self) -> tuple[tuple[np.ndarray, tuple[tuple[int, str], ...]] | TensorMap, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from cupyattn.compiler import modules as compiler
 from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.records import Launch, TensorMap
-from cupyattn.runtime import tensor_map
+from cupyattn.runtime import overlapping, tensor_map
 from cupyattn.switches import is_on
 
 #: Alignment of every parameter in the buffer that the driver reads: a tensor map's.
@@ -44,6 +44,7 @@ class ReadyLaunch:
         self._function = self._kernel.kernel.ptr
         self._driver, self._runtime = cupy.cuda.driver, cupy.cuda.runtime
         self._shared = module.binary.smem_bytes if one.dynamic_shared else 0
+        self._overlaps = bool(one.awaits) and overlapping.is_supported()
         self._per_thread = threading.local()
         #: Whether it waits, so that what goes wrong is told here: as it was when this was made.
         self.waits = is_on("CUPYATTN_DEBUG")
@@ -117,9 +118,17 @@ class ReadyLaunch:
             self._describe(words, described, addresses[len(self._pointers) :])
         one, driver = self._launch, self._driver
         try:
-            driver.launchKernel(
-                self._function, one.grid, 1, 1, one.block, 1, 1, self._shared, stream, address, 0
-            )
+            if self._overlaps:
+                driver.check_status(
+                    overlapping.launch(
+                        self._function, one.grid, one.block, self._shared, stream, address
+                    )
+                )
+            else:
+                driver.launchKernel(
+                    self._function, one.grid, 1, 1, one.block, 1, 1, self._shared, stream, address,
+                    0,
+                )
         except driver.CUDADriverError as error:
             raise KernelLaunchError(
                 f"{one.entry} cannot be launched with grid {one.grid}, block {one.block} and "

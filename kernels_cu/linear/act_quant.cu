@@ -15,6 +15,7 @@
 #include "prims/config.cuh"
 #include "prims/codes/gemm.cuh"
 #include "prims/codes/quant.cuh"
+#include "prims/instructions/griddepcontrol.cuh"
 #include "prims/instructions/warp.cuh"
 
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
@@ -44,6 +45,7 @@ __device__ __forceinline__ int channel_of(int group, int access) {
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void act_quant(
     const __grid_constant__ ActQuantParams p) {
+  griddepcontrol_launch_dependents();  // the product copies its weights meanwhile
   const int lane = thread_id() % LANES;
   const int row_groups = ceil_div(p.channels, SLICE);
   // NOTE: the host sees to it that groups are counted in 32 bits.

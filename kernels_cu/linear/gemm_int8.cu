@@ -18,6 +18,7 @@
 // Bound        cupyattn.quant.gemm_error
 #include "prims/config.cuh"
 #include "prims/codes/gemm_mma.cuh"
+#include "prims/instructions/griddepcontrol.cuh"
 
 constexpr int B_SCALES = GLU ? 2 + STRADDLES : ceil_div(BLOCK_N, SCALE_ROWS);
 constexpr int FACTORS = GLU ? B_SCALES : 1;  // of a row and the columns of a warp
@@ -60,35 +61,47 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   const int straddled = straddled_from(p, n0);  // column from which the second half has a new scale
 
   const int num_codes = part.codes, num_steps = num_codes + part.outliers;
-  auto load = [&](int step) {  // into its stage; one group per step, empty past the end
+  // Slices come into the stage of their step; one group per step, empty past the end. Scales past
+  // the end multiply zeros.
+  auto load_B = [&](int step) {
     const int stage = step % NUM_STAGES;
     if (step < num_codes) {
       const int slice = part.first + step, byte = slice * SLICE;
-      load_slice<BLOCK_M>(
-          smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
       load_slice<BLOCK_N, GLU>(
           smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte,
           p.n * p.B_stride);
-      // What lies past the end multiplies zeros.
-      gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
-        return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
-      });
       gather_async<B_SCALES>(smem.B_scale[stage], [&](int i) {
         const int row = scale_row(p, n0, i) / SCALE_ROWS;
         return p.B_scale + row * p.B_scale_stride + slice;
       });
     } else if (OUTLIERS && step < num_steps) {
       const int byte = (step - num_codes) * SLICE, bytes = p.outliers * int(sizeof(outlier_t));
-      load_slice<BLOCK_M>(
-          smem.A[stage], p.A_16 + m0 * p.A_16_stride + byte, p.A_16_stride, p.m - m0, bytes - byte);
       load_slice<BLOCK_N, GLU>(
           smem.B[stage], p.B_16 + n0 * p.B_16_stride + byte, p.B_16_stride, p.n - n0, bytes - byte,
           p.n * p.B_16_stride);
     }
+  };
+  auto load_A = [&](int step) {
+    const int stage = step % NUM_STAGES;
+    if (step < num_codes) {
+      const int slice = part.first + step, byte = slice * SLICE;
+      load_slice<BLOCK_M>(
+          smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
+      gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
+        return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
+      });
+    } else if (OUTLIERS && step < num_steps) {
+      const int byte = (step - num_codes) * SLICE, bytes = p.outliers * int(sizeof(outlier_t));
+      load_slice<BLOCK_M>(
+          smem.A[stage], p.A_16 + m0 * p.A_16_stride + byte, p.A_16_stride, p.m - m0, bytes - byte);
+    }
     cp_async_commit_group();
   };
 #pragma unroll
-  for (int i = 0; i < NUM_STAGES - 1; ++i) load(i);
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_B(i);
+  griddepcontrol_wait();  // A, which the launch before makes, is there
+#pragma unroll
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_A(i);
 
   float C_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = 0; step < num_steps; ++step) {
@@ -97,7 +110,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
     const uint32_t B_slice = B_lane + stage * sizeof(smem.B[0]);
     cp_async_wait_group<NUM_STAGES - 2>();
     __syncthreads();  // this step's slices are visible, the stage filled next is no longer read
-    load(step + NUM_STAGES - 1);
+    load_B(step + NUM_STAGES - 1);
+    load_A(step + NUM_STAGES - 1);
 
     if (OUTLIERS && step >= num_codes) {
       if constexpr (OUTLIERS)
@@ -133,6 +147,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
       }
   }
 
+  const int warp_n0 = n0 + col0 / HALVES;  // first column of C of this warp
   if constexpr (SPLITS > 1) {
     constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
     merge_parts<AT_ONCE>(
@@ -145,20 +160,27 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
         },
         [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
           const int row = m0 + row0 + f / MMA_COLS * 16 + g;
-          const int col = n0 + col0 / HALVES + f % MMA_COLS / HALVES * 8;
+          const int tile0 = f % MMA_COLS / HALVES;
+          constexpr int TILES = merged_tiles(AT_ONCE);
+          ColumnPairs<TILES> bias;
+          load_bias<TILES>(p, warp_n0, tile0, bias);
 #pragma unroll
           for (int h = 0; h < 2; ++h)
             if (has_rows<AT_ONCE>(f, h))
-              store_row<merged_tiles(AT_ONCE)>(
-                  p, row + h * 8, col, [&](int n, int j) { return merged_sum(sums, h, n, j); });
+              store_row<TILES>(p, row + h * 8, warp_n0, tile0, bias, [&](int n, int j) {
+                return merged_sum(sums, h, n, j);
+              });
         });
     return;
   }
+  constexpr int TILES = MMA_COLS / HALVES;
+  ColumnPairs<TILES> bias;
+  load_bias<TILES>(p, warp_n0, 0, bias);
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      store_row<MMA_COLS / HALVES>(
-          p, m0 + row0 + r * 16 + g + h * 8, n0 + col0 / HALVES,
-          [&](int n, int j) { return of_column(C_acc[r], n, 2 * h + j); });
+      store_row<TILES>(p, m0 + row0 + r * 16 + g + h * 8, warp_n0, 0, bias, [&](int n, int j) {
+        return of_column(C_acc[r], n, 2 * h + j);
+      });
 }

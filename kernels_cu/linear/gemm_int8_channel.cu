@@ -15,6 +15,7 @@
 #include "prims/config.cuh"
 #include "prims/codes/gemm_channel.cuh"
 #include "prims/codes/gemm_mma.cuh"
+#include "prims/instructions/griddepcontrol.cuh"
 
 struct SharedStorage {
   alignas(128) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
@@ -43,27 +44,36 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   const uint32_t B_lane = shared_address(
       swizzled<CHUNKS>(smem.B[0], col0 + lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
-  auto load = [&](int step) {  // into its stage; one group per step, empty past the end
-    const int stage = step % NUM_STAGES;
+  // Slices come into the stage of their step; one group per step, empty past the end.
+  auto load_B = [&](int step) {
+    if (step >= part.codes) return;
+    const int byte = (part.first + step) * SLICE;
+    load_slice<BLOCK_N, GLU>(
+        smem.B[step % NUM_STAGES], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte,
+        p.n * p.B_stride);
+  };
+  auto load_A = [&](int step) {
     if (step < part.codes) {
       const int byte = (part.first + step) * SLICE;
       load_slice<BLOCK_M>(
-          smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
-      load_slice<BLOCK_N, GLU>(
-          smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte,
-          p.n * p.B_stride);
+          smem.A[step % NUM_STAGES], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0,
+          p.k - byte);
     }
     cp_async_commit_group();
   };
 #pragma unroll
-  for (int i = 0; i < NUM_STAGES - 1; ++i) load(i);
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_B(i);
+  griddepcontrol_wait();  // A, which the launch before makes, is there
+#pragma unroll
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_A(i);
 
   int32_t dot[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = 0; step < part.codes; ++step) {
     const int stage = step % NUM_STAGES;
     cp_async_wait_group<NUM_STAGES - 2>();
     __syncthreads();  // this step's slices are visible, the stage filled next is no longer read
-    load(step + NUM_STAGES - 1);
+    load_B(step + NUM_STAGES - 1);
+    load_A(step + NUM_STAGES - 1);
     multiply_slice(
         A_lane + stage * sizeof(smem.A[0]), B_lane + stage * sizeof(smem.B[0]),
         [&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -71,6 +81,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
         });
   }
 
+  const int warp_n0 = n0 + col0 / HALVES;  // first column of C of this warp
   if constexpr (SPLITS > 1) {
     constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
     merge_parts<AT_ONCE>(
@@ -83,28 +94,29 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
         },
         [&](int f, const Vec<int32_t, 4>(&sums)[AT_ONCE]) {
           const int row = m0 + row0 + f / MMA_COLS * 16 + g;
-          const int col = n0 + col0 / HALVES + f % MMA_COLS / HALVES * 8;
+          const int tile0 = f % MMA_COLS / HALVES;
           constexpr int TILES = merged_tiles(AT_ONCE);
-          ColumnScales<TILES> B_scale;
-          load_column_scales<TILES>(p, col, B_scale);
+          ColumnPairs<TILES> B_scale, bias;
+          load_column_scales<TILES>(p, warp_n0, tile0, B_scale);
+          load_bias<TILES>(p, warp_n0, tile0, bias);
 #pragma unroll
           for (int h = 0; h < 2; ++h)
             if (has_rows<AT_ONCE>(f, h))
               store_sums<TILES>(
-                  p, row + h * 8, col, row_scale(p, row + h * 8), B_scale,
+                  p, row + h * 8, warp_n0, tile0, row_scale(p, row + h * 8), B_scale, bias,
                   [&](int n, int j) { return merged_sum(sums, h, n, j); });
         });
     return;
   }
   constexpr int TILES = MMA_COLS / HALVES;
-  ColumnScales<TILES> B_scale;
-  load_column_scales<TILES>(p, n0 + col0 / HALVES, B_scale);
+  ColumnPairs<TILES> B_scale, bias;
+  load_column_scales<TILES>(p, warp_n0, 0, B_scale), load_bias<TILES>(p, warp_n0, 0, bias);
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = m0 + row0 + r * 16 + g + h * 8;
-      store_sums<TILES>(p, row, n0 + col0 / HALVES, row_scale(p, row), B_scale, [&](int n, int j) {
+      store_sums<TILES>(p, row, warp_n0, 0, row_scale(p, row), B_scale, bias, [&](int n, int j) {
         return of_column(dot[r], n, 2 * h + j);
       });
     }

@@ -88,6 +88,9 @@
 #ifndef CFG_GATE_LAST  // of the halves of B the first is the gate's
 #define CFG_GATE_LAST 0
 #endif
+#ifndef CFG_NEIGHBOURS  // a product whose rows of B come as they lie
+#define CFG_NEIGHBOURS 0
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -200,6 +203,7 @@ constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
 constexpr bool GLU = CFG_GLU != 0;         // B has two halves of rows: activation(A G^T) * A U^T
 constexpr bool GATE_LAST = CFG_GATE_LAST;  // G is the second
 constexpr bool STRADDLES = CFG_GLU == 2;   // and a tile of the second may meet two blocks of scales
+constexpr bool NEIGHBOURS = CFG_NEIGHBOURS;  // rows of B come so that a lane has 8 columns of C
 constexpr int HALVES = GLU ? 2 : 1;
 constexpr int TILE_N = BLOCK_N / HALVES;  // columns of C per thread block, where B has BLOCK_N rows
 

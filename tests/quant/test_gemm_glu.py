@@ -147,10 +147,10 @@ THEFTS = {
     "gate of the neighbour": (
         MMA, "row / 16 * 8 + row % 8", "row / 16 * 8 + (row % 8 ^ row / 8 % 2)",
     ),
-    "bias of the gate for both": (EPILOGUE, "to_float(bias[p.n])", "to_float(bias[0])"),
+    "bias of the gate for both": (EPILOGUE, "x.second += bias[1]", "x.second += bias[0]"),
     "bias after the activation": (
-        EPILOGUE, "x.first += to_float(bias[0]);",
-        "return activated<ACTIVATION>(x.first) * x.second + to_float(bias[0]);",
+        EPILOGUE, "if constexpr (BIAS) x.first += bias[0][i].v[j], x.second += bias[1][i].v[j];",
+        "return activated<ACTIVATION>(x.first) * x.second + bias[0][i].v[j];",
     ),
     "scale of the gate for both": ("linear/gemm_int8.cu", "factor[n % HALVES]", "factor[0]"),
     "scale of the next block left out": (

@@ -97,26 +97,42 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   if (warpgroup == 0) {  // ---- the producer, one thread
     if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    // The column of a step's slices, in codes or in outliers.
+    auto is_codes = [](const Part& part, int step) { return !OUTLIERS || step < part.codes; };
+    auto col_of = [&](const Part& part, int step) {
+      return is_codes(part, step) ? (part.first + step) * SLICE
+                                  : (step - part.codes) * OUTLIERS_PER_SLICE;
+    };
+    auto begin = [&](int stage, const Part& part, int step) {  // with the slice of B
+      mbarrier_arrive_expect_tx(smem.full[stage], sizeof(smem.A[0]) + sizeof(smem.B[0]));
+      copy_B(
+          p, smem.B[stage], is_codes(part, step) ? B_map : B_16_map, smem.full[stage],
+          col_of(part, step), gemm_tile(p, part.tile).n0);
+    };
+    const Part first = part_of(p, blockIdx.x);
+    const int early = min(first.codes, NUM_STAGES);  // slices of B that come before A is there
+#pragma unroll 1
+    for (int step = 0; step < early; ++step) begin(step, first, step);
+    griddepcontrol_wait();  // A, which the launch before makes, is there
     for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
       const Part part = part_of(p, index);
-      const GemmTile tile = gemm_tile(p, part.tile);
+      const int m0 = gemm_tile(p, part.tile).m0;
+#pragma unroll 1
       for (int step = 0; step < part.codes + part.outliers; ++step, at.advance()) {
-        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these slices were read
-        Mbarrier& full = smem.full[at.stage];
-        mbarrier_arrive_expect_tx(full, sizeof(smem.A[0]) + sizeof(smem.B[0]));
-        const bool codes = !OUTLIERS || step < part.codes;
-        const int col =
-            codes ? (part.first + step) * SLICE : (step - part.codes) * OUTLIERS_PER_SLICE;
+        if (index != blockIdx.x || step >= early) {
+          mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these slices were read
+          begin(at.stage, part, step);
+        }
         cp_async_bulk_tensor_4d(
-            smem.A[at.stage], codes ? A_map : A_16_map, full, col, tile.m0, 0, 0);
-        cp_async_bulk_tensor_4d(
-            smem.B[at.stage], codes ? B_map : B_16_map, full, col, tile.n0, 0, 0);
+            smem.A[at.stage], is_codes(part, step) ? A_map : A_16_map, smem.full[at.stage],
+            col_of(part, step), m0, 0, 0);
       }
     }
     return;
   }
 
   // ---- the consumers
+  griddepcontrol_wait();  // scales of A are there, and C, which others may have read, is free
   if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int warp_row = (warpgroup - 1) * 64 + warp_id() % 4 * 16;  // this warp's first in the tile
   const int g = lane_id() / 4, t = lane_id() % 4;                  // fragment coordinates
@@ -216,30 +232,35 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
             });
           },
           [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
-            const int row = tile.m0 + warp_row + g, col = tile.n0 + f / HALVES * 8;
+            constexpr int MERGED = merged_tiles(AT_ONCE);
+            ColumnPairs<MERGED> bias;
+            load_bias<MERGED>(p, tile.n0, f / HALVES, bias);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
               if (has_rows<AT_ONCE>(f, h))
-                store_row<merged_tiles(AT_ONCE)>(
-                    p, row + h * 8, col, [&](int n, int j) { return merged_sum(sums, h, n, j); });
+                store_row<MERGED>(
+                    p, tile.m0 + warp_row + g + h * 8, tile.n0, f / HALVES, bias,
+                    [&](int n, int j) { return merged_sum(sums, h, n, j); });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
       // of a cluster waits for the thread that copies, too, and that has to be through.
       continue;
     }
 #pragma unroll
-    for (int j = 0; j < TILE_N / (TILES * 8); ++j)
+    for (int n = 0; n < TILE_N / 8; n += TILES) {
+      ColumnPairs<TILES> bias;
+      load_bias<TILES>(p, tile.n0, n, bias);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_row<TILES>(
-            p, tile.m0 + warp_row + g + h * 8, tile.n0 + j * TILES * 8, [&](int i, int c) {
-              const int e = 4 * i + 2 * h + c, up = fragment_of(j * TILES, 1);
-              const float sum = C_acc[j * TILES / OF_CHUNK][j * TILES % OF_CHUNK * 4 + e];
-              if constexpr (GLU) {
-                return Halves<float>{sum, C_acc[up / OF_CHUNK][up % OF_CHUNK * 4 + e]};
-              } else {
-                return sum;
-              }
-            });
+        store_row<TILES>(p, tile.m0 + warp_row + g + h * 8, tile.n0, n, bias, [&](int i, int j) {
+          const int e = 4 * i + 2 * h + j, up = fragment_of(n, 1);
+          const float sum = C_acc[n / OF_CHUNK][n % OF_CHUNK * 4 + e];
+          if constexpr (GLU) {
+            return Halves<float>{sum, C_acc[up / OF_CHUNK][up % OF_CHUNK * 4 + e]};
+          } else {
+            return sum;
+          }
+        });
+    }
   }
 }

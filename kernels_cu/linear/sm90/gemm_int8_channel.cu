@@ -64,23 +64,35 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   if (warpgroup == 0) {  // ---- the producer, one thread
     if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    auto begin = [&](int stage, const Part& part, int step) {  // with the slice of B
+      mbarrier_arrive_expect_tx(smem.full[stage], sizeof(smem.A[0]) + sizeof(smem.B[0]));
+      copy_B(
+          p, smem.B[stage], B_map, smem.full[stage], (part.first + step) * SLICE,
+          gemm_tile(p, part.tile).n0);
+    };
+    const Part first = part_of(p, blockIdx.x);
+    const int early = min(first.codes, NUM_STAGES);  // slices of B that come before A is there
+#pragma unroll 1
+    for (int step = 0; step < early; ++step) begin(step, first, step);
+    griddepcontrol_wait();  // A, which the launch before makes, is there
     for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
       const Part part = part_of(p, index);
-      const GemmTile tile = gemm_tile(p, part.tile);
+      const int m0 = gemm_tile(p, part.tile).m0;
 #pragma unroll 1
       for (int step = 0; step < part.codes; ++step, at.advance()) {
-        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these slices were read
-        Mbarrier& full = smem.full[at.stage];
-        mbarrier_arrive_expect_tx(full, sizeof(smem.A[0]) + sizeof(smem.B[0]));
-        const int col = (part.first + step) * SLICE;
-        cp_async_bulk_tensor_4d(smem.A[at.stage], A_map, full, col, tile.m0, 0, 0);
-        cp_async_bulk_tensor_4d(smem.B[at.stage], B_map, full, col, tile.n0, 0, 0);
+        if (index != blockIdx.x || step >= early) {
+          mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these slices were read
+          begin(at.stage, part, step);
+        }
+        cp_async_bulk_tensor_4d(
+            smem.A[at.stage], A_map, smem.full[at.stage], (part.first + step) * SLICE, m0, 0, 0);
       }
     }
     return;
   }
 
   // ---- the consumers
+  griddepcontrol_wait();  // scales of A are there, and C, which others may have read, is free
   if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int number = uniform(thread_id_anew() / WARPGROUP) - 1;
   const int warp_row = number * 64 + warp_id() % 4 * 16;  // this warp's first in the tile
@@ -108,7 +120,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       if (step > 0 && lane_id() == 0) mbarrier_arrive(smem.empty[last.stage]);
       last = at;
     }
-    const float A_scale[2] = {row_scale(p, row0), row_scale(p, row0 + 8)};  // on their way
+    // Scales and bias come before they are needed: these while the last products are made.
+    constexpr int TILES = 4;  // of 16 x 8, that store_sums stores at once
+    const float A_scale[2] = {row_scale(p, row0), row_scale(p, row0 + 8)};
+    ColumnPairs<TILES> B_scale[2], bias[2];  // of the tiles that are stored, and of the next
+    auto load_columns = [&](int n) {
+      load_column_scales<TILES>(p, tile.n0, n, B_scale[n / TILES % 2]);
+      load_bias<TILES>(p, tile.n0, n, bias[n / TILES % 2]);
+    };
+    load_columns(0);
     wgmma_wait_group<0>();
     wgmma_use(dot);
     if (lane_id() == 0) mbarrier_arrive(smem.empty[last.stage]);
@@ -124,36 +144,37 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
             });
           },
           [&](int f, const Vec<int32_t, 4>(&sums)[AT_ONCE]) {
-            constexpr int TILES = merged_tiles(AT_ONCE);
-            ColumnScales<TILES> B_scale;
-            load_column_scales<TILES>(p, tile.n0 + f / HALVES * 8, B_scale);
+            constexpr int MERGED = merged_tiles(AT_ONCE);
+            ColumnPairs<MERGED> B_scale, bias;
+            load_column_scales<MERGED>(p, tile.n0, f / HALVES, B_scale);
+            load_bias<MERGED>(p, tile.n0, f / HALVES, bias);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
               if (has_rows<AT_ONCE>(f, h))
-                store_sums<TILES>(
-                    p, row0 + h * 8, tile.n0 + f / HALVES * 8, A_scale[h], B_scale,
+                store_sums<MERGED>(
+                    p, row0 + h * 8, tile.n0, f / HALVES, A_scale[h], B_scale, bias,
                     [&](int n, int j) { return merged_sum(sums, h, n, j); });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
       // of a cluster waits for the thread that copies, too, and that has to be through.
       continue;
     }
-    constexpr int TILES = 4;  // of 16 x 8, that store_row stores at once
 #pragma unroll
     for (int n = 0; n < FRAGMENTS / HALVES; n += TILES) {
-      ColumnScales<TILES> B_scale;
-      load_column_scales<TILES>(p, tile.n0 + n * 8, B_scale);
+      if (n + TILES < FRAGMENTS / HALVES) load_columns(n + TILES);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_sums<TILES>(p, row0 + h * 8, tile.n0 + n * 8, A_scale[h], B_scale, [&](int i, int j) {
-          const int e = 2 * h + j;
-          if constexpr (GLU) {
-            return Halves<int32_t>{
-                dot[fragment_of(n + i, 0) * 4 + e], dot[fragment_of(n + i, 1) * 4 + e]};
-          } else {
-            return dot[(n + i) * 4 + e];
-          }
-        });
+        store_sums<TILES>(
+            p, row0 + h * 8, tile.n0, n, A_scale[h], B_scale[n / TILES % 2], bias[n / TILES % 2],
+            [&](int i, int j) {
+              const int e = 2 * h + j;
+              if constexpr (GLU) {
+                return Halves<int32_t>{
+                    dot[fragment_of(n + i, 0) * 4 + e], dot[fragment_of(n + i, 1) * 4 + e]};
+              } else {
+                return dot[(n + i) * 4 + e];
+              }
+            });
     }
   }
 }

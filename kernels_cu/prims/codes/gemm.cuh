@@ -120,72 +120,162 @@ struct Halves {
   T first, second;
 };
 
-// G3, G4: an element of column col of C.
-__device__ __forceinline__ float finished(const GemmParams& p, float x, int col) {
-  if constexpr (BIAS) x += to_float(static_cast<const bias_t*>(p.bias)[min(col, p.n - 1)]);  // G3
-  return activated<ACTIVATION>(x);                                                           // G4
+// The first of the two columns of C that this lane of a quad has of tile i, 16 x 8, of a row of
+// tiles; with NEIGHBOURS those of four tiles lie side by side.
+__device__ __forceinline__ int pair_col(int i) {
+  const int t = lane_id() % 4;
+  return NEIGHBOURS ? (i / 4 * 4 + t) * 8 + i % 4 * 2 : i * 8 + t * 2;
 }
 
-// G3, G4, G7: the same of a gated linear unit.
-__device__ __forceinline__ float finished(const GemmParams& p, Halves<float> x, int col) {
-  if constexpr (BIAS) {
-    const bias_t* bias = static_cast<const bias_t*>(p.bias) + min(col, p.n - 1);  // [n], [n]
-    x.first += to_float(bias[0]);                                                 // G3
-    x.second += to_float(bias[p.n]);                                              // G3
-  }
-  const float gate = GATE_LAST ? x.second : x.first, up = GATE_LAST ? x.first : x.second;
-  return __fmul_rn(activated<ACTIVATION>(gate), up);  // G4, G7
-}
+// Numbers of the columns that a lane of a quad has of TILES tiles, of a bias or of scales; of a
+// gated linear unit those of both halves.
+template <int TILES>
+using ColumnPairs = Vec<float, 2>[HALVES][TILES];
 
-// Elements col, which is even, and col + 1 of a row [n]; past the last column others.
+// Eight neighbouring numbers, read at a time: not what the launch before makes.
 template <class T>
-__device__ __forceinline__ Vec<float, 2> pair_of(const GemmParams& p, const T* row, int col) {
-  if constexpr (VEC >= 2) {
-    const auto x = *reinterpret_cast<const Vec<T, 2>*>(row + min(col, p.n - 2));
-    return {{to_float(x.v[0]), to_float(x.v[1])}};
-  } else {
-    return {{to_float(row[min(col, p.n - 1)]), to_float(row[min(col + 1, p.n - 1)])}};
-  }
-}
-
-// G3 to G7: columns col, which is even, and col + 1 of a row of C, in float32; X is float, or of a
-// gated linear unit Halves of it.
-template <typename X>
-__device__ __forceinline__ Vec<float, 2> finished_pair(
-    const GemmParams& p, int row, int col, X x0, X x1) {
-  Vec<float, 2> y = {{finished(p, x0, col), finished(p, x1, col + 1)}};
-  if constexpr (RESIDUAL) {
-    const int own = min(row, p.m - 1);  // past the last row that of the last
-    const auto residual =
-        pair_of(p, static_cast<const elem_t*>(p.residual) + own * p.residual_stride, col);
-    Vec<float, 2> gate = {{1.0f, 1.0f}};
-    if constexpr (GATE)
-      gate =
-          pair_of(p, static_cast<const gate_t*>(p.gate) + own / p.gate_rows * p.gate_stride, col);
+__device__ __forceinline__ Vec<float, 8> read_eight(const T* x) {
+  constexpr int VECS = sizeof(T) / 2;  // of 16 bytes
+  Vec<float, 8> y;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) y.v[j] = fmaf(gate.v[j], y.v[j], residual.v[j]);  // G6
+  for (int i = 0; i < VECS; ++i) {
+    const uint4 words = __ldg(reinterpret_cast<const uint4*>(x) + i);
+    const auto& part = reinterpret_cast<const T(&)[8 / VECS]>(words);
+#pragma unroll
+    for (int j = 0; j < 8 / VECS; ++j) y.v[8 / VECS * i + j] = to_float(part[j]);
   }
   return y;
 }
 
-// G3 to G7: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
-// x(i, j), column 8 i + 2 (lane % 4) + j. All lanes of a warp come here.
+// The numbers of this lane's columns of TILES tiles from `first` on, of rows[half] [n] that begin
+// with column n0; past the last column those of others. one(half, col) reads a number by itself.
+template <int TILES, class T, typename One>
+__device__ __forceinline__ void load_column_pairs(
+    const GemmParams& p, const T* (&rows)[HALVES], int n0, int first, ColumnPairs<TILES>& pairs,
+    One one) {
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half) {
+    if constexpr (NEIGHBOURS && TILES % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < TILES; i += 4) {
+        const int col = min(n0 + pair_col(first + i), p.n - 8);
+        const Vec<float, 8> x = read_eight(rows[half] + col);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) pairs[half][i + j / 2].v[j % 2] = x.v[j];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          pairs[half][i].v[j] = one(half, min(n0 + pair_col(first + i) + j, p.n - 1));
+    }
+  }
+}
+
+template <int TILES>
+__device__ __forceinline__ void load_bias(
+    const GemmParams& p, int n0, int first, ColumnPairs<TILES>& bias) {
+  if constexpr (BIAS) {
+    const bias_t* rows[HALVES];
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half)
+      rows[half] = static_cast<const bias_t*>(p.bias) + half * p.n;
+    load_column_pairs<TILES>(p, rows, n0, first, bias, [&](int half, int col) {
+      return to_float(__ldg(rows[half] + col));
+    });
+  }
+}
+
+// G3, G4: element j of tile i of what a lane has, of which x is the product.
+template <int TILES>
+__device__ __forceinline__ float finished(float x, const ColumnPairs<TILES>& bias, int i, int j) {
+  if constexpr (BIAS) x += bias[0][i].v[j];  // G3
+  return activated<ACTIVATION>(x);           // G4
+}
+
+// G3, G4, G7: the same of a gated linear unit.
+template <int TILES>
+__device__ __forceinline__ float finished(
+    Halves<float> x, const ColumnPairs<TILES>& bias, int i, int j) {
+  if constexpr (BIAS) x.first += bias[0][i].v[j], x.second += bias[1][i].v[j];  // G3
+  const float gate = GATE_LAST ? x.second : x.first, up = GATE_LAST ? x.first : x.second;
+  return __fmul_rn(activated<ACTIVATION>(gate), up);  // G4, G7
+}
+
+// Numbers of COLS columns from col on, a multiple of COLS, of a row [n]; past the last column
+// others.
+template <int COLS, class T>
+__device__ __forceinline__ Vec<float, COLS> columns_of(const GemmParams& p, const T* row, int col) {
+  Vec<float, COLS> y;
+  if constexpr (COLS == 8) {
+    y = read_eight(row + min(col, p.n - 8));
+  } else if constexpr (VEC >= 2) {
+    const auto x = *reinterpret_cast<const Vec<T, 2>*>(row + min(col, p.n - 2));
+    y = {{to_float(x.v[0]), to_float(x.v[1])}};
+  } else {
+    y = {{to_float(row[min(col, p.n - 1)]), to_float(row[min(col + 1, p.n - 1)])}};
+  }
+  return y;
+}
+
+// G6: adds COLS columns of the residual from col on to what a row of C has of them.
+template <int COLS>
+__device__ __forceinline__ void add_residual(
+    const GemmParams& p, int row, int col, Vec<float, COLS>& y) {
+  if constexpr (RESIDUAL) {
+    const int own = min(row, p.m - 1);  // past the last row that of the last
+    const auto residual =
+        columns_of<COLS>(p, static_cast<const elem_t*>(p.residual) + own * p.residual_stride, col);
+    Vec<float, COLS> gate;
+#pragma unroll
+    for (int j = 0; j < COLS; ++j) gate.v[j] = 1.0f;
+    if constexpr (GATE)
+      gate = columns_of<COLS>(
+          p, static_cast<const gate_t*>(p.gate) + own / p.gate_rows * p.gate_stride, col);
+#pragma unroll
+    for (int j = 0; j < COLS; ++j) y.v[j] = fmaf(gate.v[j], y.v[j], residual.v[j]);  // G6
+  }
+}
+
+// G3 to G7: COLS numbers of a row of C, those that a lane has of tile i and of tiles behind it.
+template <int COLS, int TILES, typename X>
+__device__ __forceinline__ Vec<float, COLS> of_tiles(
+    const GemmParams& p, int row, int n0, int first, int i, const ColumnPairs<TILES>& bias, X x) {
+  Vec<float, COLS> y;
+#pragma unroll
+  for (int j = 0; j < COLS; ++j)
+    y.v[j] = finished<TILES>(x(i + j / 2, j % 2), bias, i + j / 2, j % 2);
+  add_residual<COLS>(p, row, n0 + pair_col(first + i), y);
+  return y;
+}
+
+// G3 to G7: stores TILES tiles of a row of C from tile `first` on of those that begin with column
+// n0. This lane of a quad has x(i, j), column pair_col(first + i) + j: float, or of a gated linear
+// unit Halves of it. All lanes of a warp come here.
 template <int TILES, typename X>
-__device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0, X x) {
-  const int t = lane_id() % 4;
+__device__ __forceinline__ void store_row(
+    const GemmParams& p, int row, int n0, int first, const ColumnPairs<TILES>& bias, X x) {
+  constexpr bool QUADS = ELEM_IS_16_BIT && VEC == 8 && TILES % 4 == 0;
   elem_t* C = static_cast<elem_t*>(p.C) + row * p.C_stride;  // [n]
-  if constexpr (ELEM_IS_16_BIT && VEC == 8 && TILES % 4 == 0) {
+  if constexpr (QUADS) {
 #pragma unroll
     for (int i = 0; i < TILES; i += 4) {  // 32 columns, a quarter of them to each lane
       uint32_t packed[4];
+      if constexpr (NEIGHBOURS) {
+        const auto y = of_tiles<8, TILES>(p, row, n0, first, i, bias, x);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int col = col0 + (i + j) * 8 + t * 2;
-        const Vec<float, 2> y = finished_pair(p, row, col, x(i + j, 0), x(i + j, 1));
-        packed[j] = pack_rn<elem16_t>(y.v[0], y.v[1]);  // G5
+        for (int j = 0; j < 4; ++j)
+          packed[j] = pack_rn<elem16_t>(y.v[2 * j], y.v[2 * j + 1]);  // G5
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const auto y = of_tiles<2, TILES>(p, row, n0, first, i + j, bias, x);
+          packed[j] = pack_rn<elem16_t>(y.v[0], y.v[1]);  // G5
+        }
+        shfl_transpose(packed);
       }
-      shfl_transpose(packed);
-      const int col = col0 + (i + t) * 8;
+      const int col = n0 + (first + i + lane_id() % 4) * 8;
       if (row < p.m && col < p.n)
         *reinterpret_cast<Vec<uint32_t, 4>*>(C + col) = {
             {packed[0], packed[1], packed[2], packed[3]}};
@@ -194,9 +284,9 @@ __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0
     if (row >= p.m) return;
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      const int col = col0 + i * 8 + t * 2;
+      const int col = n0 + pair_col(first + i);
       if (col >= p.n) continue;
-      const Vec<float, 2> y = finished_pair(p, row, col, x(i, 0), x(i, 1));
+      const auto y = of_tiles<2, TILES>(p, row, n0, first, i, bias, x);
       if constexpr (VEC >= 2) {
         *reinterpret_cast<Vec<elem_t, 2>*>(C + col) = {
             {from_float<elem_t>(y.v[0]), from_float<elem_t>(y.v[1])}};  // G5

@@ -19,6 +19,15 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// The same of an array with five axes, at (x0, ..., x4), the contiguous axis first.
+__device__ __forceinline__ void cp_async_bulk_tensor_5d(
+    void* shared, const TensorMap& map, Mbarrier& barrier, int x0, int x1, int x2, int x3, int x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
 // The same of a box that is read once: it leaves the L2 cache first, and what is read again stays.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_evict_first(
     void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head,

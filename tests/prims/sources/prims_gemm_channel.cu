@@ -10,9 +10,9 @@ extern "C" __global__ void channel(
   GemmParams p = given;
   p.C = C, p.A_scale = A_scale, p.B_scale = B_scale;
   const int row = lane_id() / 4, t = lane_id() % 4;
-  ColumnScales<4> scales;
-  load_column_scales<4>(p, 0, scales);
-  store_sums<4>(p, row, 0, row_scale(p, row), scales, [&](int i, int j) {
+  ColumnPairs<4> scales, biases;
+  load_column_scales<4>(p, 0, 0, scales), load_bias<4>(p, 0, 0, biases);
+  store_sums<4>(p, row, 0, 0, row_scale(p, row), scales, biases, [&](int i, int j) {
     return sums[row * 32 + i * 8 + t * 2 + j];
   });
 }
