@@ -143,7 +143,7 @@ class Machine:
         first_lane = first_block * self.threads
         self.clocks = Clocks(blocks, self.threads, first_lane, now, memory.between)
         self.memory = memory
-        memory.attach(self.clocks, self.report, self.size)
+        memory.attach(self.clocks, self.report)
         self._observers = observers
         granule = program.granules["shared"]
         shared = program.shared_bytes + launch.dynamic_shared

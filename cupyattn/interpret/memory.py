@@ -155,12 +155,12 @@ class GlobalMemory:
         self.between = BetweenBlocks()
         self._granule_bytes = granule_bytes
 
-    def attach(self, clocks: Clocks, report: Report, lanes: int) -> None:
-        """Serve a batch of blocks, of so many lanes, from now on."""
+    def attach(self, clocks: Clocks, report: Report) -> None:
+        """Serve a batch of blocks from now on."""
         self._clocks = clocks
         self._report = report
         overlaps = any(array.awaited for array in self.arrays)
-        self._is_early = np.full(lanes, overlaps)
+        self._is_early = np.full(len(clocks.floor), overlaps)
 
     def wait(self, lanes: Ints) -> None:
         """Let lanes wait for the launch before."""

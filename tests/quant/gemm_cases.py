@@ -91,7 +91,8 @@ class Product:
             outliers = OutlierOperands(*of_16, self.outliers[0].dtype.name)
         shape = len(self.a), columns_of(len(self.b), self.activation)
         c = np.empty(shape, STORAGE[self.out_dtype])
-        places = ProductOperands(*(Operand.of(x) for x in (*self.operands, c)))
+        bias = None if self.bias is None else Operand.of(self.bias)
+        places = ProductOperands(*(Operand.of(x) for x in (*self.operands, c)), bias=bias)
         settled = settle_gemm(
             {n: Operand.of(x) for n, x in buffers.items()}, places.strategy,
             activation=self.activation, tiles=tiles, arch="sm_90a",
