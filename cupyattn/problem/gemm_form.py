@@ -32,6 +32,7 @@ HOPPER_TILES = (
     GemmTiles(block_m=128, block_n=128, num_warps=12, num_stages=6),
     GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
+    GemmTiles(64, 64, num_warps=8, num_stages=12, splits=2),
     *(GemmTiles(64, 64, num_warps=8, num_stages=5, splits=s) for s in (2, 4)),
 )
 #: Portable tiles whose k the blocks of a cluster share, on devices that have clusters: by the most
@@ -52,6 +53,10 @@ FEW_ROWS, PORTABLE_ROWS = 64, 32
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
 #: cores multiply 4096 pairs of codes. Tiles are chosen by these.
 _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
+#: Blocks up to which those that share a tile are the faster with an SM for each; more of them are
+#: faster two to an SM, where their clusters find places (experiments/results/gemm_few_rows.json and
+#: gemm_few_rows_channel.json). One of these has as many stages as an SM has room for.
+_ONE_TO_AN_SM, _ALL_STAGES = 96, 12
 #: What a cluster takes to begin, meet and add up, in times of 4096 pairs for a slice: about 1 us.
 _MEETING = 14
 #: How much longer whole waves take of a kernel that is launched in clusters, which they do not need
@@ -248,6 +253,8 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
     128
     >>> choose_tiles(64, 4096, 4096, HOPPER_TILES)
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=5, splits=2, tail_splits=1)
+    >>> choose_tiles(64, 3072, 3072, HOPPER_TILES).num_stages  # 96 blocks, an SM for each
+    12
     >>> choose_tiles(4608, 3072, 3072, HOPPER_TILES).tail_splits
     2
     """
@@ -271,6 +278,8 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
     def fits(tiles: GemmTiles) -> bool:
         if tiles.tail_splits > 1:
             return tiles.tail_splits <= slices and tiles_alone(m, n, tiles) > 0
+        if tiles.splits > 1 and tiles.num_stages == _ALL_STAGES:
+            return tiles.splits <= most and tile_count(m, n, tiles) * tiles.splits <= _ONE_TO_AN_SM
         return tiles.splits <= most
 
     return min(filter(fits, choices), key=time)

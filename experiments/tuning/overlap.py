@@ -85,7 +85,9 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     row["samples"] = {name: [s / copies for s in found] for name, found in samples.items()}
     row["seconds"] = {name: timing.median(s).median for name, s in row["samples"].items()}
     row["ratios"] = {
-        f"{s} over {other}": timing.paired_ratio(samples[slow], samples[f"{s}, {OVERLAPS}"]).to_list()
+        f"{s} over {other}": timing.paired_ratio(
+            samples[slow], samples[f"{s}, {OVERLAPS}"]
+        ).to_list()
         for s in STRATEGIES
         for other, slow in ((FOLLOWS, f"{s}, {FOLLOWS}"), (BF16, BF16))
     }
