@@ -42,5 +42,10 @@ class Patch:
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(shutil.copytree(compiler.KERNELS, Path(folder) / "kernels"))
             patches.apply(self.name, sized, copy)
-            with mock.patch.object(compiler, "KERNELS", copy):
-                yield
+            # What was loaded, and calls that are remembered, are of the sources as they are.
+            compiler.cache_clear(disk=False)
+            try:
+                with mock.patch.object(compiler, "KERNELS", copy):
+                    yield
+            finally:
+                compiler.cache_clear(disk=False)

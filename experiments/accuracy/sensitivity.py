@@ -15,7 +15,8 @@ A fault is laid on the numbers that the kernel stored, and the sum is stored aga
 (`experiments._harness.output_faults`). The smallest size that a trial sees is found by bisection.
 With ``--planted`` kernels are compiled from copies with a fault in them, one of each kind in
 ``experiments/accuracy/planted``: on a device or the interpreter. ``--update-docs`` writes
-docs/SENSITIVITY.md from both records. Exit status 1: a false alarm.
+docs/SENSITIVITY.md from both records. Exit status 1: a false alarm, or a form of which no fault
+changed a bit.
 """
 
 from __future__ import annotations
@@ -582,12 +583,15 @@ def work(args: argparse.Namespace) -> int:
     alarms = sum(form["false_alarms"] for form in record.found.values())
     rows = sum(form["judged_rows"] for form in record.found.values())
     print(f"\n{alarms} false alarms in {rows:,} rows; {content['seconds']} s")
+    blank = [name for name in args.forms if not record.found[name]["faults"]]
+    if blank:
+        print(f"no fault changed a bit of {', '.join(blank)}: the run says nothing about the judge")
     if args.update_docs:
         of_run = json.loads(args.json.read_text(encoding="utf-8"))
         update_docs(*(
             of_run if name == record_name(args) else recording.stored(name) for name in RECORDS
         ))  # fmt: skip
-    return int(alarms > 0)
+    return int(alarms > 0 or bool(blank))
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

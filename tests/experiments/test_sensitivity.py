@@ -138,13 +138,24 @@ def test_faults_in_kernels_need_kernels(capsys: pytest.CaptureFixture[str]) -> N
 def test_patches_apply_and_name_forms() -> None:
     for patch in sensitivity.planted():
         assert set(patch.forms) <= set(sensitivity.FORMS)
-        before = compiler.KERNELS
+        before, loaded = compiler.KERNELS, compiler.generation()
         with patch.plant(1e-3):
+            assert compiler.generation() > loaded, "a device would run what it has"
+            loaded = compiler.generation()
             changed = [
                 (compiler.KERNELS / hunk.file).read_text() for hunk in patch.hunks
             ]
         assert all("1.000000000e-03f" in text for text in changed)
-        assert before == compiler.KERNELS
+        assert before == compiler.KERNELS and compiler.generation() > loaded
+
+
+def test_a_run_in_which_no_fault_has_a_place_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sensitivity, "FAULTS", {})
+    options = ["--forms", "fa", "--trials", "1", "--json", str(tmp_path / "record.json")]
+    assert sensitivity.main(options) == 1
+    assert "no fault changed a bit of fa: the run says nothing" in capsys.readouterr().out
 
 
 def test_kernels_can_be_given_a_fault_of_every_kind() -> None:
