@@ -488,11 +488,17 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "[patch](../experiments/accuracy/planted) changed. There is one patch for each kind, and "
         "it fits the forms that it names; other cells are empty. A trial in which the largest "
         "fault changes no bit does not count. Sizes are powers of ten, and "
-        f"there are {planted['trials']} trials of a form, each of a call of {_shape(planted)}.",
+        f"there are {_trials(planted)} trials of a form, each of a call of {_shape(planted)}.",
     ]
     for kind, title in KINDS:
         lines += ["", f"### {title}", "", *recording.markdown(*table(planted, kind))]
     return "\n".join(lines) + "\n"
+
+
+def _trials(record: Mapping[str, Any]) -> str:
+    """Say how many trials of each form a record has: fewer than were asked for, where it ended."""
+    counts = sorted({form["trials"] for form in record["found"].values()})
+    return " or ".join(map(str, counts))
 
 
 def _shape(record: Mapping[str, Any]) -> str:
