@@ -10,10 +10,11 @@ Measures     a pass of the model: time in turns, and the ratio of the native mod
              L2 of the output to native; the first call, which compiles and for torchao tunes
 Expect       ours ahead of both
 Run          python -m experiments.diffusion.torchao_blocks [--quick] [--json FILE]
-             [--models NAME ...] [--ways NAME ...]
+             [--models NAME ...] [--ways NAME ...] [--stored] [--update-docs]
 
 Needs torch, diffusers and torchao, and some minutes for torchao to tune its kernels: ``--ways``
-can leave that out.
+can leave that out. ``--update-docs`` writes the table of docs/INTEROP.md, with ``--stored`` from
+the committed record alone.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ TUNING = {
     "force_fuse_int_mm_with_mul": True,
 }
 HEADER = ["", "pass", "of native", "first call", "to native"]
+NAME = "torchao_blocks"
+BEGIN, END = "<!-- torchao: begin -->", "<!-- torchao: end -->"
 
 
 def torchao_layers(transformer: Any, names: Container[str]) -> Any:
@@ -139,8 +142,26 @@ def table(row: Mapping[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def section(record: Mapping[str, Any]) -> str:
+    """Return what docs/INTEROP.md says was measured."""
+    environment, lines = record["environment"], []
+    for row in record["rows"]:
+        lines += [f"{row['model']} (`{row['class']}`), every way compiled:", ""]
+        lines += [*recording.markdown(HEADER, table(row)), ""]
+    where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
+    return "\n".join([*lines, f"`{recording.command_now(record)}` on {where}, "
+                      f"torch {record['torch']}, torchao {record['torchao']}."])  # fmt: skip
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure the models, print their tables, write the record."""
+    if args.stored:
+        record = recording.stored(NAME)
+        for row in record["rows"]:
+            output.print_table(HEADER, table(row))
+        if args.update_docs:
+            recording.replace_between(blocks.PAGE, BEGIN, END, section(record))
+        return 0
     recording.check_rounds(args)
     torch, _ = blocks.libraries()
     if not args.quick and not torch.cuda.is_available():
@@ -154,7 +175,9 @@ def run(args: argparse.Namespace) -> int:
             output.print_table(HEADER, table(rows[-1]))
     content = {"rows": rows, "torch": torch.__version__, "rounds": 0 if args.quick else args.rounds,
                "torchao": importlib.metadata.version("torchao")}  # fmt: skip
-    recording.keep(args, "torchao_blocks", "mirror" if args.quick else "cuda", content)
+    record = recording.keep(args, NAME, "mirror" if args.quick else "cuda", content)
+    if args.update_docs and not args.quick:
+        recording.replace_between(blocks.PAGE, BEGIN, END, section(record))
     return 0
 
 
@@ -166,7 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         default=["Kandinsky 5 Lite"], help=", ".join(blocks.MODELS))  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="NAME",
                         help=f"beside {NATIVE}: {', '.join(WAYS[1:])}")  # fmt: skip
-    return recording.main(run, parser.parse_args(argv))
+    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
+    args = parser.parse_args(argv)
+    # What is stored is shown without a device.
+    return recording.guarded(run, args) if args.stored else recording.main(run, args)
 
 
 if __name__ == "__main__":

@@ -61,47 +61,36 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   const int straddled = straddled_from(p, n0);  // column from which the second half has a new scale
 
   const int num_codes = part.codes, num_steps = num_codes + part.outliers;
-  // Slices come into the stage of their step; one group per step, empty past the end. Scales past
-  // the end multiply zeros.
-  auto load_B = [&](int step) {
+  auto load = [&](int step) {  // into its stage; one group per step, empty past the end
     const int stage = step % NUM_STAGES;
     if (step < num_codes) {
       const int slice = part.first + step, byte = slice * SLICE;
+      load_slice<BLOCK_M>(
+          smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
       load_slice<BLOCK_N, GLU>(
           smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte,
           p.n * p.B_stride);
+      // What lies past the end multiplies zeros.
+      gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
+        return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
+      });
       gather_async<B_SCALES>(smem.B_scale[stage], [&](int i) {
         const int row = scale_row(p, n0, i) / SCALE_ROWS;
         return p.B_scale + row * p.B_scale_stride + slice;
       });
     } else if (OUTLIERS && step < num_steps) {
       const int byte = (step - num_codes) * SLICE, bytes = p.outliers * int(sizeof(outlier_t));
+      load_slice<BLOCK_M>(
+          smem.A[stage], p.A_16 + m0 * p.A_16_stride + byte, p.A_16_stride, p.m - m0, bytes - byte);
       load_slice<BLOCK_N, GLU>(
           smem.B[stage], p.B_16 + n0 * p.B_16_stride + byte, p.B_16_stride, p.n - n0, bytes - byte,
           p.n * p.B_16_stride);
     }
-  };
-  auto load_A = [&](int step) {
-    const int stage = step % NUM_STAGES;
-    if (step < num_codes) {
-      const int slice = part.first + step, byte = slice * SLICE;
-      load_slice<BLOCK_M>(
-          smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
-      gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
-        return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
-      });
-    } else if (OUTLIERS && step < num_steps) {
-      const int byte = (step - num_codes) * SLICE, bytes = p.outliers * int(sizeof(outlier_t));
-      load_slice<BLOCK_M>(
-          smem.A[stage], p.A_16 + m0 * p.A_16_stride + byte, p.A_16_stride, p.m - m0, bytes - byte);
-    }
     cp_async_commit_group();
   };
-#pragma unroll
-  for (int i = 0; i < NUM_STAGES - 1; ++i) load_B(i);
   griddepcontrol_wait();  // A, which the launch before makes, is there
 #pragma unroll
-  for (int i = 0; i < NUM_STAGES - 1; ++i) load_A(i);
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load(i);
 
   float C_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = 0; step < num_steps; ++step) {
@@ -110,8 +99,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
     const uint32_t B_slice = B_lane + stage * sizeof(smem.B[0]);
     cp_async_wait_group<NUM_STAGES - 2>();
     __syncthreads();  // this step's slices are visible, the stage filled next is no longer read
-    load_B(step + NUM_STAGES - 1);
-    load_A(step + NUM_STAGES - 1);
+    load(step + NUM_STAGES - 1);
 
     if (OUTLIERS && step >= num_codes) {
       if constexpr (OUTLIERS)
