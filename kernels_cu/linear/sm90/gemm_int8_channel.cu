@@ -9,11 +9,11 @@
 //              tile that is shared is the last of its blocks.
 //              (diff ../gemm_int8_channel.cu gemm_int8_channel.cu)
 // Counts       A slice of 128 x 256 in clocks of an SM: products 1024; shared memory 1024, 5/8 of
-//              it read by wgmma; L2 cache 48 bytes a clock. At k = 8192 the store is 3 % of a tile.
+//              it read by wgmma; L2 cache 48 bytes a clock. The store takes as long as three.
 // Tried        Raced on an H100, at 8192^3: this block alone 1608 TOP/s; pairs of blocks that share
 //              copies (multicast) 837 to 1177, stores by the copy engine and leads between the
 //              warpgroups 1 % more. (experiments/results/NOTES.md)
-// Kept simple  Scales are read from global memory in the store, C goes to its rows at once.
+// Kept simple  C goes to its rows at once, and nothing is multiplied meanwhile.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
 //              activation; G7 times the other half; G6 residual; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
