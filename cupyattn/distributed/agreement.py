@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,15 +14,15 @@ import numpy as np
 
 from cupyattn.arrays import interchange
 from cupyattn.arrays.form import forms_of
-from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block, Span, blocks
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.rank_calls import Calls
+from cupyattn.distributed.scales import check_scales, compared_scales
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
@@ -29,6 +30,8 @@ from cupyattn.problem.request import SEQUENCES
 from cupyattn.problem.resolve import Description, describe_call, to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import QuantizedQKV
 
 METHODS = ("auto", "ulysses", "ring", "mixed")
 #: Names that `Partition` makes of lengths.
@@ -51,6 +54,66 @@ class ShardedSettings(NamedTuple):
     method: str
     ulysses: int | None
     partition: Any
+
+
+def comparable(asked: ShardedSettings) -> ShardedSettings | None:
+    """Return what a call asks for in Python's own numbers and pairs, which ranks can compare.
+
+    None where a value is one that no call takes: checks of the call then refuse it.
+    """
+    of_call, scale = asked.of_call, asked.of_call.scale
+    try:
+        return ShardedSettings(
+            of_call._replace(
+                scale=None if scale is None else checks.check_scale(scale, 1),
+                causal=_answer(of_call.causal), window=checks.check_window(of_call.window),
+                softcap=checks.check_softcap(of_call.softcap),
+                return_lse=_answer(of_call.return_lse),
+            ),
+            _check_method(asked.method), _check_ulysses(asked.ulysses),
+            _check_partition(asked.partition),
+        )  # fmt: skip
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _check_method(method: Any) -> str:
+    """Return the name of a method."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {shown(method)}")
+    return method
+
+
+def _answer(value: Any) -> bool:
+    """Return True or False of NumPy as Python's."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"a switch must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def _check_ulysses(ulysses: Any) -> int | None:
+    """Return how many ranks exchange heads as a Python number, or None."""
+    try:
+        if isinstance(ulysses, (bool, np.bool_)):
+            raise TypeError
+        return None if ulysses is None else operator.index(ulysses)
+    except TypeError:
+        raise TypeError(
+            f"ulysses must be a whole number of ranks or None, got {shown(ulysses)}"
+        ) from None
+
+
+def _check_partition(partition: Any) -> Any:
+    """Return a partition, a pair of two in a tuple."""
+    if isinstance(partition, Partition) or (isinstance(partition, str) and partition in NAMED):
+        return partition
+    pair = tuple(partition) if isinstance(partition, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(one, Partition) for one in pair):
+        raise TypeError(
+            "partition must be 'contiguous', 'zigzag', a Partition, or one of q and one of k, "
+            f"got {shown(partition)}"
+        )
+    return pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +207,8 @@ def agree(
     ValueError, TypeError, UnsupportedError, RankError
         As `resolve_sharded`.
     """
-    key, call = _find(what, settings, group, arrays)
+    known = comparable(settings)
+    key, call = (None, None) if known is None else _find(what, known, group, arrays)
     said = group.gather(what, "" if call is None else call.digest)
     if call is not None and len(set(said)) == 1:
         q, k, v = (to_bhsd(arrays[name], settings.of_call.layout) for name in "qkv")
@@ -197,6 +261,7 @@ def resolve_sharded(
     RankError
         For what is wrong on another rank, or differs from rank to rank.
     """
+    settings = comparable(settings) or settings
     asked = settings.of_call
     found: list[tuple[Description, dict[str, Any]]] = []
 
@@ -204,7 +269,8 @@ def resolve_sharded(
         own_call = _own_call(settings, group, arrays)
         packed = _offsets(arrays)
         found.append((own_call, packed))
-        call = own_call.call
+        call, int8 = own_call.call, own_call.variant.family == "int8"
+        quant = (own_call.settings.quant or QuantConfig()) if int8 else None
         same = {
             "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
             "head_dim": call.head_dim, "dtype": call.dtype, "variant": own_call.variant.name,
@@ -212,7 +278,8 @@ def resolve_sharded(
             "partition": _named(settings.partition),
             "layout": asked.layout, "scale": call.scale, "softcap": call.softcap,
             **{name: str(value) for name, value in asked.places.items()},
-            **{n: str(getattr(asked, n)) for n in ("quant", "tiles", "arch", "accuracy")},
+            **{n: str(getattr(asked, n)) for n in ("tiles", "arch", "accuracy")},
+            "quant": str(quant), **compared_scales(quant), "backend": own_call.backend,
             **{n: _digest(packed[n].tolist()) for n in SEQUENCES if packed},
             "return_lse": asked.return_lse, **extra(own_call),
         }  # fmt: skip
@@ -225,6 +292,7 @@ def resolve_sharded(
     rows_q, rows_kv = _partitions(settings.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
     call = checks.with_lengths(described.call, rows_q.length, rows_kv.length, **asked.places)
+    check_scales(described, call, packed)
     int8 = described.variant.family == "int8"
     obstacle = _obstacle(described, packed, spans, rows_q == rows_kv) if int8 else ""
     mesh = choose_mesh(
@@ -240,7 +308,7 @@ def resolve_sharded(
         layout="BHSD", return_lse=True, max_len_q=packed.get("max_len_q"),
         max_len_k=packed.get("max_len_k"),
     )  # fmt: skip
-    offsets = {name: packed[name] for name in SEQUENCES if packed}
+    offsets = {name: packed[name].astype(np.int32) for name in SEQUENCES if packed}
     calls = Calls(own, offsets)
     return ShardedCall(
         group, mesh, rows_q, rows_kv, spans, described, calls, _digest(agreed),
@@ -253,23 +321,26 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
     Nothing is resolved: what runs are calls of other rows and heads, after ranks have exchanged.
     """
     method, ulysses, asked = settings.method, settings.ulysses, settings.of_call
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    _check_method(method)
     if (ulysses is not None) != (method == "mixed"):
         raise ValueError(
             f"ulysses, how many ranks exchange heads, goes with method='mixed' and must be given "
             f"there, got method={method!r} ulysses={ulysses!r}"
         )
-    _named(settings.partition)
+    _check_ulysses(ulysses)
+    _check_partition(settings.partition)
+    if isinstance(arrays["q"], QuantizedQKV):
+        raise UnsupportedError(
+            "ranks quantise rows themselves, after heads were exchanged, and take no QuantizedQKV: "
+            "give the arrays that were quantised, with variant='fa_int8' and quant="
+        )
     own, packed = {name: arrays[name] for name in "qkv"}, _is_packed(arrays)
     if packed:
         asked = asked._replace(layout="BSHD")
         taken = {name: interchange.take(name, array) for name, array in own.items()}
         own = {name: one_entry(name, array) for name, (array, _) in taken.items()}
     described = describe_call(asked, own)
-    kind = array_namespace(described.q).__name__
-    if kind != group.namespace:
-        raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")
+    group.check_array("q", described.q)
     if packed:
         described = replace(described, as_given=taken["q"][1])
     return described
@@ -287,12 +358,12 @@ def _offsets(arrays: Mapping[str, Any]) -> dict[str, Any]:
     for name in "qk":
         given = arrays[f"cu_seqlens_{name}"]
         taken = interchange.on_host(interchange.take(f"cu_seqlens_{name}", given)[0])
-        if taken.ndim != 1 or taken.size < 1 or taken.dtype.kind != "i":
+        if taken.ndim != 1 or taken.size < 1 or str(taken.dtype) not in ("int32", "int64"):
             raise ValueError(
                 f"cu_seqlens_{name} must be int32 or int64 of shape (batch + 1,), "
                 f"got {taken.dtype} of shape {taken.shape}"
             )
-        found[f"cu_seqlens_{name}"] = taken.astype(np.int32)
+        found[f"cu_seqlens_{name}"] = taken.astype(np.int64)  # checked before 32 bits cut them
         found[f"max_len_{name}"] = int(np.diff(taken).max(initial=0))
     counts = {n: a.size - 1 for n, a in found.items() if n.startswith("cu_seqlens")}
     if len(set(counts.values())) != 1:
@@ -305,6 +376,10 @@ def _partitions(
 ) -> tuple[Partition, Partition]:
     """Return which rank has which rows and which keys, checked against what they have."""
     lengths = [[of_rank[name] for of_rank in said] for name in ("len_q", "len_kv")]
+    if packed:
+        for name, have in zip("qk", lengths, strict=True):
+            ends, longest = packed[f"cu_seqlens_{name}"], packed[f"max_len_{name}"]
+            kernels_limits.check_cu_seqlens(name, ends, sum(have), longest)
     if partition == "contiguous":
         found = [Partition.contiguous(x) for x in lengths]
     elif partition == "zigzag" and packed:
@@ -318,10 +393,6 @@ def _partitions(
         if rows.lengths != tuple(have):
             raise ValueError(
                 f"the partition gives ranks {list(rows.lengths)} rows of {name}, they have {have}"
-            )
-        if packed:
-            kernels_limits.check_cu_seqlens(
-                name, packed[f"cu_seqlens_{name}"], sum(have), packed[f"max_len_{name}"]
             )
     return found[0], found[1]
 
@@ -345,11 +416,6 @@ def _named(partition: Any) -> Any:
     if partition in NAMED:
         return partition
     pair = partition if isinstance(partition, tuple) else (partition, partition)
-    if len(pair) != 2 or not all(isinstance(one, Partition) for one in pair):
-        raise TypeError(
-            "partition must be 'contiguous', 'zigzag', a Partition, or one of q and one of k, "
-            f"got {partition!r:.80}"
-        )
     return [_digest(one.ranges) for one in pair]
 
 
@@ -370,6 +436,11 @@ def _obstacle(
         return "packed sequences"
     if quant is not None and quant.fused:
         return "QuantConfig(fused=True)"
+    if quant is not None and quant.static:
+        of_rows = {"q": quant.granularity_q, "k": quant.granularity_k}
+        for name, granularity in of_rows.items():
+            if granularity not in ("tensor", "head"):
+                return f"given scales of granularity_{name}={granularity!r}"
     (span,) = spans
     first, last = span.limits
     if first is not None or last not in (None, 0):

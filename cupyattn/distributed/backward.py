@@ -180,7 +180,7 @@ def _run(
     taken: list[Any] = []
 
     def extra(described: Description) -> dict[str, Any]:
-        check_offered(arrays["q"], None)
+        check_offered(arrays["q"], None, deterministic)
         taken.extend(_take(described, arrays))
         return {"deterministic": bool(deterministic)}
 

@@ -43,8 +43,7 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     >>> distributed.run(lambda group: share(x, x, x, group)[0].shape[0], 2)
     [2, 1]
     """
-    if axis not in AXES:
-        raise ValueError(f"axis must be 'batch' or 'heads', got {axis!r}")
+    _check_axis(axis)
     if axis == "heads" and k.shape[1] % group.size:
         raise ValueError(
             f"heads_kv must be a multiple of the {group.size} ranks to be shared, got "
@@ -72,6 +71,9 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
 
     Raises
     ------
+    ValueError, TypeError
+        For another axis, an array without one, or one that the group does not exchange; the other
+        ranks then raise `RankError`.
     RankError
         If they differ in more, or a rank does not come.
 
@@ -84,21 +86,37 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     >>> distributed.run(on_rank, 2)[0].ravel().tolist()
     [0, 1, 1]
     """
-    number, x = AXES[axis], operand("x", x)
+    found: list[Any] = []
 
     def facts() -> dict[str, Any]:
-        shape = [None if i == number else n for i, n in enumerate(x.shape)]
-        return {"same": {"shape": shape, "dtype": x.dtype.name}, "length": x.shape[number]}
+        number = _check_axis(axis)
+        own = operand("x", x)
+        group.check_array("x", own)
+        if own.ndim <= number:
+            raise ValueError(f"x must be (batch, heads, ...), got x.shape={tuple(own.shape)}")
+        found.append(own)
+        shape = [None if i == number else n for i, n in enumerate(own.shape)]
+        same = {"axis": axis, "shape": shape, "dtype": own.dtype.name}
+        return {"same": same, "length": own.shape[number]}
 
     lengths = [said["length"] for said in group.agree("gather", facts)]
-    xp = array_namespace(x)
-    own = xp.ascontiguousarray(x)
-    shapes = [(*x.shape[:number], length, *x.shape[number + 1 :]) for length in lengths]
-    slices = [
-        own if rank == group.rank else xp.empty(shape, x.dtype) for rank, shape in enumerate(shapes)
-    ]
-    others = [Message(rank, a) for rank, a in enumerate(slices) if rank != group.rank]
+    (x,), number = found, AXES[axis]
     with group.failing_together("gather"):
+        xp = array_namespace(x)
+        own = xp.ascontiguousarray(x)
+        shapes = [(*x.shape[:number], length, *x.shape[number + 1 :]) for length in lengths]
+        slices = [
+            own if rank == group.rank else xp.empty(shape, x.dtype)
+            for rank, shape in enumerate(shapes)
+        ]
+        others = [Message(rank, a) for rank, a in enumerate(slices) if rank != group.rank]
         group.exchange([message._replace(array=own) for message in others], others).wait()
         group.finish()
     return Partition.contiguous(lengths).join(slices, axis=number)
+
+
+def _check_axis(axis: Any) -> int:
+    """Return the number of an axis of a name."""
+    if not isinstance(axis, str) or axis not in AXES:
+        raise ValueError(f"axis must be 'batch' or 'heads', got {axis!r}")
+    return AXES[axis]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cupyattn.distributed.copies import CopyGroup, reach_each_other
@@ -15,7 +16,7 @@ from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.secret import ADVICE, Handover, given, make
 from cupyattn.distributed.store import Board, check_rank
 from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
-from cupyattn.errors import RankError
+from cupyattn.errors import RankError, shown
 from cupyattn.measure.device import device_missing
 
 T = TypeVar("T")
@@ -73,8 +74,15 @@ def run(
     >>> run(lambda group: group.gather("squares", group.rank**2), 3)[0]
     [0, 1, 4]
     """
-    devices = None if isinstance(ranks, int) else list(ranks)
-    size = ranks if isinstance(ranks, int) else len(ranks)
+    given_ranks: Any = ranks
+    try:
+        many = isinstance(ranks, Iterable)
+        devices = list(map(operator.index, given_ranks)) if many else None
+        size = operator.index(given_ranks) if devices is None else len(devices)
+    except TypeError:
+        raise TypeError(
+            f"ranks must be how many there are, or the numbers of devices, got {shown(ranks)}"
+        ) from None
     if size < 1:
         raise ValueError(f"a group has at least one rank, got {ranks!r}")
     if transport not in TRANSPORTS:

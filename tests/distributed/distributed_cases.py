@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,3 +99,18 @@ def on_ranks(
         [of_rank[2] for of_rank in found],
         tuple(joined),
     )
+
+
+def errors_of(size: int, function: Any, timeout: float = 20) -> list[BaseException | None]:
+    """What each rank raises."""
+    found: list[BaseException | None] = [None] * size
+
+    def on_rank(group: Any) -> None:
+        try:
+            function(group)
+        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+            found[group.rank] = error
+
+    with contextlib.suppress(distributed.RankError):  # a group that has failed does not close
+        distributed.run(on_rank, size, timeout=timeout)
+    return found

@@ -1,0 +1,480 @@
+"""What ranks ask for: numbers of NumPy, lists and given scales, as on one device"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn import distributed
+from cupyattn.distributed import Mesh, Partition, RankError, Shared
+from cupyattn.distributed import group as groups
+from cupyattn.distributed.store import Board
+from cupyattn.errors import UnsupportedError
+from tests.distributed.distributed_cases import entry, errors_of, on_ranks, packed
+from tests.support.runs import bits, normal
+
+X = np.ones((1, 4, 8, 16), np.float16)
+ROWS = Partition.contiguous(16, 2)
+
+
+def attend(own: Any, **options: Any) -> Any:
+    return distributed.parallel_attention(X, X, X, own, **{"method": "ring", **options})
+
+
+# ---- types of settings ---------------------------------------------------------------------------
+
+SAME: list[tuple[str, Any, Any]] = [
+    ("window", (3, 1), [3, 1]),
+    ("window", (3, 1), (np.int64(3), np.int8(1))),
+    ("window", (3, 1), np.array([3, 1])),
+    ("scale", 0.5, np.float32(0.5)),
+    ("scale", 0.5, Fraction(1, 2)),
+    ("softcap", 2.0, np.float16(2)),
+    ("softcap", 2.0, 2),
+    ("causal", True, np.True_),
+    ("return_lse", True, np.True_),
+    ("method", "ulysses", np.str_("ulysses")),
+    ("partition", (ROWS, ROWS), [ROWS, ROWS]),
+    ("partition", ROWS, Partition([[(0, 8)], [[np.int64(8), 16]]])),  # type: ignore[arg-type]
+    ("partition", ROWS, Partition.contiguous(np.array([8, 8]))),  # type: ignore[arg-type]
+    ("partition", ROWS, Partition.contiguous(np.int64(16), np.int64(2))),  # type: ignore[arg-type]
+    ("partition", Partition.zigzag(16, 2), Partition.zigzag(np.int32(16), np.int64(2))),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("name", "plain", "other"), SAME, ids=lambda x: str(x)[:30])
+def test_a_value_of_another_type_is_the_same_call(name: str, plain: Any, other: Any) -> None:
+    """Whoever gives it, all or one of the ranks, and the call is known afterwards."""
+
+    def on_rank(own: Any) -> Any:
+        found = []
+        for value in (plain, other, other if own.rank else plain):
+            found.append(attend(own, **{name: value}))
+            assert len(own.agreed) == 1
+        return found
+
+    for first, *others in distributed.run(on_rank, 2):
+        for one in others:
+            for a, b in zip(first, one, strict=True):
+                np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("ulysses", [2, np.int64(2), np.array(2)], ids=repr)
+def test_a_whole_number_of_any_type_says_how_many_exchange_heads(ulysses: Any) -> None:
+    def on_rank(own: Any) -> Any:
+        return attend(own, method="mixed", ulysses=ulysses if own.rank else 2)
+
+    whole = ca.attention(*[np.concatenate([X, X], axis=2)] * 3)
+    np.testing.assert_array_equal(ROWS.join(distributed.run(on_rank, 2)), whole)
+
+
+REFUSED: list[tuple[str, Any, Any]] = [
+    ("causal", True, 1), ("causal", True, np.array(True)), ("return_lse", True, 1),
+    ("window", (3, 1), (3.0, 1.0)), ("window", (3, 1), 3), ("scale", 0.5, "0.5"),
+    ("scale", 0.5, 0.5 + 0j), ("scale", 0.5, np.array(0.5)), ("scale", 0.5, -1),
+    ("softcap", 2.0, 2 + 0j), ("softcap", 2.0, [2.0]), ("layout", "BHSD", ["BHSD"]),
+    ("tiles", None, (64, 64, 4)), ("quant", None, "int8"), ("arch", None, 90),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plain", "wrong"), REFUSED, ids=lambda x: str(x)[:30])
+def test_a_value_is_refused_as_one_device_refuses_it(name: str, plain: Any, wrong: Any) -> None:
+    """Before the call with its equal, and after; the other rank is told, and both go on."""
+    with pytest.raises((TypeError, ValueError)) as alone:
+        ca.attention(X, X, X, **{name: wrong})
+    expected = alone.type, str(alone.value)
+
+    def on_rank(own: Any) -> None:
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError, RankError)) as found:
+                attend(own, **{name: wrong if own.rank else plain})
+            if own.rank:
+                assert (found.type, str(found.value)) == expected
+            else:
+                assert found.type is RankError
+                assert f"rank 1 raised {expected[0].__name__}: {expected[1]}" in str(found.value)
+            attend(own, **{name: plain})
+
+    assert errors_of(2, on_rank) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": "mixed", "ulysses": 2.0}, TypeError, "ulysses must be a whole .* got 2.0"),
+        ({"method": "mixed", "ulysses": True}, TypeError, "ulysses must be a whole .* got True"),
+        ({"method": "mixed", "ulysses": "2"}, TypeError, "ulysses must be a whole .* got '2'"),
+        ({"method": ["ring"]}, ValueError, r"method must be one of .*, got \['ring'\]"),
+        ({"method": np.array(["ring", "ring"])}, ValueError, "method must be one of .* array of"),
+        ({"partition": np.array([8, 8])}, TypeError, r"partition must be .* array of shape \(2,\)"),
+        ({"partition": [8, 8]}, TypeError, r"partition must be .*, got \[8, 8\]"),
+        ({"partition": [ROWS]}, TypeError, "partition must be 'contiguous', .* one of q and one"),
+        ({"partition": b"zigzag"}, TypeError, "partition must be .*, got b'zigzag'"),
+    ],
+)  # fmt: skip
+def test_what_ranks_alone_ask_for_is_refused_in_a_sentence(
+    options: Any, error: Any, message: str
+) -> None:
+    """Also after a call with an equal value was agreed on."""
+
+    def on_rank(own: Any) -> None:
+        attend(own, method="mixed", ulysses=2)
+        for _ in range(2):
+            with pytest.raises(error if own.rank else RankError, match=message):
+                attend(own, **(options if own.rank else {}))
+
+    assert errors_of(2, on_rank) == [None, None]
+
+
+def test_backends_that_differ_are_named() -> None:
+    def on_rank(own: Any) -> None:
+        attend(own, backend="interpret" if own.rank else None)
+
+    for found in errors_of(2, on_rank):
+        assert str(found) == (
+            'rank 1 called parallel_attention with backend="interpret", rank 0 with '
+            'backend="mirror": give all ranks the same backend'
+        )
+
+
+@pytest.mark.parametrize("deterministic", ["no", 1])
+def test_gradients_are_deterministic_or_not(deterministic: Any) -> None:
+    lse = np.ones((1, 4, 8), np.float32)
+    with pytest.raises(TypeError, match="deterministic must be True, False or None") as alone:
+        ca.attention_backward(X, X, X, X, X, lse, deterministic=deterministic)
+
+    def on_rank(own: Any) -> None:
+        mine = deterministic if own.rank else True
+        distributed.parallel_attention_backward(X, X, X, X, X, lse, own, deterministic=mine)
+
+    first, second = errors_of(2, on_rank)
+    assert str(second) == str(alone.value) and str(second) in str(first)
+
+
+def test_settings_of_gradients_may_be_of_other_types() -> None:
+    q, k = normal((1, 2, 16, 16), (1, 2, 16, 16))[:2]
+
+    def on_rank(own: Any) -> Any:
+        mine = [ROWS.take(x, own.rank) for x in (q, k, k)]
+        plain = {"causal": True, "window": (5, 0), "scale": 0.5}
+        other = {"causal": np.True_, "window": [np.int64(5), 0], "scale": np.float64(0.5)}
+        o, lse = distributed.parallel_attention(*mine, own, "ring", return_lse=True, **plain)
+        return distributed.parallel_attention_backward(
+            o, *mine, o, lse, own, "ring", partition=[ROWS, ROWS], **(other if own.rank else plain)
+        )
+
+    gradients = [ROWS.join(x) for x in zip(*distributed.run(on_rank, 2), strict=True)]
+    o, lse = ca.attention(q, k, k, causal=True, window=(5, 0), scale=0.5, return_lse=True)
+    alone = ca.attention_backward(o, q, k, k, o, lse, causal=True, window=(5, 0), scale=0.5)
+    for one, other in zip(gradients, alone, strict=True):
+        np.testing.assert_allclose(one.astype(float), other.astype(float), atol=0.02)
+
+
+# ---- partitions, ranks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Partition((((0, 2.0),),)), r"pairs \(begin, end\) of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Partition([0, 4]), r"pairs \(begin, end\) of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Partition.contiguous(8.0, 2), "length: a whole number of at least 0 .* got 8.0"),  # type: ignore[arg-type]
+        (lambda: Partition.contiguous(-4, 2), "length: a whole number of at least 0 .* got -4"),
+        (lambda: Partition.contiguous([4, 4.5]), "length: a whole number .* got 4.5"),  # type: ignore[list-item]
+        (lambda: Partition.contiguous(8, 0), "size: a whole number of at least 1 .* got 0"),
+        (lambda: Partition.zigzag(8.5, 2), "length: a whole number .* got 8.5"),  # type: ignore[arg-type]
+        (lambda: Partition.zigzag(8, 2.0), "size: a whole number .* got 2.0"),  # type: ignore[arg-type]
+        (lambda: Partition.zigzag_varlen([0, 2.5], 2), "cu_seqlens: a whole number .* got 2.5"),  # type: ignore[list-item]
+    ],
+)
+def test_rows_are_counted_in_whole_numbers(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_group_has_a_whole_number_of_ranks() -> None:
+    assert distributed.run(lambda own: own.size, np.int64(2)) == [2, 2]  # type: ignore[arg-type]
+    for wrong in (2.0, [0.5], None):
+        with pytest.raises(TypeError, match="ranks must be how many there are, or the numbers"):
+            distributed.run(lambda own: None, wrong)  # type: ignore[arg-type]
+
+
+# ---- given scales --------------------------------------------------------------------------------
+
+
+def given(q: Any, k: Any, of_q: str = "tensor", of_k: str = "tensor") -> dict[str, Any]:
+    quant = ca.QuantConfig(granularity_q=of_q, granularity_k=of_k, scales=(q, k))
+    return {"variant": "fa_int8", "quant": quant}
+
+
+def scales(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(0.01, 0.04, shape).astype(np.float32)
+
+
+ONE, OTHER = scales(1, 4, 1), scales(1, 4, 1, seed=1)
+DYNAMIC = {
+    "variant": "fa_int8", "quant": ca.QuantConfig(granularity_q="tensor", granularity_k="tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("all_but_one", "last", "message"),
+    [
+        (given(0.02, 1), given(0.5, 1), 'q_scale="0.5", rank 0 with q_scale="0.02": give all'),
+        (given(0.02, 1), given(0.02, 2), 'k_scale="2.0", rank 0 with k_scale="1.0": give all'),
+        (given(0.02, 0.02), DYNAMIC, 'q_scale="dynamic", rank 0 with q_scale="0.02": give all'),
+        (DYNAMIC, given(0.02, 0.02), 'q_scale="0.02", rank 0 with q_scale="dynamic": give all'),
+        (given(ONE, ONE, "head", "head"), given(ONE, OTHER, "head", "head"),
+         r'k_scale="0.01\S* to 0.0\S*, float32 \(1, 4, 1\), sha256 \w{16}", rank 0 with k_'),
+        (given(ONE, ONE, "head", "head"), given(ONE, ONE[:, :1], "head", "head"), r'k_scale="0.0'),
+    ],
+)  # fmt: skip
+def test_given_scales_that_differ_are_named(
+    all_but_one: Any, last: Any, message: str, known: bool, method: str
+) -> None:
+    def on_rank(own: Any) -> None:
+        if known:
+            attend(own, method=method, **all_but_one)
+        with pytest.raises(RankError, match=f"rank 2 called parallel_attention with {message}"):
+            attend(own, method=method, **(last if own.rank == 2 else all_but_one))
+
+    assert errors_of(3, on_rank) == [None] * 3
+
+
+def test_given_scales_that_are_equal_may_be_of_other_types() -> None:
+    """A number and an array of one element, float32 and float64, another object on each rank."""
+    numbers = [0.02, np.full((1, 1, 1), 0.02), np.full((1, 1, 1), 0.02, np.float32)]
+
+    def on_rank(own: Any) -> Any:
+        number = numbers[own.rank]
+        return attend(own, **given(number, number)), attend(
+            own, **given(ONE.copy(), ONE.astype(float), "head", "head")
+        )
+
+    for found in zip(*distributed.run(on_rank, 3), strict=True):
+        assert len({one.tobytes() for one in found}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("granularity", ["head", "token", "block"])
+@pytest.mark.parametrize("backend", ["mirror", pytest.param("interpret", marks=pytest.mark.slow)])
+def test_exchanged_heads_have_their_own_scales(size: int, granularity: str, backend: str) -> None:
+    """The bits of one device; batch entries have scales of their own, too, on every call."""
+    q, k, v = normal((2, 6, 70, 24), (2, 3, 70, 24))
+    groups = {"head": (1, 1), "token": (70, 70), "block": (2, 3)}[granularity]
+    of_q, of_k = scales(2, 6, groups[0]), scales(1, 3, groups[1], seed=1)
+    options = given(of_q, of_k, granularity, granularity) | {"causal": True, "backend": backend}
+    options["tiles"] = ca.Tiles(64, 32, 4, 2)
+    o, lse = ca.attention(q, k, v, return_lse=True, **options)
+    rows = Partition.zigzag(70, size)
+
+    def on_rank(own: Any) -> Any:
+        mine = [rows.take(x, own.rank) for x in (q, k, v)]
+        how = {"partition": "zigzag", "return_lse": True, **options}
+        return [distributed.parallel_attention(*mine, own, "ulysses", **how) for _ in range(2)]
+
+    for found in zip(*distributed.run(on_rank, size), strict=True):
+        parts, of_rows = zip(*found, strict=True)
+        np.testing.assert_array_equal(bits(rows.join(parts)), bits(o))
+        np.testing.assert_array_equal(bits(rows.join(of_rows, axis=-1)), bits(lse))
+
+
+def test_packed_sequences_have_their_own_scales() -> None:
+    q, k, v = normal((1, 4, 40, 16), (1, 2, 40, 16))
+    ends = np.array([0, 11, 40])
+    options = given(scales(2, 4, 1), scales(2, 2, 1, seed=1), "head", "head")
+    rows = Partition.contiguous(40, 3)
+    shared = Shared(Mesh(3, 3), rows, rows, ends, ends)
+    found = on_ranks((q, k, v), shared, **options)
+    alone = ca.attention_varlen(*map(packed, (q, k, v)), ends, ends, **options)
+    np.testing.assert_array_equal(bits(found.o), bits(entry(alone)))
+    assert distributed.judge(found.o, q, k, v, shared, lse=found.lse, **options) <= 1
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 1), Mesh(2, 2), Mesh(4, 2)], ids=str)
+def test_heads_with_their_own_scales_are_within_their_bound(mesh: Mesh) -> None:
+    q, k, v = normal((1, 4, 48, 16), (1, 2, 48, 16))
+    rows = Partition.contiguous(48, mesh.size)
+    shared, options = Shared(mesh, rows, rows), given(ONE, scales(1, 2, 1), "head", "head")
+    found = on_ranks((q, k, v), shared, **options)
+    assert distributed.judge(found.o, q, k, v, shared, lse=found.lse, **options) <= 1
+    wrong = given(ONE[:, ::-1], scales(1, 2, 1), "head", "head")
+    assert distributed.judge(found.o, q, k, v, shared, lse=found.lse, **wrong) > 1
+
+
+def test_given_scales_per_row_go_with_exchanged_heads() -> None:
+    """They are those of the whole sequence, which a ring would cut."""
+    q, k, v = normal((1, 4, 16, 16), (1, 4, 16, 16))
+    options = given(scales(1, 4, 16), ONE, "token", "head")
+
+    def on_rank(own: Any) -> Any:
+        mine = [ROWS.take(x, own.rank) for x in (q, k, v)]
+        with pytest.raises(
+            UnsupportedError, match="no given scales of granularity_q='token': use method='ulysses'"
+        ):
+            distributed.parallel_attention(*mine, own, "ring", **options)
+        return distributed.parallel_attention(*mine, own, **options)  # "auto"
+
+    found = ROWS.join(distributed.run(on_rank, 2))
+    np.testing.assert_array_equal(bits(found), bits(ca.attention(q, k, v, **options)))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        given(scales(1, 3, 1), ONE, "head", "head"), given(ONE, scales(1, 3, 1), "head", "head"),
+        given(scales(2, 4, 1), ONE, "head", "head"), given(scales(1, 4, 2), ONE, "head", "head"),
+        given(np.full((1, 1, 1), np.nan, np.float32), 0.02), given(1e-39, 0.02),
+        given(scales(1, 4, 8), 0.02, "token"),
+        {"variant": "fa_int8", "quant": ca.QuantConfig(
+            granularity_q="tensor", granularity_k="tensor", symmetric=False, scales=(0.1, 0.1))},
+    ],
+)  # fmt: skip
+def test_given_scales_are_refused_as_one_device_refuses_them(options: Any, method: str) -> None:
+    """Before anything travels: the group is as it was."""
+    whole = np.concatenate([X, X], axis=2)
+    with pytest.raises((ValueError, UnsupportedError)) as alone:
+        ca.attention(whole, whole, whole, **options)
+
+    def on_rank(own: Any) -> None:
+        with pytest.raises(alone.type) as found:
+            attend(own, method=method, **options)
+        assert str(found.value) == str(alone.value)
+        attend(own, method=method)
+
+    assert errors_of(2, on_rank) == [None, None]
+
+
+def test_given_scales_of_packed_rows_are_refused_as_on_one_device() -> None:
+    x, ends = packed(X), np.array([0, 6, 16])
+    whole = np.concatenate([x, x])
+    for options in (
+        given(scales(1, 4, 16), 0.02, "token"), given(scales(3, 4, 1), 0.02, "head"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, UnsupportedError)) as alone:
+            ca.attention_varlen(whole, whole, whole, ends, ends, backend="interpret", **options)
+
+        def on_rank(own: Any, options: Any = options, alone: Any = alone) -> None:
+            with pytest.raises(alone.type) as found:
+                distributed.parallel_attention_varlen(x, x, x, ends, ends, own, **options)
+            assert str(found.value) == str(alone.value)
+            distributed.parallel_attention_varlen(x, x, x, ends, ends, own)
+
+        assert errors_of(2, on_rank) == [None, None]
+
+
+def test_a_rank_may_name_what_another_leaves_to_the_default() -> None:
+    def on_rank(own: Any) -> Any:
+        quant = ca.QuantConfig() if own.rank else None
+        return attend(own, variant="fa_int8", quant=quant)
+
+    first, second = distributed.run(on_rank, 2)
+    np.testing.assert_array_equal(bits(first), bits(second))
+
+
+# ---- arrays --------------------------------------------------------------------------------------
+
+
+def test_offsets_past_32_bits_are_no_small_ones() -> None:
+    x = packed(X)
+
+    def on_rank(own: Any) -> None:
+        for ends in (np.array([0, 2**32 + 16]), np.array([0, 16, 8]), np.array([1, 16])):
+            for partition in ("contiguous", "zigzag"):
+                with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0 to 16"):
+                    distributed.parallel_attention_varlen(
+                        x, x, x, ends, ends, own, partition=partition
+                    )
+        narrow = np.array([0, 16], np.int16)
+        with pytest.raises(ValueError, match="cu_seqlens_q must be int32 or int64"):
+            distributed.parallel_attention_varlen(x, x, x, narrow, narrow, own)
+
+    assert errors_of(2, on_rank) == [None, None]
+
+
+def test_codes_are_refused_in_a_sentence() -> None:
+    z = ca.quantize(X, X, X)
+
+    def on_rank(own: Any) -> None:
+        expected = UnsupportedError if own.rank else RankError
+        for others in (X, None):
+            with pytest.raises(expected, match="take no QuantizedQKV: give the arrays that were"):
+                distributed.parallel_attention(z if own.rank else X, others, others, own)
+
+    assert errors_of(2, on_rank)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("x", "axis", "error", "message"),
+    [
+        (X, "rows", ValueError, "axis must be 'batch' or 'heads', got 'rows'"),
+        (X, ["batch"], ValueError, r"axis must be 'batch' or 'heads', got \['batch'\]"),
+        (np.ones(3), "heads", ValueError, r"x must be \(batch, heads, ...\), got x.shape=\(3,\)"),
+        ([1.0], "batch", TypeError, "x must be"),
+        (np.ma.ones((2, 2)), "batch", TypeError, "x must hold no masked array"),
+    ],
+)
+def test_what_cannot_be_gathered_is_told_to_all(
+    x: Any, axis: Any, error: Any, message: str
+) -> None:
+    def on_rank(own: Any) -> None:
+        with pytest.raises(error if own.rank else RankError, match=message):
+            distributed.gather(*((x, own, axis) if own.rank else (X, own)))
+        distributed.gather(X, own)
+
+    assert errors_of(2, on_rank, timeout=5) == [None, None]
+
+
+def test_ranks_that_gather_along_other_axes_are_named() -> None:
+    x = np.ones((2, 2))
+
+    def on_rank(own: Any) -> None:
+        distributed.gather(x, own, "heads" if own.rank else "batch")
+
+    for found in errors_of(2, on_rank, timeout=5):
+        assert 'rank 1 called gather with axis="heads", rank 0 with axis="batch"' in str(found)
+
+
+def test_words_that_json_does_not_know_are_told_to_all() -> None:
+    """And a rank that was refused them is at the same call as the others afterwards."""
+
+    def on_rank(own: Any) -> None:
+        number = np.int64(3) if own.rank else 3
+        with pytest.raises(TypeError if own.rank else RankError, match="not JSON serializable"):
+            own.agree("numbers", lambda: {"same": {"number": number}})
+        if own.rank:
+            with pytest.raises(TypeError, match="not JSON serializable"):
+                own.gather("numbers", number)
+        assert own.gather("numbers", int(number)) == [3, 3]
+
+    assert errors_of(2, on_rank, timeout=5) == [None, None]
+
+
+class OnDeviceOne(groups.DeviceGroup):
+    """A rank on device 1 whose arrays are NumPy's; `device_of` says where they lie."""
+
+    namespace = "numpy"
+
+    def _prepare(self, *_: Any) -> Any: ...
+
+    def finish(self) -> None: ...
+
+
+def test_arrays_on_the_device_of_another_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_cupy", lambda: None)
+    own = OnDeviceOne(Board(1), 0, 1, device=1)
+    monkeypatch.setattr(groups, "device_of", lambda _: 1)
+    attend(own)
+    monkeypatch.setattr(groups, "device_of", lambda _: 0)
+    message = "must lie on device 1, that of rank 0, got device 0: make it in 'with group.on_dev"
+    with pytest.raises(ValueError, match=f"^q {message}"):
+        attend(own, causal=True)
+    with pytest.raises(ValueError, match=f"^x {message}"):
+        distributed.gather(X, own)
