@@ -24,6 +24,7 @@ from cupyattn.distributed.scales import check_scales, compared_scales
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import limits as kernels_limits
+from cupyattn.ops.backward import check_offered
 from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
 from cupyattn.problem.request import SEQUENCES
@@ -36,6 +37,8 @@ from cupyattn.quant.quantized import QuantizedQKV
 METHODS = ("auto", "ulysses", "ring", "mixed")
 #: Names that `Partition` makes of lengths.
 NAMED = ("contiguous", "zigzag")
+#: Letters of a list of numbers that messages show.
+_SHOWN = 40
 
 
 class ShardedSettings(NamedTuple):
@@ -48,12 +51,15 @@ class ShardedSettings(NamedTuple):
     method : {"auto", "ulysses", "ring", "mixed"}
     ulysses : int or None
     partition : {"contiguous", "zigzag"}, Partition or (Partition, Partition)
+    deterministic : bool or None
+        Of a backward pass.
     """
 
     of_call: Settings
     method: str
     ulysses: int | None
     partition: Any
+    deterministic: bool | None = None
 
 
 def comparable(asked: ShardedSettings) -> ShardedSettings | None:
@@ -72,6 +78,7 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
             ),
             _check_method(asked.method), _check_ulysses(asked.ulysses),
             _check_partition(asked.partition),
+            None if asked.deterministic is None else _answer(asked.deterministic),
         )  # fmt: skip
     except (TypeError, ValueError, OverflowError):
         return None
@@ -233,16 +240,12 @@ def _find(
     return group.agreed.find((what, settings, kinds, *known.facts), forms)
 
 
-def _nothing_else(_: Description) -> dict[str, Any]:
-    return {}
-
-
 def resolve_sharded(
     what: str,
     settings: ShardedSettings,
     group: Group,
     arrays: Mapping[str, Any],
-    extra: Callable[[Description], dict[str, Any]] = _nothing_else,
+    take_others: Callable[[Description], None] | None = None,
 ) -> ShardedCall:
     """Check a call of this rank, agree with the others on it, and choose how it runs.
 
@@ -250,9 +253,8 @@ def resolve_sharded(
     ----------
     what, settings, group, arrays
         As for `agree`.
-    extra : callable
-        Checks what else the caller brings, given this rank's own call; returns what must be the
-        same on all ranks.
+    take_others : callable, optional
+        Takes and checks the arrays of a backward pass, given this rank's own call.
 
     Raises
     ------
@@ -268,6 +270,8 @@ def resolve_sharded(
     def facts() -> dict[str, Any]:
         own_call = _own_call(settings, group, arrays)
         packed = _offsets(arrays)
+        if take_others is not None:
+            take_others(own_call)
         found.append((own_call, packed))
         call, int8 = own_call.call, own_call.variant.family == "int8"
         quant = (own_call.settings.quant or QuantConfig()) if int8 else None
@@ -280,8 +284,8 @@ def resolve_sharded(
             **{name: str(value) for name, value in asked.places.items()},
             **{n: str(getattr(asked, n)) for n in ("tiles", "arch", "accuracy")},
             "quant": str(quant), **compared_scales(quant), "backend": own_call.backend,
-            **{n: _digest(packed[n].tolist()) for n in SEQUENCES if packed},
-            "return_lse": asked.return_lse, **extra(own_call),
+            **{n: _in_words(packed[n].tolist()) for n in SEQUENCES if packed},
+            "return_lse": asked.return_lse, "deterministic": bool(settings.deterministic),
         }  # fmt: skip
         own = {"len_q": int(own_call.q.shape[2]), "len_kv": int(own_call.k.shape[2])}
         return {"same": same, "own": own}
@@ -329,6 +333,8 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
         )
     _check_ulysses(ulysses)
     _check_partition(settings.partition)
+    if "d_out" in arrays:
+        check_offered(arrays["q"], None, settings.deterministic)
     if isinstance(arrays["q"], QuantizedQKV):
         raise UnsupportedError(
             "ranks quantise rows themselves, after heads were exchanged, and take no QuantizedQKV: "
@@ -416,7 +422,13 @@ def _named(partition: Any) -> Any:
     if partition in NAMED:
         return partition
     pair = partition if isinstance(partition, tuple) else (partition, partition)
-    return [_digest(one.ranges) for one in pair]
+    return [_in_words(one.ranges) for one in pair]
+
+
+def _in_words(numbers: Any) -> str:
+    """Return numbers as ranks compare them and messages show them."""
+    text = str(numbers)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..., sha256 {_digest(numbers)}"
 
 
 def _digest(numbers: Any) -> str:

@@ -142,14 +142,14 @@ def _of_heads(call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any) -> tuple[
     backend = call.described.backend
     if call.described.variant.family == "int8":
         codes = TravellingCodes(call, calls, q, k, v)
-        coming = circulate(call.group, call.circle, codes.own, codes.forms)
+        coming = circulate(call.group, call.circle, codes.own, codes.forms, q)
         return attend(q, coming, codes.results_of, backend)
 
     def results_of(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         of_k, of_v = arrays
         return calls.of_blocks(q, of_k, of_v, call.blocks[owner])
 
-    coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k))
+    coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k), q)
     return attend(q, coming, results_of, backend)
 
 

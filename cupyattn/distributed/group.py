@@ -455,4 +455,4 @@ def _said(rank: int, said: bytes, about: str) -> tuple[str, Any]:
 
 
 def _short(value: Any) -> str:
-    return json.dumps(value)[:80]
+    return json.dumps(value)[:160]

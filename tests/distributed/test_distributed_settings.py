@@ -52,7 +52,7 @@ def test_a_value_of_another_type_is_the_same_call(name: str, plain: Any, other: 
 
     def on_rank(own: Any) -> Any:
         found = []
-        for value in (plain, other, other if own.rank else plain):
+        for value in (other if own.rank else plain, other, plain):
             found.append(attend(own, **{name: value}))
             assert len(own.agreed) == 1
         return found
@@ -141,18 +141,49 @@ def test_backends_that_differ_are_named() -> None:
         )
 
 
-@pytest.mark.parametrize("deterministic", ["no", 1])
-def test_gradients_are_deterministic_or_not(deterministic: Any) -> None:
+WIDE = X.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options"),
+    [
+        ((X, X, X), {"deterministic": "no"}), ((X, X, X), {"deterministic": 1}),
+        ((WIDE, WIDE, WIDE), {}), ((ca.quantize(X, X, X), X, X), {}), ((X, X, X), {"causal": 1}),
+    ],
+)  # fmt: skip
+def test_gradients_are_refused_as_one_device_refuses_them(arrays: Any, options: Any) -> None:
     lse = np.ones((1, 4, 8), np.float32)
-    with pytest.raises(TypeError, match="deterministic must be True, False or None") as alone:
-        ca.attention_backward(X, X, X, X, X, lse, deterministic=deterministic)
+    with pytest.raises((TypeError, UnsupportedError)) as alone:
+        ca.attention_backward(X, *arrays, X, lse, **options)
 
     def on_rank(own: Any) -> None:
-        mine = deterministic if own.rank else True
-        distributed.parallel_attention_backward(X, X, X, X, X, lse, own, deterministic=mine)
+        mine = (arrays, options) if own.rank else ((X, X, X), {"deterministic": True})
+        distributed.parallel_attention_backward(X, *mine[0], X, lse, own, **mine[1])
 
     first, second = errors_of(2, on_rank)
-    assert str(second) == str(alone.value) and str(second) in str(first)
+    assert type(second) is alone.type and str(second) == str(alone.value)
+    assert isinstance(first, RankError) and str(second) in str(first)
+
+
+@pytest.mark.parametrize(
+    ("ends", "partition", "message"),
+    [
+        ([0, 9, 16], "contiguous", r'cu_seqlens_q="\[0, 9, 16\]", rank 0 .*="\[0, 10, 16\]": give'),
+        ([0, 10, *[16] * 50], "contiguous", r'cu_seqlens_q="\[0, 10, 16.*\.\.\., sha256 \w{16}", r'),
+        ([0, 10, 16], Partition.zigzag(16, 2), r'partition=\["\(.*"\], rank 0 .*="contiguous": give'),
+    ],
+)  # fmt: skip
+def test_offsets_and_rows_that_differ_are_shown(ends: Any, partition: Any, message: str) -> None:
+    x = packed(X)
+
+    def on_rank(own: Any) -> None:
+        mine = (ends, partition) if own.rank else ([0, 10, 16], "contiguous")
+        offsets = np.array(mine[0])
+        distributed.parallel_attention_varlen(x, x, x, offsets, offsets, own, partition=mine[1])
+
+    for found in errors_of(2, on_rank):
+        with pytest.raises(RankError, match=f"^rank 1 called .* with {message}"):
+            raise found  # type: ignore[misc]
 
 
 def test_settings_of_gradients_may_be_of_other_types() -> None:
@@ -380,6 +411,29 @@ def test_a_rank_may_name_what_another_leaves_to_the_default() -> None:
 
 
 # ---- arrays --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
+@pytest.mark.parametrize("first", [0, 16])
+def test_a_rank_may_have_neither_rows_nor_keys(variant: str, method: str, first: int) -> None:
+    q, k, v = normal((1, 4, 16, 16), (1, 4, 16, 16))
+    rows = Partition.contiguous([first, 16 - first])
+
+    def on_rank(own: Any) -> Any:
+        mine = [rows.take(x, own.rank) for x in (q, k, v)]
+        return distributed.parallel_attention(*mine, own, method, variant=variant)
+
+    found = rows.join(distributed.run(on_rank, 2))
+    np.testing.assert_array_equal(bits(found), bits(ca.attention(q, k, v, variant=variant)))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
+@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
+def test_a_call_may_be_of_nothing(shape: tuple[int, ...], method: str) -> None:
+    x = np.ones(shape, np.float16)
+    found = distributed.run(lambda own: distributed.parallel_attention(x, x, x, own, method), 2)
+    assert [one.shape for one in found] == [shape] * 2
 
 
 def test_offsets_past_32_bits_are_no_small_ones() -> None:
