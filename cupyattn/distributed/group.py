@@ -19,7 +19,7 @@ import numpy as np
 
 from cupyattn.arrays.interchange import device_of
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.distributed.store import Store, check_rank
+from cupyattn.distributed.store import Store, check_rank, check_timeout
 from cupyattn.errors import RankError
 from cupyattn.runtime.recent import Recent
 
@@ -98,10 +98,8 @@ class Group(abc.ABC):
     namespace: ClassVar[str]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
-        check_rank(rank, size)
-        if not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.rank, self.size = check_rank(rank, size)
+        self.store, self.timeout = store, check_timeout(timeout)
         self.bytes_sent = 0
         #: Calls on which all ranks have agreed: see `cupyattn.distributed.agreement.agree`.
         self.agreed = Recent(MOST)

@@ -14,7 +14,7 @@ from cupyattn.distributed.copies import CopyGroup, reach_each_other
 from cupyattn.distributed.group import TIMEOUT, Group, HostGroup
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.secret import ADVICE, Handover, given, make
-from cupyattn.distributed.store import Board, check_rank
+from cupyattn.distributed.store import Board, check_rank, check_timeout
 from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
 from cupyattn.errors import RankError, shown
 from cupyattn.measure.device import device_missing
@@ -87,6 +87,7 @@ def run(
         raise ValueError(f"a group has at least one rank, got {ranks!r}")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
+    timeout = check_timeout(timeout)
     board = Board(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -172,7 +173,8 @@ def connect(
     ValueError, OSError
         If the secret is too short, or its file is not private.
     """
-    check_rank(rank, size)
+    rank, size = check_rank(rank, size)
+    timeout = check_timeout(timeout)
     if isinstance(address, str):
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
@@ -215,7 +217,8 @@ def from_environment(
         device = None if device_missing() else _local_device(local)
     elif isinstance(device, str):
         raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
-    check_rank(rank, size)
+    rank, size = check_rank(rank, size)
+    timeout = check_timeout(timeout)
     return _connect(rank, size, rendezvous(environ), device, timeout, given(None, environ))
 
 
@@ -246,6 +249,7 @@ def from_mpi(
 
         comm = MPI.COMM_WORLD
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
+    timeout = check_timeout(timeout)
     host = socket.gethostname()
     server, told = None, None
     if rank == 0:

@@ -15,6 +15,9 @@ from cupyattn.distributed import Mesh, Partition, Shared
 
 #: Ranks, and how many of them exchange heads, in meshes of up to eight.
 MESHES = [Mesh(n, u) for n in range(1, 9) for u in range(1, n + 1) if n % u == 0]
+#: The rows of one of two ranks, and how the two share them.
+X = np.ones((1, 4, 8, 16), np.float16)
+ROWS = Partition.contiguous(16, 2)
 
 
 def asked_for(mesh: Mesh) -> dict[str, Any]:
@@ -114,3 +117,8 @@ def errors_of(size: int, function: Any, timeout: float = 20) -> list[BaseExcepti
     with contextlib.suppress(distributed.RankError):  # a group that has failed does not close
         distributed.run(on_rank, size, timeout=timeout)
     return found
+
+
+def attend(own: distributed.Group, **options: Any) -> Any:
+    """Attention of `X` on every rank, in a ring unless the options say otherwise."""
+    return distributed.parallel_attention(X, X, X, own, **{"method": "ring", **options})
