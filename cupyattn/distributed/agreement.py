@@ -20,10 +20,16 @@ from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.rank_calls import Calls
-from cupyattn.distributed.scales import check_scales, compared_scales
+from cupyattn.distributed.scales import (
+    check_scales,
+    compared_scales,
+    scales_beside,
+    tiles_of_scales,
+)
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import limits as kernels_limits
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.backward import check_offered
 from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
@@ -265,16 +271,16 @@ def resolve_sharded(
     """
     settings = comparable(settings) or settings
     asked = settings.of_call
-    found: list[tuple[Description, dict[str, Any]]] = []
+    found: list[tuple[Description, dict[str, Any], _Coding | None]] = []
 
     def facts() -> dict[str, Any]:
         own_call = _own_call(settings, group, arrays)
         packed = _offsets(arrays)
         if take_others is not None:
             take_others(own_call)
-        found.append((own_call, packed))
-        call, int8 = own_call.call, own_call.variant.family == "int8"
-        quant = (own_call.settings.quant or QuantConfig()) if int8 else None
+        coding = _Coding.of(own_call) if own_call.variant.family == "int8" else None
+        found.append((own_call, packed, coding))
+        call = own_call.call
         same = {
             "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
             "head_dim": call.head_dim, "dtype": call.dtype, "variant": own_call.variant.name,
@@ -283,7 +289,7 @@ def resolve_sharded(
             "layout": asked.layout, "scale": call.scale, "softcap": call.softcap,
             **{name: str(value) for name, value in asked.places.items()},
             **{n: str(getattr(asked, n)) for n in ("tiles", "arch", "accuracy")},
-            "quant": str(quant), **compared_scales(quant), "backend": own_call.backend,
+            **({} if coding is None else coding.compared), "backend": own_call.backend,
             **{n: _in_words(packed[n].tolist()) for n in SEQUENCES if packed},
             "return_lse": asked.return_lse, "deterministic": bool(settings.deterministic),
         }  # fmt: skip
@@ -292,13 +298,14 @@ def resolve_sharded(
 
     agreed = group.agree(what, facts)
     said = [of_rank["own"] for of_rank in agreed]
-    ((described, packed),) = found
+    ((described, packed, coding),) = found
     rows_q, rows_kv = _partitions(settings.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
     call = checks.with_lengths(described.call, rows_q.length, rows_kv.length, **asked.places)
-    check_scales(described, call, packed)
-    int8 = described.variant.family == "int8"
-    obstacle = _obstacle(described, packed, spans, rows_q == rows_kv) if int8 else ""
+    obstacle = ""
+    if coding is not None:
+        check_scales(coding.quant, coding.scale_tiles, call, packed)
+        obstacle = _obstacle(coding.quant, packed, spans, rows_q == rows_kv)
     mesh = choose_mesh(
         settings.method, settings.ulysses, call, described.variant.name, group.hosts,
         balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
@@ -308,15 +315,33 @@ def resolve_sharded(
             f"a ring of fa_int8, round which codes go, takes no {obstacle}: use method='ulysses'"
         )
     own = asked._replace(
-        variant=described.variant.name, accuracy="full", quant=described.settings.quant,
-        layout="BHSD", return_lse=True, max_len_q=packed.get("max_len_q"),
-        max_len_k=packed.get("max_len_k"),
+        variant=described.variant.name, accuracy="full",
+        quant=None if coding is None else coding.quant, layout="BHSD", return_lse=True,
+        max_len_q=packed.get("max_len_q"), max_len_k=packed.get("max_len_k"),
     )  # fmt: skip
     offsets = {name: packed[name].astype(np.int32) for name in SEQUENCES if packed}
     calls = Calls(own, offsets)
     return ShardedCall(
         group, mesh, rows_q, rows_kv, spans, described, calls, _digest(agreed),
     )  # fmt: skip
+
+
+class _Coding(NamedTuple):
+    """How ``fa_int8`` quantises on a rank, and the tiles whose sizes granularity "block" takes."""
+
+    quant: QuantConfig
+    scale_tiles: Tiles
+
+    @classmethod
+    def of(cls, described: Description) -> _Coding:
+        quant = scales_beside(described.settings.quant or QuantConfig(), described.q)
+        return cls(quant, tiles_of_scales(described, quant))
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        own = {"quant": str(self.quant), "scale_tiles": str(self.scale_tiles)}
+        return {**own, **compared_scales(self.quant)}
 
 
 def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Description:
@@ -437,18 +462,17 @@ def _digest(numbers: Any) -> str:
 
 
 def _obstacle(
-    described: Description, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
+    quant: QuantConfig, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
 ) -> str:
     """Say what a ring of codes does not take of a call: what would cut them; empty where nothing.
 
     `alike` says whether ranks have the same rows as keys.
     """
-    quant = described.settings.quant
     if packed:
         return "packed sequences"
-    if quant is not None and quant.fused:
+    if quant.fused:
         return "QuantConfig(fused=True)"
-    if quant is not None and quant.static:
+    if quant.static:
         of_rows = {"q": quant.granularity_q, "k": quant.granularity_k}
         for name, granularity in of_rows.items():
             if granularity not in ("tensor", "head"):

@@ -17,7 +17,6 @@ from cupyattn.distributed.partition import Range, places
 from cupyattn.distributed.rank_calls import Calls, of_window, run_attention
 from cupyattn.distributed.ring import MessageForm, Part
 from cupyattn.ops.quantize import quantize
-from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
 
@@ -44,7 +43,7 @@ class TravellingCodes:
         settings = calls.settings
         self._call, self._calls, self._q, self._k, self._v = call, calls, q, k, v
         self._how: dict[str, Any] = {
-            "quant": settings.quant or QuantConfig(), "tiles": settings.tiles,
+            "quant": settings.quant, "tiles": settings.tiles,
             "arch": settings.arch, "backend": settings.backend,
         }  # fmt: skip
         self._of_rows: dict[Range, QuantizedQKV] = {}

@@ -8,6 +8,7 @@ from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import array_namespace, check_values
 from cupyattn.distributed.group import Group, Message
 from cupyattn.distributed.partition import Partition
+from cupyattn.errors import shown
 
 #: Axes of layout BHSD by name.
 AXES = {"batch": 0, "heads": 1}
@@ -33,7 +34,7 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     Raises
     ------
     ValueError
-        For another axis, or if `heads_kv` is no multiple of the ranks.
+        For another axis, what has none, or if `heads_kv` is no multiple of the ranks.
 
     Examples
     --------
@@ -43,7 +44,9 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     >>> distributed.run(lambda group: share(x, x, x, group)[0].shape[0], 2)
     [2, 1]
     """
-    _check_axis(axis)
+    number = _check_axis(axis)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_axes(name, x, number)
     if axis == "heads" and k.shape[1] % group.size:
         raise ValueError(
             f"heads_kv must be a multiple of the {group.size} ranks to be shared, got "
@@ -52,7 +55,7 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
 
     def own(name: str, x: Any) -> Any:
         check_values(name, x)
-        ranges = Partition.contiguous(x.shape[AXES[axis]], group.size).ranges[group.rank]
+        ranges = Partition.contiguous(x.shape[number], group.size).ranges[group.rank]
         begin, end = ranges[0] if ranges else (0, 0)
         return x[begin:end] if axis == "batch" else x[:, begin:end]
 
@@ -92,8 +95,7 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
         number = _check_axis(axis)
         own = operand("x", x)
         group.check_array("x", own)
-        if own.ndim <= number:
-            raise ValueError(f"x must be (batch, heads, ...), got x.shape={tuple(own.shape)}")
+        _check_axes("x", own, number)
         found.append(own)
         shape = [None if i == number else n for i, n in enumerate(own.shape)]
         same = {"axis": axis, "shape": shape, "dtype": own.dtype.name}
@@ -113,6 +115,12 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
         group.exchange([message._replace(array=own) for message in others], others).wait()
         group.finish()
     return Partition.contiguous(lengths).join(slices, axis=number)
+
+
+def _check_axes(name: str, x: Any, number: int) -> None:
+    """Raise for what has no axis of a number."""
+    if len(getattr(x, "shape", ())) <= number:
+        raise ValueError(f"{name} must be an array (batch, heads, ...), got {shown(x)}")
 
 
 def _check_axis(axis: Any) -> int:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import on_host
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.interchange import device_of, on_host
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.compiler.target import own_arch
 from cupyattn.distributed.mesh import Heads
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.resolve import Description
@@ -23,7 +23,7 @@ from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 
 
-def compared_scales(quant: QuantConfig | None) -> dict[str, str]:
+def compared_scales(quant: QuantConfig) -> dict[str, str]:
     """Return the scales of Q and K as ranks compare them and as messages show them.
 
     A number and an array of one element count as the same.
@@ -31,10 +31,10 @@ def compared_scales(quant: QuantConfig | None) -> dict[str, str]:
     Examples
     --------
     >>> config = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.02, 1))
-    >>> compared_scales(config), compared_scales(None)["q_scale"]
+    >>> compared_scales(config), compared_scales(QuantConfig())["q_scale"]
     ({'q_scale': '0.02', 'k_scale': '1.0'}, 'dynamic')
     """
-    given = quant.scales if quant is not None and quant.static else ("dynamic", "dynamic")
+    given = quant.scales if quant.static else ("dynamic", "dynamic")
     return {f"{name}_scale": _in_words(x) for name, x in zip("qk", given, strict=True)}
 
 
@@ -50,15 +50,28 @@ def _in_words(scale: Any) -> str:
     return f"{ends}float32 {x.shape}, sha256 {digest}"
 
 
+def tiles_of_scales(described: Description, quant: QuantConfig) -> Tiles:
+    """Return the tiles whose sizes granularity "block" takes, on the device of this rank.
+
+    UnsupportedError if no form of the rung is for such codes.
+    """
+    settings = described.settings
+    arch = settings.arch or own_arch(described.backend, described.q)
+    head_dim = described.call.head_dim
+    return settings.tiles or scale_tiles(described.variant, head_dim, quant, arch)
+
+
 def check_scales(
-    described: Description, call: AttentionSpec, offsets: Mapping[str, np.ndarray]
+    quant: QuantConfig, tiles: Tiles, call: AttentionSpec, offsets: Mapping[str, np.ndarray]
 ) -> None:
     """Raise for given scales that the call does not take, as `cupyattn.attention` does.
 
     Parameters
     ----------
-    described : Description
-        This rank's call.
+    quant : QuantConfig
+        Values are looked at wherever they lie: ranks that have the same raise the same.
+    tiles : Tiles
+        As `tiles_of_scales` returns them.
     call : AttentionSpec
         Of the rows of all ranks.
     offsets : mapping
@@ -69,21 +82,25 @@ def check_scales(
     ValueError, UnsupportedError
         As `cupyattn.quant.static_scales.static_scales`.
     """
-    settings, quant = described.settings, described.settings.quant
-    if quant is None or not quant.static:
+    if not quant.static:
         return
     sequences = None
     if offsets:
         check_packed_quant(quant)
         sequences = offsets["cu_seqlens_q"].size - 1
-    tiles = settings.tiles
-    if tiles is None:
-        arch = settings.arch or own_arch(described.backend, described.q)
-        tiles = scale_tiles(described.variant, call.head_dim, quant, arch)
     q = call.batch, call.heads, call.len_q, call.head_dim
     k = call.batch, call.heads_kv, call.len_kv, call.head_dim
-    with on_device_of(described.q):
-        static_scales(array_namespace(described.q), quant, q, k, tiles, sequences)
+    on_hosts = (on_host(x) if hasattr(x, "shape") else x for x in quant.scales)
+    static_scales(np, replace(quant, scales=tuple(on_hosts)), q, k, tiles, sequences)
+
+
+def scales_beside(quant: QuantConfig, q: Any) -> QuantConfig:
+    """Return how a rank quantises, with given scales on the device of its q: ranks that are threads
+    may share one configuration."""
+    if not quant.static or {device_of(x) for x in quant.scales} <= {-1, device_of(q)}:
+        return quant
+    with on_device_of(q):  # where a configuration makes its copies of arrays
+        return replace(quant, scales=quant.scales)
 
 
 def scales_of_heads(quant: QuantConfig | None, heads: Heads) -> QuantConfig | None:

@@ -10,6 +10,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import distributed
 from cupyattn.distributed import Mesh, Partition, RankError, Shared
+from cupyattn.distributed import scales as of_ranks
 from cupyattn.errors import UnsupportedError
 from tests.distributed.distributed_cases import ROWS, X, attend, entry, errors_of, on_ranks, packed
 from tests.support.runs import bits, normal
@@ -159,6 +160,32 @@ def test_given_scales_are_refused_as_one_device_refuses_them(options: Any, metho
         attend(own, method=method)
 
     assert errors_of(2, on_rank) == [None, None]
+
+
+def test_scales_follow_the_rows_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on another device are copied: ranks that are threads may share a configuration."""
+    quant = given(ONE, 0.5, "head")["quant"]
+    assert of_ranks.scales_beside(quant, X) is quant
+    monkeypatch.setattr(of_ranks, "device_of", lambda x: 0 if x is quant.scales[0] else 1)
+    found = of_ranks.scales_beside(quant, X)
+    assert found.scales[0] is not quant.scales[0] and found.scales[1] == 0.5
+    np.testing.assert_array_equal(found.scales[0], quant.scales[0])
+
+
+def test_ranks_whose_tiles_give_scales_to_other_rows_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on devices of two architectures: codes of granularity "block" would not fit together."""
+    archs = {1: None, 2: "sm_90a"}
+    monkeypatch.setattr(of_ranks, "own_arch", lambda _, q: archs[int(q[0, 0, 0, 0])])
+
+    def on_rank(own: Any) -> None:
+        x = X * np.float16(1 + own.rank)
+        distributed.parallel_attention(x, x, x, own, "ring", variant="fa_int8")
+
+    for found in errors_of(2, on_rank):
+        assert isinstance(found, RankError) and "with scale_tiles=" in str(found)
+        assert "give all ranks the same scale_tiles" in str(found)
 
 
 def test_given_scales_of_packed_rows_are_refused_as_on_one_device() -> None:
