@@ -74,6 +74,8 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
     None where a value is one that no call takes: checks of the call then refuse it.
     """
     of_call, scale = asked.of_call, asked.of_call.scale
+    if not hasattr(of_call.window, "__len__"):
+        return None
     try:
         return ShardedSettings(
             of_call._replace(
@@ -84,7 +86,7 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
             ),
             _check_method(asked.method), _check_ulysses(asked.ulysses),
             _check_partition(asked.partition),
-            None if asked.deterministic is None else _answer(asked.deterministic),
+            _answer(asked.deterministic),
         )  # fmt: skip
     except (TypeError, ValueError, OverflowError):
         return None
@@ -97,11 +99,11 @@ def _check_method(method: Any) -> str:
     return method
 
 
-def _answer(value: Any) -> bool:
-    """Return True or False of NumPy as Python's."""
-    if not isinstance(value, (bool, np.bool_)):
+def _answer(value: Any) -> Any:
+    """Return True or False of NumPy as Python's; None stays None."""
+    if value is not None and not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"a switch must be True or False, got {shown(value)}")
-    return bool(value)
+    return None if value is None else bool(value)
 
 
 def _check_ulysses(ulysses: Any) -> int | None:
@@ -358,6 +360,7 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
         )
     _check_ulysses(ulysses)
     _check_partition(settings.partition)
+    checks.check_window(asked.window)  # uses up an iterator, which then is refused as on one device
     if "d_out" in arrays:
         check_offered(arrays["q"], None, settings.deterministic)
     if isinstance(arrays["q"], QuantizedQKV):

@@ -31,6 +31,7 @@ SAME: list[tuple[str, Any, Any]] = [
     ("softcap", 2.0, 2),
     ("causal", True, np.True_),
     ("return_lse", True, np.True_),
+    ("causal", None, None),
     ("method", "ulysses", np.str_("ulysses")),
     ("partition", (ROWS, ROWS), [ROWS, ROWS]),
     ("partition", ROWS, Partition([[(0, 8)], [[np.int64(8), 16]]])),  # type: ignore[arg-type]
@@ -68,10 +69,11 @@ def test_a_whole_number_of_any_type_says_how_many_exchange_heads(ulysses: Any) -
 
 REFUSED: list[tuple[str, Any, Any]] = [
     ("causal", True, 1), ("causal", True, np.array(True)), ("return_lse", True, 1),
-    ("window", (3, 1), (3.0, 1.0)), ("window", (3, 1), 3), ("scale", 0.5, "0.5"),
-    ("scale", 0.5, 0.5 + 0j), ("scale", 0.5, np.array(0.5)), ("scale", 0.5, -1),
-    ("softcap", 2.0, 2 + 0j), ("softcap", 2.0, [2.0]), ("layout", "BHSD", ["BHSD"]),
-    ("tiles", None, (64, 64, 4)), ("quant", None, "int8"), ("arch", None, 90),
+    ("window", (3, 1), (3.0, 1.0)), ("window", (3, 1), 3), ("window", (3, 1), None),
+    ("scale", 0.5, "0.5"), ("scale", 0.5, 0.5 + 0j), ("scale", 0.5, np.array(0.5)),
+    ("scale", 0.5, -1), ("softcap", 2.0, 2 + 0j), ("softcap", 2.0, [2.0]),
+    ("layout", "BHSD", ["BHSD"]), ("tiles", None, (64, 64, 4)), ("quant", None, "int8"),
+    ("arch", None, 90),
 ]  # fmt: skip
 
 
@@ -122,6 +124,23 @@ def test_what_ranks_alone_ask_for_is_refused_in_a_sentence(
                 attend(own, **(options if own.rank else {}))
 
     assert errors_of(2, on_rank) == [None, None]
+
+
+def test_an_iterator_is_no_window_even_after_an_equal_pair() -> None:
+    def on_rank(own: Any) -> None:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="window must be a pair"):
+                attend(own, window=iter((3, 1)))
+            attend(own, window=(3, 1))
+
+    with pytest.raises(ValueError, match="window must be a pair"):
+        ca.attention(X, X, X, window=iter((3, 1)))  # type: ignore[arg-type]
+    assert errors_of(2, on_rank) == [None, None]
+
+
+def test_a_pair_of_partitions_goes_with_a_switch_that_is_left_open() -> None:
+    for found in errors_of(2, lambda own: attend(own, causal=None, partition=[ROWS, ROWS])):
+        assert found is None
 
 
 def test_backends_that_differ_are_named() -> None:
