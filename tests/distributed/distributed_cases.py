@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from cupyattn import distributed
@@ -15,6 +16,8 @@ from cupyattn.distributed import Mesh, Partition, Shared
 
 #: Ranks, and how many of them exchange heads, in meshes of up to eight.
 MESHES = [Mesh(n, u) for n in range(1, 9) for u in range(1, n + 1) if n % u == 0]
+#: Each of these runs dozens of threads: a quarter of what the profile asks for.
+fewer = settings(max_examples=max(1, settings().max_examples // 4))
 #: The rows of one of two ranks, and how the two share them.
 X = np.ones((1, 4, 8, 16), np.float16)
 ROWS = Partition.contiguous(16, 2)

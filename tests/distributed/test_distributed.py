@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn as ca
@@ -23,6 +23,7 @@ from tests.distributed.distributed_cases import (
     MESHES,
     asked_for,
     errors_of,
+    fewer,
     on_ranks,
     packed,
     partitions,
@@ -30,8 +31,6 @@ from tests.distributed.distributed_cases import (
 from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits, normal
 
-#: Each of these runs dozens of threads: a quarter of what the profile asks for.
-fewer = settings(max_examples=max(1, settings().max_examples // 4))
 TWO = Mesh(2, 1)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn import distributed
@@ -16,7 +18,7 @@ from cupyattn.distributed import group as groups
 from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
 from cupyattn.errors import UnsupportedError
-from tests.distributed.distributed_cases import ROWS, X, attend, errors_of, packed
+from tests.distributed.distributed_cases import ROWS, X, attend, errors_of, fewer, packed
 from tests.support.runs import bits, normal
 
 # ---- types of settings ---------------------------------------------------------------------------
@@ -124,6 +126,48 @@ def test_what_ranks_alone_ask_for_is_refused_in_a_sentence(
                 attend(own, **(options if own.rank else {}))
 
     assert errors_of(2, on_rank) == [None, None]
+
+
+#: Values that calls take, of several types, and values that none does.
+VALUES: dict[str, list[Any]] = {
+    "method": ["ulysses", "auto", "mixed", "rings", None], "ulysses": [2, np.int64(1), 2.0, "2"],
+    "partition": ["zigzag", ROWS, [ROWS, ROWS], np.array([8, 8]), None],
+    "variant": ["fa", "fa_int8", "none", ["fa"]], "accuracy": ["balanced", "exact"],
+    "scale": [0.25, np.float32(0.25), -1, "1"], "causal": [True, np.True_, 1, None],
+    "window": [(3, 0), [3, 0], (3.0, 0), 3], "softcap": [2.0, 2, np.inf, [1]],
+    "causal_align": ["top-left", "left"], "layout": ["BSHD", None],
+    "return_lse": [True, np.True_, 1],
+    "quant": [ca.QuantConfig(), ca.QuantConfig(fused=True, smooth_k=False), "int8"],
+    "arch": ["sm_80", "none"], "backend": ["mirror", "none", "cuda"],
+}  # fmt: skip
+
+
+@given(st.data())
+@fewer
+def test_all_ranks_raise_or_none_does_and_they_go_on(data: Any) -> None:
+    """Whatever each asks for, first or again: no rank waits for one that has raised."""
+    size = data.draw(st.integers(1, 3))
+    one = st.sampled_from(sorted(VALUES)).flatmap(
+        lambda name: st.tuples(st.just(name), st.sampled_from(VALUES[name]))
+    )
+    of_all = dict(data.draw(st.lists(one, max_size=2)))
+    of_ranks = [{**of_all, **dict(data.draw(st.lists(one, max_size=1)))} for _ in range(size)]
+    outcomes: list[list[Any]] = [[] for _ in range(2)]
+
+    def on_rank(own: Any) -> None:
+        for outcome in outcomes:
+            try:
+                attend(own, **of_ranks[own.rank])
+            except (ValueError, TypeError, UnsupportedError, RankError) as error:
+                outcome.append(error)
+            else:
+                outcome.append(None)
+            attend(own)
+
+    distributed.run(on_rank, size, timeout=10)
+    for outcome in outcomes:
+        assert len({error is None for error in outcome}) == 1, (of_ranks, outcome)
+        assert len({str(error) for error in outcome if isinstance(error, RankError)}) <= 1
 
 
 def test_an_iterator_is_no_window_even_after_an_equal_pair() -> None:
