@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,26 +14,37 @@ import numpy as np
 
 from cupyattn.arrays import interchange
 from cupyattn.arrays.form import forms_of
-from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block, Span, blocks
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.rank_calls import Calls
+from cupyattn.distributed.scales import (
+    check_scales,
+    compared_scales,
+    scales_beside,
+    tiles_of_scales,
+)
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import limits as kernels_limits
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.backward import check_offered
 from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
 from cupyattn.problem.request import SEQUENCES
 from cupyattn.problem.resolve import Description, describe_call, to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import QuantizedQKV
 
 METHODS = ("auto", "ulysses", "ring", "mixed")
 #: Names that `Partition` makes of lengths.
 NAMED = ("contiguous", "zigzag")
+#: Letters of a list of numbers that messages show.
+_SHOWN = 40
 
 
 class ShardedSettings(NamedTuple):
@@ -45,12 +57,78 @@ class ShardedSettings(NamedTuple):
     method : {"auto", "ulysses", "ring", "mixed"}
     ulysses : int or None
     partition : {"contiguous", "zigzag"}, Partition or (Partition, Partition)
+    deterministic : bool or None
+        Of a backward pass.
     """
 
     of_call: Settings
     method: str
     ulysses: int | None
     partition: Any
+    deterministic: bool | None = None
+
+
+def comparable(asked: ShardedSettings) -> ShardedSettings | None:
+    """Return what a call asks for in Python's own numbers and pairs, which ranks can compare.
+
+    None where a value is one that no call takes: checks of the call then refuse it.
+    """
+    of_call, scale = asked.of_call, asked.of_call.scale
+    if not hasattr(of_call.window, "__len__"):
+        return None
+    try:
+        return ShardedSettings(
+            of_call._replace(
+                scale=None if scale is None else checks.check_scale(scale, 1),
+                causal=_answer(of_call.causal), window=checks.check_window(of_call.window),
+                softcap=checks.check_softcap(of_call.softcap),
+                return_lse=_answer(of_call.return_lse),
+            ),
+            _check_method(asked.method), _check_ulysses(asked.ulysses),
+            _check_partition(asked.partition),
+            _answer(asked.deterministic),
+        )  # fmt: skip
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _check_method(method: Any) -> str:
+    """Return the name of a method."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {shown(method)}")
+    return method
+
+
+def _answer(value: Any) -> Any:
+    """Return True or False of NumPy as Python's; None stays None."""
+    if value is not None and not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"a switch must be True or False, got {shown(value)}")
+    return None if value is None else bool(value)
+
+
+def _check_ulysses(ulysses: Any) -> int | None:
+    """Return how many ranks exchange heads as a Python number, or None."""
+    try:
+        if isinstance(ulysses, (bool, np.bool_)):
+            raise TypeError
+        return None if ulysses is None else operator.index(ulysses)
+    except TypeError:
+        raise TypeError(
+            f"ulysses must be a whole number of ranks or None, got {shown(ulysses)}"
+        ) from None
+
+
+def _check_partition(partition: Any) -> Any:
+    """Return a partition, a pair of two in a tuple."""
+    if isinstance(partition, Partition) or (isinstance(partition, str) and partition in NAMED):
+        return partition
+    pair = tuple(partition) if isinstance(partition, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(one, Partition) for one in pair):
+        raise TypeError(
+            "partition must be 'contiguous', 'zigzag', a Partition, or one of q and one of k, "
+            f"got {shown(partition)}"
+        )
+    return pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +222,8 @@ def agree(
     ValueError, TypeError, UnsupportedError, RankError
         As `resolve_sharded`.
     """
-    key, call = _find(what, settings, group, arrays)
+    known = comparable(settings)
+    key, call = (None, None) if known is None else _find(what, known, group, arrays)
     said = group.gather(what, "" if call is None else call.digest)
     if call is not None and len(set(said)) == 1:
         q, k, v = (to_bhsd(arrays[name], settings.of_call.layout) for name in "qkv")
@@ -169,16 +248,12 @@ def _find(
     return group.agreed.find((what, settings, kinds, *known.facts), forms)
 
 
-def _nothing_else(_: Description) -> dict[str, Any]:
-    return {}
-
-
 def resolve_sharded(
     what: str,
     settings: ShardedSettings,
     group: Group,
     arrays: Mapping[str, Any],
-    extra: Callable[[Description], dict[str, Any]] = _nothing_else,
+    take_others: Callable[[Description], None] | None = None,
 ) -> ShardedCall:
     """Check a call of this rank, agree with the others on it, and choose how it runs.
 
@@ -186,9 +261,8 @@ def resolve_sharded(
     ----------
     what, settings, group, arrays
         As for `agree`.
-    extra : callable
-        Checks what else the caller brings, given this rank's own call; returns what must be the
-        same on all ranks.
+    take_others : callable, optional
+        Takes and checks the arrays of a backward pass, given this rank's own call.
 
     Raises
     ------
@@ -197,13 +271,17 @@ def resolve_sharded(
     RankError
         For what is wrong on another rank, or differs from rank to rank.
     """
+    settings = comparable(settings) or settings
     asked = settings.of_call
-    found: list[tuple[Description, dict[str, Any]]] = []
+    found: list[tuple[Description, dict[str, Any], _Coding | None]] = []
 
     def facts() -> dict[str, Any]:
         own_call = _own_call(settings, group, arrays)
         packed = _offsets(arrays)
-        found.append((own_call, packed))
+        if take_others is not None:
+            take_others(own_call)
+        coding = _Coding.of(own_call) if own_call.variant.family == "int8" else None
+        found.append((own_call, packed, coding))
         call = own_call.call
         same = {
             "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
@@ -212,21 +290,24 @@ def resolve_sharded(
             "partition": _named(settings.partition),
             "layout": asked.layout, "scale": call.scale, "softcap": call.softcap,
             **{name: str(value) for name, value in asked.places.items()},
-            **{n: str(getattr(asked, n)) for n in ("quant", "tiles", "arch", "accuracy")},
-            **{n: _digest(packed[n].tolist()) for n in SEQUENCES if packed},
-            "return_lse": asked.return_lse, **extra(own_call),
+            **{n: str(getattr(asked, n)) for n in ("tiles", "arch", "accuracy")},
+            **({} if coding is None else coding.compared), "backend": own_call.backend,
+            **{n: _in_words(packed[n].tolist()) for n in SEQUENCES if packed},
+            "return_lse": asked.return_lse, "deterministic": bool(settings.deterministic),
         }  # fmt: skip
         own = {"len_q": int(own_call.q.shape[2]), "len_kv": int(own_call.k.shape[2])}
         return {"same": same, "own": own}
 
     agreed = group.agree(what, facts)
     said = [of_rank["own"] for of_rank in agreed]
-    ((described, packed),) = found
+    ((described, packed, coding),) = found
     rows_q, rows_kv = _partitions(settings.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
     call = checks.with_lengths(described.call, rows_q.length, rows_kv.length, **asked.places)
-    int8 = described.variant.family == "int8"
-    obstacle = _obstacle(described, packed, spans, rows_q == rows_kv) if int8 else ""
+    obstacle = ""
+    if coding is not None:
+        check_scales(coding.quant, coding.scale_tiles, call, packed)
+        obstacle = _obstacle(coding.quant, packed, spans, rows_q == rows_kv)
     mesh = choose_mesh(
         settings.method, settings.ulysses, call, described.variant.name, group.hosts,
         balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
@@ -236,15 +317,33 @@ def resolve_sharded(
             f"a ring of fa_int8, round which codes go, takes no {obstacle}: use method='ulysses'"
         )
     own = asked._replace(
-        variant=described.variant.name, accuracy="full", quant=described.settings.quant,
-        layout="BHSD", return_lse=True, max_len_q=packed.get("max_len_q"),
-        max_len_k=packed.get("max_len_k"),
+        variant=described.variant.name, accuracy="full",
+        quant=None if coding is None else coding.quant, layout="BHSD", return_lse=True,
+        max_len_q=packed.get("max_len_q"), max_len_k=packed.get("max_len_k"),
     )  # fmt: skip
-    offsets = {name: packed[name] for name in SEQUENCES if packed}
+    offsets = {name: packed[name].astype(np.int32) for name in SEQUENCES if packed}
     calls = Calls(own, offsets)
     return ShardedCall(
         group, mesh, rows_q, rows_kv, spans, described, calls, _digest(agreed),
     )  # fmt: skip
+
+
+class _Coding(NamedTuple):
+    """How ``fa_int8`` quantises on a rank, and the tiles whose sizes granularity "block" takes."""
+
+    quant: QuantConfig
+    scale_tiles: Tiles
+
+    @classmethod
+    def of(cls, described: Description) -> _Coding:
+        quant = scales_beside(described.settings.quant or QuantConfig(), described.q)
+        return cls(quant, tiles_of_scales(described, quant))
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        own = {"quant": str(self.quant), "scale_tiles": str(self.scale_tiles)}
+        return {**own, **compared_scales(self.quant)}
 
 
 def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Description:
@@ -253,23 +352,29 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
     Nothing is resolved: what runs are calls of other rows and heads, after ranks have exchanged.
     """
     method, ulysses, asked = settings.method, settings.ulysses, settings.of_call
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    _check_method(method)
     if (ulysses is not None) != (method == "mixed"):
         raise ValueError(
             f"ulysses, how many ranks exchange heads, goes with method='mixed' and must be given "
             f"there, got method={method!r} ulysses={ulysses!r}"
         )
-    _named(settings.partition)
+    _check_ulysses(ulysses)
+    _check_partition(settings.partition)
+    checks.check_window(asked.window)  # uses up an iterator, which then is refused as on one device
+    if "d_out" in arrays:
+        check_offered(arrays["q"], None, settings.deterministic)
+    if isinstance(arrays["q"], QuantizedQKV):
+        raise UnsupportedError(
+            "ranks quantise rows themselves, after heads were exchanged, and take no QuantizedQKV: "
+            "give the arrays that were quantised, with variant='fa_int8' and quant="
+        )
     own, packed = {name: arrays[name] for name in "qkv"}, _is_packed(arrays)
     if packed:
         asked = asked._replace(layout="BSHD")
         taken = {name: interchange.take(name, array) for name, array in own.items()}
         own = {name: one_entry(name, array) for name, (array, _) in taken.items()}
     described = describe_call(asked, own)
-    kind = array_namespace(described.q).__name__
-    if kind != group.namespace:
-        raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")
+    group.check_array("q", described.q)
     if packed:
         described = replace(described, as_given=taken["q"][1])
     return described
@@ -287,12 +392,12 @@ def _offsets(arrays: Mapping[str, Any]) -> dict[str, Any]:
     for name in "qk":
         given = arrays[f"cu_seqlens_{name}"]
         taken = interchange.on_host(interchange.take(f"cu_seqlens_{name}", given)[0])
-        if taken.ndim != 1 or taken.size < 1 or taken.dtype.kind != "i":
+        if taken.ndim != 1 or taken.size < 1 or str(taken.dtype) not in ("int32", "int64"):
             raise ValueError(
                 f"cu_seqlens_{name} must be int32 or int64 of shape (batch + 1,), "
                 f"got {taken.dtype} of shape {taken.shape}"
             )
-        found[f"cu_seqlens_{name}"] = taken.astype(np.int32)
+        found[f"cu_seqlens_{name}"] = taken.astype(np.int64)  # checked before 32 bits cut them
         found[f"max_len_{name}"] = int(np.diff(taken).max(initial=0))
     counts = {n: a.size - 1 for n, a in found.items() if n.startswith("cu_seqlens")}
     if len(set(counts.values())) != 1:
@@ -305,6 +410,10 @@ def _partitions(
 ) -> tuple[Partition, Partition]:
     """Return which rank has which rows and which keys, checked against what they have."""
     lengths = [[of_rank[name] for of_rank in said] for name in ("len_q", "len_kv")]
+    if packed:
+        for name, have in zip("qk", lengths, strict=True):
+            ends, longest = packed[f"cu_seqlens_{name}"], packed[f"max_len_{name}"]
+            kernels_limits.check_cu_seqlens(name, ends, sum(have), longest)
     if partition == "contiguous":
         found = [Partition.contiguous(x) for x in lengths]
     elif partition == "zigzag" and packed:
@@ -318,10 +427,6 @@ def _partitions(
         if rows.lengths != tuple(have):
             raise ValueError(
                 f"the partition gives ranks {list(rows.lengths)} rows of {name}, they have {have}"
-            )
-        if packed:
-            kernels_limits.check_cu_seqlens(
-                name, packed[f"cu_seqlens_{name}"], sum(have), packed[f"max_len_{name}"]
             )
     return found[0], found[1]
 
@@ -345,12 +450,13 @@ def _named(partition: Any) -> Any:
     if partition in NAMED:
         return partition
     pair = partition if isinstance(partition, tuple) else (partition, partition)
-    if len(pair) != 2 or not all(isinstance(one, Partition) for one in pair):
-        raise TypeError(
-            "partition must be 'contiguous', 'zigzag', a Partition, or one of q and one of k, "
-            f"got {partition!r:.80}"
-        )
-    return [_digest(one.ranges) for one in pair]
+    return [_in_words(one.ranges) for one in pair]
+
+
+def _in_words(numbers: Any) -> str:
+    """Return numbers as ranks compare them and messages show them."""
+    text = str(numbers)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..., sha256 {_digest(numbers)}"
 
 
 def _digest(numbers: Any) -> str:
@@ -359,17 +465,21 @@ def _digest(numbers: Any) -> str:
 
 
 def _obstacle(
-    described: Description, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
+    quant: QuantConfig, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
 ) -> str:
     """Say what a ring of codes does not take of a call: what would cut them; empty where nothing.
 
     `alike` says whether ranks have the same rows as keys.
     """
-    quant = described.settings.quant
     if packed:
         return "packed sequences"
-    if quant is not None and quant.fused:
+    if quant.fused:
         return "QuantConfig(fused=True)"
+    if quant.static:
+        of_rows = {"q": quant.granularity_q, "k": quant.granularity_k}
+        for name, granularity in of_rows.items():
+            if granularity not in ("tensor", "head"):
+                return f"given scales of granularity_{name}={granularity!r}"
     (span,) = spans
     first, last = span.limits
     if first is not None or last not in (None, 0):

@@ -17,7 +17,6 @@ from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.ring import differentiate
 from cupyattn.gradients.exact import Gradients
-from cupyattn.ops.backward import check_offered
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.resolve import Description, to_bhsd
@@ -107,9 +106,9 @@ def parallel_attention_backward(
         scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
         layout=layout, arch=arch, backend=backend,
     )  # fmt: skip
-    asked = ShardedSettings(settings.without_rung, method, ulysses, partition)
+    asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
     arrays = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    return _run("parallel_attention_backward", asked, group, arrays, deterministic)
+    return _run("parallel_attention_backward", asked, group, arrays)
 
 
 @points_to_our_names
@@ -164,32 +163,29 @@ def parallel_attention_varlen_backward(
         scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
         arch=arch, backend=backend,
     )  # fmt: skip
-    asked = ShardedSettings(settings.without_rung, method, ulysses, partition)
+    asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
     arrays = {
         "d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
-    return _run("parallel_attention_varlen_backward", asked, group, arrays, deterministic)
+    return _run("parallel_attention_varlen_backward", asked, group, arrays)
 
 
 def _run(
-    what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any],
-    deterministic: bool,
-) -> Gradients:  # fmt: skip
+    what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
+) -> Gradients:
     """Agree with the other ranks and compute."""
     taken: list[Any] = []
 
-    def extra(described: Description) -> dict[str, Any]:
-        check_offered(arrays["q"], None)
+    def take_others(described: Description) -> None:
         taken.extend(_take(described, arrays))
-        return {"deterministic": bool(deterministic)}
 
-    call = resolve_sharded(what, settings, group, arrays, extra)
+    call = resolve_sharded(what, settings, group, arrays, take_others)
     own, (of_out, out, lse) = call.described, taken
     given = of_out, own.q, own.k, own.v, out, lse
     with group.failing_together(what), memory.on_device_of(own.q):
         operands = tuple(map(array_namespace(own.q).ascontiguousarray, given))
-        found = _compute(call, operands, bool(deterministic))
+        found = _compute(call, operands, bool(settings.deterministic))
         group.finish()
     return Gradients(*map(call.restore, found))
 

@@ -14,10 +14,9 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.partition import Range, places
-from cupyattn.distributed.rank_calls import of_window, run_attention
+from cupyattn.distributed.rank_calls import Calls, of_window, run_attention
 from cupyattn.distributed.ring import MessageForm, Part
 from cupyattn.ops.quantize import quantize
-from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
 
@@ -34,15 +33,17 @@ class TravellingCodes:
     Parameters
     ----------
     call : ShardedCall
+    calls : Calls
+        Those of these heads.
     q, k, v : array
         Some heads of the rows of this rank and its neighbours.
     """
 
-    def __init__(self, call: ShardedCall, q: Any, k: Any, v: Any) -> None:
-        settings = call.calls.settings
-        self._call, self._q, self._k, self._v = call, q, k, v
+    def __init__(self, call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any) -> None:
+        settings = calls.settings
+        self._call, self._calls, self._q, self._k, self._v = call, calls, q, k, v
         self._how: dict[str, Any] = {
-            "quant": settings.quant or QuantConfig(), "tiles": settings.tiles,
+            "quant": settings.quant, "tiles": settings.tiles,
             "arch": settings.arch, "backend": settings.backend,
         }  # fmt: skip
         self._of_rows: dict[Range, QuantizedQKV] = {}
@@ -64,7 +65,7 @@ class TravellingCodes:
 
     def results_of(self, owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         """Yield rows, O and lse of attention to the keys of one rank."""
-        coded = self._call.calls.settings._replace(variant="auto", quant=None)
+        coded = self._calls.settings._replace(variant="auto", quant=None)
         count, rows_here = len(self._names), self._call.rows
         for index, keys in enumerate(self._call.keys[owner]):
             fields = dict(

@@ -16,6 +16,7 @@ from cupyattn.distributed.codes import TravellingCodes
 from cupyattn.distributed.group import Message, Work
 from cupyattn.distributed.mesh import Heads, shares_of_heads
 from cupyattn.distributed.partition import Range
+from cupyattn.distributed.rank_calls import Calls
 from cupyattn.distributed.ring import MessageForm, Part, attend, circulate
 from cupyattn.distributed.ulysses import Neighbours
 
@@ -31,15 +32,20 @@ def compute(call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool) -> tupl
     Without `return_lse` lse need not be right.
     """
     if call.mesh.ulysses == 1:
-        return _of_heads(call, q, k, v)
+        return _of_heads(call, call.calls, q, k, v)
     xp = array_namespace(q)
     o = xp.empty(q.shape, STORAGE[call.described.call.dtype])
     lse = xp.full(q.shape[:3], NEG_INF, np.float32)
     wanted = (o, lse) if return_lse else (o,)
+
+    def work_on(heads: Heads, arrays: list[Any]) -> Kinds:
+        found = _of_heads(call, call.calls.of_heads(heads), *arrays)
+        return [(x, "q") for x in found[: len(wanted)]]
+
     by_step(
         call,
         [(q, "q"), (k, "kv"), (v, "kv")],
-        lambda _, arrays: [(x, "q") for x in _of_heads(call, *arrays)[: len(wanted)]],
+        work_on,
         lambda step: [(x, "q", [heads.q for heads in step]) for x in wanted],
     )
     return o, lse
@@ -125,22 +131,25 @@ def _of(step: list[Heads], kind: str) -> list[tuple[int, int]]:
     return [getattr(heads, kind) for heads in step]
 
 
-def _of_heads(call: ShardedCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """Return O and lse of some heads of the rows of this rank and its neighbours."""
+def _of_heads(call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Return O and lse of some heads of the rows of this rank and its neighbours.
+
+    `calls` are those of these heads.
+    """
     # NOTE: without heads, too: all ranks exchange equally often.
     if call.mesh.ring == 1:
-        return call.calls.whole(q, k, v)
+        return calls.whole(q, k, v)
     backend = call.described.backend
     if call.described.variant.family == "int8":
-        codes = TravellingCodes(call, q, k, v)
-        coming = circulate(call.group, call.circle, codes.own, codes.forms)
+        codes = TravellingCodes(call, calls, q, k, v)
+        coming = circulate(call.group, call.circle, codes.own, codes.forms, q)
         return attend(q, coming, codes.results_of, backend)
 
     def results_of(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         of_k, of_v = arrays
-        return call.calls.of_blocks(q, of_k, of_v, call.blocks[owner])
+        return calls.of_blocks(q, of_k, of_v, call.blocks[owner])
 
-    coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k))
+    coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k), q)
     return attend(q, coming, results_of, backend)
 
 

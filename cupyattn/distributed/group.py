@@ -17,7 +17,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from cupyattn.distributed.store import Store, check_rank
+from cupyattn.arrays.interchange import device_of
+from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed.store import Store, check_rank, check_timeout
 from cupyattn.errors import RankError
 from cupyattn.runtime.recent import Recent
 
@@ -96,10 +98,8 @@ class Group(abc.ABC):
     namespace: ClassVar[str]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
-        check_rank(rank, size)
-        if not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.rank, self.size = check_rank(rank, size)
+        self.store, self.timeout = store, check_timeout(timeout)
         self.bytes_sent = 0
         #: Calls on which all ranks have agreed: see `cupyattn.distributed.agreement.agree`.
         self.agreed = Recent(MOST)
@@ -123,8 +123,11 @@ class Group(abc.ABC):
         RankError
             If a rank has failed, or does not answer within the timeout.
         """
+        return self._gather(what, _written(what, value))
+
+    def _gather(self, what: str, own: bytes) -> list[Any]:
+        """Return what every rank says, of what this one has written."""
         key, self._calls = str(self._calls), self._calls + 1
-        own = json.dumps([what, value]).encode()
         about = f"{what}, call {key}"
         found = self.store.gather(key, self.rank, own, self.timeout, about)
         said = [_said(rank, x, about) for rank, x in enumerate(found)]
@@ -156,11 +159,11 @@ class Group(abc.ABC):
             If ranks differ in what must be the same; the message names rank, name and values.
         """
         try:
-            own = facts()
+            own = _written(what, facts())
         except Exception as error:
             self.gather(what, {"error": f"raised {type(error).__name__}: {error}"})
             raise
-        said: list[dict[str, Any]] = self.gather(what, own)
+        said: list[dict[str, Any]] = self._gather(what, own)
         for rank, of_rank in enumerate(said):
             if "error" in of_rank:
                 raise RankError(rank, f"{of_rank['error']} (in {what})")
@@ -171,7 +174,7 @@ class Group(abc.ABC):
                     raise RankError(
                         rank,
                         f"called {what} with {name}={_short(other)}, rank 0 with "
-                        f"{name}={_short(value)}",
+                        f"{name}={_short(value)}: give all ranks the same {name}",
                     )
         return said
 
@@ -201,6 +204,26 @@ class Group(abc.ABC):
         self.store.fail(self.rank, cause)
 
     # ---- arrays ----------------------------------------------------------------------------------
+
+    def check_array(self, name: str, array: Any) -> None:
+        """Raise for an array that this rank cannot exchange.
+
+        Parameters
+        ----------
+        name : str
+            What the caller calls it.
+        array : numpy.ndarray or cupy.ndarray
+
+        Raises
+        ------
+        TypeError
+            If it is of another library than those of the group.
+        ValueError
+            If it lies on another device than this rank's.
+        """
+        kind = array_namespace(array).__name__
+        if kind != self.namespace:
+            raise TypeError(f"this group exchanges {self.namespace} arrays, got {kind} arrays")
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> Work:
         """Begin to send and to receive arrays, all at once.
@@ -313,6 +336,15 @@ class DeviceGroup(Group):
         super().__init__(store, rank, size, timeout)
         self._cupy, self.device = _cupy(), device
 
+    def check_array(self, name: str, array: Any) -> None:
+        """Raise for an array that this rank cannot exchange, as `Group.check_array` does."""
+        super().check_array(name, array)
+        if (place := device_of(array)) not in (self.device, -1):
+            raise ValueError(
+                f"{name} must lie on device {self.device}, that of rank {self.rank}, got device "
+                f"{place}: make it in 'with group.on_device():'"
+            )
+
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this rank's device is the current one."""
         device: contextlib.AbstractContextManager[Any] = self._cupy.cuda.Device(self.device)
@@ -406,6 +438,11 @@ def _cupy() -> Any:
     return cupy
 
 
+def _written(what: str, value: Any) -> bytes:
+    """Return what a rank calls and says as the bytes that it leaves."""
+    return json.dumps([what, value]).encode()
+
+
 def _said(rank: int, said: bytes, about: str) -> tuple[str, Any]:
     """Return what a rank calls and says, from the bytes that it left."""
     try:
@@ -416,4 +453,4 @@ def _said(rank: int, said: bytes, about: str) -> tuple[str, Any]:
 
 
 def _short(value: Any) -> str:
-    return json.dumps(value)[:80]
+    return json.dumps(value)[:160]

@@ -295,4 +295,5 @@ class _Sizes:
             partials = (batch * _FLOAT * wide + 2 * (row + of_lse)) if several else row + of_lse
             memory["partial results"] = partials * step_q * all_q
         elements = batch * wide * heads * all_q
-        return cls(heads, len(of_ranks[0]), item, heads_bytes, ring_bytes, elements, memory)
+        steps = max(1, len(of_ranks[0]))  # without heads, too
+        return cls(heads, steps, item, heads_bytes, ring_bytes, elements, memory)

@@ -142,6 +142,7 @@ class NcclGroup(DeviceGroup):
         """Leave the group in peace, once every rank has come here."""
         self.finish()
         self.barrier()
+        self.agreed.clear()
         self._ended.set()
         self._comm.destroy()
         self.store.leave()

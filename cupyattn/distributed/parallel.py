@@ -66,7 +66,8 @@ def parallel_attention(
         mask; or as one says, or one for q and one for k and v.
     variant, accuracy, scale, softcap, layout, quant, tiles, arch, backend
         As for `cupyattn.attention`. Of ``fa_int8`` in a ring codes and scales travel in place of
-        keys and values; each rank quantises its own.
+        keys and values; each rank quantises its own. Given scales are those of the whole call, for
+        all heads, and the same on every rank; a ring takes granularity "tensor" and "head".
     causal, causal_align, window
         As for `cupyattn.attention` of the whole sequence.
     return_lse : bool

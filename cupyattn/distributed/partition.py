@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -9,6 +10,7 @@ from typing import Any
 
 from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import array_namespace, check_values
+from cupyattn.errors import shown
 
 #: Rows from one number up to another.
 Range = tuple[int, int]
@@ -22,11 +24,13 @@ class Partition:
     ----------
     ranges : tuple of tuple of (int, int)
         For each rank the rows that it holds, in their order, as ranges from one row up to another.
+        Lists and whole numbers of NumPy become tuples and Python's numbers: ranks compare them.
 
     Raises
     ------
     ValueError
-        If a row has no rank or several, or the ranges of a rank do not rise.
+        If ranges are no pairs of whole numbers, a row has no rank or several, or the ranges of a
+        rank do not rise.
 
     Examples
     --------
@@ -39,6 +43,17 @@ class Partition:
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
+        try:
+            ranges = tuple(
+                tuple((operator.index(begin), operator.index(end)) for begin, end in of_rank)
+                for of_rank in self.ranges
+            )
+        except (TypeError, ValueError):
+            raise ValueError(
+                "ranges must hold pairs (begin, end) of whole numbers for each rank, got "
+                f"{shown(self.ranges)}"
+            ) from None
+        object.__setattr__(self, "ranges", ranges)
         found = sorted(r for of_rank in self.ranges for r in of_rank)
         ends = [0, *(end for _, end in found)]
         whole = all(begin == end for (begin, _), end in zip(found, ends, strict=False))
@@ -63,11 +78,13 @@ class Partition:
             Ranks; needed where `length` is one number.
         """
         check_values("length", length)
-        if isinstance(length, int):
+        if not isinstance(length, Iterable) or getattr(length, "ndim", 1) == 0:
             if size is None:
                 raise TypeError("Partition.contiguous needs the number of ranks beside a length")
-            length = _shares(length, size)
-        ends = accumulate(length, initial=0)
+            lengths = _shares(_whole("length", length), _whole("size", size, least=1))
+        else:
+            lengths = [_whole("length", one) for one in length]
+        ends = accumulate(lengths, initial=0)
         return cls(tuple(_rising([r]) for r in pairwise(ends)))
 
     @classmethod
@@ -83,7 +100,7 @@ class Partition:
         size : int
             Ranks.
         """
-        return cls.zigzag_varlen((0, length), size)
+        return cls.zigzag_varlen((0, _whole("length", length)), size)
 
     @classmethod
     def zigzag_varlen(cls, cu_seqlens: Iterable[int], size: int) -> Partition:
@@ -97,8 +114,9 @@ class Partition:
             Ranks.
         """
         check_values("cu_seqlens", cu_seqlens)
+        size = _whole("size", size, least=1)
         ranges_of_ranks: list[list[Range]] = [[] for _ in range(size)]
-        for begin, end in pairwise(int(x) for x in cu_seqlens):
+        for begin, end in pairwise(_whole("cu_seqlens", x) for x in cu_seqlens):
             ends = accumulate(_shares(end - begin, 2 * size), initial=begin)
             for chunk, found in enumerate(pairwise(ends)):
                 ranges_of_ranks[min(chunk, 2 * size - 1 - chunk)].append(found)
@@ -205,6 +223,19 @@ def places(inner: Iterable[Range], outer: Iterable[Range]) -> list[Range]:
         shift = next(shift for begin, end, shift in starts if begin <= first and last <= end)
         found.append((first + shift, last + shift))
     return found
+
+
+def _whole(name: str, number: Any, least: int = 0) -> int:
+    """Return a whole number of the caller's, of an array of one element too, as Python's."""
+    try:
+        value = operator.index(number.item() if hasattr(number, "item") else number)
+    except TypeError:
+        value = least - 1
+    if value < least:
+        raise ValueError(
+            f"{name}: a whole number of at least {least} is needed, got {shown(number)}"
+        )
+    return value
 
 
 def _shares(length: int, size: int) -> list[int]:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn.distributed.blocks import Block
+from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.partition import Range
 from cupyattn.distributed.ring import Part
+from cupyattn.distributed.scales import scales_of_heads
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.backward import BackwardSettings, run_backward
 from cupyattn.ops.call_operands import known_call
@@ -35,6 +37,17 @@ class Calls:
 
     settings: Settings
     offsets: dict[str, Any] = field(default_factory=dict)
+    _of_heads: dict[Heads, Calls] = field(default_factory=dict, repr=False, compare=False)
+
+    def of_heads(self, heads: Heads) -> Calls:
+        """Return the calls of some heads: of given scales they take theirs."""
+        if heads not in self._of_heads:
+            quant = scales_of_heads(self.settings.quant, heads)
+            if quant is self.settings.quant:
+                return self
+            # NOTE: kept, since later calls are known by the identity of these arrays.
+            self._of_heads[heads] = Calls(self.settings._replace(quant=quant), self.offsets)
+        return self._of_heads[heads]
 
     def whole(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return O and lse of all rows and keys of some heads."""

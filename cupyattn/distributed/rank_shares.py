@@ -8,6 +8,7 @@ from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import array_namespace, check_values
 from cupyattn.distributed.group import Group, Message
 from cupyattn.distributed.partition import Partition
+from cupyattn.errors import shown
 
 #: Axes of layout BHSD by name.
 AXES = {"batch": 0, "heads": 1}
@@ -33,7 +34,7 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     Raises
     ------
     ValueError
-        For another axis, or if `heads_kv` is no multiple of the ranks.
+        For another axis, what has none, or if `heads_kv` is no multiple of the ranks.
 
     Examples
     --------
@@ -43,8 +44,9 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     >>> distributed.run(lambda group: share(x, x, x, group)[0].shape[0], 2)
     [2, 1]
     """
-    if axis not in AXES:
-        raise ValueError(f"axis must be 'batch' or 'heads', got {axis!r}")
+    number = _check_axis(axis)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_axes(name, x, number)
     if axis == "heads" and k.shape[1] % group.size:
         raise ValueError(
             f"heads_kv must be a multiple of the {group.size} ranks to be shared, got "
@@ -53,7 +55,7 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
 
     def own(name: str, x: Any) -> Any:
         check_values(name, x)
-        ranges = Partition.contiguous(x.shape[AXES[axis]], group.size).ranges[group.rank]
+        ranges = Partition.contiguous(x.shape[number], group.size).ranges[group.rank]
         begin, end = ranges[0] if ranges else (0, 0)
         return x[begin:end] if axis == "batch" else x[:, begin:end]
 
@@ -72,6 +74,9 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
 
     Raises
     ------
+    ValueError, TypeError
+        For another axis, an array without one, or one that the group does not exchange; the other
+        ranks then raise `RankError`.
     RankError
         If they differ in more, or a rank does not come.
 
@@ -84,21 +89,42 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     >>> distributed.run(on_rank, 2)[0].ravel().tolist()
     [0, 1, 1]
     """
-    number, x = AXES[axis], operand("x", x)
+    found: list[Any] = []
 
     def facts() -> dict[str, Any]:
-        shape = [None if i == number else n for i, n in enumerate(x.shape)]
-        return {"same": {"shape": shape, "dtype": x.dtype.name}, "length": x.shape[number]}
+        number = _check_axis(axis)
+        own = operand("x", x)
+        group.check_array("x", own)
+        _check_axes("x", own, number)
+        found.append(own)
+        shape = [None if i == number else n for i, n in enumerate(own.shape)]
+        same = {"axis": axis, "shape": shape, "dtype": own.dtype.name}
+        return {"same": same, "length": own.shape[number]}
 
     lengths = [said["length"] for said in group.agree("gather", facts)]
-    xp = array_namespace(x)
-    own = xp.ascontiguousarray(x)
-    shapes = [(*x.shape[:number], length, *x.shape[number + 1 :]) for length in lengths]
-    slices = [
-        own if rank == group.rank else xp.empty(shape, x.dtype) for rank, shape in enumerate(shapes)
-    ]
-    others = [Message(rank, a) for rank, a in enumerate(slices) if rank != group.rank]
+    (x,), number = found, AXES[axis]
     with group.failing_together("gather"):
+        xp = array_namespace(x)
+        own = xp.ascontiguousarray(x)
+        shapes = [(*x.shape[:number], length, *x.shape[number + 1 :]) for length in lengths]
+        slices = [
+            own if rank == group.rank else xp.empty(shape, x.dtype)
+            for rank, shape in enumerate(shapes)
+        ]
+        others = [Message(rank, a) for rank, a in enumerate(slices) if rank != group.rank]
         group.exchange([message._replace(array=own) for message in others], others).wait()
         group.finish()
     return Partition.contiguous(lengths).join(slices, axis=number)
+
+
+def _check_axes(name: str, x: Any, number: int) -> None:
+    """Raise for what has no axis of a number."""
+    if len(getattr(x, "shape", ())) <= number:
+        raise ValueError(f"{name} must be an array (batch, heads, ...), got {shown(x)}")
+
+
+def _check_axis(axis: Any) -> int:
+    """Return the number of an axis of a name."""
+    if not isinstance(axis, str) or axis not in AXES:
+        raise ValueError(f"axis must be 'batch' or 'heads', got {axis!r}")
+    return AXES[axis]

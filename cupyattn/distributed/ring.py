@@ -30,6 +30,7 @@ def circulate(
     circle: Sequence[int],
     own: Sequence[Any],
     forms: Callable[[int], Sequence[MessageForm]],
+    like: Any,
 ) -> Iterator[tuple[int, Sequence[Any]]]:
     """Yield the arrays of every rank of a ring, this rank's first; the next ones come beside what
     the caller then launches.
@@ -43,6 +44,8 @@ def circulate(
         What this rank has; not modified.
     forms : callable
         Returns shape and dtype of the arrays of the rank at an index of the circle.
+    like : array
+        Of the kind of those that come: this rank may have none.
 
     Yields
     ------
@@ -63,7 +66,7 @@ def circulate(
         if step + 1 == size:
             yield owner, current
             return
-        coming = empty_like_forms(own[0], forms((owner - 1) % size))
+        coming = empty_like_forms(like, forms((owner - 1) % size))
         work = group.prepare([(after, a) for a in current], [(before, a) for a in coming])
         yield owner, current
         work.wait()
@@ -125,7 +128,7 @@ def differentiate(
     after, before = circle[(index + 1) % size], circle[index - 1]
     dq = xp.zeros(q.shape, np.float32)
     sums: list[Any] = [xp.zeros(x.shape, np.float32) for x in keys]
-    for step, (owner, arrays) in enumerate(circulate(group, circle, keys, forms)):
+    for step, (owner, arrays) in enumerate(circulate(group, circle, keys, forms, q)):
         if step:  # the gradients of these keys have been on the rank before
             coming = empty_like_forms(sums[0], [(x.shape, np.float32) for x in arrays])
             work = group.prepare([(after, a) for a in sums], [(before, a) for a in coming])

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cupyattn.distributed.copies import CopyGroup, reach_each_other
 from cupyattn.distributed.group import TIMEOUT, Group, HostGroup
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.secret import ADVICE, Handover, given, make
-from cupyattn.distributed.store import Board, check_rank
+from cupyattn.distributed.store import Board, check_rank, check_timeout
 from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
-from cupyattn.errors import RankError
+from cupyattn.errors import RankError, shown
 from cupyattn.measure.device import device_missing
 
 T = TypeVar("T")
@@ -73,12 +74,20 @@ def run(
     >>> run(lambda group: group.gather("squares", group.rank**2), 3)[0]
     [0, 1, 4]
     """
-    devices = None if isinstance(ranks, int) else list(ranks)
-    size = ranks if isinstance(ranks, int) else len(ranks)
+    given_ranks: Any = ranks
+    try:
+        many = isinstance(ranks, Iterable)
+        devices = list(map(operator.index, given_ranks)) if many else None
+        size = operator.index(given_ranks) if devices is None else len(devices)
+    except TypeError:
+        raise TypeError(
+            f"ranks must be how many there are, or the numbers of devices, got {shown(ranks)}"
+        ) from None
     if size < 1:
         raise ValueError(f"a group has at least one rank, got {ranks!r}")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
+    timeout = check_timeout(timeout)
     board = Board(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -164,7 +173,8 @@ def connect(
     ValueError, OSError
         If the secret is too short, or its file is not private.
     """
-    check_rank(rank, size)
+    rank, size = check_rank(rank, size)
+    timeout = check_timeout(timeout)
     if isinstance(address, str):
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
@@ -207,7 +217,8 @@ def from_environment(
         device = None if device_missing() else _local_device(local)
     elif isinstance(device, str):
         raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
-    check_rank(rank, size)
+    rank, size = check_rank(rank, size)
+    timeout = check_timeout(timeout)
     return _connect(rank, size, rendezvous(environ), device, timeout, given(None, environ))
 
 
@@ -238,6 +249,7 @@ def from_mpi(
 
         comm = MPI.COMM_WORLD
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
+    timeout = check_timeout(timeout)
     host = socket.gethostname()
     server, told = None, None
     if rank == 0:

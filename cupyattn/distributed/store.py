@@ -7,19 +7,44 @@ without a device the arrays too. `Board` is the store of ranks that are threads 
 
 from __future__ import annotations
 
+import numbers
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cupyattn.errors import RankError
+from cupyattn.errors import RankError, shown
 
 
-def check_rank(rank: int, size: int) -> None:
-    """Raise ValueError for a rank that a group of this size does not have."""
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be between 0 and size - 1, got rank={rank} size={size}")
+def check_rank(rank: Any, size: Any) -> tuple[int, int]:
+    """Return a rank and the size of its group as Python's numbers, which a store carries.
+
+    ValueError for a rank that a group of this size does not have, TypeError for fractions.
+    """
+    try:
+        own, ranks = operator.index(rank), operator.index(size)
+    except TypeError:
+        raise TypeError(
+            f"rank and size must be whole numbers, got rank={shown(rank)} size={shown(size)}"
+        ) from None
+    if not 0 <= own < ranks:
+        raise ValueError(f"rank must be between 0 and size - 1, got rank={own} size={ranks}")
+    return own, ranks
+
+
+def check_timeout(timeout: Any) -> float:
+    """Return the seconds that a rank waits for another; ValueError or TypeError for none."""
+    if not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout must be a number of seconds, got {shown(timeout)}")
+    seconds = float(timeout)
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout must be positive, and at most {threading.TIMEOUT_MAX:g} seconds, "
+            f"got {seconds}"
+        )
+    return seconds
 
 
 class Store(Protocol):

@@ -18,6 +18,7 @@ from cupyattn.distributed.bounds import Expected, merged, summed
 from cupyattn.distributed.codes import with_keys_of
 from cupyattn.distributed.mesh import Heads, Mesh, shares_of_heads
 from cupyattn.distributed.partition import Partition, Range
+from cupyattn.distributed.scales import scales_of_heads
 from cupyattn.distributed.ulysses import merged_ranges
 from cupyattn.gradients.bounds import backward_bound
 from cupyattn.gradients.exact import Gradients, backward_exact
@@ -107,14 +108,16 @@ def judge(
     int8 = variant == "fa_int8"
     worst, dtype = 0.0, q.dtype.name
     exact_o, exact_lse = _exact(q, k, v, shared, options) if not int8 else (None, None)
-    for rows, blocks_of_rows in _pieces(shared, places_of, whole_keys=int8):
+    for number, (rows, blocks_of_rows) in enumerate(_pieces(shared, places_of, whole_keys=int8)):
         found = []
+        own = quant if shared.cu_seqlens_q is None or quant is None else quant.of_entry(number)
         for piece in blocks_of_rows:
             some = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
             how = {**rest, **piece.options}
             if int8:  # a scale of granularity "tensor" is that of the heads of one call
                 each = [
-                    _of_codes(_some_heads(some, h), quant, form, how) for h in _heads(shared, q, k)
+                    _of_codes(_some_heads(some, h), scales_of_heads(own, h), form, how)
+                    for h in _heads(shared, q, k)
                 ]
                 one = _beside(each) if each else _nothing(some[0].shape)
             else:

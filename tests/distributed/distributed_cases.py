@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from cupyattn import distributed
@@ -14,6 +16,11 @@ from cupyattn.distributed import Mesh, Partition, Shared
 
 #: Ranks, and how many of them exchange heads, in meshes of up to eight.
 MESHES = [Mesh(n, u) for n in range(1, 9) for u in range(1, n + 1) if n % u == 0]
+#: Each of these runs dozens of threads: a quarter of what the profile asks for.
+fewer = settings(max_examples=max(1, settings().max_examples // 4))
+#: The rows of one of two ranks, and how the two share them.
+X = np.ones((1, 4, 8, 16), np.float16)
+ROWS = Partition.contiguous(16, 2)
 
 
 def asked_for(mesh: Mesh) -> dict[str, Any]:
@@ -98,3 +105,23 @@ def on_ranks(
         [of_rank[2] for of_rank in found],
         tuple(joined),
     )
+
+
+def errors_of(size: int, function: Any, timeout: float = 20) -> list[BaseException | None]:
+    """What each rank raises."""
+    found: list[BaseException | None] = [None] * size
+
+    def on_rank(group: Any) -> None:
+        try:
+            function(group)
+        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+            found[group.rank] = error
+
+    with contextlib.suppress(distributed.RankError):  # a group that has failed does not close
+        distributed.run(on_rank, size, timeout=timeout)
+    return found
+
+
+def attend(own: distributed.Group, **options: Any) -> Any:
+    """Attention of `X` on every rank, in a ring unless the options say otherwise."""
+    return distributed.parallel_attention(X, X, X, own, **{"method": "ring", **options})

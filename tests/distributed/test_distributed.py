@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn as ca
@@ -20,12 +19,18 @@ from cupyattn.distributed import HostGroup, Mesh, Partition, Shared, rank_calls
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
 from cupyattn.strategies import attention_inputs
-from tests.distributed.distributed_cases import MESHES, asked_for, on_ranks, packed, partitions
+from tests.distributed.distributed_cases import (
+    MESHES,
+    asked_for,
+    errors_of,
+    fewer,
+    on_ranks,
+    packed,
+    partitions,
+)
 from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits, normal
 
-#: Each of these runs dozens of threads: a quarter of what the profile asks for.
-fewer = settings(max_examples=max(1, settings().max_examples // 4))
 TWO = Mesh(2, 1)
 
 
@@ -249,21 +254,6 @@ def test_codes_are_fewer_bytes_than_keys(quant: Any, share: float) -> None:
 # ---- what is wrong is said on every rank ---------------------------------------------------------
 
 
-def errors_of(size: int, function: Any, timeout: float = 20) -> list[BaseException | None]:
-    """What each rank raises."""
-    found: list[BaseException | None] = [None] * size
-
-    def on_rank(group: Any) -> None:
-        try:
-            function(group)
-        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-            found[group.rank] = error
-
-    with contextlib.suppress(distributed.RankError):  # a group that has failed does not close
-        distributed.run(on_rank, size, timeout=timeout)
-    return found
-
-
 X = np.ones((1, 2, 8, 16), np.float16)
 RING = {"method": "ring"}
 
@@ -346,7 +336,6 @@ def test_what_a_group_remembers_ends_with_it() -> None:
                 assert len(group.agreed) == count + 1
         for _ in range(2):
             distributed.parallel_attention_varlen(rows, rows, rows, ends, ends, group)
-            distributed.parallel_attention(x, x, x, group, window=[3, 0])  # type: ignore[arg-type]
         assert len(group.agreed) == 3
 
     distributed.run(on_rank, 2)

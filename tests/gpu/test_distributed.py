@@ -221,6 +221,37 @@ def test_exchanged_heads_are_those_of_one_device(size: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("transport", ["nccl", "copies"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_heads_have_their_given_scales(mesh: Mesh, transport: str, on_device: bool) -> None:
+    """All ranks share one configuration, whose scales lie on the host or on the first device."""
+    q, k, v = normal((2, 6, 300, 64), (2, 3, 300, 64))
+    rng, rows = np.random.default_rng(0), Partition.contiguous(300, mesh.size)
+    given = [rng.uniform(0.01, 0.04, (1, heads, 1)).astype(np.float32) for heads in (6, 3)]
+    where = cupy.asarray if on_device else np.asarray
+    how = {"granularity_q": "head", "granularity_k": "head", "smooth_k": False}
+    on_ranks, on_host = (
+        ca.QuantConfig(**how, scales=tuple(map(f, given))) for f in (where, np.asarray)
+    )
+    shared = Shared(mesh, rows, rows)
+    options = {"variant": "fa_int8", "quant": on_ranks}
+    o, lse, _, _ = on_devices((q, k, v), shared, transport=transport, **options)
+    judged = {"variant": "fa_int8", "quant": on_host, "lse": lse, "form": form()}
+    assert distributed.judge(o, q, k, v, shared, **judged) <= 1
+
+
+def test_arrays_on_the_device_of_another_rank_are_refused() -> None:
+    def on_rank(group: Any) -> None:
+        with cupy.cuda.Device(0):
+            x = cupy.ones((1, 2, 64, 64), "float16")
+        expected = distributed.RankError if group.device == 0 else ValueError
+        with pytest.raises(expected, match="q must lie on device 1, that of rank 1, got device 0"):
+            distributed.parallel_attention(x, x, x, group)
+
+    distributed.run(on_rank, devices(2), timeout=30)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_memory_is_what_the_model_says(mesh: Mesh) -> None:
     """All of a rank's pool: operands, results, what travels; scratch memory comes on top, twice
     where the pool cuts the results of a step out of what the step before has given back."""
