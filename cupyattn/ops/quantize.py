@@ -140,7 +140,7 @@ def quantize(
     arrays |= {name: array for name, array in others.items() if array is not None}
     known = None
     if len(arrays) == 3 and (quant is None or not quant.static):  # nothing is looked at or kept
-        known = Known(arrays)
+        known = Known(arrays, tuple(map(type, settings)))  # 1 is no True, though equal to it
     found: QuantizedQKV = run(QUANTIZE, settings, arrays, known)
     return found
 

@@ -45,6 +45,34 @@ class Settings(NamedTuple):
     max_len_k: int | None = None
 
     @property
+    def odd_types(self) -> tuple[type, ...]:
+        """Types of the settings and of the window's sides; () where numbers have their own types.
+
+        Settings of other types may be equal and mean something else: 1 is True, yet ``causal=1`` is
+        refused. What remembers calls by their settings takes these types beside them.
+        """
+        # NOTE: every call comes here. To list all types would take three times as long.
+        (
+            scale, causal, _, window, softcap, turned, offset, eps, _, lse, _, _, _, _, finite,
+            len_q, len_k,
+        ) = self[2:]  # fmt: skip
+        pair = type(window) is tuple and len(window) == 2
+        left, right = window if pair else (None, None)
+        if (
+            (causal is False or causal is True)
+            and (lse is False or lse is True)
+            and (turned is False or turned is True)
+            and (finite is False or finite is True)
+            and (scale is None or isinstance(scale, float))
+            and type(softcap) is type(eps) is float
+            and type(offset) is type(left) is type(right) is int
+            and (len_q is None or type(len_q) is int)
+            and (len_k is None or type(len_k) is int)
+        ):
+            return ()
+        return (*map(type, self), type(left), type(right))
+
+    @property
     def places(self) -> dict[str, Any]:
         """Those of `PLACES`."""
         return {name: getattr(self, name) for name in PLACES}

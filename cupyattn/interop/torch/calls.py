@@ -116,7 +116,8 @@ def _find(
         if not isinstance(mask, BlockMask):
             return None, None, {}
         kept = mask.blocks, mask.mask.shape  # what is remembered keeps no array alive
-    facts = what, call, deterministic, kept, ladder.VARIANTS.get(call.variant)
+    rung = ladder.VARIANTS.get(call.variant)
+    facts = what, call, call.odd_types, deterministic, kept, rung
     forms, addresses = forms_of(tensors if out is None else {**tensors, "out": out})
     return *CALLS.find(facts, forms), addresses
 
