@@ -25,8 +25,8 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
-from cupyattn.problem.request import SEQUENCES
-from cupyattn.problem.resolve import Description, describe_call, to_bhsd
+from cupyattn.problem.request import SEQUENCES, Request
+from cupyattn.problem.resolve import describe_call, to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
@@ -65,7 +65,7 @@ class ShardedCall:
         Which rank has which rows and keys.
     spans : tuple of Span
         The sequences.
-    described : Description
+    described : Request
         A call of this rank's own arrays as if they were all: rung, backend, kind of array. Those
         of a later call of the same form may be others.
     calls : Calls
@@ -78,7 +78,7 @@ class ShardedCall:
     rows_q: Partition
     rows_kv: Partition
     spans: tuple[Span, ...]
-    described: Description
+    described: Request
     calls: Calls
     digest: str
 
@@ -152,7 +152,7 @@ def agree(
     call = resolve_sharded(what, settings, group, arrays)
     own = call.described
     if key is not None:  # what is kept holds no array of the caller's
-        kept = replace(own, q=None, k=None, v=None)
+        kept = replace(own, given={}, q=None, k=None, v=None)
         group.agreed.remember(key, replace(call, described=kept))
     return call, (own.q, own.k, own.v)
 
@@ -169,7 +169,7 @@ def _find(
     return group.agreed.find((what, settings, kinds, *known.facts), forms)
 
 
-def _nothing_else(_: Description) -> dict[str, Any]:
+def _nothing_else(_: Request) -> dict[str, Any]:
     return {}
 
 
@@ -178,7 +178,7 @@ def resolve_sharded(
     settings: ShardedSettings,
     group: Group,
     arrays: Mapping[str, Any],
-    extra: Callable[[Description], dict[str, Any]] = _nothing_else,
+    extra: Callable[[Request], dict[str, Any]] = _nothing_else,
 ) -> ShardedCall:
     """Check a call of this rank, agree with the others on it, and choose how it runs.
 
@@ -198,7 +198,7 @@ def resolve_sharded(
         For what is wrong on another rank, or differs from rank to rank.
     """
     asked = settings.of_call
-    found: list[tuple[Description, dict[str, Any]]] = []
+    found: list[tuple[Request, dict[str, Any]]] = []
 
     def facts() -> dict[str, Any]:
         own_call = _own_call(settings, group, arrays)
@@ -247,7 +247,7 @@ def resolve_sharded(
     )  # fmt: skip
 
 
-def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Description:
+def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Request:
     """Check this rank's arrays as if they were all.
 
     Nothing is resolved: what runs are calls of other rows and heads, after ranks have exchanged.
@@ -359,7 +359,7 @@ def _digest(numbers: Any) -> str:
 
 
 def _obstacle(
-    described: Description, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
+    described: Request, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
 ) -> str:
     """Say what a ring of codes does not take of a call: what would cut them; empty where nothing.
 

@@ -20,7 +20,8 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.ops.backward import check_offered
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.resolve import Description, to_bhsd
+from cupyattn.problem.request import Request
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
@@ -179,7 +180,7 @@ def _run(
     """Agree with the other ranks and compute."""
     taken: list[Any] = []
 
-    def extra(described: Description) -> dict[str, Any]:
+    def extra(described: Request) -> dict[str, Any]:
         check_offered(arrays["q"], None)
         taken.extend(_take(described, arrays))
         return {"deterministic": bool(deterministic)}
@@ -194,7 +195,7 @@ def _run(
     return Gradients(*map(call.restore, found))
 
 
-def _take(described: Description, arrays: Mapping[str, Any]) -> list[Any]:
+def _take(described: Request, arrays: Mapping[str, Any]) -> list[Any]:
     """Return d_out, out and lse in layout BHSD, checked against q."""
     found = {n: interchange.take(n, arrays[n])[0] for n in ("d_out", "out", "lse")}
     q = described.q

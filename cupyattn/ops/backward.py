@@ -28,7 +28,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import Description, describe_call, to_bhsd
+from cupyattn.problem.resolve import describe_call, to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings, parse
@@ -221,10 +221,15 @@ def attention_varlen_backward(
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
-def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
-    """Raise UnsupportedError for what the backward pass does not take, TypeError for no answer."""
+def check_deterministic(deterministic: Any) -> None:
+    """Raise TypeError for what is no answer to whether the bits of gradients stay the same."""
     if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(f"deterministic must be True, False or None, got {shown(deterministic)}")
+
+
+def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
+    """Raise UnsupportedError for what the backward pass does not take, TypeError for no answer."""
+    check_deterministic(deterministic)
     if qk_norm is not None:
         raise UnsupportedError(
             "the backward pass takes no qk_norm: give q and k as they are after it, and take their "
@@ -439,7 +444,7 @@ def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
     return shape[1:] if packed and not turned else shape
 
 
-def _take(request: Request | Description, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _take(request: Request, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operands by name, d_out, out and lse checked against q; layout BHSD."""
     if request.call.padded is not None:
         raise UnsupportedError(
