@@ -30,8 +30,9 @@ from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
 from cupyattn.problem.resolve import describe_call, to_bhsd
 from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.score_options import ScoreOptions
-from cupyattn.problem.settings import Settings, parse
+from cupyattn.problem.settings import NO_WINDOW, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.request import scoring_of
 
@@ -48,7 +49,7 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
@@ -127,10 +128,9 @@ def attention_backward(
     >>> dv[0, 0, :, 0].round(2).tolist()
     [2.080078125, 1.080078125, 0.580078125, 0.25]
     """
-    settings = Settings(
-        variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-        layout=layout, return_lse=True, arch=arch, backend=backend,
+    settings = interned(
+        "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, EPS, layout, True, None, None, arch, backend,
     )  # fmt: skip
     others = {
         "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
@@ -155,7 +155,7 @@ def attention_varlen_backward(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
@@ -208,10 +208,9 @@ def attention_varlen_backward(
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
-    settings = Settings(
-        variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-        return_lse=True, arch=arch, backend=backend, max_len_q=max_len_q, max_len_k=max_len_k,
+    settings = interned(
+        "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, EPS, "BHSD", True, None, None, arch, backend, False, max_len_q, max_len_k,
     )  # fmt: skip
     others = {
         "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,

@@ -7,13 +7,14 @@ import contextlib
 import importlib
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cupyattn import act_quant, attention, attention_backward, quantize
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, interned
 from cupyattn.quant import weight_dequant, weight_quant
 from cupyattn.runtime.recent import CALLS
 from tests.runtime.test_host_calls import SHAPES, Driver, array, driver  # noqa: F401
@@ -107,20 +108,29 @@ def test_an_outcome_does_not_depend_on_the_call_before(name: str) -> None:
 @pytest.mark.parametrize(("name", "values"), PAIRS, ids=[name for name, _ in PAIRS])
 def test_equal_settings_of_other_types_are_told_apart(name: str, values: tuple[Any, Any]) -> None:
     usual, other = (Settings(**{name: value}) for value in values)
-    assert usual == other and usual.odd_types == () != other.odd_types
+    assert usual == other and usual.types != other.types
+    one, same, odd = interned(*usual), interned(*usual), interned(*other)
+    assert one is same and (hash(one), one.types) != (hash(odd), odd.types)
 
 
-def test_numbers_of_their_own_types_are_known_by_themselves() -> None:
-    for settings in (
-        Settings(), Settings(scale=0.5, causal=True, window=(3, -1), max_len_q=3, max_len_k=4),
-        Settings(scale=np.float64(0.5)),
-    ):  # fmt: skip
-        assert settings.odd_types == ()
-    for name in ("max_len_q", "max_len_k"):
-        assert Settings(**{name: 3.0}).odd_types  # type: ignore[arg-type]
-    for window in (None, (1,), [3, 1], iter((3, 1))):
-        assert Settings(window=window).odd_types  # type: ignore[arg-type]
-    assert next(window := iter((3, 1))) == 3 and next(window) == 1
+def test_interned_settings_are_settings() -> None:
+    one = interned(*Settings(causal=True, window=(3, 1)))
+    assert one.types == () and tuple(one) == tuple(Settings(causal=True, window=(3, 1)))
+    assert one.places == {"causal": True, "causal_align": "bottom-right", "window": (3, 1)}
+    plain = one._replace(causal=False)
+    assert type(plain) is Settings and plain == Settings(window=(3, 1))
+    assert type(one.without_rung) is Settings
+    for window in ([3, 1], np.array([3, 1]), {3: 1}):
+        assert type(interned(*Settings(window=window))) is Settings  # type: ignore[arg-type]
+    for odd in (None, (1,), 3, iter((3, 1))):
+        assert interned(*Settings(window=odd)).window is odd  # type: ignore[arg-type]
+    assert list(odd) == [3, 1]  # type: ignore[arg-type]
+
+
+def test_threads_get_the_same_settings() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: interned(*Settings(max_len_q=n % 7)), range(700)))
+    assert len({id(one) for one in found}) == 7
 
 
 @pytest.mark.usefixtures("device")

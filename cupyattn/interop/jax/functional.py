@@ -223,7 +223,7 @@ def _facts(options: Mapping[str, Any]) -> tuple[Any, ...]:
     if isinstance(mask, BlockMask):
         mask = mask.blocks, mask.mask.shape  # what is remembered keeps no array
     rung = ladder.VARIANTS.get(variant) if isinstance(variant, str) else None
-    return settings, settings.odd_types, mask, rung
+    return settings, settings.types, mask, rung
 
 
 def _remember(options: dict[str, Any], deterministic: bool) -> _Call:

@@ -24,7 +24,7 @@ from cupyattn.ops.backward import BACKWARD, BackwardSettings, check_offered
 from cupyattn.ops.call_operands import PAIRS
 from cupyattn.ops.operation import run_new
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, interned
 from cupyattn.runtime.ready import Conversion, Ready
 from cupyattn.runtime.recent import CALLS
 
@@ -117,7 +117,9 @@ def _find(
             return None, None, {}
         kept = mask.blocks, mask.mask.shape  # what is remembered keeps no array alive
     rung = ladder.VARIANTS.get(call.variant)
-    facts = what, call, call.odd_types, deterministic, kept, rung
+    if type(call) is Settings:
+        call = interned(*call)
+    facts = what, call, call.types, deterministic, kept, rung
     forms, addresses = forms_of(tensors if out is None else {**tensors, "out": out})
     return *CALLS.find(facts, forms), addresses
 
