@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.ops.attention import resolved
 from cupyattn.runtime.recent import CALLS
 from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits
@@ -140,12 +141,13 @@ def test_a_refusal_has_the_sentence_of_the_call_on_cupy_arrays(options: dict[str
 def test_given_scales_of_blocks_are_those_of_the_device() -> None:
     """How many blocks there are is known where the call runs."""
     inputs = on_cupy(*operands())
-    tiles = ca.kernel_form(*inputs, variant="fa_int8")["tiles"]
+    dynamic = {"variant": "fa_int8", "quant": ca.QuantConfig("block", "block")}
+    tiles = resolved(*inputs, **dynamic).scale_tiles
     groups = (-(-333 // n) for n in (tiles.block_q, tiles.block_kv))
     scales = tuple(
         np.full((1, heads, n), 0.05, np.float32) for heads, n in zip((4, 2), groups, strict=True)
     )
-    options = {"variant": "fa_int8", "quant": ca.QuantConfig("block", "block", scales=scales)}
+    options = {**dynamic, "quant": ca.QuantConfig("block", "block", scales=scales)}
     (found,) = on_cupy(interop.attention(*operands(), **options))
     assert bits(found) == bits(ca.attention(*inputs, **options))
 
