@@ -203,7 +203,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.explain": ("explain", "explain_backward", "kernel_form"),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear",),
-        # NOTE: with_q of the record quantises by what that module gives it.
+        # NOTE: that module gives the record its with_q.
         "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "problem.block_mask": ("BlockMask",),

@@ -131,7 +131,8 @@ def _written(name: str, default: ast.expr | None, module: str) -> str:
         with contextlib.suppress(LookupError):
             found = find(module, default.id).node
             if isinstance(found, ast.Assign | ast.AnnAssign):
-                default = found.value if isinstance(found.value, ast.Constant) else default
+                plain = isinstance(found.value, ast.Constant | ast.Tuple)
+                default = found.value if plain else default
     if isinstance(default, ast.Call) and ast.unparse(default.func) == "field":
         given = {keyword.arg: keyword.value for keyword in default.keywords}
         default = given.get("default")

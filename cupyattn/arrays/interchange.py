@@ -7,8 +7,10 @@ goes back the same way. An array that kernels cannot read where it lies is copie
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -237,11 +239,16 @@ def _importer(array: Any) -> Callable[[Any], Any]:
     library = _library_of(array)
     if not hasattr(library, "from_dlpack"):
         return as_it_is
-    return functools.partial(_handed_over, library)
+    # NOTE: a module goes through no pickle, and records keep this beside their arrays.
+    module = library.__name__ if isinstance(library, ModuleType) else library
+    return functools.partial(_handed_over, module)
 
 
-def _handed_over(library: Any, result: Any) -> Any:
-    """Return a result as an array of a library that has ``from_dlpack``."""
+def _handed_over(module: Any, result: Any) -> Any:
+    """Return a result as an array of a library that has ``from_dlpack``: a module's name, or it."""
+    library = module
+    if isinstance(module, str):
+        library = sys.modules.get(module) or importlib.import_module(module)
     if not isinstance(result, np.ndarray) or result.dtype.name != "bfloat16":
         return library.from_dlpack(result)
     bits = library.from_dlpack(result.view(np.int16))

@@ -33,8 +33,8 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.backward import check_offered
 from cupyattn.ops.call_operands import known_call
 from cupyattn.problem import checks
-from cupyattn.problem.request import SEQUENCES
-from cupyattn.problem.resolve import Description, describe_call, to_bhsd
+from cupyattn.problem.request import SEQUENCES, Request
+from cupyattn.problem.resolve import describe_call, to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
@@ -143,7 +143,7 @@ class ShardedCall:
         Which rank has which rows and keys.
     spans : tuple of Span
         The sequences.
-    described : Description
+    described : Request
         A call of this rank's own arrays as if they were all: rung, backend, kind of array. Those
         of a later call of the same form may be others.
     calls : Calls
@@ -156,7 +156,7 @@ class ShardedCall:
     rows_q: Partition
     rows_kv: Partition
     spans: tuple[Span, ...]
-    described: Description
+    described: Request
     calls: Calls
     digest: str
 
@@ -231,7 +231,7 @@ def agree(
     call = resolve_sharded(what, settings, group, arrays)
     own = call.described
     if key is not None:  # what is kept holds no array of the caller's
-        kept = replace(own, q=None, k=None, v=None)
+        kept = replace(own, given={}, q=None, k=None, v=None)
         group.agreed.remember(key, replace(call, described=kept))
     return call, (own.q, own.k, own.v)
 
@@ -253,7 +253,7 @@ def resolve_sharded(
     settings: ShardedSettings,
     group: Group,
     arrays: Mapping[str, Any],
-    take_others: Callable[[Description], None] | None = None,
+    take_others: Callable[[Request], None] | None = None,
 ) -> ShardedCall:
     """Check a call of this rank, agree with the others on it, and choose how it runs.
 
@@ -273,7 +273,7 @@ def resolve_sharded(
     """
     settings = comparable(settings) or settings
     asked = settings.of_call
-    found: list[tuple[Description, dict[str, Any], _Coding | None]] = []
+    found: list[tuple[Request, dict[str, Any], _Coding | None]] = []
 
     def facts() -> dict[str, Any]:
         own_call = _own_call(settings, group, arrays)
@@ -335,7 +335,7 @@ class _Coding(NamedTuple):
     scale_tiles: Tiles
 
     @classmethod
-    def of(cls, described: Description) -> _Coding:
+    def of(cls, described: Request) -> _Coding:
         quant = scales_beside(described.settings.quant or QuantConfig(), described.q)
         return cls(quant, tiles_of_scales(described, quant))
 
@@ -346,7 +346,7 @@ class _Coding(NamedTuple):
         return {**own, **compared_scales(self.quant)}
 
 
-def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Description:
+def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Request:
     """Check this rank's arrays as if they were all.
 
     Nothing is resolved: what runs are calls of other rows and heads, after ranks have exchanged.

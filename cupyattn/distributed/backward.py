@@ -19,7 +19,8 @@ from cupyattn.distributed.ring import differentiate
 from cupyattn.gradients.exact import Gradients
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.resolve import Description, to_bhsd
+from cupyattn.problem.request import Request
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
@@ -177,7 +178,7 @@ def _run(
     """Agree with the other ranks and compute."""
     taken: list[Any] = []
 
-    def take_others(described: Description) -> None:
+    def take_others(described: Request) -> None:
         taken.extend(_take(described, arrays))
 
     call = resolve_sharded(what, settings, group, arrays, take_others)
@@ -190,7 +191,7 @@ def _run(
     return Gradients(*map(call.restore, found))
 
 
-def _take(described: Description, arrays: Mapping[str, Any]) -> list[Any]:
+def _take(described: Request, arrays: Mapping[str, Any]) -> list[Any]:
     """Return d_out, out and lse in layout BHSD, checked against q."""
     found = {n: interchange.take(n, arrays[n])[0] for n in ("d_out", "out", "lse")}
     q = described.q

@@ -96,6 +96,9 @@ class JoinError(Exception):
         super().__init__(verdict.name.lower().replace("_", " "))
         self.verdict = verdict
 
+    def __reduce__(self) -> tuple[type[JoinError], tuple[Verdict]]:
+        return type(self), (self.verdict,)
+
 
 class BrokenFrameError(Exception):
     """Where the next message begins is not known: the connection is of no more use."""
@@ -115,6 +118,9 @@ class RefusedFrameError(Exception):
     def __init__(self, sequence: int, cause: str) -> None:
         super().__init__(cause)
         self.sequence = sequence
+
+    def __reduce__(self) -> tuple[type[RefusedFrameError], tuple[int, str]]:
+        return type(self), (self.sequence, str(self))
 
 
 class Frame(NamedTuple):

@@ -18,7 +18,7 @@ from cupyattn.distributed.mesh import Heads
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import scale_tiles
-from cupyattn.problem.resolve import Description
+from cupyattn.problem.request import Request
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 
@@ -50,7 +50,7 @@ def _in_words(scale: Any) -> str:
     return f"{ends}float32 {x.shape}, sha256 {digest}"
 
 
-def tiles_of_scales(described: Description, quant: QuantConfig) -> Tiles:
+def tiles_of_scales(described: Request, quant: QuantConfig) -> Tiles:
     """Return the tiles whose sizes granularity "block" takes, on the device of this rank.
 
     UnsupportedError if no form of the rung is for such codes.

@@ -81,7 +81,7 @@ def act_quant(
     """
     arrays = {"x": x}
     settings = ActQuantSettings(block_size, backend, strategy=strategy)
-    codes, scales = run(ACT_QUANT, settings, arrays, Known(arrays))
+    codes, scales = run(ACT_QUANT, settings, arrays, Known(arrays, (type(block_size),)))
     return codes, scales
 
 

@@ -16,7 +16,7 @@ from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import Settings, parse
+from cupyattn.problem.settings import NO_WINDOW, interned, parse
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.request import run_mirror
@@ -33,7 +33,7 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
@@ -176,7 +176,7 @@ def attention(
     """
     if isinstance(q, QuantizedQKV) and q.cu_seqlens_q is not None:
         raise ValueError("this QuantizedQKV holds packed sequences: call attention_varlen")
-    settings = Settings(
+    settings = interned(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def attention_varlen(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
@@ -309,7 +309,7 @@ def attention_varlen(
         )
     if not coded and cu_seqlens_q is cu_seqlens_k is None:
         raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k beside arrays")
-    settings = Settings(
+    settings = interned(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, "BHSD", return_lse, quant, tiles, arch, backend, check_finite,
         max_len_q, max_len_k,

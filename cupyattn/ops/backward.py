@@ -28,10 +28,11 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import Description, describe_call, to_bhsd
+from cupyattn.problem.resolve import describe_call, to_bhsd
 from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.score_options import ScoreOptions
-from cupyattn.problem.settings import Settings, parse
+from cupyattn.problem.settings import NO_WINDOW, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.request import scoring_of
 
@@ -48,7 +49,7 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
@@ -127,10 +128,9 @@ def attention_backward(
     >>> dv[0, 0, :, 0].round(2).tolist()
     [2.080078125, 1.080078125, 0.580078125, 0.25]
     """
-    settings = Settings(
-        variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-        layout=layout, return_lse=True, arch=arch, backend=backend,
+    settings = interned(
+        "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, EPS, layout, True, None, None, arch, backend,
     )  # fmt: skip
     others = {
         "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
@@ -155,7 +155,7 @@ def attention_varlen_backward(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
@@ -208,10 +208,9 @@ def attention_varlen_backward(
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
-    settings = Settings(
-        variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-        return_lse=True, arch=arch, backend=backend, max_len_q=max_len_q, max_len_k=max_len_k,
+    settings = interned(
+        "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, EPS, "BHSD", True, None, None, arch, backend, False, max_len_q, max_len_k,
     )  # fmt: skip
     others = {
         "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
@@ -221,10 +220,15 @@ def attention_varlen_backward(
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
-def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
-    """Raise UnsupportedError for what the backward pass does not take, TypeError for no answer."""
+def check_deterministic(deterministic: Any) -> None:
+    """Raise TypeError for what is no answer to whether the bits of gradients stay the same."""
     if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(f"deterministic must be True, False or None, got {shown(deterministic)}")
+
+
+def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
+    """Raise UnsupportedError for what the backward pass does not take, TypeError for no answer."""
+    check_deterministic(deterministic)
     if qk_norm is not None:
         raise UnsupportedError(
             "the backward pass takes no qk_norm: give q and k as they are after it, and take their "
@@ -439,7 +443,7 @@ def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
     return shape[1:] if packed and not turned else shape
 
 
-def _take(request: Request | Description, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _take(request: Request, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operands by name, d_out, out and lse checked against q; layout BHSD."""
     if request.call.padded is not None:
         raise UnsupportedError(

@@ -34,7 +34,7 @@ def known_call(settings: Settings, arrays: Mapping[str, Any]) -> Known | None:
         return None
     q, block_mask = arrays["q"], arrays.get("block_mask")
     try:
-        facts: tuple[Any, ...] = (ladder.VARIANTS.get(settings.variant),)
+        facts: tuple[Any, ...] = (ladder.VARIANTS.get(settings.variant), settings.types)
     except TypeError:  # a list, which `ladder.lookup` refuses
         return None
     if isinstance(q, QuantizedQKV):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -37,9 +38,9 @@ from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.problem.support import value_tiles_support
+from cupyattn.quant import queries
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.queries import quantise_with
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 from cupyattn.reference.quantize import _quantize_sequences, quantize_mirror, value_operand
 
@@ -139,12 +140,20 @@ def quantize(
     arrays |= {name: array for name, array in others.items() if array is not None}
     known = None
     if len(arrays) == 3 and (quant is None or not quant.static):  # nothing is looked at or kept
-        known = Known(arrays)
+        known = Known(arrays, tuple(map(type, settings)))  # 1 is no True, though equal to it
     found: QuantizedQKV = run(QUANTIZE, settings, arrays, known)
     return found
 
 
-quantise_with(quantize)
+@functools.wraps(QuantizedQKV.with_q)
+def _with_q(self: QuantizedQKV, q: Array, **options: Any) -> QuantizedQKV:
+    arguments, as_given = queries.of_call(self, q, options)
+    found: QuantizedQKV = queries.with_codes(self, quantize(**arguments), as_given)
+    return found
+
+
+# NOTE: the record stands above this package, so it cannot call what makes codes.
+QuantizedQKV.with_q = _with_q  # type: ignore[method-assign]
 
 
 def _rebuilt(state: dict[str, Any]) -> QuantizedQKV:

@@ -91,7 +91,7 @@ def weight_quant(
     """
     arrays = {"w": w}
     settings = WeightSettings(block_size, backend, strategy=strategy)
-    codes, scales = run(WEIGHT_QUANT, settings, arrays, Known(arrays))
+    codes, scales = run(WEIGHT_QUANT, settings, arrays, Known(arrays, (type(block_size),)))
     return codes, scales
 
 
@@ -139,7 +139,7 @@ def weight_dequant(
     """
     arrays = {"codes": codes, "scales": scales}
     settings = WeightSettings(block_size, backend, out_dtype, strategy)
-    return run(WEIGHT_DEQUANT, settings, arrays, Known(arrays))
+    return run(WEIGHT_DEQUANT, settings, arrays, Known(arrays, (type(block_size),)))
 
 
 class WeightSettings(NamedTuple):

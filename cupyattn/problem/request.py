@@ -62,16 +62,16 @@ class Request:
     mask, bias : array or None
         The caller's, broadcast to (batch, heads, len_q, len_kv) without a copy; of packed sequences
         to the longest lengths.
-    kept_blocks : array or None
-        What kernels read of the caller's block mask, beside q.
     preparation : Preparation or None
         What happens to the rows of Q and K first, with weights and tables as the kernels read them.
+    as_given : callable
+        Turns a result into the kind of array that the caller's q is.
+    kept_blocks : array or None
+        What kernels read of the caller's block mask, beside q.
     quantized : QuantizedQKV or None
         What the caller brought already quantised.
     receiver : array or None
         The caller's ``out`` in layout BHSD.
-    as_given : callable
-        Turns a result into the kind of array that the caller's q is.
     cu_seqlens_q, cu_seqlens_k : array, int32, (batch + 1,), or None
         Where packed sequences begin and end, on the device of q.
     lengths_q, lengths_kv : array, int32, (batch,), or None
@@ -91,11 +91,11 @@ class Request:
     v: Any
     mask: Any
     bias: Any
-    kept_blocks: Any
     preparation: Preparation | None
-    quantized: QuantizedQKV | None
-    receiver: Any
     as_given: Callable[[Any], Any]
+    kept_blocks: Any = None
+    quantized: QuantizedQKV | None = None
+    receiver: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     lengths_q: Any = None

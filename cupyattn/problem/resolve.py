@@ -6,8 +6,8 @@ whose rows lie elsewhere. For them `describe_call` is the part of `resolve` that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,7 @@ from cupyattn.compiler.architectures import (
 )
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
-from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.tiles import check_kind
+from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
@@ -37,37 +36,14 @@ from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.static_scales import check_packed_quant, static_scales
+from cupyattn.quant.static_scales import (
+    check_packed_quant,
+    check_static_scales,
+    static_scales,
+)
 
 _AUTO = ("auto",)
 _NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
-
-
-@dataclass(frozen=True)
-class Description:
-    """A call of arrays that was checked by shapes, types and options, and the rung that takes it.
-
-    Parameters
-    ----------
-    settings, variant, why, call, backend, q, k, v, mask, bias, preparation, as_given
-        As for `Request`.
-    of_entries : mapping of str to array
-        Where packed sequences lie, or how long padded entries are, by the names of a request.
-    """
-
-    settings: Settings
-    variant: Variant
-    why: str
-    call: AttentionSpec
-    backend: str
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
-    bias: Any
-    preparation: Preparation | None
-    as_given: Callable[[Any], Any]
-    of_entries: Mapping[str, Any]
 
 
 def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
@@ -91,15 +67,9 @@ def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     if isinstance(arrays["q"], QuantizedQKV):
         return _resolve_quantized(settings, arrays)
     found = describe_call(settings, arrays)
-    q, k, v, mask, bias = found.q, found.k, found.v, found.mask, found.bias
     if settings.check_finite:
-        _check_finite((q, k, v), found.of_entries)
-    request = Request(
-        found.settings, arrays, found.variant, found.why, found.call, found.backend, q, k, v, mask,
-        bias, _kept_blocks(arrays, q), found.preparation, None,
-        _receiver(found.settings, arrays, found.call, (q, k, v, mask, bias)),
-        found.as_given, **found.of_entries,
-    )  # fmt: skip
+        _check_finite(found)
+    request = replace(found, kept_blocks=_kept_blocks(found), receiver=_receiver(found))
     return _with_given_scales(request)
 
 
@@ -117,8 +87,10 @@ def _check_settings(settings: Settings, arrays: Mapping[str, Any]) -> None:
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
 
 
-def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Description:
+def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     """Check a call of arrays by shapes, types and options, and choose the rung.
+
+    What `resolve` adds is left out: blocks that are kept, an ``out``, scales that are given.
 
     Parameters
     ----------
@@ -183,30 +155,43 @@ def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Description:
         quant = replace(settings.quant or QuantConfig(), smooth_k=False)
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
-    return Description(
-        settings, variant, why, call, target.choose(settings.backend, q), q, k, v, mask, bias,
-        preparation, as_given, {**_offsets(sequences), **lengths},
+    return Request(
+        settings, arrays, variant, why, call, target.choose(settings.backend, q), q, k, v, mask,
+        bias, preparation, as_given, **_offsets(sequences), **lengths,
     )  # fmt: skip
 
 
 def _with_given_scales(request: Request) -> Request:
     """Add the scales that the caller gives, where kernels read them."""
     quant, call = request.settings.quant, request.call
-    if quant is None or not quant.static or request.backend == "mirror":
+    if quant is None or not quant.static:
         return request
-    tiles, sequences = request.scale_tiles, call.batch if call.packed else None
     with memory.on_device_of(request.q):
-        given = static_scales(
-            array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
-        )
+        xp = array_namespace(request.q)
+        given = static_scales(xp, quant, *_scaled(request))
         if call.padded is not None:  # a kernel may write NaN over the scale of an entry alone
-            xp = array_namespace(request.q)
             given = {
                 name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
                 for name, x in given.items()
                 if x is not None
             }
     return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
+
+
+def check_given_scales(request: Request) -> None:
+    """Raise for scales that the caller gives, if there are any, and that do not fit the operands.
+
+    No value of an array on a device is read.
+    """
+    quant = request.settings.quant
+    if quant is not None and quant.static:
+        check_static_scales(quant, *_scaled(request))
+
+
+def _scaled(request: Request) -> tuple[tuple[int, ...], tuple[int, ...], Tiles, int | None]:
+    """Return what the shapes of given scales follow from, as `static_scales` takes it."""
+    sequences = request.call.batch if request.call.packed else None
+    return tuple(request.q.shape), tuple(request.k.shape), request.scale_tiles, sequences
 
 
 def _padded(
@@ -266,13 +251,12 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
         **codes, **scales, mask=mask, bias=bias, **of_entries
     )
     check_smoothing(call.softcap, quantized.k_mean)
-    return Request(
+    request = Request(
         settings, arrays, variant, "the rung for quantised operands", call,
-        target.choose(settings.backend, operands[0]), *operands, mask, bias,
-        _kept_blocks(arrays, operands[0]), None, quantized,
-        _receiver(settings, arrays, call, (*operands, mask, bias)),
-        quantized.as_given, **of_entries,
+        target.choose(settings.backend, operands[0]), *operands, mask, bias, None,
+        quantized.as_given, quantized=quantized, **of_entries,
     )  # fmt: skip
+    return replace(request, kept_blocks=_kept_blocks(request), receiver=_receiver(request))
 
 
 def _sequences_of(
@@ -338,8 +322,9 @@ def _check_options(
     return call, mask, bias
 
 
-def _kept_blocks(arrays: Mapping[str, Any], q: Any) -> Any:
-    return arrays["block_mask"].kept_blocks(q) if "block_mask" in arrays else None
+def _kept_blocks(request: Request) -> Any:
+    mask = request.block_mask
+    return None if mask is None else mask.kept_blocks(request.q)
 
 
 def _take_preparation(
@@ -381,20 +366,19 @@ def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
         raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
 
 
-def _receiver(
-    settings: Settings, arrays: Mapping[str, Any], call: AttentionSpec, inputs: tuple[Any, ...]
-) -> Any:
-    if "out" not in arrays:
+def _receiver(request: Request) -> Any:
+    if "out" not in request.given:
         return None
-    out = interchange.take_receiver("out", arrays["out"])
+    call, inputs = request.call, (request.q, request.k, request.v, request.mask, request.bias)
+    out = interchange.take_receiver("out", request.given["out"])
     array_namespace(out, *(x for x in inputs if x is not None))
     if call.packed is not None:
         _, heads, rows, head_dim = call.output_shape
         given, out = tuple(out.shape), one_entry("out", out)
         if given != (rows, heads, head_dim):
             raise ValueError(f"out must have shape {(rows, heads, head_dim)}, got shape {given}")
-    out = to_bhsd(out, settings.layout)
-    interchange.check_one_device(q=inputs[0], out=out)
+    out = to_bhsd(out, request.settings.layout)
+    interchange.check_one_device(q=request.q, out=out)
     checks.check_out(out, call, inputs)
     return out
 
@@ -426,10 +410,11 @@ def _capability(q: Any, arch: str | None) -> int | None:
     return int(q.device.compute_capability) if interchange.is_cupy(q) else None
 
 
-def _check_finite(arrays: tuple[Any, Any, Any], lengths: Mapping[str, Any]) -> None:
+def _check_finite(request: Request) -> None:
     """Raise ValueError for a NaN or an infinity; padding of batch entries may hold either."""
-    counts = (lengths.get("lengths_q"), *[lengths.get("lengths_kv")] * 2)
-    for name, array, count in zip("qkv", arrays, counts, strict=True):
+    counts = request.lengths_q, request.lengths_kv, request.lengths_kv
+    for name, count in zip("qkv", counts, strict=True):
+        array = getattr(request, name)
         xp = array_namespace(array)
         finite = xp.isfinite(array.astype("float32"))
         if count is not None:

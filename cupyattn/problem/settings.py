@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
@@ -20,6 +21,9 @@ ARRAYS = (
 #: Settings that say which keys a row attends to, by its place and theirs.
 PLACES = ("causal", "causal_align", "window")
 
+#: The window of a call whose rows attend to keys at any distance.
+NO_WINDOW = (-1, -1)
+
 
 class Settings(NamedTuple):
     """The other arguments of `cupyattn.attention` and `attention_varlen`, which document them."""
@@ -29,7 +33,7 @@ class Settings(NamedTuple):
     scale: float | None = None
     causal: bool = False
     causal_align: str = "bottom-right"
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, int] = NO_WINDOW
     softcap: float = 0.0
     rope_interleaved: bool = False
     rope_offset_q: int = 0
@@ -43,6 +47,16 @@ class Settings(NamedTuple):
     check_finite: bool = False
     max_len_q: int | None = None
     max_len_k: int | None = None
+
+    @property
+    def types(self) -> tuple[type, ...]:
+        """Types of the settings and of the window's sides, which `interned` ones have compared.
+
+        Settings of other types may be equal and mean something else: 1 is True, yet ``causal=1`` is
+        refused. What remembers calls by their settings takes these types beside them.
+        """
+        sides = self.window if isinstance(self.window, tuple) else ()
+        return (*map(type, self), *map(type, sides))
 
     @property
     def places(self) -> dict[str, Any]:
@@ -65,6 +79,51 @@ class Settings(NamedTuple):
             variant="fa_tc", accuracy="full", quant=None, tiles=None, check_finite=False,
             return_lse=True, qk_norm_eps=EPS,
         )  # fmt: skip
+
+
+class _Interned(Settings):
+    """Settings that are equal to themselves alone."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__
+    _make = Settings._make  # type: ignore[assignment]  # with other values: plain settings
+    types: ClassVar[tuple[type, ...]] = ()
+
+
+def interned(*values: Any) -> Settings:
+    """Return settings that are one object for equal values of the same types.
+
+    A call that comes again then finds its settings by one look-up, which compares types too.
+
+    Parameters
+    ----------
+    *values
+        Fields of `Settings`, in order, at least as far as the window. Plain settings are returned
+        if some cannot be hashed, and for a window that is no pair of Python's integers.
+
+    Examples
+    --------
+    >>> one, same, other = (interned(*Settings(scale=x)) for x in (1.0, 1.0, True))
+    >>> one is same, one == other, Settings(*one) == Settings(*other)
+    (True, False, True)
+    """
+    window = values[5]
+    # NOTE: types within the window are no part of the look-up.
+    if window is NO_WINDOW or (
+        type(window) is tuple and len(window) == 2 and type(window[0]) is type(window[1]) is int
+    ):
+        try:
+            return _interned(*values)
+        except TypeError:  # a list, or an array
+            pass
+    return Settings(*values)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _interned(*values: Any) -> Settings:
+    return _Interned(*values)
 
 
 def parse(

@@ -49,7 +49,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.act_quant": ("act_quant",),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear", "outlier_columns"),
-        # NOTE: with_q of the record quantises by what that module gives it.
+        # NOTE: that module gives the record its with_q.
         "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "quant.blocks": ("Int8Config",),

@@ -26,7 +26,6 @@ from cupyattn.quant.quantizers import (
     stored_values,
     values_by_key,
 )  # fmt: skip
-from cupyattn.quant.queries import with_queries
 
 #: Zero points, and sums of codes, which follow from the codes and are in no file.
 _ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
@@ -297,8 +296,7 @@ class QuantizedQKV:
         >>> z.len_q, z.len_kv, ca.attention(z)[0, 0, 0, :2].tolist()
         (1, 4, [1.0, 1.0])
         """
-        found: QuantizedQKV = with_queries(self, q, options)
-        return found
+        raise RuntimeError("with_q quantises q by cupyattn.ops.quantize: import that module first")
 
     def in_nibbles(self) -> QuantizedQKV:
         """Return the record with codes of 4 bits two to a byte."""

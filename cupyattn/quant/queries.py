@@ -1,7 +1,7 @@
-"""Other queries for keys and values that are codes already: what `QuantizedQKV.with_q` does.
+"""Other queries for keys and values that are codes already, as `QuantizedQKV.with_q` takes them.
 
-Codes are made by an operation, which stands below this package: `cupyattn.ops.quantize` gives its
-function to `quantise_with` when it is imported. Public names of the record import it first.
+Codes are made by an operation, which stands below this package: `cupyattn.ops.quantize` gives the
+record that method when it is imported. Public names of the record import it first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,33 @@ OPTIONS = (
     "qk_norm_eps",
 )  # fmt: skip
 _OF_Q = ("q_codes", "q_scale", "q_zero", "q_code_sum", "group_q", "cu_seqlens_q", "max_len_q")
-#: The function of `quantise_with`, by the name that it has there.
-_GIVEN: dict[str, Callable[..., Any]] = {}
 
 
-def quantise_with(quantize: Callable[..., Any]) -> None:
-    """Let records quantise with this function, `cupyattn.quantize`."""
-    _GIVEN["quantize"] = quantize
+def of_call(
+    z: Any, q: Any, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Return the call of `cupyattn.quantize` that makes codes of other queries.
 
+    Parameters
+    ----------
+    z : QuantizedQKV
+        What the queries are for.
+    q : array
+    options : mapping
+        Keywords of `QuantizedQKV.with_q`.
 
-def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
-    """Return a `QuantizedQKV` with other queries: see `QuantizedQKV.with_q`."""
+    Returns
+    -------
+    arguments : dict
+        Of `cupyattn.quantize`: these queries, no keys.
+    as_given : callable
+        Turns a result into the kind of array that q is.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `QuantizedQKV.with_q`.
+    """
     for name in options:
         if name not in OPTIONS:
             raise TypeError(
@@ -48,8 +64,6 @@ def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
     for name in z.prepared:
         if name not in asked:
             raise ValueError(f"with_q needs {name}=, as the keys had it before they became codes")
-    if "quantize" not in _GIVEN:
-        raise RuntimeError("with_q quantises q by cupyattn.ops.quantize: import that module first")
     if z.cu_seqlens_q is None:
         no_keys = rows[:, : z.heads_kv, :0]
         for name in ("cu_seqlens_q", "max_len_q"):
@@ -65,10 +79,13 @@ def with_queries(z: Any, q: Any, options: Mapping[str, Any]) -> Any:
         with on_device_of(z.k_codes):
             asked["cu_seqlens_k"] = array_namespace(z.k_codes).zeros(z.batch + 1, np.int32)
         asked["max_len_k"] = 0
-    tiles = Tiles(z.group_q, 64, 4) if z.config.granularity_q == "block" else None
-    coded = _GIVEN["quantize"](
-        rows, no_keys, no_keys, quant=of_queries(z.config), tiles=tiles, **asked
-    )
+    asked["tiles"] = Tiles(z.group_q, 64, 4) if z.config.granularity_q == "block" else None
+    of_rows = {"q": rows, "k": no_keys, "v": no_keys, "quant": of_queries(z.config)}
+    return of_rows | asked, as_given
+
+
+def with_codes(z: Any, coded: Any, as_given: Callable[[Any], Any]) -> Any:
+    """Return a `QuantizedQKV` with the queries of another, which become results by `as_given`."""
     of_q = {name: getattr(coded, name) for name in _OF_Q}
     return replace(z, as_given=as_given, has_queries=True, **of_q)
 

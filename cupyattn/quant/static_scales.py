@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.interchange import is_cupy, operand
 from cupyattn.arrays.kinds import Array
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
@@ -30,6 +31,71 @@ def scale_shape(x: tuple[int, ...], group: int, granularity: str) -> tuple[int, 
     """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim)."""
     groups = group_count(x[2], group)
     return (1, 1, groups) if granularity == "tensor" else (x[0], x[1], groups)
+
+
+def check_static_scales(
+    quant: QuantConfig,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    tiles: Tiles,
+    sequences: int | None = None,
+) -> None:
+    """Raise for given scales of Q and K that do not fit the operands; arguments of `static_scales`.
+
+    Raises
+    ------
+    ValueError
+        If a shape does not fit the operand, or (on the host, where looking costs nothing) a value
+        is no finite number from 2^-126 up.
+    UnsupportedError
+        If zero points were to go with them.
+    """
+    if quant.zero_points:
+        raise UnsupportedError(
+            "given scales quantise without zero points: use symmetric=True or scales='dynamic', or "
+            "QuantizedQKV.from_codes for codes with scales and zero points of your own"
+        )
+    for name, given, wanted in _wanted(quant, q, k, tiles, sequences):
+        have = _shape(given)
+        if not _fits(have, wanted):
+            granularity = getattr(quant, f"granularity_{name}")
+            raise ValueError(
+                f"the static {name}_scale must have shape ({wanted[0]} or 1, {wanted[1]} or 1, "
+                f"{wanted[2]}) for granularity_{name}={granularity!r}, got {have}"
+            )
+        if not is_cupy(given):
+            with np.errstate(over="ignore"):
+                array = np.asarray(given, np.float32)
+            if not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
+                raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
+
+
+def _wanted(
+    quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles, sequences: int | None
+) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
+    """Yield for Q and K the name, the scales that are given, and the shape of dynamic ones."""
+    for name, given, shape, group in (
+        ("q", quant.scales[0], q, quant.group_q(tiles)),
+        ("k", quant.scales[1], k, quant.group_kv(tiles)),
+    ):
+        batch = shape[0] if sequences is None else sequences
+        granularity = getattr(quant, f"granularity_{name}")
+        wanted = scale_shape((batch, *shape[1:]), group, granularity)
+        if name == "q" and not shape[2] and not _fits(_shape(given), wanted):
+            given = 1.0  # keys alone; queries that come later are held to the scales that are given
+        yield name, given, wanted
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    """Return the shape of given scales, where a number stands for one scale."""
+    return tuple(given.shape) if hasattr(given, "shape") else (1, 1, 1)
+
+
+def _fits(have: tuple[int, ...], wanted: tuple[int, int, int]) -> bool:
+    return len(have) == 3 and all(
+        mine in (1, want) and (mine == want or axis < 2)
+        for axis, (mine, want) in enumerate(zip(have, wanted, strict=True))
+    )
 
 
 def static_scales(
@@ -56,45 +122,17 @@ def static_scales(
 
     Raises
     ------
-    ValueError
-        If a shape does not fit the operand, or (on NumPy, where looking costs nothing) a value is
-        no finite number from 2^-126 up.
-    UnsupportedError
-        If zero points were to go with them.
+    ValueError, UnsupportedError
+        As `check_static_scales`.
     """
     if not quant.static:
         return {"q": None, "k": None}
-    if quant.zero_points:
-        raise UnsupportedError(
-            "given scales quantise without zero points: use symmetric=True or scales='dynamic', or "
-            "QuantizedQKV.from_codes for codes with scales and zero points of your own"
-        )
+    check_static_scales(quant, q, k, tiles, sequences)
     found: dict[str, Array | None] = {}
-    for name, given, shape, group, granularity in (
-        ("q", quant.scales[0], q, quant.group_q(tiles), quant.granularity_q),
-        ("k", quant.scales[1], k, quant.group_kv(tiles), quant.granularity_k),
-    ):
-        batch = shape[0] if sequences is None else sequences
-        wanted = scale_shape((batch, *shape[1:]), group, granularity)
+    for name, given, wanted in _wanted(quant, q, k, tiles, sequences):
         if hasattr(given, "dtype"):
             given = operand(f"the static {name}_scale", given)
-        array = xp.asarray(given, np.float32)
-        if array.ndim == 0:
-            array = array.reshape(1, 1, 1)
-        fits = array.ndim == 3 and all(
-            have in (1, want) and (have == want or axis < 2)
-            for axis, (have, want) in enumerate(zip(array.shape, wanted, strict=True))
-        )
-        if not fits and name == "q" and not shape[2]:
-            # NOTE: keys alone; queries that come later are held to the scales that are given.
-            array = xp.ones((1, 1, wanted[2]), np.float32)
-        elif not fits:
-            raise ValueError(
-                f"the static {name}_scale must have shape ({wanted[0]} or 1, {wanted[1]} or 1, "
-                f"{wanted[2]}) for granularity_{name}={granularity!r}, got {array.shape}"
-            )
-        if xp is np and not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
-            raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
+        array = xp.asarray(given, np.float32).reshape(_shape(given))
         whole = array if array.shape == wanted else xp.broadcast_to(array, wanted)
         if sequences is not None:
             whole = xp.broadcast_to(whole, (sequences, *wanted[1:])).swapaxes(0, 2)

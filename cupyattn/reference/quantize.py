@@ -115,5 +115,11 @@ def _quantize_sequences(
 
 
 def value_operand(v: Array) -> Array:
-    """Return V as the second product takes it: its own 16-bit type, float16 for float32."""
-    return v.astype(np.float16) if v.dtype.name == "float32" else v
+    """Return V as the second product takes it: its own 16-bit type, float16 for float32.
+
+    What float16 does not hold becomes an infinity, as on a device: without a warning.
+    """
+    if v.dtype.name != "float32":
+        return v
+    with np.errstate(over="ignore"):
+        return v.astype(np.float16)

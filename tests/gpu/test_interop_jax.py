@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.ops.attention import resolved
 from cupyattn.runtime.recent import CALLS
 from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits
@@ -115,6 +116,40 @@ def test_a_failure_has_its_message() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="backend='mirror' takes NumPy"):
         jax.block_until_ready(interop.attention(*operands(), backend="mirror"))
     assert np.isfinite(np.asarray(interop.attention(*operands()))).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variant": "fa_tc", "tiles": ca.Tiles(33, 64, 4)},
+        {"variant": "fa_tc", "tiles": ca.Tiles(64, 64, 4), "arch": "sm_90a"},
+        {"return_lse": 1},
+        {"variant": "fa_int8", "quant": ca.QuantConfig(
+            "head", "head", scales=(np.full((1, 3, 1), 0.1, np.float32),) * 2
+        )},
+    ],
+)  # fmt: skip
+def test_a_refusal_has_the_sentence_of_the_call_on_cupy_arrays(options: dict[str, Any]) -> None:
+    q, k, v = operands()
+    with pytest.raises((TypeError, ValueError)) as expected:
+        ca.attention(*on_cupy(q, k, v), **options)
+    with pytest.raises(expected.type) as found:
+        jax.jit(lambda *x: interop.attention(*x, **options)).trace(q, k, v)
+    assert str(found.value) == str(expected.value)
+
+
+def test_given_scales_of_blocks_are_those_of_the_device() -> None:
+    """How many blocks there are is known where the call runs."""
+    inputs = on_cupy(*operands())
+    dynamic = {"variant": "fa_int8", "quant": ca.QuantConfig("block", "block")}
+    tiles = resolved(*inputs, **dynamic).scale_tiles
+    groups = (-(-333 // n) for n in (tiles.block_q, tiles.block_kv))
+    scales = tuple(
+        np.full((1, heads, n), 0.05, np.float32) for heads, n in zip((4, 2), groups, strict=True)
+    )
+    options = {**dynamic, "quant": ca.QuantConfig("block", "block", scales=scales)}
+    (found,) = on_cupy(interop.attention(*operands(), **options))
+    assert bits(found) == bits(ca.attention(*inputs, **options))
 
 
 # ---- linear layers -------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -231,3 +235,32 @@ def test_codes_of_what_requires_a_gradient_are_refused(name: str) -> None:
     calls["q"] = lambda: ca.quantize(x, x, x)
     with pytest.raises(TypeError, match=rf"^{name} requires a gradient"):
         calls[name]()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)), "copy": copy.copy, "deepcopy": copy.deepcopy,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("array", [T, jax.numpy.asarray(X)], ids=["torch", "jax"])
+def test_a_copy_of_codes_gives_the_same_kind_of_array(array: Any, how: str) -> None:
+    for record in (ca.quantize(array, array, array), ca.quantize_kv(array, array).with_q(array)):
+        expected, found = ca.attention(record), ca.attention(COPIES[how](record))
+        assert type(found) is type(expected) is type(array)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_codes_from_a_pickle_import_their_library() -> None:
+    """In a process that has imported nothing but the package."""
+    code = (
+        "import pickle, sys\nimport cupyattn as ca\n"
+        "z = pickle.load(sys.stdin.buffer)\nassert 'torch' not in sys.modules\n"
+        "pickle.dump(ca.attention(z).numpy(), sys.stdout.buffer)"
+    )
+    record = ca.quantize(T, T, T)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(record), capture_output=True
+    )
+    assert not done.returncode, done.stderr.decode()[-600:]
+    np.testing.assert_array_equal(pickle.loads(done.stdout), ca.attention(record).numpy())

@@ -436,9 +436,11 @@ def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> No
     key = calls.find(settings, given, None)
     other = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
     assert calls.find(settings, other, None) == key
+    assert calls.find(calls.Settings(variant="fa", causal=True), other, None) == key
     place = array((2**20,), "uint8").data.ptr
     changed = [
         (but(causal=False), given, None),
+        (calls.Settings(variant="fa", causal=1), given, None),
         (settings, {**given, "q": OnDevice(array(SHAPES[0], "bfloat16"))}, None),
         (settings, {**given, "q": OnDevice(array((1, 4, 34, 64)))}, None),
         (settings, {**given, "q": OnDevice(array(SHAPES[0], address=place + 8))}, None),

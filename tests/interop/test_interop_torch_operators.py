@@ -12,11 +12,13 @@ import pytest
 import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig, Tiles
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.problem.settings import Settings
 from tests.interop.torch_cases import leaves, options_of, problem, same_bits, tensor, tensors
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
 calls = importlib.import_module("cupyattn.interop.torch.calls")
+functional = importlib.import_module("cupyattn.interop.torch.functional")
 ops = importlib.import_module("cupyattn.interop.torch.ops")
 schema = importlib.import_module("cupyattn.interop.torch.schema")
 
@@ -230,3 +232,16 @@ def test_an_operator_is_seen_by_autograd_and_by_those_who_watch_alone() -> None:
         assert not any(ops.how_seen((leaf,)))
     with importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode():
         assert any(ops.how_seen((x,)))
+
+
+def test_a_compiler_traces_no_look_up_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch traces through a cache, and warns of it; without a compiler settings are looked up."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(functional, "interned", lambda *x: seen.append(x) or Settings(*x))
+    x = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+
+    def call(x: Any) -> Any:
+        return interop.attention(x, x, x, causal=True, backend="mirror")
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)(x)
+    assert not seen and torch.equal(compiled, call(x)) and len(seen) == 1

@@ -112,6 +112,14 @@ def test_on_the_host(operation: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["interpret", "mirror"])
+def test_other_queries_of_codes(backend: str) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 4, 16)).astype(np.float16)
+    codes = ca.quantize_kv(k, v, backend=backend)
+    codes.with_q(q, backend=backend)
+    check(steps(lambda: codes.with_q(q, backend=backend), q), "arrays", "quant")
+
+
+@pytest.mark.parametrize("backend", ["interpret", "mirror"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_call_is_resolved_once(
     operation: str, backend: str, monkeypatch: pytest.MonkeyPatch

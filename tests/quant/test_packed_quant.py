@@ -222,3 +222,22 @@ def test_what_does_not_go_together_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=re.escape(sentence)):
             call()
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("shape", [(3, 2, 1), (1, 3, 1)], ids=["entries", "heads"])
+def test_given_scales_of_another_shape_are_refused_by_all(
+    backend: str, shape: tuple[int, ...]
+) -> None:
+    """The call, and what prepares or explains it, by one sentence."""
+    inputs, ends = packed(((5, 38), (20, 33)), 2, 1, 16)
+    scales = np.full(shape, 0.1, np.float32), np.full((1, 1, 1), 0.1, np.float32)
+    options = {"quant": QuantConfig("head", "head", scales=scales), "variant": "fa_int8"}
+    options |= {"backend": backend, **dict(zip(NAMES, ends, strict=True))}
+    sentence = re.escape(
+        "the static q_scale must have shape (2 or 1, 2 or 1, 1) for granularity_q='head', "
+        f"got {shape}"
+    )
+    for function in (attention_varlen, plan, explain):
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            function(*inputs, **options)

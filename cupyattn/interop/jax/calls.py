@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,13 @@ def stand_in(x: Any) -> np.ndarray:
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
 
 
+def laid_out(x: Any) -> np.ndarray:
+    """Return a stand-in with the strides of XLA's buffers, too: it must be described, not read."""
+    row = np.zeros(x.shape[-1:], x.dtype)
+    strides = tuple(x.dtype.itemsize * math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
+    return np.lib.stride_tricks.as_strided(row, x.shape, strides, writeable=False)
+
+
 def check_once(
     facts: tuple[Any, ...], operands: Mapping[str, Any], check: Callable[[dict[str, Any]], object]
 ) -> None:
@@ -39,7 +47,8 @@ def check_once(
     Parameters
     ----------
     facts : tuple
-        The function, and all that the check depends on beside shapes and types.
+        The function, and all that the check depends on beside shapes and types. Settings that are
+        numbers come with their types: equal ones of other types may be refused.
     operands : mapping of str to jax.Array
         They may be traced.
     check : callable

@@ -20,8 +20,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.compiler.target import check_backend
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.interop.jax.calls import as_array, check_once, each_entry, foreign, register
+from cupyattn.interop.jax.calls import (
+    as_array,
+    check_once,
+    each_entry,
+    foreign,
+    laid_out,
+    register,
+)
 from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.kernels import ladder
 from cupyattn.ops import attention as api
@@ -29,12 +37,14 @@ from cupyattn.ops import backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import NOT_OFFERED, instead_of
 from cupyattn.problem.request import LENGTHS
-from cupyattn.problem.resolve import describe_call
+from cupyattn.problem.resolve import check_given_scales, describe_call
 from cupyattn.problem.settings import ARRAYS, Settings, parse
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 _TABLES = tuple(name for names in _PAIRS.values() for name in names)
+#: Operands that are described before they run, and not read.
+_DESCRIBED = ("q", "k", "v", "mask", "bias")
 #: Arguments of `cupyattn.attention` that JAX has no use for, and what to do in their place.
 _NOT_IN_JAX = {
     "out": "JAX arrays are immutable: take the result",
@@ -146,7 +156,8 @@ def attention(
                 raise TypeError(f"{argument} must be a pair of arrays, got {shown(pair)}")
             arrays |= dict(zip(_PAIRS[argument], pair, strict=True))
     operands = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
-    options |= {"layout": layout, "return_lse": bool(return_lse)}
+    backward.check_deterministic(deterministic)
+    options |= {"layout": layout, "return_lse": return_lse}
     _check_call(operands, options)
     for name in ("mask", "bias"):
         if name in operands:
@@ -180,10 +191,24 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
     """Check a call by shapes and types alone."""
 
     def check(known: dict[str, Any]) -> None:
+        check_backend(options.get("backend"))
+        known |= {name: laid_out(operands[name]) for name in _DESCRIBED if name in operands}
         constants = {**_constants(options), **_paired(known)}
-        describe_call(*parse("attention", known["q"], known["k"], known["v"], constants))
+        given = parse("attention", known["q"], known["k"], known["v"], constants)
+        request = describe_call(*given)
+        if request.settings.tiles is not None:
+            request.kernel  # noqa: B018  refuses tiles
+        if not _scales_depend_on_device(request.settings):
+            check_given_scales(request)
 
     check_once(("jax, attention", *_facts(options)), operands, check)
+
+
+def _scales_depend_on_device(settings: Settings) -> bool:
+    """Whether the device that runs a call says how many rows share a scale that is given."""
+    quant, named = settings.quant, settings.tiles or settings.arch
+    by_block = quant is not None and "block" in (quant.granularity_q, quant.granularity_k)
+    return by_block and not named and jax.default_backend() != "cpu"
 
 
 def _constants(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,12 +218,12 @@ def _constants(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _facts(options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what a check depends on beside operands: options, and what a rung's name means."""
-    given, variant = dict(options), options.get("variant")
-    mask = given.get("block_mask")
+    settings, arrays = parse("attention", None, None, None, options)
+    mask, variant = arrays.get("block_mask"), settings.variant
     if isinstance(mask, BlockMask):
-        given["block_mask"] = mask.blocks, mask.mask.shape  # what is remembered keeps no array
+        mask = mask.blocks, mask.mask.shape  # what is remembered keeps no array
     rung = ladder.VARIANTS.get(variant) if isinstance(variant, str) else None
-    return tuple(given.items()), rung
+    return settings, settings.types, mask, rung
 
 
 def _remember(options: dict[str, Any], deterministic: bool) -> _Call:
@@ -208,7 +233,7 @@ def _remember(options: dict[str, Any], deterministic: bool) -> _Call:
         digested["block_mask"] = on_host(block_mask.mask), block_mask.blocks
     key = hashlib.sha256(pickle.dumps(digested)).hexdigest()
     _options[key] = options
-    return _Call(key, options["layout"], options["return_lse"], bool(deterministic))
+    return _Call(key, options["layout"], bool(options["return_lse"]), bool(deterministic))
 
 
 # ---- what JAX transforms -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from cupyattn.ops.backward import BACKWARD, BackwardSettings, check_offered
 from cupyattn.ops.call_operands import PAIRS
 from cupyattn.ops.operation import run_new
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, interned
 from cupyattn.runtime.ready import Conversion, Ready
 from cupyattn.runtime.recent import CALLS
 
@@ -116,7 +116,10 @@ def _find(
         if not isinstance(mask, BlockMask):
             return None, None, {}
         kept = mask.blocks, mask.mask.shape  # what is remembered keeps no array alive
-    facts = what, call, deterministic, kept, ladder.VARIANTS.get(call.variant)
+    rung = ladder.VARIANTS.get(call.variant)
+    if type(call) is Settings:
+        call = interned(*call)
+    facts = what, call, call.types, deterministic, kept, rung
     forms, addresses = forms_of(tensors if out is None else {**tensors, "out": out})
     return *CALLS.find(facts, forms), addresses
 

@@ -14,7 +14,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import NO_WINDOW, Settings, interned
 from cupyattn.quant.config import QuantConfig
 
 
@@ -29,7 +29,7 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -111,7 +111,8 @@ def attention(
     >>> o[0, 0, :, 0].tolist(), q.grad.shape
     ([1.0, 1.0, 1.0, 1.0], torch.Size([1, 1, 4, 8]))
     """
-    settings = Settings(
+    made = Settings if torch.compiler.is_compiling() else interned  # torch traces no look-up
+    settings = made(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
@@ -134,7 +135,7 @@ def attention_varlen(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -186,7 +187,8 @@ def attention_varlen(
     >>> attention_varlen(x, x, x, ends, ends, backend="mirror").shape
     torch.Size([5, 1, 8])
     """
-    settings = Settings(
+    made = Settings if torch.compiler.is_compiling() else interned  # torch traces no look-up
+    settings = made(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, "BHSD", return_lse, quant, tiles, arch, backend, check_finite,
         max_len_q, max_len_k,

@@ -23,6 +23,7 @@ from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.settings import interned
 from cupyattn.quant.config import QuantConfig
 
 
@@ -68,7 +69,7 @@ class Attention(torch.nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.settings = TensorSettings.of(
+        settings = TensorSettings.of(
             variant=variant, accuracy=accuracy, scale=scale, causal=causal,
             causal_align=causal_align, window=window, softcap=softcap,
             rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
@@ -76,6 +77,7 @@ class Attention(torch.nn.Module):
             deterministic=deterministic, quant=quant, tiles=tiles, block_mask=block_mask,
             arch=arch, backend=backend,
         )  # fmt: skip
+        self.settings = settings._replace(of_call=interned(*settings.of_call))
         check_arch(arch)
         check_kind(tiles)
         self._name_block_mask()
