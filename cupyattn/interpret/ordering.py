@@ -138,6 +138,7 @@ class Clocks:
         self._seen[lanes] = np.maximum(self._seen[lanes], view)
         self._ragged[lanes // WARP] = True
 
+
 #: By the number of a block in the launch: the times up to which its threads come before.
 Known = Mapping[int, npt.NDArray[np.int32]]
 
