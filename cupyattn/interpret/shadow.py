@@ -93,9 +93,10 @@ class Shadow:
         self.written = np.full(granules, 0 if initialised else -1, np.int32)
         self.atomic = np.zeros(granules, np.bool_)  # whether that write was an atomic operation
         self.read = np.zeros(granules, np.int32)  # time of the last read by anybody
-        # NOTE: pages of zeros that nobody touches take no memory, and what one instruction reads
-        # lies side by side: a thread at a time.
-        self.reads = np.zeros((readers, granules), np.int32)  # time of each thread's last read
+        # Time of each thread's last read: (warps, granules, lanes of a warp).
+        # NOTE: pages of zeros that nobody touches take no memory, and what the lanes of a warp read
+        # together lies close together.
+        self.reads = np.zeros((readers // WARP, granules, WARP), np.int32)
         self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way
         self.lent = np.zeros(granules, np.int16)  # asynchronous operations that still read it
         # The last write was a thread's, and no proxy fence has shown it to the asynchronous proxy;
@@ -229,7 +230,9 @@ class Shadow:
     def _enter(self, one: _Reads) -> None:
         granules, owners = spread(one.first, one.lanes % self.readers, one.count)
         # NOTE: one index instead of two takes half of the time.
-        place, reads = owners * self.reads.shape[1] + granules, self.reads.reshape(-1)
+        warps, lanes = np.divmod(owners, WARP)
+        place = (warps * len(self.read) + granules) * WARP + lanes
+        reads = self.reads.reshape(-1)
         if one.time >= self._last_read:
             self.read[granules] = reads[place] = self._last_read = one.time
         else:  # it waited while later ones were entered
@@ -313,7 +316,7 @@ class Shadow:
         self._loans -= len(granules)
         self.read[granules] = self._last_read = clocks.now
         for lane in lanes.tolist():
-            self.reads[lane % self.readers][granules] = clocks.now
+            self.reads[lane % self.readers // WARP, granules, lane % WARP] = clocks.now
 
     def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
         """Show the asynchronous proxy what `lanes`, of the block of `granules`, come after."""
@@ -395,12 +398,14 @@ class Shadow:
             for part in range(0, len(lanes), 1024):
                 some, who = granules[part : part + 1024], lanes[part : part + 1024]
                 writers, of_row = np.unique(who, return_inverse=True)
-                view = clocks.views(writers)[:, : clocks.threads].T
+                view = clocks.views(writers)[:, : clocks.threads]
                 if len(writers) > 1:
-                    view = view[:, of_row]
-                unordered = self.reads[:, some] > view
+                    view = view[of_row]
+                view = view.reshape(len(view), -1, WARP).swapaxes(0, 1)
+                unordered = self.reads[:, some] > view  # (warps, granules, lanes)
                 if unordered.any():
-                    row, thread = (int(x[0]) for x in unordered.T.nonzero())
+                    by_thread = unordered.swapaxes(0, 1).reshape(len(some), -1)
+                    row, thread = (int(x[0]) for x in by_thread.nonzero())
                     reader = int(who[row]) // clocks.threads * clocks.threads + thread
                     self._report_reader(row, reader, some, who, clocks, report)
             return

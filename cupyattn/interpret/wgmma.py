@@ -259,10 +259,10 @@ class Warpgroups:
             message = "no wgmma.fence stands before the first wgmma of a warpgroup"
             machine.report("race", message, own, none)
         last = self._last_form[form.rows, warp]
-        for number in np.unique(last[last >= 0]).tolist():
+        for number in set(last[last >= 0].tolist()):
             before = self._numbered[number]
             conflicts = form.conflicts(before)
-            for row in np.flatnonzero(last == number) if conflicts else ():
+            for row in np.flatnonzero(last == number).tolist() if conflicts else ():
                 if form.registers[row] in conflicts:
                     self._check_last_use(form, before, row, own, fenced)
         self._last_form[form.rows, warp] = form.number
@@ -282,7 +282,7 @@ class Warpgroups:
                 use, other = "accumulates in", "reads"
             message = f"a wgmma {use} {self._name(index)} while one that {other} it is under way"
             machine.report("in flight", message, own, held)
-        time = self._last_use[form.rows[row], own[0] // WARP]
+        time = self._last_use[form.rows[row], int(own[0]) // WARP]
         if (late := fenced < time).any():
             message = (
                 f"no wgmma.fence stands between two wgmma that use {self._name(index)} and are not "
