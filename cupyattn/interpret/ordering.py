@@ -212,9 +212,11 @@ class BetweenBlocks:
 
     def _come_to(self, block: int, view: Times) -> Known:
         """Return what a thread has heard through the threads of its block that it comes after."""
+        until = view.tolist()
+        found = [heard.by(until[thread]) for thread, heard in self._heard.get(block, {}).items()]
         known: Known = {}
-        for thread, heard in self._heard.get(block, {}).items():
-            known = _joined(known, heard.by(int(view[thread])))
+        for one in {id(x): x for x in found}.values():  # threads of a warp have heard the same
+            known = _joined(known, one)
         return known
 
 

@@ -93,10 +93,12 @@ class Shadow:
         self.written = np.full(granules, 0 if initialised else -1, np.int32)
         self.atomic = np.zeros(granules, np.bool_)  # whether that write was an atomic operation
         self.read = np.zeros(granules, np.int32)  # time of the last read by anybody
-        # Time of each thread's last read: (warps, granules, lanes of a warp).
+        # Time of each thread's last read: (warps, granules, lanes of a warp). Where only the first
+        # lane of a warp read, as for all of it, that is in `first_reads`: (warps, granules).
         # NOTE: pages of zeros that nobody touches take no memory, and what the lanes of a warp read
         # together lies close together.
         self.reads = np.zeros((readers // WARP, granules, WARP), np.int32)
+        self.first_reads = np.zeros((readers // WARP, granules), np.int32)
         self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way
         self.lent = np.zeros(granules, np.int16)  # asynchronous operations that still read it
         # The last write was a thread's, and no proxy fence has shown it to the asynchronous proxy;
@@ -231,8 +233,9 @@ class Shadow:
         granules, owners = spread(one.first, one.lanes % self.readers, one.count)
         # NOTE: one index instead of two takes half of the time.
         warps, lanes = np.divmod(owners, WARP)
-        place = (warps * len(self.read) + granules) * WARP + lanes
-        reads = self.reads.reshape(-1)
+        place, reads = warps * len(self.read) + granules, self.first_reads.reshape(-1)
+        if lanes.any():
+            place, reads = place * WARP + lanes, self.reads.reshape(-1)
         if one.time >= self._last_read:
             self.read[granules] = reads[place] = self._last_read = one.time
         else:  # it waited while later ones were entered
@@ -316,7 +319,11 @@ class Shadow:
         self._loans -= len(granules)
         self.read[granules] = self._last_read = clocks.now
         for lane in lanes.tolist():
-            self.reads[lane % self.readers // WARP, granules, lane % WARP] = clocks.now
+            warp, of_warp = divmod(lane % self.readers, WARP)
+            if of_warp:
+                self.reads[warp, granules, of_warp] = clocks.now
+            else:
+                self.first_reads[warp][granules] = clocks.now
 
     def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
         """Show the asynchronous proxy what `lanes`, of the block of `granules`, come after."""
@@ -403,6 +410,7 @@ class Shadow:
                     view = view[of_row]
                 view = view.reshape(len(view), -1, WARP).swapaxes(0, 1)
                 unordered = self.reads[:, some] > view  # (warps, granules, lanes)
+                unordered[..., 0] |= self.first_reads[:, some] > view[..., 0]
                 if unordered.any():
                     by_thread = unordered.swapaxes(0, 1).reshape(len(some), -1)
                     row, thread = (int(x[0]) for x in by_thread.nonzero())
