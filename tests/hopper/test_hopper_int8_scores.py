@@ -150,11 +150,15 @@ def test_weights_are_cut_as_scores_are_masked(kind: str, head_dim: int, dtype: s
 @pytest.mark.parametrize(
     ("source", "line", "instead"),
     [
-        ("sm90/int8/step_bits.cuh", "0xcc88 + bit / 8", "0x88cc + bit / 8"),
-        ("sm90/attn_fa_int8.cu", "SUM_BOXES && !LSE;", "SUM_BOXES;"),
+        pytest.param(
+            "sm90/int8/step_bits.cuh", "0xcc88 + bit / 8", "0x88cc + bit / 8",
+            marks=SLOW, id="the keys of a pair are exchanged",
+        ),
+        pytest.param(
+            "sm90/attn_fa_int8.cu", "SUM_BOXES && !LSE;", "SUM_BOXES;", id="lse sums what is cut"
+        ),
     ],
-    ids=["the keys of a pair are exchanged", "lse sums what is cut"],
-)
+)  # fmt: skip
 def test_a_cut_that_goes_wrong_is_seen(
     source: str, line: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def check_pieces() -> None:
             assert bits(a) == bits(b)
 
 
+@pytest.mark.slow
 def test_pieces_of_tiles_begin_at_keys_of_their_own() -> None:
     """And codes moved by their zero points change no bit."""
     check_pieces()
