@@ -72,7 +72,7 @@ def lengths_in_turn() -> Iterator[Any]:
         yield pytest.param(*one.values, odd, seeds, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("rung", "dtype", "odd", "seeds"), lengths_in_turn(), ids=str)
+@pytest.mark.parametrize(("rung", "dtype", "odd", "seeds"), list(lengths_in_turn()), ids=str)
 def test_lengths(rung: str, dtype: str, odd: bool, seeds: tuple[int, ...]) -> None:
     head_dim, _ = head_dims(rung)
     for seed in seeds:
