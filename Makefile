@@ -38,6 +38,8 @@ endif
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
 KERNELS := $(shell find kernels_cu -name '*.cu' -o -name '*.cuh')
 
+# Tests are rewritten and compiled to bytecode once, not in every worker of every run.
+unexport PYTHONDONTWRITEBYTECODE
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 

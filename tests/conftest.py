@@ -31,11 +31,13 @@ settings.load_profile(os.environ.get("CUPYATTN_TEST_PROFILE", "quick"))
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run a compile cache of its own, shared by its workers, unless one is named.
 
-    And to each of several workers one thread of NumPy's: more would take turns on the same cores.
+    And to each of several workers one thread of NumPy's and one of torch's: more would take turns
+    on the same cores.
     """
     # NOTE: workers are children of this process and inherit its variables.
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         # The interpreter makes and drops arrays all the time: with glibc, given back each time,
         # their pages cost 5 % of the run.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))

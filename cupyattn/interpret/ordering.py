@@ -138,8 +138,10 @@ class Clocks:
         self._seen[lanes] = np.maximum(self._seen[lanes], view)
         self._ragged[lanes // WARP] = True
 
+
 #: By the number of a block in the launch: the times up to which its threads come before.
 Known = Mapping[int, npt.NDArray[np.int32]]
+_NOTHING: Known = {}
 
 
 @dataclass
@@ -152,7 +154,7 @@ class _Heard:
     def by(self, time: int) -> Known:
         """Return what it had heard by a time."""
         number = bisect_right(self.times, time)
-        return self.known[number - 1] if number else {}
+        return self.known[number - 1] if number else _NOTHING
 
 
 class BetweenBlocks:
@@ -171,7 +173,11 @@ class BetweenBlocks:
             self._at[address] = _joined(self._at.get(address, {}), known)
 
     def acquire(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
-        """`lanes` take up what was left at `addresses`."""
+        """`lanes` take up what was left at `addresses`.
+
+        Those that have heard the same before share what they know now, which `_come_to` joins once.
+        """
+        joined: dict[tuple[int, int], Known] = {}
         for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
             found = self._at.get(address)
             if found is None:
@@ -181,7 +187,11 @@ class BetweenBlocks:
                 clocks.acquire(np.array([lane]), np.append(found[block], np.int32(0)))
             heard = self._heard.setdefault(block, {})
             own = heard.setdefault(lane % clocks.threads, _Heard())
-            own.known.append(_joined(own.known[-1] if own.known else {}, found))
+            before = own.known[-1] if own.known else _NOTHING
+            key = id(before), id(found)
+            if key not in joined:
+                joined[key] = _joined(before, found)
+            own.known.append(joined[key])
             own.times.append(clocks.now)
 
     def overwrite(self, addresses: Ints) -> None:
@@ -211,9 +221,11 @@ class BetweenBlocks:
 
     def _come_to(self, block: int, view: Times) -> Known:
         """Return what a thread has heard through the threads of its block that it comes after."""
-        known: Known = {}
-        for thread, heard in self._heard.get(block, {}).items():
-            known = _joined(known, heard.by(int(view[thread])))
+        until = view.tolist()
+        found = [heard.by(until[thread]) for thread, heard in self._heard.get(block, {}).items()]
+        known = _NOTHING
+        for one in {id(x): x for x in found}.values():
+            known = _joined(known, one)
         return known
 
 

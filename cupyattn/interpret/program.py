@@ -72,6 +72,8 @@ class Program:
         Of all of them.
     granules : dict of str to int
         Bytes of the narrowest access to ``"shared"`` and to ``"global"`` memory.
+    held : dict of int to int
+        Registers that products of warpgroups hold, and a number for each, from 0.
     """
 
     kernel: Kernel
@@ -83,6 +85,7 @@ class Program:
     local: dict[str, int]
     local_bytes: int
     granules: dict[str, int]
+    held: dict[int, int]
 
 
 @functools.lru_cache(maxsize=64)
@@ -150,7 +153,7 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
     granules = {space: _granule(kernel, space) for space in ("shared", "global")}
     return Program(
         kernel, steps, segments, constant, shared, shared_bytes - SHARED_BASE, local, local_bytes,
-        granules,
+        granules, held,
     )  # fmt: skip
 
 

@@ -93,8 +93,12 @@ class Shadow:
         self.written = np.full(granules, 0 if initialised else -1, np.int32)
         self.atomic = np.zeros(granules, np.bool_)  # whether that write was an atomic operation
         self.read = np.zeros(granules, np.int32)  # time of the last read by anybody
-        # NOTE: pages of zeros that nobody touches take no memory.
-        self.reads = np.zeros((granules, readers), np.int32)  # time of each thread's last read
+        # Time of each thread's last read: (warps, granules, lanes of a warp). Where only the first
+        # lane of a warp read, as for all of it, that is in `first_reads`: (warps, granules).
+        # NOTE: pages of zeros that nobody touches take no memory, and what the lanes of a warp read
+        # together lies close together.
+        self.reads = np.zeros((readers // WARP, granules, WARP), np.int32)
+        self.first_reads = np.zeros((readers // WARP, granules), np.int32)
         self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way
         self.lent = np.zeros(granules, np.int16)  # asynchronous operations that still read it
         # The last write was a thread's, and no proxy fence has shown it to the asynchronous proxy;
@@ -228,7 +232,10 @@ class Shadow:
     def _enter(self, one: _Reads) -> None:
         granules, owners = spread(one.first, one.lanes % self.readers, one.count)
         # NOTE: one index instead of two takes half of the time.
-        place, reads = granules * self.readers + owners, self.reads.reshape(-1)
+        warps, lanes = np.divmod(owners, WARP)
+        place, reads = warps * len(self.read) + granules, self.first_reads.reshape(-1)
+        if lanes.any():
+            place, reads = place * WARP + lanes, self.reads.reshape(-1)
         if one.time >= self._last_read:
             self.read[granules] = reads[place] = self._last_read = one.time
         else:  # it waited while later ones were entered
@@ -302,17 +309,21 @@ class Shadow:
     # ---- the asynchronous proxy ------------------------------------------------------------------
 
     def lend(self, granules: Ints) -> None:
-        """Note that an asynchronous operation has begun to read `granules`."""
-        np.add.at(self.lent, granules, np.int16(1))
+        """Note that an asynchronous operation has begun to read `granules`, each named once."""
+        self.lent[granules] += 1
         self._loans += len(granules)
 
     def give_back(self, granules: Ints, lanes: Ints, clocks: Clocks) -> None:
         """Note that it has ended, on behalf of `lanes`, who waited for it."""
-        np.subtract.at(self.lent, granules, np.int16(1))
+        self.lent[granules] -= 1
         self._loans -= len(granules)
         self.read[granules] = self._last_read = clocks.now
         for lane in lanes.tolist():
-            self.reads[granules, lane % self.readers] = clocks.now
+            warp, of_warp = divmod(lane % self.readers, WARP)
+            if of_warp:
+                self.reads[warp, granules, of_warp] = clocks.now
+            else:
+                self.first_reads[warp][granules] = clocks.now
 
     def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
         """Show the asynchronous proxy what `lanes`, of the block of `granules`, come after."""
@@ -330,10 +341,12 @@ class Shadow:
 
     def before_proxy(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
         """Report threads' writes that the asynchronous proxy, at work for `lanes`, may not see."""
-        fenced = self.fenced[granules]
-        by = (self.fenced_by[granules] - clocks.first).astype(np.intp)
         bad = self.hidden[granules] & (self.written[granules] > 0)
-        bad |= (fenced > 0) & ~clocks.ordered(lanes, by, fenced)
+        some = np.flatnonzero(self.fenced[granules])
+        if len(some):
+            shown = granules[some]
+            by = (self.fenced_by[shown] - clocks.first).astype(np.intp)
+            bad[some] |= ~clocks.ordered(lanes[some], by, self.fenced[shown])
         if bad.any():
             message = (
                 f"{self.name} is handed to the asynchronous proxy, and no fence.proxy.async stands "
@@ -391,9 +404,16 @@ class Shadow:
         if self.readers:
             for part in range(0, len(lanes), 1024):
                 some, who = granules[part : part + 1024], lanes[part : part + 1024]
-                unordered = self.reads[some] > clocks.views(who)[:, : clocks.threads]
+                writers, of_row = np.unique(who, return_inverse=True)
+                view = clocks.views(writers)[:, : clocks.threads]
+                if len(writers) > 1:
+                    view = view[of_row]
+                view = view.reshape(len(view), -1, WARP).swapaxes(0, 1)
+                unordered = self.reads[:, some] > view  # (warps, granules, lanes)
+                unordered[..., 0] |= self.first_reads[:, some] > view[..., 0]
                 if unordered.any():
-                    row, thread = (int(x[0]) for x in unordered.nonzero())
+                    by_thread = unordered.swapaxes(0, 1).reshape(len(some), -1)
+                    row, thread = (int(x[0]) for x in by_thread.nonzero())
                     reader = int(who[row]) // clocks.threads * clocks.threads + thread
                     self._report_reader(row, reader, some, who, clocks, report)
             return

@@ -126,6 +126,21 @@ def operand_addresses(bits: int, rows: int, depth: int, width: int, k_major: boo
     return address
 
 
+@lru_cache(maxsize=4096)
+def operand_granules(
+    bits: int, rows: int, depth: int, width: int, k_major: bool, granule_bytes: int
+) -> Index:
+    """Return the words of `granule_bytes` that hold an operand: their numbers, each once, rising.
+
+    The other parameters are those of `operand_addresses`. The result is not to be written to.
+    """
+    granules: Index = np.unique(
+        operand_addresses(bits, rows, depth, width, k_major) // granule_bytes
+    )
+    granules.flags.writeable = False
+    return granules
+
+
 # ---- products ------------------------------------------------------------------------------------
 
 

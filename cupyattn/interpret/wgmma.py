@@ -13,7 +13,7 @@ not conflict, so a fragment of A may be read again without a fence, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,12 @@ from cupyattn.interpret.semantics import (
     whole_warp,
 )
 from cupyattn.interpret.warp import fragment_reader, fragment_writer
-from cupyattn.interpret.warpgroup import Wgmma, find_wgmma, operand_addresses
+from cupyattn.interpret.warpgroup import (
+    Wgmma,
+    find_wgmma,
+    operand_addresses,
+    operand_granules,
+)
 
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
@@ -51,15 +56,24 @@ class Shared:
     type: str
     k_major: bool
 
-    def offsets(self, machine: Machine, bits: int, lane: int) -> Ints:
-        """Return where its elements lie in the shared memory of the batch: (rows, depth)."""
-        width = tensor_core.ELEMENT_BITS[self.type]
-        address = operand_addresses(bits, self.rows, self.depth, width, self.k_major)
-        ends = np.array([address.min(), address.max()]) // 16 * 16
-        machine.shared.offset(ends, 16, np.array([lane, lane]))
-        block = lane // machine.threads
-        offsets: Ints = address - SHARED_BASE + block * machine.shared.stride
-        return offsets
+    def place(self, machine: Machine, lane: int) -> tuple[Ints, Ints]:
+        """Return where it lies in the shared memory of the batch, by the descriptor of a lane.
+
+        Returns
+        -------
+        numpy.ndarray, (rows, depth)
+            Byte offset of each element.
+        numpy.ndarray
+            The granules that hold them, each once.
+        """
+        shared = machine.shared
+        bits, size = machine.value(self.descriptor, lane), shared.granule_bytes
+        named = bits, self.rows, self.depth, tensor_core.ELEMENT_BITS[self.type], self.k_major
+        granules = operand_granules(*named, size)
+        ends = granules[[0, -1]] * size // 16 * 16
+        shared.offset(ends, 16, np.array([lane, lane]))
+        start = lane // machine.threads * shared.stride - SHARED_BASE
+        return operand_addresses(*named) + start, granules + start // size
 
     def values(self, machine: Machine, offsets: Ints) -> npt.NDArray[np.float64]:
         """Return the numbers that lie there now: (1, rows, depth)."""
@@ -69,7 +83,7 @@ class Shared:
         return values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WarpgroupProduct:
     """One ``wgmma.mma_async`` instruction."""
 
@@ -104,7 +118,7 @@ class Product:
     a: Ints | None  # where A lies in shared memory, None for registers
     b: Ints
     counts: bool  # whether D starts from what the accumulators hold
-    granules: Ints  # what it reads of shared memory
+    granules: list[Ints]  # what it reads of shared memory, operand by operand
 
     def happen(self, machine: Machine, lanes: Lanes) -> None:
         """Compute D."""
@@ -122,8 +136,34 @@ class Product:
         form.write_d(machine, d.reshape(GROUP, WARP, -1), lanes)
 
 
+class _Form:
+    """What a machine keeps of an instruction: its number, and rows of the tables of registers."""
+
+    def __init__(self, number: int, product: WarpgroupProduct, rows: Mapping[int, int]) -> None:
+        self.number, self.product = number, product
+        self.registers = product.registers
+        self.rows = np.array([rows[index] for index in self.registers])
+        self._others: dict[int, frozenset[int]] = {}
+
+    def conflicts(self, before: _Form) -> frozenset[int]:
+        """Return the registers that an earlier product used in a way that asks for a check.
+
+        That is none where both read them, or both accumulate in them and have one shape.
+        """
+        found = self._others.get(before.number)
+        if found is None:
+            own, others = set(self.product.accumulators), set(before.product.accumulators)
+            alike = own & others if self.product.shape == before.product.shape else set()
+            shared = set(self.registers) & set(before.registers)
+            found = self._others[before.number] = frozenset(shared & (own | others) - alike)
+        return found
+
+
 class Warpgroups:
-    """The products of a batch that nobody has waited for, and the registers that they hold."""
+    """The products of a batch that nobody has waited for, and the registers that they hold.
+
+    Tables have a row for each register that a product of the kernel holds.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -132,12 +172,16 @@ class Warpgroups:
         self._committed = np.zeros(warps, np.int64)  # by the first warp of a warpgroup
         self._under_way: list[Product] = []
         self._fenced = np.zeros(warps, np.int64)  # time of each warp's last fence, 0: none yet
-        self._held: dict[int, npt.NDArray[np.int16]] = {}  # register: products, for each lane
-        # Times by register, for each lane: of its last change by a thread, and of its last read.
-        self._changed: dict[int, npt.NDArray[np.int64]] = {}
-        self._read: dict[int, npt.NDArray[np.int64]] = {}
-        # The last product that used a register, by register and first warp, and its time.
-        self._last_use: dict[tuple[int, int], tuple[WarpgroupProduct, int]] = {}
+        rows = len(machine.program.held)
+        self._held = np.zeros((rows, machine.size), np.int16)  # products, for each lane
+        # Times for each lane: of the last change by a thread, and of the last read.
+        self._changed = np.zeros((rows, machine.size), np.int64)
+        self._read = np.zeros((rows, machine.size), np.int64)
+        # By first warp: the number of the last form that used a register, -1 for none, and when.
+        self._last_form = np.full((rows, warps), -1)
+        self._last_use = np.zeros((rows, warps), np.int64)
+        self._forms: dict[WarpgroupProduct, _Form] = {}
+        self._numbered: list[_Form] = []
 
     def fence(self, lanes: Lanes) -> None:
         """Order the registers of warps before their next products."""
@@ -149,88 +193,96 @@ class Warpgroups:
 
     def touch(self, used: tuple[int, ...], changed: tuple[int, ...], lanes: Lanes) -> None:
         """Report a register that a product holds; note which are read and which are changed."""
-        machine = self._machine
+        machine, rows = self._machine, self._machine.program.held
         for index in used if self._under_way else ():
-            held = self._held.get(index)
-            if held is not None and (bad := lanes.mask & (held > 0)).any():
-                name = machine.program.kernel.registers[index].name
-                message = f"{name} is used while a wgmma that holds it is not waited for"
+            if (bad := lanes.mask & (self._held[rows[index]] > 0)).any():
+                message = (
+                    f"{self._name(index)} is used while a wgmma that holds it is not waited for"
+                )
                 machine.report("in flight", message, machine.lane, bad)
         for index in used:
             times = self._changed if index in changed else self._read
-            of_lanes = times.setdefault(index, np.zeros(machine.size, np.int64))
-            of_lanes[lanes.index] = machine.clocks.now
+            times[rows[index]][lanes.index] = machine.clocks.now
 
-    def start(self, form: WarpgroupProduct, lanes: Lanes) -> None:
+    def start(self, product: WarpgroupProduct, lanes: Lanes) -> None:
         """Begin the products of an instruction."""
         machine, shared = self._machine, self._machine.shared
+        form = self._forms.get(product)
+        if form is None:
+            form = _Form(len(self._forms), product, machine.program.held)
+            self._forms[product] = form
+            self._numbered.append(form)
         for warp in self._first_warps(lanes).tolist():
             self._check_fence(form, warp)
             lane = warp * WARP
-            for index in form.registers:
-                held = self._held.setdefault(index, np.zeros(machine.size, np.int16))
-                held[lane : lane + GROUP * WARP] += 1
-            a = None
-            if isinstance(form.a, Shared):
-                a = form.a.offsets(machine, machine.value(form.a.descriptor, lane), lane)
-            b = form.b.offsets(machine, machine.value(form.b.descriptor, lane), lane)
-            counts = bool(machine.value(form.accumulate, lane))
-            places = np.concatenate([x.ravel() for x in (a, b) if x is not None])
-            granules = np.unique(places // shared.granule_bytes)
+            self._held[form.rows, lane : lane + GROUP * WARP] += 1
+            a, granules = None, []
+            if isinstance(product.a, Shared):
+                a, of_a = product.a.place(machine, lane)
+                granules.append(of_a)
+            b, of_b = product.b.place(machine, lane)
+            granules.append(of_b)
+            counts = bool(machine.value(product.accumulate, lane))
             number = int(self._committed[warp])
-            self._under_way.append(Product(form, warp, number, a, b, counts, granules))
-            who = np.full(len(granules), lane)
-            shared.shadow.before_read(granules, who, machine.clocks, machine.report)
-            shared.shadow.before_proxy(granules, who, machine.clocks, machine.report)
-            shared.shadow.lend(granules)
-            width = tensor_core.ELEMENT_BITS[form.b.type] // 8
+            self._under_way.append(Product(product, warp, number, a, b, counts, granules))
+            for some in granules:
+                who = np.full(len(some), lane)
+                shared.shadow.before_read(some, who, machine.clocks, machine.report)
+                shared.shadow.before_proxy(some, who, machine.clocks, machine.report)
+                shared.shadow.lend(some)
+            width = tensor_core.ELEMENT_BITS[product.b.type] // 8
             size = sum(x.size for x in (a, b) if x is not None) * width
             machine.traffic["shared", "load"] += size
 
-    def _check_fence(self, form: WarpgroupProduct, warp: int) -> None:
+    def _check_fence(self, form: _Form, warp: int) -> None:
         """Report a product without the ``wgmma.fence`` that its registers need."""
         machine = self._machine
-        own = np.arange(warp * WARP, (warp + GROUP) * WARP)
+        lanes = slice(warp * WARP, (warp + GROUP) * WARP)
+        own = machine.lane[lanes]
         fenced = np.repeat(self._fenced[warp : warp + GROUP], WARP)
-        for index in form.registers:
-            changed = self._changed.get(index)
-            if changed is not None and (late := changed[own] > fenced).any():
-                name = self._name(index)
-                message = f"no wgmma.fence stands between a change of {name} and its product"
-                machine.report("race", message, own, late)
-        for index in form.accumulators:
-            read = self._read.get(index)
-            if read is not None and (late := read[own] > fenced).any():
-                message = (
-                    f"no wgmma.fence stands between a read of {self._name(index)} and the product "
-                    "that writes it"
-                )
-                machine.report("race", message, own, late)
-        if (late := fenced == 0).any():
+        late = self._changed[form.rows, lanes] > fenced
+        if late.any():
+            row = int(late.any(axis=1).argmax())
+            name = self._name(form.registers[row])
+            message = f"no wgmma.fence stands between a change of {name} and its product"
+            machine.report("race", message, own, late[row])
+        accumulators = form.product.accumulators
+        late = self._read[form.rows[: len(accumulators)], lanes] > fenced
+        if late.any():
+            row = int(late.any(axis=1).argmax())
+            message = (
+                f"no wgmma.fence stands between a read of {self._name(accumulators[row])} and the "
+                "product that writes it"
+            )
+            machine.report("race", message, own, late[row])
+        if (none := fenced == 0).any():
             message = "no wgmma.fence stands before the first wgmma of a warpgroup"
-            machine.report("race", message, own, late)
-        for index in form.registers:
-            self._check_last_use(form, index, own, fenced)
-            self._last_use[index, warp] = form, machine.clocks.now
+            machine.report("race", message, own, none)
+        last = self._last_form[form.rows, warp]
+        for number in set(last[last >= 0].tolist()):
+            before = self._numbered[number]
+            conflicts = form.conflicts(before)
+            for row in np.flatnonzero(last == number).tolist() if conflicts else ():
+                if form.registers[row] in conflicts:
+                    self._check_last_use(form, before, row, own, fenced)
+        self._last_form[form.rows, warp] = form.number
+        self._last_use[form.rows, warp] = machine.clocks.now
 
-    def _check_last_use(self, form: WarpgroupProduct, index: int, own: Ints, fenced: Ints) -> None:
+    def _check_last_use(
+        self, form: _Form, before: _Form, row: int, own: Ints, fenced: Ints
+    ) -> None:
         """Report a register that the product uses in another way than the one before."""
-        machine, warp = self._machine, int(own[0]) // WARP
-        if (index, warp) not in self._last_use:
-            return
-        before, time = self._last_use[index, warp]
-        accumulates, accumulated = index in form.accumulators, index in before.accumulators
-        if not accumulates and not accumulated:
-            return
-        held = self._held[index][own] > 0
+        machine, index = self._machine, form.registers[row]
+        accumulates = index in form.product.accumulators
+        accumulated = index in before.product.accumulators
+        held = self._held[form.rows[row], own] > 0
         if (accumulates != accumulated) and held.any():
             use, other = "reads", "accumulates in"
             if accumulates:
                 use, other = "accumulates in", "reads"
             message = f"a wgmma {use} {self._name(index)} while one that {other} it is under way"
             machine.report("in flight", message, own, held)
-        if accumulates and accumulated and form.shape == before.shape:
-            return
+        time = self._last_use[form.rows[row], int(own[0]) // WARP]
         if (late := fenced < time).any():
             message = (
                 f"no wgmma.fence stands between two wgmma that use {self._name(index)} and are not "
@@ -254,11 +306,11 @@ class Warpgroups:
             mask = np.zeros(machine.size, np.bool_)
             mask[own] = True
             product.happen(machine, lanes.where(mask))
-            for index in product.form.registers:
-                self._held[index][own] -= 1
+            self._held[self._forms[product.form].rows, own] -= 1
             # One lane speaks for each warp: all of them wait here.
             speakers = machine.lane[own][::WARP]
-            machine.shared.shadow.give_back(product.granules, speakers, machine.clocks)
+            for granules in product.granules:
+                machine.shared.shadow.give_back(granules, speakers, machine.clocks)
         self._under_way = left
 
     def _first_warps(self, lanes: Lanes) -> Ints:
@@ -350,19 +402,20 @@ def _indices(registers: Iterable[Register]) -> Iterator[int]:
     return (register.index for register in registers)
 
 
-def registers_of(instructions: Sequence[Instruction]) -> set[int]:
-    """Return the accumulators and fragments of all products of a kernel."""
-    products = (x for x in instructions if x.name.startswith("wgmma.mma_async"))
-    return {
-        index
+def registers_of(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """Return the accumulators and fragments of all products of a kernel, and number them."""
+    products = (x for x in instructions if x.opcode == "wgmma" and x.modifiers[0] == "mma_async")
+    found = {
+        index: None
         for x in products
         for operand in x.operands[:2]
         if isinstance(operand, Vector)
         for index in _indices(registers_in(operand))
     }
+    return {index: row for row, index in enumerate(found)}
 
 
-def watched(step: Step, held: set[int]) -> Step:
+def watched(step: Step, held: Mapping[int, int]) -> Step:
     """Return a step that minds the products which may hold its registers."""
     inst = step.instruction
     if not held or inst.opcode == "wgmma":

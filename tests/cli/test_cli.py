@@ -109,7 +109,7 @@ def test_ladder_fails_where_a_rung_misses_its_bound(
     assert len(failing) == 1 and failing[0].startswith("fa_warps ")
 
 
-@pytest.mark.parametrize("ending", [".png", ".svg"])
+@pytest.mark.parametrize("ending", [".png", pytest.param(".svg", marks=pytest.mark.slow)])
 def test_ladder_plots(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / f"ladder{ending}"

@@ -130,6 +130,7 @@ def places(node: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(node[key])
 
 
+@pytest.mark.slow
 def test_records_with_parts_exchanged_are_answered(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """Each part of a record in turn is left out, and becomes three of the values."""
     path = tmp_path / "x.json"

@@ -124,6 +124,7 @@ def test_files_and_folders_are_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.endswith(": 1 record\n")
 
 
+@pytest.mark.slow
 def test_without_records_the_ladder_is_run(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     assert cli.main(["report", "--out", str(out)]) == 0

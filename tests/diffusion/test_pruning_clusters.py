@@ -239,7 +239,7 @@ def test_a_sum_that_is_not_finite_takes_no_mean() -> None:
     np.testing.assert_array_equal(~finite[0], np.arange(40) % 16 == 3)
 
 
-@pytest.mark.parametrize("mode", ["balanced", "precision"])
+@pytest.mark.parametrize("mode", ["balanced", pytest.param("precision", marks=pytest.mark.slow)])
 def test_a_layer_reads_the_kept_keys_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = operands((4, 2), (12, 90), 16)
     entries: list[str] = []

@@ -127,7 +127,9 @@ def test_the_parts_alone_follow_from_what_is_left() -> None:
     assert set(found["saved"].values()) == {0.2}
 
 
-@pytest.mark.parametrize("name", ["book_ladder", "book_roofline"])
+@pytest.mark.parametrize(
+    "name", ["book_ladder", pytest.param("book_roofline", marks=pytest.mark.slow)]
+)
 def test_the_drawings_are_the_same_each_time(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     needs, _ = performance_plots.FIGURES[name]
@@ -166,9 +168,7 @@ def test_layers_of_comfy_kitchen_have_columns_where_they_took_part() -> None:
     )
     assert "The host's time for a call, 16 rows: channel 12.5 us." in present
     header, _, line, refused, *_ = (
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in present
-        if line.startswith("|")
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in present if line.startswith("|")
     )
     column = header.index(f"channel, x {COMFY}")
     assert (line[column], refused[column]) == ("1.50 [1.40, 1.60]", "-")

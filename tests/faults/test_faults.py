@@ -76,15 +76,18 @@ def test_a_fault_is_small_and_says_what_it_is(fault: Fault, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if len(fault.variants) > 1], ids=lambda fault: fault.name
+)
 def test_a_fault_compiles_to_other_code(fault: Fault, tmp_path: Path) -> None:
+    """In the first of its rungs it is noticed by tests/interpret/test_interpret_faults.py."""
 
     def telling(cell: dict[str, Any]) -> bool:
         needed = {"varlen": fault.of_packed, "padded": fault.of_padded}
         return fault.shown_by in cell or any(needed[name] for name in needed.keys() & cell.keys())
 
     copy = fault.plant(tmp_path)
-    for variant in fault.variants:
+    for variant in fault.variants[1:]:
         cells = sorted(CELLS, key=lambda cell: not telling(cell))
         cells = cells[:3] if "@" in variant else cells
         cells = ({"zero_points": True},) if fault.of_zero_points else cells

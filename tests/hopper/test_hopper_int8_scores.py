@@ -122,8 +122,13 @@ def o_with_and_without_lse(z: Any, **options: Any) -> tuple[Any, Any]:
     return ca.attention(z, return_lse=True, **asked)[0], ca.attention(z, **asked)
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16")])
-@pytest.mark.parametrize("kind", ["rows", "causal", "huge"])
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "dtype"),
+    [
+        ("rows", 64, "float16"), ("causal", 128, "bfloat16"), ("huge", 64, "float16"),
+        pytest.param("huge", 128, "bfloat16", marks=SLOW),
+    ],
+)  # fmt: skip
 def test_weights_are_cut_as_scores_are_masked(kind: str, head_dim: int, dtype: str) -> None:
     """Without lse, masks of rows cut weights out of packed pairs; with it they mask scores.
 
@@ -145,11 +150,15 @@ def test_weights_are_cut_as_scores_are_masked(kind: str, head_dim: int, dtype: s
 @pytest.mark.parametrize(
     ("source", "line", "instead"),
     [
-        ("sm90/int8/step_bits.cuh", "0xcc88 + bit / 8", "0x88cc + bit / 8"),
-        ("sm90/attn_fa_int8.cu", "SUM_BOXES && !LSE;", "SUM_BOXES;"),
+        pytest.param(
+            "sm90/int8/step_bits.cuh", "0xcc88 + bit / 8", "0x88cc + bit / 8",
+            marks=SLOW, id="the keys of a pair are exchanged",
+        ),
+        pytest.param(
+            "sm90/attn_fa_int8.cu", "SUM_BOXES && !LSE;", "SUM_BOXES;", id="lse sums what is cut"
+        ),
     ],
-    ids=["the keys of a pair are exchanged", "lse sums what is cut"],
-)
+)  # fmt: skip
 def test_a_cut_that_goes_wrong_is_seen(
     source: str, line: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,14 +325,20 @@ SPILLED = {("fa_int8@sm90_fp8", 128, "bias"): 8, ("fa_int8@sm90", 64, "mask"): 2
 
 @SLOW
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
-    ("name", "blocks"),
-    [("softcap", 0), ("mask of rows", 128), ("causal mask", 0), ("dense bias", 0), ("all", 0)],
-)
+    ("head_dim", "name", "blocks"),
+    [
+        *((128, *one) for one in (
+            ("softcap", 0), ("mask of rows", 128), ("causal mask", 0), ("dense bias", 0), ("all", 0)
+        )),
+        (64, "causal mask", 0),
+        *((other, *one) for other in (64, 256) for one in (("mask of rows", 128), ("all", 0))),
+    ],
+)  # fmt: skip
 def test_default_tiles_spill_nothing_and_fit(
     rung: str, head_dim: int, name: str, blocks: int
 ) -> None:
+    """Each option at 128, where registers are few; at other head sizes all, and masks."""
     variant, _, form = rung.partition("@")
     if head_dim > lookup(variant).forms[form].tiles.largest_head_dim:
         return

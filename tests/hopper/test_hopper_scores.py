@@ -139,7 +139,7 @@ def test_they_hold_at_other_head_sizes(head_dim: int, options: dict[str, Any]) -
         run(inputs, **options).check()
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sequences_that_are_packed(bias: bool) -> None:
     """What stands past the end of a sequence, in mask and bias too, changes no bit."""
     inputs, ends = packed(((60, 70), (37, 100), (0, 9), (150, 0)), 2, 1, 64)
@@ -194,6 +194,7 @@ def test_a_bias_chooses_a_key() -> None:
     assert bits(run((q, k, v), bias=bias).o) == bits(v[:, :, key].repeat(2, 1))
 
 
+@pytest.mark.slow
 def test_what_is_masked_has_no_influence() -> None:
     """NaN in keys that mask or bias keep out, and in values of steps that no row takes."""
     mask = row_mask()
@@ -281,7 +282,9 @@ def test_a_softcap_errs_by_less_than_it_says() -> None:
 def test_bits_and_steps_of_a_mask(kind: str) -> None:
     """Steps that admit every key come first where the list says so, before whatever follows."""
     mask = {
-        "rows": row_mask, "keys": key_mask, "strided": lambda: row_mask()[..., ::-1],
+        "rows": row_mask,
+        "keys": key_mask,
+        "strided": lambda: row_mask()[..., ::-1],
         "all": lambda: np.ones((1, 1, 1, LEN_KV), bool),
         "nearly all": lambda: (np.arange(LEN_KV) != 200)[None, None, None],
         "of blocks": lambda: (np.arange(LEN_KV) // 64 % 3 != 1)[None, None, None],
@@ -381,7 +384,13 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+#: The mistakes that are planted at once; the others are slow.
+AT_ONCE = ("softcap after the bias", "an empty tile taken for a full one")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in AT_ONCE else [pytest.mark.slow]) for x in MISTAKES]
+)
 def test_a_mistake_leaves_the_bound(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

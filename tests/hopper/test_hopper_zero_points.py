@@ -84,6 +84,7 @@ def check_pieces() -> None:
             assert bits(a) == bits(b)
 
 
+@pytest.mark.slow
 def test_pieces_of_tiles_begin_at_keys_of_their_own() -> None:
     """And codes moved by their zero points change no bit."""
     check_pieces()
@@ -259,8 +260,14 @@ def test_a_mistake_in_pieces_is_noticed(source, line, instead, tmp_path: Path, m
 # ---- registers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("varlen", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("causal", "varlen"),
+    [
+        (True, False),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("form", "head_dim"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,21 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
 # ---- J2 and J3 -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
-@pytest.mark.parametrize("seeds", [(2,), pytest.param((0, 1, 3), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("odd", [True, pytest.param(False, marks=pytest.mark.slow)])
+def lengths_in_turn() -> Iterator[Any]:
+    """Yield cells with the lengths that each takes, and whether the odd ones are causal.
+
+    Every length meets every rung with a mask and without one, in one type or in another. Single
+    rows and few keys are slow: `test_results_are_written_in_full_and_nothing_beside_them` has them.
+    """
+    for number, one in enumerate(runs.cells_in_turn(0)):
+        yield pytest.param(*one.values, True, (2,), marks=one.marks)
+        odd = number % 2 == 0
+        seeds = (0, 1, 3) if odd else (0, 1, 2, 3)
+        yield pytest.param(*one.values, odd, seeds, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("rung", "dtype", "odd", "seeds"), list(lengths_in_turn()), ids=str)
 def test_lengths(rung: str, dtype: str, odd: bool, seeds: tuple[int, ...]) -> None:
-    """Every second one causal; the others with the slow, as are single rows and few keys, which
-    `test_results_are_written_in_full_and_nothing_beside_them` has."""
     head_dim, _ = head_dims(rung)
     for seed in seeds:
         len_q, len_kv = LENGTHS[seed]
@@ -133,17 +143,24 @@ def test_batches_and_grouped_heads(rung: str) -> None:
 
 
 @pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(1))
-@pytest.mark.parametrize("causal_align", ["bottom-right", "top-left"])
-def test_rows_without_keys(rung: str, dtype: str, causal_align: str) -> None:
+def test_rows_without_keys(rung: str, dtype: str) -> None:
     """Bottom-right alignment with more queries than keys leaves the first rows empty."""
     head_dim, _ = head_dims(rung)
     q, k, v = normal((1, 2, 70, head_dim), (1, 2, 20, head_dim), dtype)
-    found = run(rung, (q, k, v), causal=True, causal_align=causal_align)
+    found = run(rung, (q, k, v), causal=True)
     found.check()
-    if causal_align == "bottom-right":
-        assert (found.o[:, :, :50] == 0).all() and (found.lse[:, :, :50] == -np.inf).all()
+    assert (found.o[:, :, :50] == 0).all() and (found.lse[:, :, :50] == -np.inf).all()
     without = run(rung, (q, k[:, :, :0], v[:, :, :0]))
     assert (without.o == 0).all() and (without.lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
+def test_rows_past_the_last_key_have_keys_where_the_mask_begins_at_the_first(rung: str) -> None:
+    head_dim, _ = head_dims(rung)
+    q, k, v = normal((1, 2, 70, head_dim), (1, 2, 20, head_dim))
+    found = run(rung, (q, k, v), causal=True, causal_align="top-left")
+    found.check()
+    assert np.isfinite(found.lse).all()
 
 
 @pytest.mark.parametrize(
@@ -174,8 +191,13 @@ def test_a_masked_nan_has_no_influence_and_an_attended_one_shows(rung: str) -> N
 # ---- what a kernel may touch ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(1))
-@pytest.mark.parametrize("pads", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("rung", "dtype", "pads"),
+    [
+        *(pytest.param(*one.values, True, marks=one.marks) for one in runs.cells_in_turn(1)),
+        *(pytest.param(rung, "float16", False, marks=pytest.mark.slow) for rung in RUNGS),
+    ],
+)
 def test_results_are_written_in_full_and_nothing_beside_them(
     rung: str, dtype: str, pads: bool
 ) -> None:

@@ -15,7 +15,7 @@ from tests.prims.prims_cases import PRIMS
 #: The oldest architecture of each, and for some another, where the compiler writes other PTX.
 CELLS = [(prim, prim.architectures[0]) for prim in (*PRIMS, *PTX)]
 FIRST = len(CELLS)  # of the others, which are slow
-CELLS += [(p, "sm_90") for p in PRIMS if not p.hopper and p.header in ("mma", "warp", "quant")]
+CELLS += [(prim, "sm_90") for prim in PRIMS if prim.differs_on_sm_90]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def rotated() -> list[tuple[str, str, str, int, str, bool, bool]]:
         picks = itertools.cycle(choices(variant))
         for form in variant.forms:
             for arch in architectures(form):
-                for head_dim, *rest in itertools.islice(picks, 3):
+                for head_dim, *rest in itertools.islice(picks, 2):
                     cells.append((name, form, arch, taken(variant, form, head_dim), *rest))
     return cells
 
@@ -129,8 +129,8 @@ def by_default() -> Iterator[Any]:
     """Yield what is looked through for spills: at head_dim 128 every type, every architecture.
 
     Types and architectures differ little in registers: of the other head sizes float16, on the
-    oldest and on Hopper. A causal mask takes registers: calls without one are compiled in float16
-    on the oldest alone, and of the Hopper forms. At once is float16 there at 128 with the mask.
+    oldest and on Hopper. A causal mask takes registers: calls without one are compiled at 128 in
+    float16 on the oldest alone, and of the Hopper forms. At once is float16 there with the mask.
     """
     for name, variant in VARIANTS.items():
         for form in variant.forms:
@@ -139,9 +139,8 @@ def by_default() -> Iterator[Any]:
             for dtype, arch, head_dim in itertools.product(variant.dtypes, archs, head_dims):
                 first = dtype == "float16" and arch != "sm_89"
                 if head_dim == 128 and (dtype == "float16" or arch == archs[0]) or first:
-                    both = dtype == "float16" and arch == archs[0]
-                    at_once = both and head_dim == 128
-                    for causal in (False, True) if both else (True,):
+                    at_once = dtype == "float16" and arch == archs[0] and head_dim == 128
+                    for causal in (False, True) if at_once else (True,):
                         marks = [] if at_once and causal else [pytest.mark.slow]
                         yield pytest.param(name, form, dtype, arch, head_dim, causal, marks=marks)
 
@@ -163,6 +162,8 @@ def test_default_tiles_spill_nothing(
         assert spilled <= allowed, f"{entry} for {arch} takes {taken}: {spec}"
 
 
+#: What is compiled at once of `test_own_lengths_spill_nothing`: packed sequences, and a mask.
+AT_ONCE = ("varlen", True)
 #: Forms of which all packed sequences are left to the slow tests.
 SELDOM = {
     ("unfused", "portable"), ("fa", "portable"), ("fa_warps", "portable"),
@@ -172,10 +173,12 @@ SELDOM = {
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "head_dim"),
+    ("name", "form", "head_dim", "how", "causal"),
     [
         pytest.param(
-            *cell, marks=[] if cell[2] == 128 and cell[:2] not in SELDOM else [pytest.mark.slow]
+            *cell, how, causal,
+            marks=[] if cell[2] == 128 and cell[:2] not in SELDOM and (how, causal) == AT_ONCE
+            else [pytest.mark.slow],
         )
         for cell in (
             *((name, "portable", head_dim) for name in VARIANTS for head_dim in (64, 128, 256)),
@@ -192,20 +195,16 @@ SELDOM = {
                 for head_dim in (64, 128)
             ),
         )
+        for how, causal in (AT_ONCE, ("padded", True), *([("varlen", False)] * (cell[2] == 128)))
     ],
-)
-@pytest.mark.parametrize(
-    ("how", "causal"),
-    [
-        ("varlen", True),
-        pytest.param("varlen", False, marks=pytest.mark.slow),
-        pytest.param("padded", True, marks=pytest.mark.slow),
-    ],
-)
+)  # fmt: skip
 def test_own_lengths_spill_nothing(
     name: str, form: str, head_dim: int, how: str, causal: bool
 ) -> None:
-    """Lengths and first rows of an entry take registers, where others have constants."""
+    """Lengths and first rows of an entry take registers, where others have constants.
+
+    So does a causal mask: without one they are compiled at 128 alone.
+    """
     variant = VARIANTS[name]
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, **{how: True})
@@ -231,11 +230,14 @@ def test_own_lengths_spill_nothing(
     ],
 )
 def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> None:
-    """Those of 16 keys, as `QuantConfig` has them if it is not told, in the widest tiles too."""
+    """Those of 16 keys, as `QuantConfig` has them if it is not told, in the widest tiles too.
+
+    Each two of mask, lse and neither meet.
+    """
     variant = VARIANTS["fa_int8"]
     others = variant.forms[form].tiles.other.get(head_dim, ())[:1]
     for lse, tiles in itertools.product(
-        (False, True), (variant.tiles_for(head_dim, form=form), *others)
+        (False, True) if causal else (True,), (variant.tiles_for(head_dim, form=form), *others)
     ):
         features = features_of(variant, form, "float16", head_dim, causal, lse)
         fine = replace(features, group_q=2, group_kv=16)

@@ -83,6 +83,11 @@ class Prim:
             return ("sm_90a",)
         return tuple(dict.fromkeys((f"sm_{self.since}", "sm_90")))
 
+    @property
+    def differs_on_sm_90(self) -> bool:
+        """Whether the compiler writes other PTX for compute capability 9.0 than for 8.0."""
+        return not self.hopper and self.header in ("mma", "warp", "quant")
+
     @staticmethod
     def parameters(arguments: Mapping[str, Any]) -> list[str]:
         """Return the names of those arguments that the kernel takes as parameters."""
