@@ -13,6 +13,14 @@ constexpr int PACK_THREADS = BLOCK_Q / MASK_GROUP * WARP_SIZE;
 constexpr int KEYS_THREADS = 1024;  // as in cupyattn/plans/scored.py
 constexpr uint32_t ONES = 0x01010101u;
 
+// 1 for every byte that is not 0: NumPy takes each of them for true.
+__device__ __forceinline__ uint32_t truths(uint32_t bytes) {
+  bytes |= bytes >> 4 & 0x0f0f0f0fu;
+  bytes |= bytes >> 2 & 0x03030303u;
+  bytes |= bytes >> 1 & 0x01010101u;
+  return bytes & ONES;
+}
+
 // Eight neighbouring entries of a row, a byte each. Those past the last row or key count as
 // admitted: the softmax masks such keys, and a row without a key is slow.
 struct Octet {
@@ -25,14 +33,15 @@ struct Octet {
     if (!row_exists || key >= p.len_kv) return;
     if (aligned && key + 8 <= p.len_kv) {
       const auto bytes = *reinterpret_cast<const Vec<uint32_t, 2>*>(row + key);
-      low = bytes.v[0], high = bytes.v[1], some = (low | high) != 0;
+      low = truths(bytes.v[0]), high = truths(bytes.v[1]), some = (low | high) != 0;
       return;
     }
     low = high = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const bool exists = key + i < p.len_kv;
-      const bool admitted = exists && row[(key + i) * p.mask_stride.key];
+      const auto bytes = reinterpret_cast<const uint8_t*>(row);
+      const bool admitted = exists && bytes[(key + i) * p.mask_stride.key] != 0;
       some |= admitted;
       (i < 4 ? low : high) |= uint32_t(admitted || !exists) << i % 4 * 8;
     }

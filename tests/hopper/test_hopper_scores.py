@@ -469,3 +469,17 @@ def drawn(seed: int) -> tuple[Arrays, dict[str, Any]]:
 def test_any_call_is_within_its_bound(seed: int) -> None:
     inputs, options = drawn(seed)
     runs.run(RUNG, inputs, arch="sm_90a", backend="interpret", **options).check()
+
+
+@pytest.mark.parametrize("length", [72, 70], ids=["bytes by eights", "byte by byte"])
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "keys"])
+def test_every_byte_but_zero_admits(rows: bool, length: int) -> None:
+    """A bool array that is a view of bytes may hold others than 0 and 1."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 1, length, 64)).astype(np.float16) for _ in range(3))
+    shape = (1, 1, length if rows else 1, length)
+    admits = rng.random(shape) < 0.5
+    mask = np.where(admits, rng.choice([1, 2, 16, 128, 255], shape), 0).astype(np.uint8)
+    options = {"variant": "fa_tc", "backend": "interpret", "arch": "sm_90a"}
+    found = attention(q, k, v, mask=mask.view(np.bool_), **options)
+    assert found.tobytes() == attention(q, k, v, mask=admits, **options).tobytes()
