@@ -15,6 +15,8 @@ EXTRA ?= $(if $(filter 12,$(DRIVER_CUDA)),cuda12,cuda13)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WORKERS ?= $(shell echo $$(($(CORES) < 16 ? $(CORES) : 16)))
 TEST_CACHE ?= $(CURDIR)/.cache/kernels
+# All of them find room there: what is deleted for want of it would be compiled once more.
+test-quick test-slow test-interop: export CUPYATTN_CACHE_SIZE ?= 4GiB
 
 ifdef NO_VENV
 RUN := $(PYTHON)

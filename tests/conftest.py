@@ -102,6 +102,7 @@ def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     """Compile as a new user would: an empty cache folder, nothing in memory."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
+    monkeypatch.delenv("CUPYATTN_CACHE_SIZE", raising=False)
     kc.cache_clear(disk=False)
     yield folder
     kc.cache_clear(disk=False)

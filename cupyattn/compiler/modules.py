@@ -210,7 +210,7 @@ def _compiled(
             limit = size_limit.current().bytes  # a wrong one is told before the compiler runs
             binary = _count("compiled", _compile(spec, source, arch, options, compiler, folder))
             _write_entry(key, binary)
-            size_limit.trim(limit, newest=key)
+            size_limit.wrote(limit, key)
         _memory[key] = binary
         return binary
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -142,6 +143,45 @@ def test_the_least_recently_used_go_first(
                     if sum(held for _, held in model.values()) > limit and old != key:
                         del model[old]
             assert keys() == set(model)
+
+
+def test_a_folder_with_room_is_listed_once(
+    cold_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listings: list[Path] = []
+    listed = size_limit._listed
+
+    def counted(folder: Path) -> Any:
+        listings.append(folder)
+        return listed(folder)
+
+    monkeypatch.setattr(size_limit, "_listed", counted)
+    for number in range(20):
+        disk_cache.write(key_of(str(number)), bytes(100))
+        size_limit.wrote(10**6, key_of(str(number)))
+    assert len(listings) == 1 and len(keys()) == 20
+    size_limit.wrote(10**6 + 1, key_of("0"))
+    assert len(listings) == 2, "room for another limit is not known"
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 900)), max_size=40),
+    limit=st.integers(1000, 20_000),
+)
+def test_processes_that_write_in_turns_keep_to_the_limit(
+    sizes: list[tuple[int, int]], limit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each knows of its own writes alone; an entry that was just written may be one too many."""
+    rooms: dict[int, dict[Path, tuple[int | None, float]]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUPYATTN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        for number, (process, size) in enumerate(sizes):
+            patch.setattr(size_limit, "_room", rooms.setdefault(process, {}))
+            key = key_of(str(number))
+            disk_cache.write(key, bytes(size))
+            size_limit.wrote(limit, key)
+            held = [path.stat().st_size for path in disk_cache.cache_folder().glob("*.bin")]
+            assert sum(held) <= limit or len(held) == 1
 
 
 def test_use_is_marked_once_an_hour(cold_cache: Path) -> None:
