@@ -362,6 +362,10 @@ BROKEN = [
     ("linear/sm90/gemm_int8_channel.cu", {"BLOCK_N": 192}, "BLOCK_N must be 64, 128 or 256"),
     ("linear/sm90/gemm_int8_channel.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows"),
     (
+        "linear/sm90/gemm_int8_channel.cu", {"NEIGHBOURS": 1, "VEC": 4},
+        "NEIGHBOURS are stored 16 bytes at a time",
+    ),
+    (
         "linear/sm90/gemm_int8_channel.cu",
         {"TAIL_SPLITS": 2},
         "NUM_STAGES of slices must have room for a tile in int32",
