@@ -166,7 +166,7 @@ def load(inst: Instruction) -> Execute | None:
             else:
                 values[:, some] = memory.load(within, unit, count, index[some], strong)
         for value, write in zip(values.view(dtype), writes, strict=True):
-            write(machine, machine.widened(value, lanes), lanes)
+            write(machine, value, lanes)
 
     return execute
 
@@ -255,7 +255,7 @@ def atomic(inst: Instruction) -> Execute | None:
                     old[i, row] = elements[place + i]
                     elements[place + i] = combine(old[i, row], *(v[i][row] for v in values))
         for one, write in zip(old, writes, strict=False):
-            write(machine, machine.widened(one, lanes), lanes)
+            write(machine, one, lanes)
 
     return execute
 

@@ -375,13 +375,22 @@ class Machine:
     # ---- registers and names ---------------------------------------------------------------------
 
     def set(self, index: int, value: Values, lanes: Lanes) -> None:
-        """Write a register for some lanes. Arrays are shared, never changed in place."""
+        """Write a register for some lanes. Arrays are shared, never changed in place.
+
+        `value` is one for all, one for each lane of the batch, or one for each of `lanes`.
+        """
         if value.ndim == 0:
             value = np.full(self.size, value)
-        if not lanes.full:
+        few = len(value) < self.size
+        if few or not lanes.full:
             old = self.registers[index]
             kept = np.zeros(self.size, value.dtype) if old is None else old.view(value.dtype)
-            value = np.where(lanes.mask, value, kept)
+            if few:
+                whole = kept.copy()
+                whole[lanes.index] = value
+                value = whole
+            else:
+                value = np.where(lanes.mask, value, kept)
         self.registers[index] = value
 
     def undefined(self, register: Register) -> Values:
@@ -434,14 +443,6 @@ class Machine:
             known[f"%ntid.{axis}"] = known[f"%nctaid.{axis}"] = np.ones(self.size, np.uint32)
         self._special = {k: v.astype(np.uint32) for k, v in known.items()}
         return self.special(name)
-
-    def widened(self, values: Values, lanes: Lanes) -> Values:
-        """Return one value for every lane of the batch, given those of the lanes here."""
-        if len(values) == self.size:
-            return values
-        whole = np.zeros(self.size, values.dtype)
-        whole[lanes.index] = values
-        return whole
 
     def space(
         self, name: str, address: Ints, direction: str, width: int

@@ -255,7 +255,7 @@ def _arrive(
         phases = machine.mbarriers.arrive(
             address(machine)[index], counts(machine)[index], tx(machine)[index], index
         )
-        write(machine, machine.widened(phases.astype(np.uint64), lanes), lanes)
+        write(machine, phases.astype(np.uint64), lanes)
 
     return execute
 

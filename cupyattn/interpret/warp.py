@@ -217,8 +217,9 @@ def fragment_writer(operand: Operand) -> Callable[[Machine, Bits, Lanes], None]:
     writes: list[Write] = [writer(x) for x in access.items_of(operand)]
 
     def write(machine: Machine, fragment: Bits, lanes: Lanes) -> None:
-        for i, one in enumerate(writes):
-            one(machine, machine.widened(fragment[..., i].ravel(), lanes), lanes)
+        registers = np.ascontiguousarray(fragment.reshape(-1, len(writes)).T)
+        for one, values in zip(writes, registers, strict=True):
+            one(machine, values, lanes)
 
     return write
 
