@@ -276,6 +276,7 @@ class GlobalMemory:
             self._report("out of bounds", message, lanes, everything, address)
         offset = self._offset(array, address, unit, lanes)
         shadow = self._writable(array, address, lanes)
+        self._check_waited("writes to", array, address, lanes)
         granules = self._granules(offset, unit, lanes)
         shadow.check_written(*granules, self._report)
         shadow.before_write(*granules, self._clocks, self._report, atomic=True)

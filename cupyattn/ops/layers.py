@@ -82,7 +82,7 @@ class _Layers:
         for number, product in enumerate(products):
             (multiply,) = GEMM.plan(product).stages
             plan = multiply.plan
-            if number == 0:  # it brings weights while its codes are made
+            if number == 0 and quantise.plan.launches:  # it may bring weights while codes are made
                 made = tuple(_CODES.values())
                 plan = replace(
                     plan, launches=tuple(replace(one, awaits=made) for one in plan.launches)

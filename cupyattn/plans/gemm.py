@@ -236,7 +236,7 @@ def plan_gemm(
         at.residual is not None,
         "" if at.gate is None else "float32" if at.gate.itemsize == 4 else out_dtype,
         straddles,
-        form == "sm90" and not straddles and _takes_neighbours(at, n // halves),
+        form == "sm90" and not straddles and _takes_neighbours(at, n // halves, bias),
     )
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=kernel.note)
@@ -295,7 +295,10 @@ def _map_of(name: str, dtype: str, x: Operand, halves: int, rows: int) -> Tensor
 
 
 def _map_of_neighbours(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
-    """Describe a weight, whose rows 8 t + 2 f + e of 32 come as rows 8 f + 2 t + e."""
+    """Describe a weight, whose rows 8 t + 2 f + e of 32 come as rows 8 f + 2 t + e.
+
+    Strides of its axes do not grow from the fastest on: the driver takes that, seen on an H200.
+    """
     row, row_count = row_bytes(x), 32
     shape = (x.shape[0] // row_count, 4, 4, 2, x.shape[1])
     strides = (row_count * row, 2 * row, 8 * row, row)  # of 32 rows, of f, of t, of e
@@ -304,8 +307,13 @@ def _map_of_neighbours(name: str, dtype: str, x: Operand, rows: int) -> TensorMa
     )
 
 
-def _takes_neighbours(at: ProductOperands, columns: int) -> bool:
-    """Whether eight columns of a row of C lie side by side in all that is read and written."""
+def _takes_neighbours(at: ProductOperands, columns: int, bias: str) -> bool:
+    """Whether eight columns of a row of C lie side by side in all that is read and written.
+
+    Not if there is a bias, and at does not say where it lies.
+    """
+    if bias and at.bias is None:
+        return False
     beside = [x for x in (at.c, at.residual, at.gate, at.bias) if x is not None]
     if at.strategy == "channel":
         scales = at.b_scales
@@ -318,14 +326,7 @@ def _takes_neighbours(at: ProductOperands, columns: int) -> bool:
 
 
 def _elements_per_access(at: ProductOperands) -> int:
-    """Return how many elements of a row of C are stored at a time.
-
-    More than one means that scales of columns are read in pairs, too, where columns have scales.
-    """
-    scales = at.b_scales
-    paired = scales.row_strides[:1] == (1,) and scales.misalignment % 8 == 0
-    if at.strategy == "channel" and not paired:
-        return 1
+    """Return how many elements of a row of C are stored at a time."""
     together = [x for x in (at.c, at.residual) if x is not None]
     widths = [width for width in (1, 2, 4, 8) if all(x.allows(width) for x in together)]
     return max(widths) if at.gate is None or at.gate.allows(2) else 1  # factors are read in pairs

@@ -45,7 +45,7 @@ __device__ __forceinline__ int channel_of(int group, int access) {
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void act_quant(
     const __grid_constant__ ActQuantParams p) {
-  griddepcontrol_launch_dependents();  // the product copies its weights meanwhile
+  griddepcontrol_launch_dependents();  // a product may begin
   const int lane = thread_id() % LANES;
   const int row_groups = ceil_div(p.channels, SLICE);
   // NOTE: the host sees to it that groups are counted in 32 bits.

@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_codes(int8_t* codes, const Access& x, floa
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void row_quant(
     const __grid_constant__ RowQuantParams p) {
-  griddepcontrol_launch_dependents();      // the product copies its weights meanwhile
+  griddepcontrol_launch_dependents();      // a product may begin
   __shared__ uint32_t of_warp[NUM_WARPS];  // bits of largest magnitudes
   const int lane = thread_id() % LANES;
   const int64_t row = int64_t(blockIdx.x) * BLOCK_M + warp_id() / ROW_WARPS;

@@ -213,6 +213,7 @@ def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # t
         Operand.contiguous((m, k), 1), Operand.contiguous((m, blocks), 4),
         Operand.contiguous((n, k), 1), Operand.contiguous((lines, blocks), 4),
         Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
+        bias=Operand.contiguous((n,), STORAGE[x].itemsize) if (x := options.get("bias")) else None,
     )  # fmt: skip
     copied = {"a": operands.a, "b": operands.b}
     if (beside := options.get("outliers")) is not None:

@@ -132,7 +132,7 @@ __device__ __forceinline__ int pair_col(int i) {
 template <int TILES>
 using ColumnPairs = Vec<float, 2>[HALVES][TILES];
 
-// Eight neighbouring numbers, read at a time: not what the launch before makes.
+// Eight neighbouring numbers, 16 bytes at a time, by __ldg: not what the launch before makes.
 template <class T>
 __device__ __forceinline__ Vec<float, 8> read_eight(const T* x) {
   constexpr int VECS = sizeof(T) / 2;  // of 16 bytes
@@ -256,9 +256,9 @@ __device__ __forceinline__ Vec<float, COLS> of_tiles(
 template <int TILES, typename X>
 __device__ __forceinline__ void store_row(
     const GemmParams& p, int row, int n0, int first, const ColumnPairs<TILES>& bias, X x) {
-  constexpr bool QUADS = ELEM_IS_16_BIT && VEC == 8 && TILES % 4 == 0;
+  constexpr bool BY_FOUR_TILES = ELEM_IS_16_BIT && VEC == 8 && TILES % 4 == 0;
   elem_t* C = static_cast<elem_t*>(p.C) + row * p.C_stride;  // [n]
-  if constexpr (QUADS) {
+  if constexpr (BY_FOUR_TILES) {
 #pragma unroll
     for (int i = 0; i < TILES; i += 4) {  // 32 columns, a quarter of them to each lane
       uint32_t packed[4];

@@ -1,5 +1,5 @@
 // griddepcontrol.cuh -- launches that overlap: a kernel may begin while the one before it ends, if
-// its launch says so (Launch.overlaps in cupyattn/plans/records.py). From sm_90 on; before, and in a
+// its launch says so (Launch.awaits in cupyattn/plans/records.py). From sm_90 on; before, and in a
 // launch that does not overlap, both do nothing.
 #pragma once
 
