@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20
+#: Architecture from which on launches overlap; before, a kernel has nothing to wait for.
+OVERLAPPING = 90
 #: Threads that a block may have on any device.
 MAX_BLOCK = 1024
 
@@ -89,11 +91,12 @@ def run_launch(
         Those that hold something. What the kernel writes to is added.
     """
     ready = program(binary.ptx, one.entry)
+    awaits = one.awaits if int(binary.arch[3:].rstrip("af")) >= OVERLAPPING else ()
     memory = GlobalMemory(ready.granules["global"])
     addresses = {
         name: memory.add(
             name, arrays[name], initialised=name in written,
-            writable=arrays[name].flags.writeable, awaited=name in one.awaits,
+            writable=arrays[name].flags.writeable, awaited=name in awaits,
         )  # fmt: skip
         for name in _names(one)
     }

@@ -56,6 +56,8 @@ def check_static_scales(
             "QuantizedQKV.from_codes for codes with scales and zero points of your own"
         )
     for name, given, wanted in _wanted(quant, q, k, tiles, sequences):
+        if given is None:
+            continue
         have = _shape(given)
         if not _fits(have, wanted):
             granularity = getattr(quant, f"granularity_{name}")
@@ -73,7 +75,10 @@ def check_static_scales(
 def _wanted(
     quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles, sequences: int | None
 ) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
-    """Yield for Q and K the name, the scales that are given, and the shape of dynamic ones."""
+    """Yield for Q and K the name, the scales that are given, and the shape of dynamic ones.
+
+    None stands for scales of queries that are yet to come.
+    """
     for name, given, shape, group in (
         ("q", quant.scales[0], q, quant.group_q(tiles)),
         ("k", quant.scales[1], k, quant.group_kv(tiles)),
@@ -82,7 +87,7 @@ def _wanted(
         granularity = getattr(quant, f"granularity_{name}")
         wanted = scale_shape((batch, *shape[1:]), group, granularity)
         if name == "q" and not shape[2] and not _fits(_shape(given), wanted):
-            given = 1.0  # keys alone; queries that come later are held to the scales that are given
+            given = None  # keys alone: queries that come later are held to the scales
         yield name, given, wanted
 
 
@@ -132,7 +137,10 @@ def static_scales(
     for name, given, wanted in _wanted(quant, q, k, tiles, sequences):
         if hasattr(given, "dtype"):
             given = operand(f"the static {name}_scale", given)
-        array = xp.asarray(given, np.float32).reshape(_shape(given))
+        if given is None:
+            array = xp.ones((1, 1, wanted[2]), np.float32)
+        else:
+            array = xp.asarray(given, np.float32).reshape(_shape(given))
         whole = array if array.shape == wanted else xp.broadcast_to(array, wanted)
         if sequences is not None:
             whole = xp.broadcast_to(whole, (sequences, *wanted[1:])).swapaxes(0, 2)

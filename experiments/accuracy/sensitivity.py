@@ -589,8 +589,7 @@ def work(args: argparse.Namespace) -> int:
     alarms = sum(form["false_alarms"] for form in record.found.values())
     rows = sum(form["judged_rows"] for form in record.found.values())
     print(f"\n{alarms} false alarms in {rows:,} rows; {content['seconds']} s")
-    blank = [name for name in args.forms if not record.found[name]["faults"]]
-    if blank:
+    if blank := [name for name in args.forms if not record.found[name]["faults"]]:
         print(f"no fault changed a bit of {', '.join(blank)}: the run says nothing about the judge")
     if args.update_docs:
         of_run = json.loads(args.json.read_text(encoding="utf-8"))

@@ -86,7 +86,9 @@ class Prim:
     @property
     def differs_on_sm_90(self) -> bool:
         """Whether the compiler writes other PTX for compute capability 9.0 than for 8.0."""
-        return not self.hopper and self.header in ("mma", "warp", "quant")
+        return not self.hopper and self.header in (
+            "mma", "warp", "quant", "griddepcontrol",
+        )  # fmt: skip
 
     @staticmethod
     def parameters(arguments: Mapping[str, Any]) -> list[str]:

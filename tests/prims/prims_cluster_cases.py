@@ -1,4 +1,5 @@
-"""The kernel of ``cluster.cuh``: blocks that read the shared memory of one another."""
+"""The kernels of ``cluster.cuh`` and ``griddepcontrol.cuh``: blocks that read the shared memory of
+one another, and what a launch that overlaps with none does."""
 
 from __future__ import annotations
 
@@ -21,6 +22,10 @@ def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     return {"y": np.repeat(x[:, None, :, ::-1], SPLITS, axis=1)}
 
 
+def copied() -> Arguments:
+    return {"x": normal(64), "y": np.zeros(64, np.float32)}
+
+
 #: Kernel, and floats that are read at a time.
 WIDTHS = {"rows_of_others": 4, "pairs_of_others": 2}
 CLUSTER_PRIMS = [
@@ -30,3 +35,6 @@ CLUSTER_PRIMS = [
     )
     for entry, width in WIDTHS.items()
 ]  # fmt: skip
+CLUSTER_PRIMS.append(
+    Prim("dependents", "griddepcontrol", "dependents", 64, copied, lambda x, y: {"y": x})
+)

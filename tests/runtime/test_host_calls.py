@@ -34,7 +34,7 @@ from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.checks import check_attention
-from cupyattn.runtime import replay, tensor_map
+from cupyattn.runtime import overlapping, replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
 prepared_module = importlib.import_module("cupyattn.ops.prepared")
@@ -127,6 +127,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     module = SimpleNamespace(kernel=fake.kernel, binary=SimpleNamespace(smem_bytes=4096))
     monkeypatch.setattr(kc, "load", lambda spec, arch=None: module)
     monkeypatch.setattr(kc, "is_loaded", lambda spec, arch=None: True)
+    monkeypatch.setattr(overlapping, "is_supported", lambda: False)
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", fake.launch)
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda _: None)

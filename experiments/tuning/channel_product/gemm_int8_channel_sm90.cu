@@ -223,11 +223,13 @@ __device__ __forceinline__ void store_tile(
     Vec<float, 2> B_scale[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) B_scale[i] = column_scales(p, n0 + (n + i) * 8 + t * 2);
+    ColumnPairs<TILES> bias;
+    load_bias<TILES>(p, n0, n, bias);
 #pragma unroll
     for (int a = 0; a < ATOMS; ++a)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_row<TILES>(p, row0 + a * 64 + g + h * 8, n0 + n * 8, [&](int i, int j) {
+        store_row<TILES>(p, row0 + a * 64 + g + h * 8, n0, n, bias, [&](int i, int j) {
           return scaled(dot[a][(n + i) * 4 + h * 2 + j], A_scale[a][h], B_scale[i].v[j]);
         });
   }
