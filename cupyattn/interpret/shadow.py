@@ -95,8 +95,8 @@ class Shadow:
         self.read = np.zeros(granules, np.int32)  # time of the last read by anybody
         # Time of each thread's last read: (warps, granules, lanes of a warp). Where only the first
         # lane of a warp read, as for all of it, that is in `first_reads`: (warps, granules).
-        # NOTE: pages of zeros that nobody touches take no memory, and what the lanes of a warp read
-        # together lies close together.
+        # NOTE: pages of zeros that are not touched take no memory, and what the lanes of a warp
+        # read together lies close together.
         self.reads = np.zeros((readers // WARP, granules, WARP), np.int32)
         self.first_reads = np.zeros((readers // WARP, granules), np.int32)
         self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way

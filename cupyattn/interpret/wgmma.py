@@ -160,7 +160,7 @@ class _Form:
 
 
 class Warpgroups:
-    """The products of a batch that nobody has waited for, and the registers that they hold.
+    """The products of a batch that no warp has waited for, and the registers that they hold.
 
     Tables have a row for each register that a product of the kernel holds.
     """
