@@ -174,7 +174,8 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str, strategy: str)
     of_rows = (m, 1 if strategy == "channel" else k // 128)
     scales = [Operand.contiguous(s, 4) for s in (of_rows, scale_shape((n, k), 128, strategy))]
     codes, c = Operand.contiguous((m, k), 1), Operand.contiguous((m, n), 2)
-    at = ProductOperands(codes, scales[0], codes, scales[1], c, c, Operand.contiguous((2, n), 2))
+    gate, bias = Operand.contiguous((2, n), 2), Operand.contiguous((n,), 2)
+    at = ProductOperands(codes, scales[0], codes, scales[1], c, c, gate, bias)
     options = {"arch": arch} if arch == "sm_90a" else {}
     settled = settle_gemm({"a": codes, "b": codes}, at.strategy, tiles=tiles, **options)
     plan = plan_gemm(settled, at, "bfloat16", bias="bfloat16", activation="gelu")
