@@ -190,16 +190,16 @@ THEFTS = {
         HEADER, "A_scale, B_scale[0][i].v[j])", "A_scale, B_scale[0][i].v[1 - j])", SMALL, "",
     ),
     "scale of the column below": (
-        HEADER, "min(col + 1, p.n - 1)) * p", "min(col, p.n - 1)) * p", SMALL, "",
+        HEADER, "col * p.B_scale_stride", "(col & ~1) * p.B_scale_stride", SMALL, "",
     ),
     "scale past the last row": (HEADER, "min(row, p.m - 1)", "row", SMALL, "out of bounds"),
     "sums in float16": (
         HEADER, "__int2float_rn(sum)", "__half2float(__int2half_rn(sum))", SMALL, "",
     ),
-    "codes past the end": (SHARED, " && byte < bytes_valid", "", SMALL, "between the rows of a"),
+    "codes past the end": (SHARED, " && byte < bytes_valid", "", SMALL, "outside b"),
     "a wait too few": (OWN, "group<NUM_STAGES - 2>", "group<NUM_STAGES - 1>", SMALL, "in flight"),
     "rows exchanged": (
-        OWN, "row_scale(p, row), B_scale, [&]", "row_scale(p, row ^ 8), B_scale, [&]", SMALL, "",
+        OWN, "row_scale(p, row), B_scale, bias", "row_scale(p, row ^ 8), B_scale, bias", SMALL, "",
     ),
     "sums of the tile before": (SM90, "k > 0 || step > 0", "true", HOPPER, ""),
     "no wait for the slices": (
