@@ -2,9 +2,9 @@
 
 Varies       rows, the layer, the form, tiles, and how many blocks of a cluster share one
 Holds fixed  N(0, 1) activations and weights, codes in blocks of 128 or by channel, float16 out
-Measures     the largest error as a share of its bound; time, and in the same rounds the ratio to
-             torch's FP16 product: of calls, and with ``--graphs`` of a CUDA graph of calls, in
-             which the host has no part
+Measures     the largest error as a share of its bound; time of a call, or with ``--graphs`` of a
+             call within a CUDA graph, in which the host has no part; in the same rounds the ratio
+             to torch's FP16 product
 Beside       torch.matmul, FP16
 Expect       no loss to FP16; the default at most 3 % behind the best
 Run          python -m experiments.tuning.gemm_few_rows [--rows M,M] [--layers NxK,NxK]
@@ -55,13 +55,9 @@ _MORE_PORTABLE = (
 _MORE_HOPPER = (
     *(GemmTiles(64, 128, num_warps=8, num_stages=8, splits=s) for s in (2, 4, 8)),
     *(GemmTiles(64, 64, num_warps=8, num_stages=12, splits=s) for s in (2, 4, 8)),
-)
-
-
-#: Large tiles that two blocks share, past the rows up to which tiles are shared by default.
-_SHARED_HOPPER = (
-    GemmTiles(128, 128, num_warps=12, num_stages=6, splits=2),
-    GemmTiles(128, 256, num_warps=12, num_stages=4, splits=2),
+    *(GemmTiles(128, 64, num_warps=12, num_stages=8, splits=s) for s in (1, 2, 4)),
+    *(GemmTiles(128, 128, num_warps=12, num_stages=6, splits=s) for s in (2, 4)),
+    *(GemmTiles(128, 256, num_warps=12, num_stages=4, splits=s) for s in (2, 4)),
 )
 
 
@@ -75,7 +71,7 @@ def candidates(rows: int) -> dict[str, dict[str, Any]]:
     few = rows <= FEW_ROWS
     for form, arch, least, choices in (
         ("portable", "sm_90", 16, (*PORTABLE_TILES, *_MORE_PORTABLE) if few else ()),
-        ("sm90", "sm_90a", 64, (*HOPPER_TILES, *_MORE_HOPPER, *_SHARED_HOPPER)),
+        ("sm90", "sm_90a", 64, (*HOPPER_TILES, *_MORE_HOPPER)),
     ):
         for tiles in choices:
             if tiles.block_m >= max(2 * rows, least + 1):
@@ -146,22 +142,18 @@ def race(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     if not on_device:
         return row
     sets = [(x.copy(), w.copy(), *some) for some in timing.rotated(operands)]
-    good = {name: run for name, run in own.items() if row["shares"][name] <= 1}
-    calls = {name: rotating(run, sets) for name, run in good.items()}
-    tensors, peers = [], others(size)
+    ways = {name: (run, sets) for name, run in own.items() if row["shares"][name] <= 1}
+    peers = others(size)
     if FP16 in peers:
         import torch
 
         tensors = [tuple(torch.from_dlpack(array) for array in some) for some in sets]
-        calls[FP16] = rotating(peers[FP16], tensors)
-    row["samples"] = timing.time_interleaved(calls, rounds=args.rounds)
-    if args.graphs and tensors:
-        graphs = {name: graph_of(run, sets) for name, run in good.items()}
-        graphs[FP16] = graph_of(peers[FP16], tensors)
-        timed = timing.time_interleaved(graphs, rounds=args.rounds)
-        row["graph samples"] = {
-            name: [s / len(sets) for s in found] for name, found in timed.items()
-        }
+        ways[FP16] = peers[FP16], tensors
+    prepare = graph_of if args.graphs else rotating
+    calls = {name: prepare(*way) for name, way in ways.items()}
+    samples = timing.time_interleaved(calls, rounds=args.rounds)
+    calls_at_once = len(sets) if args.graphs else 1
+    row["samples"] = {name: [s / calls_at_once for s in found] for name, found in samples.items()}
     return row | {"clocks": device.clocks()}
 
 
@@ -174,28 +166,24 @@ def ratio(samples: Mapping[str, Sequence[float]], name: str, other: str) -> list
 
 def table(row: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a product: every candidate, the fastest first."""
-    samples, graphs = row.get("samples", {}), row.get("graph samples", {})
+    samples = row.get("samples", {})
     names = list(row["shares"])
     seconds = {name: timing.median(samples[name]).median for name in names if name in samples}
     lines = []
     for name in sorted(names, key=lambda name: seconds.get(name, 0.0)):
-        of_graph = timing.median(graphs[name]).median if name in graphs else None
         lines.append([
             name, f"{row['shares'][name]:.3f}",
             words.format_seconds(seconds[name]) if name in seconds else "-",
             format_comparison(ratio(samples, name, FP16)),
-            words.format_seconds(of_graph) if of_graph else "-",
-            format_comparison(ratio(graphs, name, FP16)),
         ])  # fmt: skip
-    title = f"{row['m']} x {row['n']} x {row['k']}"
-    return [title, "bound", "time", f"x {FP16}", "in a graph", f"x {FP16}, graph"], lines
+    return [f"{row['m']} x {row['n']} x {row['k']}", "bound", "time", f"x {FP16}"], lines
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows over all products: the default beside the best."""
     lines = []
     for row in rows:
-        samples = row.get("graph samples") or row.get("samples", {})
+        samples = row.get("samples", {})
         own = [name for name in samples if name not in (DEFAULT, FP16)]
         best = min(own, key=lambda name: timing.median(samples[name]).median, default=None)
         lines.append([
@@ -228,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--strategy", choices=STRATEGIES, default="block", help="of the scales")
     parser.add_argument("--layers", type=layers_of, default=LAYERS, metavar="NxK,NxK")
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of calls, too")
+    parser.add_argument("--graphs", action="store_true", help="calls within CUDA graphs")
     parser.add_argument(
         "--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS, metavar="M,M"
     )
