@@ -34,6 +34,7 @@ HOPPER_TILES = (
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
     GemmTiles(64, 64, num_warps=8, num_stages=12, splits=2),
     *(GemmTiles(64, 64, num_warps=8, num_stages=5, splits=s) for s in (2, 4)),
+    *(GemmTiles(128, 128, num_warps=12, num_stages=6, splits=s) for s in (2, 4)),
 )
 #: Portable tiles whose k the blocks of a cluster share, on devices that have clusters: by the most
 #: rows, then by how many blocks.
@@ -45,10 +46,13 @@ _SHARED_TILES = {
 COPIED = ("a", "b", "a_16", "b_16")
 #: The kernels, by what shares a scale.
 ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
-#: Rows of A up to which tiles are shared; and up to which the portable form, with tiles of 16, is
-#: the faster on Hopper, too, unless there are more than 16 and no room for pairs of blocks.
-#: Raced: experiments/results/gemm_few_rows.json.
+#: Rows of A up to which tiles of 64 rows are shared; and up to which the portable form, with tiles
+#: of 16, is the faster on Hopper, too, unless there are more than 16 and no room for pairs of
+#: blocks. Raced: experiments/results/gemm_few_rows.json.
 FEW_ROWS, PORTABLE_ROWS = 64, 32
+#: Slices of a part from which tiles of 128 rows are shared, and tiles of 64 by more blocks than there
+#: are SMs: for fewer, their blocks take too long to meet (the same race).
+_LEAST_SLICES = 24
 #: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
 #: cores multiply 4096 pairs of codes. Tiles are chosen by these.
@@ -243,7 +247,7 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
     Notes
     -----
     By count: tiles are worked off in waves, one to each SM, and a slice of a tile takes as long as
-    its products or as its operands take to arrive, whichever is longer. With few rows a tile may be
+    its products or as its operands take to arrive, whichever is longer. With few tiles each may be
     split, with many those of the last wave: more blocks with fewer slices each, which then meet. So
     the choice, and with it every bit of the result, depends on the sizes of a product alone.
 
@@ -255,6 +259,8 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=5, splits=2, tail_splits=1)
     >>> choose_tiles(64, 3072, 3072, HOPPER_TILES).num_stages  # 96 blocks, an SM for each
     12
+    >>> choose_tiles(128, 3072, 12_288, HOPPER_TILES).splits  # of 96 slices
+    4
     >>> choose_tiles(4608, 3072, 3072, HOPPER_TILES).tail_splits
     2
     """
@@ -267,20 +273,27 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
         slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
         part = -(-slices // tiles.cluster) * slice_time + _MEETING
         of_wave = _IN_CLUSTERS if tiles.cluster > 1 else 1.0
-        clustered = _CLUSTERED_BLOCKS if tiles.splits > 1 else blocks_at_a_time(tiles)
-        return (
-            -(-alone // blocks_at_a_time(tiles)) * slices * slice_time * of_wave
-            + -(-shared * tiles.cluster // clustered) * part
-        )
-
-    most = max(slices, 1) if m <= FEW_ROWS else 1
+        whole_waves = -(-alone // blocks_at_a_time(tiles)) * slices * slice_time * of_wave
+        blocks = shared * tiles.cluster
+        if tiles.splits > 1:  # all of them at once: see fits
+            return whole_waves + max(blocks / _CLUSTERED_BLOCKS, 1.0) * part
+        return whole_waves + -(-blocks // blocks_at_a_time(tiles)) * part
 
     def fits(tiles: GemmTiles) -> bool:
         if tiles.tail_splits > 1:
             return tiles.tail_splits <= slices and tiles_alone(m, n, tiles) > 0
-        if tiles.splits > 1 and tiles.num_stages == _ALL_STAGES:
-            return tiles.splits <= most and tile_count(m, n, tiles) * tiles.splits <= _ONE_TO_AN_SM
-        return tiles.splits <= most
+        if tiles.splits == 1:
+            return True
+        blocks = tile_count(m, n, tiles) * tiles.splits
+        long = tiles.splits * _LEAST_SLICES <= slices
+        if tiles.block_m > FEW_ROWS:
+            return m > FEW_ROWS and long and blocks <= _CLUSTERED_BLOCKS
+        most = _CLUSTERED_BLOCKS
+        if tiles.num_stages == _ALL_STAGES:
+            most = _ONE_TO_AN_SM
+        elif tiles.splits == 2 and long:
+            most = 2 * HOPPER_BLOCKS  # two to an SM
+        return m <= FEW_ROWS and tiles.splits <= slices and blocks <= most
 
     return min(filter(fits, choices), key=time)
 
@@ -303,10 +316,12 @@ def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
     (4, ('sm_90a', None))
     """
     tiles, slices = -(-n // 64), _slices(k)
-    if m > PORTABLE_ROWS or (m > 16 and 2 * tiles > HOPPER_BLOCKS):
+    # Of tiles of 32 rows an SM has room for two blocks or three.
+    most = HOPPER_BLOCKS if m <= 16 else HOPPER_BLOCKS * 3 // 2
+    if m > PORTABLE_ROWS or (m > 16 and 2 * tiles > most):
         return "sm_90a", None
     for splits in (4, 2):
-        if tiles * splits <= HOPPER_BLOCKS and slices >= 4 * splits:
+        if tiles * splits <= most and slices >= 4 * splits:
             return None, _SHARED_TILES[16 if m <= 16 else PORTABLE_ROWS].get(splits)
     return None, None
 

@@ -62,18 +62,18 @@ def test_a_block_takes_one_tile_after_the_other(monkeypatch) -> None:
 #: Line, what comes in its place, and what must be found: a hazard, or a result out of its bound.
 THEFTS = {
     "no wait for the slices": (
-        "      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived\n"
-        "      int32_t dot", "      int32_t dot", "never written",
+        "    mbarrier_wait_parity(smem.full[stage], at.parity);  // both slices have arrived\n", "",
+        "never written",
     ),
     "no wait for the products": (
-        "          wgmma_wait_group<1>();  // this chunk's products are there\n", "", "in flight",
+        "      wgmma_wait_group<1>();  // this chunk's products are there\n", "", "in flight",
     ),
     "a stage given back twice": (
         "if (j == CHUNKS - 1 && lane_id() == 0)", "if (lane_id() == 0)", "deadlock",
     ),
-    "scale of the slice before": ("      ++scale;\n", "", "result"),
+    "scale of the slice before": ("    at += PASS, slices -= PASS;\n", "    slices -= PASS;\n", "result"),
     "chunk multiplied by the first columns": (
-        "B_rows + (j + 1) * CHUNK * SLICE", "B_rows", "result",
+        "B_rows + (j + 1) % CHUNKS * CHUNK * SLICE", "B_rows", "result",
     ),
 }  # fmt: skip
 

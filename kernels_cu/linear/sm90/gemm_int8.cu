@@ -3,20 +3,22 @@
 // Idea         Issue slots again. An element of C has 128 products in a slice, 1/32 clock of the
 //              tensor cores of an SM, and then costs one conversion and one fma. Tensor cores at
 //              full rate take 3/4 of the issue slots, so that a slice lasts 0.75/32 + 2/128 clocks
-//              an element, 1.25 times its products: nothing else may stand in the loop. Scales are
-//              one product for a row and a chunk of columns; slices arrive by a warpgroup of its
-//              own; and a warpgroup adds up a chunk of 64 columns while its next one is multiplied.
+//              an element, 1.25 times its products: nothing else may stand in the loop. Slices
+//              arrive by a warpgroup of its own. A warpgroup adds up a chunk of columns while the
+//              next is multiplied: of a tile of 256 columns four chunks of a slice, of fewer columns
+//              chunks of several slices. Scales are multiplied before the first of these products,
+//              which leave shuffles no bandwidth of shared memory.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
 //              float32 and two chunks in int32; a block takes one tile after the other. With
 //              TAIL_SPLITS it is the tiles of the last wave that clusters share. A tile that is
 //              shared is the last of its blocks.
 //              (diff ../gemm_int8.cu gemm_int8.cu)
-// Tried        Chunks of 128 columns, at which two warpgroups took turns: 0.90 to 0.92 (0.97 at
-//              16,384), since nobody adds up while the last products of a chunk are waited for.
-//              Without a conversion and a sum at all 1.4, without B's slices 1.01: no bandwidth
-//              binds. Slices of B for both blocks of a pair at once (multicast): 0.7 to 0.9, a pair
-//              runs in step. (experiments/results/NOTES.md)
-// Kept simple  Scales are read from global memory, one slice ahead: a line of 128 bytes has those
+// Tried        Of 256 columns chunks of 128, at which two warpgroups took turns: 0.90 to 0.92 (0.97
+//              at 16,384), since both wait for the last products of a chunk. Without a conversion
+//              and a sum at all 1.4, without B's slices 1.01: no bandwidth binds. Slices of B for
+//              both blocks of a pair at once (multicast): 0.7 to 0.9, a pair runs in step. Shuffles
+//              of scales among the products: 0.97. (experiments/results/NOTES.md)
+// Kept simple  Scales are read from global memory, one pass ahead: a line of 128 bytes has those
 //              of 32 slices. C goes to its rows at once.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
 //              outliers; G3 bias; G4 activation; G7 times the other half; G6 residual; G5
@@ -31,13 +33,14 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
 
-constexpr int CHUNK = 64;                                        // columns of a wgmma
+constexpr int CHUNK = BLOCK_N == 128 ? 128 : 64;                 // columns, of a wgmma
 constexpr int CHUNKS = BLOCK_N / CHUNK;                          // of a warpgroup
 constexpr int OF_CHUNK = CHUNK / 8;                              // fragments of one
+constexpr int PASS = NUM_STAGES < 6 ? 1 : 256 / BLOCK_N;         // slices of a pass of the loop
 constexpr int TILES = TILE_N < CHUNK ? TILE_N / 8 : OF_CHUNK;    // of 16 x 8, stored at once
 constexpr int SCALES = GLU ? 2 : ceil_div(BLOCK_N, SCALE_ROWS);  // of B, of a slice
 constexpr int SCALE_COLS = GLU ? TILE_N : SCALE_ROWS;            // of the tile, that share one
-constexpr int FACTORS = ceil_div(CHUNK, SCALE_COLS);             // of a row and a chunk
+constexpr int FACTORS = SCALES + STRADDLES;                      // of a row, of a slice
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
@@ -54,7 +57,7 @@ static_assert(
     CONSUMERS >= 1 && CONSUMERS <= 3 && CONSUMERS * 64 == BLOCK_M,
     "BLOCK_M must be 64, 128 or 192: one to three warpgroups of 64 rows");
 static_assert(
-    BLOCK_N == CHUNK || BLOCK_N == SCALE_ROWS || (BLOCK_N == 2 * SCALE_ROWS && CONSUMERS < 3),
+    BLOCK_N == 64 || BLOCK_N == SCALE_ROWS || (BLOCK_N == 2 * SCALE_ROWS && CONSUMERS < 3),
     "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256: what the registers hold");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
@@ -82,6 +85,94 @@ __device__ __forceinline__ void start_outliers(
   for (int k = 0; k < SLICE; k += 32)
     Wgmma<outlier_t, CHUNK>::ss(C_acc, A_rows + k, B_rows + k, true);  // G2
   wgmma_commit_group();
+}
+
+// Scales of the slices of a part of k, for a lane, read a pass ahead. Of a quad, lanes 0 and 1 have
+// those of rows g and g + 8, lanes 2 and 3 those of columns.
+struct SliceScales {
+  const float* at;  // [slices]: of the next pass but one
+  int slices;       // from there on
+  float next[PASS];
+  __device__ __forceinline__ SliceScales(const float* first, int count) : at(first), slices(count) {
+    read();
+  }
+  __device__ __forceinline__ void read() {
+#pragma unroll
+    for (int i = 0; i < PASS; ++i)
+      if (i < slices) next[i] = at[i];
+    at += PASS, slices -= PASS;
+  }
+  // Those of the next COUNT slices: of a pass, or of one that remains.
+  template <int COUNT>
+  __device__ __forceinline__ void take(float (&own)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) own[i] = next[i];
+    if constexpr (COUNT == PASS) {
+      read();
+    } else {
+#pragma unroll
+      for (int i = 1; i < PASS; ++i) next[i - 1] = next[i];
+    }
+  }
+};
+
+// C_acc [64, BLOCK_N] += A B^T of the next COUNT slices, chunk by chunk: one is added up while the
+// next is multiplied. From column `straddled` of the tile on, the second half of B has other_scales.
+// NOTE: a chunk that is under way from one pass of a loop to the next, or across a branch, makes
+// ptxas serialise all products (C7514).
+template <int COUNT>
+__device__ __forceinline__ void add_slices(
+    float (&C_acc)[CHUNKS][CHUNK / 2], SharedStorage& smem, RingPosition<NUM_STAGES>& at,
+    Descriptor A_ring, Descriptor B_ring, SliceScales& scales, SliceScales& other_scales,
+    int straddled) {
+  float own[COUNT], other[COUNT];
+  scales.take(own);
+  if constexpr (STRADDLES) other_scales.take(other);
+  float factor[COUNT][FACTORS][2];  // of columns that share a scale, and of rows g and g + 8
+#pragma unroll
+  for (int s = 0; s < COUNT; ++s)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float A_scale = __shfl_sync(FULL_WARP, own[s], h, 4);
+#pragma unroll
+      for (int f = 0; f < SCALES; ++f)
+        factor[s][f][h] = A_scale * __shfl_sync(FULL_WARP, own[s], 2 + f, 4);  // G1
+      if constexpr (STRADDLES) factor[s][SCALES][h] = A_scale * other[s];      // G1
+    }
+  int32_t dot[2][CHUNK / 2];  // of a chunk and the next: [CHUNK / 8][4]
+  Descriptor A_rows, B_rows;  // of the slice that is multiplied
+  int stage, read_stage;      // its stage, and that of the slice that is added up
+  auto wait_for_slice = [&] {
+    stage = at.stage;
+    A_rows = A_ring + stage * int(sizeof(smem.A[0]));
+    B_rows = B_ring + stage * int(sizeof(smem.B[0]));
+    mbarrier_wait_parity(smem.full[stage], at.parity);  // both slices have arrived
+    at.advance();
+  };
+  wait_for_slice();
+  start_dot(dot[0], A_rows, B_rows);
+#pragma unroll
+  for (int c = 0; c < COUNT * CHUNKS; ++c) {
+    const int s = c / CHUNKS, j = c % CHUNKS;
+    if (j == 0) read_stage = stage;
+    if (c + 1 < COUNT * CHUNKS) {
+      if (j + 1 == CHUNKS) wait_for_slice();
+      start_dot(dot[(c + 1) % 2], A_rows, B_rows + (j + 1) % CHUNKS * CHUNK * SLICE);
+      wgmma_wait_group<1>();  // this chunk's products are there
+    } else {
+      wgmma_wait_group<0>();
+    }
+    wgmma_use(dot[c % 2]);
+    if (j == CHUNKS - 1 && lane_id() == 0) mbarrier_arrive(smem.empty[read_stage]);
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; ++i) {
+      const int col = j * CHUNK + i / 4 * 8;  // of the tile, the first of a fragment's
+      float scale = factor[s][col / SCALE_COLS][i / 2 % 2];
+      if (STRADDLES && col >= TILE_N && col - TILE_N + lane_id() % 4 * 2 + i % 2 >= straddled)
+        scale = factor[s][FACTORS - 1][i / 2 % 2];
+      C_acc[j][i] = fmaf(float(dot[c % 2][i]), scale, C_acc[j][i]);  // G2
+    }
+  }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void gemm_int8(
@@ -149,63 +240,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     const float* scale =
         part.first +  // [part.codes]
         (t < 2 ? p.A_scale + m * p.A_scale_stride : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
+    SliceScales scales(scale, part.codes);
+    SliceScales other_scales(scale, 0);
+    int straddled = 0;  // column of the tile from which the second half of B has another scale
+    if constexpr (STRADDLES) {
+      straddled = straddled_from(p, tile.n0) - tile.n0;
+      const int row = scale_row(p, tile.n0, 2) / SCALE_ROWS;
+      other_scales = {part.first + p.B_scale + row * p.B_scale_stride, part.codes};
+    }
 
     float C_acc[CHUNKS][CHUNK / 2] = {};  // [CHUNKS][CHUNK / 8][4]
-    float next_scale = *scale;
-    // Columns of C from which the second half of B has a new scale, and that scale.
-    int straddled;
-    const float* other_scale;  // [part.codes]
-    float next_other;
-    if constexpr (STRADDLES) {
-      straddled = straddled_from(p, tile.n0);
-      other_scale =
-          part.first + p.B_scale + scale_row(p, tile.n0, 2) / SCALE_ROWS * p.B_scale_stride;
-      next_other = *other_scale;
-    }
-    for (int step = 0; step < part.codes; ++step, at.advance()) {
-      const float step_scale = next_scale;
-      ++scale;
-      if (step + 1 < part.codes) next_scale = *scale;
-      float step_other;
-      if constexpr (STRADDLES) {
-        step_other = next_other;
-        if (step + 1 < part.codes) next_other = *++other_scale;
-      }
-      float A_scale[2];  // of rows g and g + 8
-#pragma unroll
-      for (int h = 0; h < 2; ++h) A_scale[h] = __shfl_sync(FULL_WARP, step_scale, h, 4);
-      const Descriptor A_rows = A_ring + at.stage * int(sizeof(smem.A[0]));
-      const Descriptor B_rows = B_ring + at.stage * int(sizeof(smem.B[0]));
-      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived
-      int32_t dot[2][CHUNK / 2];  // of a chunk and the next: [CHUNK / 8][4]
-      start_dot(dot[0], A_rows, B_rows);
-#pragma unroll
-      for (int j = 0; j < CHUNKS; ++j) {
-        if (j + 1 < CHUNKS) {
-          start_dot(dot[(j + 1) % 2], A_rows, B_rows + (j + 1) * CHUNK * SLICE);
-          wgmma_wait_group<1>();  // this chunk's products are there
-        } else {
-          wgmma_wait_group<0>();
-        }
-        wgmma_use(dot[j % 2]);
-        if (j == CHUNKS - 1 && lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-        float factor[FACTORS][2];
-#pragma unroll
-        for (int s = 0; s < FACTORS; ++s) {
-          const int lane = 2 + (j * CHUNK + s * SCALE_COLS) / SCALE_COLS;
-          const float B_scale = __shfl_sync(FULL_WARP, step_scale, lane, 4);
-          factor[s][0] = A_scale[0] * B_scale, factor[s][1] = A_scale[1] * B_scale;  // G1
-        }
-#pragma unroll
-        for (int i = 0; i < CHUNK / 2; ++i) {
-          const int col = j * CHUNK + i / 4 * 8;  // of the tile, the first of a fragment's
-          float own = factor[col % CHUNK / SCALE_COLS][i / 2 % 2];
-          if (STRADDLES && col >= TILE_N && tile.n0 + col - TILE_N + 2 * t + i % 2 >= straddled)
-            own = A_scale[i / 2 % 2] * step_other;                     // G1
-          C_acc[j][i] = fmaf(float(dot[j % 2][i]), own, C_acc[j][i]);  // G2
-        }
-      }
-    }
+    for (int left = part.codes / PASS; left > 0; --left)
+      add_slices<PASS>(C_acc, smem, at, A_ring, B_ring, scales, other_scales, straddled);
+    if constexpr (PASS > 1)
+#pragma unroll 1
+      for (int left = part.codes % PASS; left > 0; --left)
+        add_slices<1>(C_acc, smem, at, A_ring, B_ring, scales, other_scales, straddled);
     if constexpr (OUTLIERS)
       for (int step = 0; step < part.outliers; ++step, at.advance()) {
         const Descriptor A_rows = A_ring + at.stage * int(sizeof(smem.A[0]));
