@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,13 +27,6 @@ def as_array(name: str, x: Any) -> jax.Array:
 def stand_in(x: Any) -> np.ndarray:
     """Return an array of a traced one's shape and type that takes the memory of one row."""
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
-
-
-def laid_out(x: Any) -> np.ndarray:
-    """Return a stand-in with the strides of XLA's buffers, too: it must be described, not read."""
-    row = np.zeros(x.shape[-1:], x.dtype)
-    strides = tuple(x.dtype.itemsize * math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
-    return np.lib.stride_tricks.as_strided(row, x.shape, strides, writeable=False)
 
 
 def check_once(

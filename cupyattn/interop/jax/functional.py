@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.memory import contiguous_stand_in
 from cupyattn.compiler.target import check_backend
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.jax.calls import (
@@ -27,7 +28,6 @@ from cupyattn.interop.jax.calls import (
     check_once,
     each_entry,
     foreign,
-    laid_out,
     register,
 )
 from cupyattn.interop.mapped import joins_the_batch
@@ -192,7 +192,11 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
 
     def check(known: dict[str, Any]) -> None:
         check_backend(options.get("backend"))
-        known |= {name: laid_out(operands[name]) for name in _DESCRIBED if name in operands}
+        known |= {
+            name: contiguous_stand_in(operands[name].shape, operands[name].dtype)
+            for name in _DESCRIBED
+            if name in operands
+        }
         constants = {**_constants(options), **_paired(known)}
         given = parse("attention", known["q"], known["k"], known["v"], constants)
         request = describe_call(*given)
