@@ -405,7 +405,8 @@ def test_calls_are_known_in_one_way() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Recent"
     }
     assert made == {
-        "cupyattn.distributed.group": "Recent(MOST)", "cupyattn.runtime.recent": "Recent(1024)"
+        "cupyattn.distributed.group": "Recent(MOST)",
+        "cupyattn.runtime.recent": "Recent(MOST_REMEMBERED)",
     }  # fmt: skip
     texts = {name: ast.unparse(tree) for name, tree in trees.items()}
     makes_room = [name for name, text in texts.items() if ".pop(next(iter(" in text]

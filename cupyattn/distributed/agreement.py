@@ -75,8 +75,6 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
     None where a value is one that no call takes: checks of the call then refuse it.
     """
     of_call, scale = asked.of_call, asked.of_call.scale
-    if not hasattr(of_call.window, "__len__"):
-        return None
     try:
         return ShardedSettings(
             of_call._replace(
@@ -89,7 +87,7 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
             _check_partition(asked.partition),
             _answer(asked.deterministic),
         )  # fmt: skip
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         return None
 
 
@@ -362,7 +360,6 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
         )
     _check_ulysses(ulysses)
     _check_partition(settings.partition)
-    checks.check_window(asked.window)  # uses up an iterator, which then is refused as on one device
     if "d_out" in arrays:
         check_offered(arrays["q"], None, settings.deterministic)
     if isinstance(arrays["q"], QuantizedQKV):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cupyattn.compiler import target
 from cupyattn.interop import xla_ffi
 from cupyattn.runtime.recent import CALLS
 
@@ -27,6 +28,28 @@ def as_array(name: str, x: Any) -> jax.Array:
 def stand_in(x: Any) -> np.ndarray:
     """Return an array of a traced one's shape and type that takes the memory of one row."""
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
+
+
+def check_backend(backend: str | None, operand: np.ndarray) -> None:
+    """Raise for a backend that cannot run a call, whichever platform JAX runs it on.
+
+    Parameters
+    ----------
+    backend : {"cuda", "mirror", "interpret"} or None
+    operand : numpy.ndarray
+        Stands for one on any platform.
+
+    Raises
+    ------
+    ValueError
+        As `cupyattn.compiler.target.choose`.
+    """
+    try:
+        jax.devices("cuda")
+    except RuntimeError:  # arrays are NumPy's where there is no such device
+        target.choose(backend, operand)
+    else:
+        target.check_backend(backend)
 
 
 def check_once(
