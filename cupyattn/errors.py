@@ -44,8 +44,8 @@ class RankError(RuntimeError):
         super().__init__(f"rank {rank} {cause}")
         self.rank, self.cause = rank, cause
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[int, str]]:
-        return type(self), (self.rank, self.cause)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.cause), vars(self)  # notes are among them
 
 
 def shown(value: Any) -> str:
@@ -60,4 +60,8 @@ def shown(value: Any) -> str:
     """
     if not isinstance(value, type) and getattr(value, "ndim", None) and hasattr(value, "dtype"):
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return " ".join(repr(value).split())[:60]
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes integers of at most 4300 digits
+        return f"a value of type {type(value).__name__} with thousands of digits"
+    return " ".join(text.split())[:60]

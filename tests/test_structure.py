@@ -310,8 +310,9 @@ def test_a_call_is_resolved_in_one_place() -> None:
            "ops.layers", "ops.layers", "ops.operation", "ops.prepared", "ops.prepared",
            "testing.verdict")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
-    # Ranks that agree, and JAX that traces, check shapes, types and options, and resolve nothing.
-    check = "distributed.agreement", "interop.jax.functional", "ops.backward", "problem.resolve"
+    # Ranks that agree, and JAX that traces, check shapes, types and options, and run nothing.
+    check = ("distributed.agreement", "distributed.rank_calls", "interop.jax.functional",
+             "ops.backward", "problem.resolve")  # fmt: skip
     assert callers("describe_call") == [f"cupyattn.{module}" for module in check]
     assert callers("check_backward_call") == ["cupyattn.interop.jax.functional"]
     assert callers("check_product") == ["cupyattn.interop.jax.linear", "cupyattn.ops.gemm"]
@@ -405,7 +406,8 @@ def test_calls_are_known_in_one_way() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Recent"
     }
     assert made == {
-        "cupyattn.distributed.group": "Recent(MOST)", "cupyattn.runtime.recent": "Recent(1024)"
+        "cupyattn.distributed.group": "Recent(MOST)",
+        "cupyattn.runtime.recent": "Recent(MOST_REMEMBERED)",
     }  # fmt: skip
     texts = {name: ast.unparse(tree) for name, tree in trees.items()}
     makes_room = [name for name, text in texts.items() if ".pop(next(iter(" in text]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,16 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     device: contextlib.AbstractContextManager[Any] = array.device
     return device
+
+
+def contiguous_stand_in(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Return an array with the strides of a contiguous one and the memory of one row.
+
+    It must be described, not read.
+    """
+    row = np.zeros(tuple(shape)[-1:], dtype)
+    strides = [row.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(row, shape, strides, writeable=False)
 
 
 def as_input(array: Any) -> Any:

@@ -9,9 +9,8 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.memory import contiguous_stand_in
 from cupyattn.cli import flags, output
 from cupyattn.compiler.modules import device_architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
@@ -180,10 +179,7 @@ def shapes_alone(
     dtype = STORAGE[call.dtype]
 
     def of(count: int, length: int) -> Any:
-        shape = call.batch, count, length, call.head_dim
-        row = call.head_dim * dtype.itemsize
-        strides = count * length * row, length * row, row, dtype.itemsize
-        return np.lib.stride_tricks.as_strided(np.empty(16, dtype), shape, strides)
+        return contiguous_stand_in((call.batch, count, length, call.head_dim), dtype)
 
     return of(heads, lengths[0]), of(heads_kv, lengths[1]), of(heads_kv, lengths[1])
 

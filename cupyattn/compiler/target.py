@@ -8,6 +8,7 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import nvrtc
 from cupyattn.compiler.architectures import ARCHITECTURES as ARCHITECTURES
 from cupyattn.compiler.architectures import capability_of as capability_of
+from cupyattn.errors import shown
 from cupyattn.switches import is_on
 
 BACKENDS = ("cuda", "mirror", "interpret")
@@ -48,7 +49,7 @@ def choose(backend: str | None, array: Any) -> str:
 def check_backend(backend: str | None) -> None:
     """Raise ValueError unless there is a backend of that name, or None is named."""
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
+        raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {shown(backend)}")
 
 
 def own_arch(backend: str, array: Any) -> str | None:

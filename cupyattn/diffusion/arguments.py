@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from cupyattn.errors import UnsupportedError, shown
+from cupyattn.kernels.limits import as_float
 
 #: Where code of this package lies.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -81,7 +82,7 @@ def check_number(name: str, value: Any, said: str, allowed: Callable[[float], bo
     ValueError
         For what is no number, and for others than those allowed.
     """
-    if not isinstance(value, numbers.Real) or not allowed(float(value)):
+    if not isinstance(value, numbers.Real) or not allowed(as_float(value)):
         raise ValueError(f"{name} must be {said}, got {shown(value)}")
     return float(value)
 
@@ -121,7 +122,7 @@ def check_percentile(percentile: Any) -> float:
     """
     if isinstance(percentile, bool) or not isinstance(percentile, numbers.Real):
         raise TypeError(f"percentile must be a number of per cent, got {shown(percentile)}")
-    value = float(percentile)
+    value = as_float(percentile)
     if 0.01 < value <= 1:
         raise ValueError(
             f"percentile is in per cent, above 1 and at most 100, got {percentile!r}: "
@@ -129,7 +130,7 @@ def check_percentile(percentile: Any) -> float:
         )
     if not 1 < value <= 100:
         raise ValueError(
-            f"percentile is in per cent, above 1 and at most 100, got {percentile!r}: "
+            f"percentile is in per cent, above 1 and at most 100, got {shown(percentile)}: "
             "99 is the default"
         )
     return value

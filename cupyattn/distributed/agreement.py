@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,10 +14,11 @@ import numpy as np
 
 from cupyattn.arrays import interchange
 from cupyattn.arrays.form import forms_of
+from cupyattn.arrays.memory import contiguous_stand_in
 from cupyattn.distributed.blocks import Block, Span, blocks
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
-from cupyattn.distributed.mesh import Mesh
+from cupyattn.distributed.mesh import Heads, Mesh, shares_of_heads
 from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.rank_calls import Calls
 from cupyattn.distributed.scales import (
@@ -74,8 +75,6 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
     None where a value is one that no call takes: checks of the call then refuse it.
     """
     of_call, scale = asked.of_call, asked.of_call.scale
-    if not hasattr(of_call.window, "__len__"):
-        return None
     try:
         return ShardedSettings(
             of_call._replace(
@@ -88,7 +87,7 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
             _check_partition(asked.partition),
             _answer(asked.deterministic),
         )  # fmt: skip
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         return None
 
 
@@ -229,6 +228,7 @@ def agree(
         q, k, v = (to_bhsd(arrays[name], settings.of_call.layout) for name in "qkv")
         return call, (q, k, v)
     call = resolve_sharded(what, settings, group, arrays)
+    group.agree(what, lambda: _check_kernels(call))
     own = call.described
     if key is not None:  # what is kept holds no array of the caller's
         kept = replace(own, given={}, q=None, k=None, v=None)
@@ -349,7 +349,7 @@ class _Coding(NamedTuple):
 def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Request:
     """Check this rank's arrays as if they were all.
 
-    Nothing is resolved: what runs are calls of other rows and heads, after ranks have exchanged.
+    No kernel is settled: what runs are calls of other rows and heads (`_check_kernels`).
     """
     method, ulysses, asked = settings.method, settings.ulysses, settings.of_call
     _check_method(method)
@@ -360,7 +360,6 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
         )
     _check_ulysses(ulysses)
     _check_partition(settings.partition)
-    checks.check_window(asked.window)  # uses up an iterator, which then is refused as on one device
     if "d_out" in arrays:
         check_offered(arrays["q"], None, settings.deterministic)
     if isinstance(arrays["q"], QuantizedQKV):
@@ -378,6 +377,32 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
     if packed:
         described = replace(described, as_given=taken["q"][1])
     return described
+
+
+def _check_kernels(call: ShardedCall) -> dict[str, Any]:
+    """Raise for a call of this rank that the kernel refuses; there is nothing to compare.
+
+    Once the ranks exchange arrays, a refusal would end the group.
+    """
+    own, mesh, rank = call.described, call.mesh, call.group.rank
+    batch, heads, _, head_dim = own.q.shape
+    steps: Iterable[Heads] = [Heads((0, heads), (0, own.k.shape[1]))]
+    if mesh.ulysses > 1:
+        shares = shares_of_heads(heads, own.k.shape[1], mesh.ulysses)
+        steps = shares[mesh.neighbours(rank).index(rank)]
+
+    def rows(heads: Range, ranges: Iterable[Range]) -> Any:
+        length = sum(end - begin for begin, end in ranges)
+        return contiguous_stand_in((batch, heads[1] - heads[0], length, head_dim), own.q.dtype)
+
+    for some in steps:
+        of_heads = call.calls.of_heads(some)
+        settings = of_heads.settings._replace(arch=own.architecture, backend="mirror")
+        calls = Calls(settings, of_heads.offsets)
+        for owner, keys in enumerate(call.keys):
+            blocks_of = None if mesh.ring == 1 else call.blocks[owner]
+            calls.check(blocks_of, rows(some.q, call.rows), *[rows(some.kv, keys)] * 2)
+    return {"same": {}}
 
 
 def _is_packed(arrays: Mapping[str, Any]) -> bool:

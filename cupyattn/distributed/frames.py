@@ -96,8 +96,8 @@ class JoinError(Exception):
         super().__init__(verdict.name.lower().replace("_", " "))
         self.verdict = verdict
 
-    def __reduce__(self) -> tuple[type[JoinError], tuple[Verdict]]:
-        return type(self), (self.verdict,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.verdict,), vars(self)  # notes are among them
 
 
 class BrokenFrameError(Exception):
@@ -119,8 +119,8 @@ class RefusedFrameError(Exception):
         super().__init__(cause)
         self.sequence = sequence
 
-    def __reduce__(self) -> tuple[type[RefusedFrameError], tuple[int, str]]:
-        return type(self), (self.sequence, str(self))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.sequence, str(self)), vars(self)  # notes are among them
 
 
 class Frame(NamedTuple):

@@ -19,6 +19,7 @@ from cupyattn.ops.backward import BackwardSettings, run_backward
 from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.operation import run
 from cupyattn.problem.request import SEQUENCES
+from cupyattn.problem.resolve import describe_call
 from cupyattn.problem.settings import Settings
 
 
@@ -58,6 +59,25 @@ class Calls:
         for rows, keys, settings, offsets in self._runs(blocks):
             some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             yield rows, *_forward(settings, *some, offsets)
+
+    def check(self, blocks: Iterable[Block] | None, q: Any, k: Any, v: Any) -> None:
+        """Raise for a call of blocks, or of all rows and keys, that the kernel refuses.
+
+        Parameters
+        ----------
+        blocks : iterable of Block or None
+        q, k, v : array
+            Stand-ins (`cupyattn.arrays.memory.contiguous_stand_in`): no value is read.
+
+        Raises
+        ------
+        ValueError, TypeError, UnsupportedError
+            As `cupyattn.attention`.
+        """
+        whole = (0, q.shape[2]), (0, k.shape[2]), self.settings, self.offsets
+        for rows, keys, settings, offsets in [whole] if blocks is None else self._runs(blocks):
+            some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
+            describe_call(settings, _named(*some, offsets)).kernel  # noqa: B018
 
     def whole_backward(self, tensors: tuple[Any, ...], deterministic: bool) -> Any:
         """Return the gradients of all rows and keys of some heads.
@@ -135,12 +155,14 @@ def run_attention(settings: Settings, arrays: Mapping[str, Any]) -> Any:
 def _forward(
     settings: Settings, q: Any, k: Any, v: Any, offsets: dict[str, Any]
 ) -> tuple[Any, Any]:
-    if not offsets:
-        o, lse = run_attention(settings, {"q": q, "k": k, "v": v})
-        return o, lse
-    rows = {name: _rows_first(x) for name, x in zip("qkv", (q, k, v), strict=True)}
-    o, lse = run_attention(settings, {**rows, **offsets})
-    return _heads_first(o), lse[None]
+    o, lse = run_attention(settings, _named(q, k, v, offsets))
+    return (_heads_first(o), lse[None]) if offsets else (o, lse)
+
+
+def _named(q: Any, k: Any, v: Any, offsets: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a call by name, packed where there are offsets."""
+    named = {"q": q, "k": k, "v": v}
+    return {**{n: _rows_first(x) for n, x in named.items()}, **offsets} if offsets else named
 
 
 def _backward(settings: BackwardSettings, tensors: tuple[Any, ...], offsets: dict[str, Any]) -> Any:

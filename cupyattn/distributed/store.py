@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cupyattn.errors import RankError, shown
+from cupyattn.kernels.limits import as_float
 
 
 def check_rank(rank: Any, size: Any) -> tuple[int, int]:
@@ -38,7 +39,7 @@ def check_timeout(timeout: Any) -> float:
     """Return the seconds that a rank waits for another; ValueError or TypeError for none."""
     if not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout must be a number of seconds, got {shown(timeout)}")
-    seconds = float(timeout)
+    seconds = as_float(timeout)
     if not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"timeout must be positive, and at most {threading.TIMEOUT_MAX:g} seconds, "

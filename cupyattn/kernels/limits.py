@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -80,6 +81,20 @@ def several_value_scales(group: int, tiles: Tiles) -> str:
     )
 
 
+def as_float(number: Any) -> float:
+    """Return a real number in float64; past its range an infinity, which checks then refuse.
+
+    Examples
+    --------
+    >>> as_float(3), as_float(-(10**400))
+    (3.0, -inf)
+    """
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, number > 0 or -1)
+
+
 def check_length(name: str, length: Any) -> int:
     """Return a caller's length as a Python number."""
     try:
@@ -87,7 +102,7 @@ def check_length(name: str, length: Any) -> int:
     except TypeError:
         raise TypeError(f"{name} must be a whole number, got {shown(length)}") from None
     if not 0 <= value <= MAX_LENGTH:
-        raise ValueError(f"{name} must be between 0 and 2**30, got {value}")
+        raise ValueError(f"{name} must be between 0 and 2**30, got {shown(value)}")
     return value
 
 

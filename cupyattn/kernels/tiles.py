@@ -8,6 +8,9 @@ from typing import Any
 
 from cupyattn.errors import shown
 
+#: More than any kernel has room for.
+_MOST = 2**20
+
 
 @dataclass(frozen=True)
 class _Sizes:
@@ -20,8 +23,10 @@ class _Sizes:
                 size = 0 if isinstance(value, bool) else operator.index(value)
             except TypeError:
                 size = 0
-            if size < 1:
-                raise ValueError(f"tiles.{field.name} must be a positive integer, got {value!r}")
+            if not 1 <= size <= _MOST:
+                raise ValueError(
+                    f"tiles.{field.name} must be a positive integer up to 2**20, got {shown(value)}"
+                )
             object.__setattr__(self, field.name, size)
         if self.num_threads > 1024:
             raise ValueError(f"tiles.num_warps must be at most 32, got {self.num_threads // 32}")

@@ -13,7 +13,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.operation import Known, run
 from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.plans.records import Work
@@ -153,7 +153,7 @@ class _ActQuant:
         check_blocks(settings.strategy, size)
         if backend == "interpret" and size != BLOCK_SIZE:
             raise UnsupportedError(
-                f"the kernel takes blocks of {BLOCK_SIZE}, got block_size={size!r}: use "
+                f"the kernel takes blocks of {BLOCK_SIZE}, got block_size={shown(size)}: use "
                 "backend='mirror'"
             )
         check_values("x", x, least_axes=1)

@@ -17,7 +17,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.memory import check_receiver
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.limits import SCALE_MIN, check_shapes
+from cupyattn.kernels.limits import SCALE_MIN, as_float, check_shapes
 from cupyattn.problem.call import AttentionSpec, Packed, Padded
 from cupyattn.problem.score_options import ScoreOptions
 
@@ -49,11 +49,11 @@ def check_scale(scale: Any, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None, got {shown(scale)}")
-    value = float(scale)
+    value = as_float(scale)
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"scale must be positive and finite, got {scale!r}")
+        raise ValueError(f"scale must be positive and finite, got {shown(scale)}")
     if not SCALE_MIN <= value <= 1 / SCALE_MIN:
-        raise ValueError(f"scale must be between 2**-120 and 2**120, got {scale!r}")
+        raise ValueError(f"scale must be between 2**-120 and 2**120, got {shown(scale)}")
     return value
 
 
@@ -63,19 +63,24 @@ def check_causal(causal_align: str, len_q: int, len_kv: int) -> int:
         return len_kv - len_q
     if causal_align == "top-left":
         return 0
-    raise ValueError(f"causal_align must be 'bottom-right' or 'top-left', got {causal_align!r}")
+    raise ValueError(
+        f"causal_align must be 'bottom-right' or 'top-left', got {shown(causal_align)}"
+    )
 
 
 def check_window(window: Any) -> tuple[int, int]:
     """Return (left, right), how many keys beside its own place a row attends to; -1: no limit."""
     try:
-        left, right = (operator.index(n) for n in window)
+        left, right = map(operator.index, window if isinstance(window, (tuple, list)) else ())
     except (TypeError, ValueError):
         raise ValueError(
             f"window must be a pair (left, right) of whole numbers, got {shown(window)}"
         ) from None
-    if min(left, right) < -1:
-        raise ValueError(f"window must hold numbers of keys, or -1 for no limit, got {window!r}")
+    if not (-1 <= left < 2**63 and -1 <= right < 2**63):
+        raise ValueError(
+            "window must hold numbers of keys below 2**63, or -1 for no limit, "
+            f"got {shown(window)}"
+        )
     return left, right
 
 
@@ -106,10 +111,18 @@ def check_softcap(softcap: Any) -> float:
     """Return the bound that tanh gives the scores, 0.0 for none."""
     if not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap must be a number, got {shown(softcap)}")
-    value = float(softcap)
+    value = as_float(softcap)
     if value != 0 and not SCALE_MIN <= value <= 1 / SCALE_MIN:
-        raise ValueError(f"softcap must be 0 (none) or between 2**-120 and 2**120, got {softcap!r}")
+        raise ValueError(
+            f"softcap must be 0 (none) or between 2**-120 and 2**120, got {shown(softcap)}"
+        )
     return value
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Raise TypeError unless a setting is True or False; None counts as False."""
+    if value is not None and not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_mask(mask: Any, shape: tuple[int, ...]) -> None:

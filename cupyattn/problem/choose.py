@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.measured_times import MEASURED, MEASURED_8_BIT, RECORD, RECORD_8_BIT, Rows
 from cupyattn.quant.config import QuantConfig
@@ -124,7 +124,9 @@ def choose(
     """
     len_q = len_kv if len_q is None else len_q
     if accuracy not in CLASSES:
-        raise ValueError(f"accuracy must be 'full', 'balanced' or 'aggressive', got {accuracy!r}")
+        raise ValueError(
+            f"accuracy must be 'full', 'balanced' or 'aggressive', got {shown(accuracy)}"
+        )
     why = f"the fastest rung of accuracy class {accuracy!r} for {dtype}"
     if accuracy == "full":
         rungs = _full_rungs(dtype)

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
@@ -79,12 +77,12 @@ def _check_settings(settings: Settings, arrays: Mapping[str, Any]) -> None:
     _check_kind("quant", settings.quant, QuantConfig, "a cupyattn.QuantConfig or None")
     _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
     for name in ("causal", "return_lse", "check_finite"):
-        _check_kind(name, getattr(settings, name), (bool, np.bool_), "True or False")
+        checks.check_switch(name, getattr(settings, name))
     check_arch(settings.arch)
     if settings.arch is not None and settings.quant is not None and settings.quant.pv == "fp8":
         check_capability(settings.arch, E4M3_CAPABILITY)
     if settings.layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {settings.layout!r}")
+        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(settings.layout)}")
 
 
 def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Request:

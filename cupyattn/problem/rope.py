@@ -77,7 +77,7 @@ class Rope:
         if rope is None:
             if interleaved or offset:
                 raise ValueError(
-                    f"rope_interleaved={interleaved} and rope_offset_q={offset} say how "
+                    f"rope_interleaved={interleaved} and rope_offset_q={shown(offset)} say how "
                     "rope=(cos, sin) is applied: give rope too"
                 )
             return None
@@ -100,7 +100,7 @@ class Rope:
                     f"{name} of rope must be one of {', '.join(DTYPES)}, got {table.dtype}"
                 )
         if not 0 <= offset <= INT32_MAX:
-            raise ValueError(f"rope_offset_q must be 0 to 2**31 - 1, got {offset}")
+            raise ValueError(f"rope_offset_q must be 0 to 2**31 - 1, got {shown(offset)}")
         if shapes[0][0] < max(offset + len_q if len_q else 0, len_kv):
             raise ValueError(
                 f"the tables of rope have {shapes[0][0]} positions, but rope_offset_q + len_q = "

@@ -17,6 +17,7 @@ from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.limits import as_float
 from cupyattn.problem.rope import Rope, aligned_table
 
 #: Least `qk_norm_eps`, the smallest normal float32: what underflows in a sum of squares is then a
@@ -67,7 +68,7 @@ class Norm:
             For an odd head_dim, weights of another shape, or an `eps` that is no finite number from
             2^-126 up.
         """
-        if not isinstance(eps, numbers.Real) or not EPS_MIN <= float(eps) < math.inf:
+        if not isinstance(eps, numbers.Real) or not EPS_MIN <= as_float(eps) < math.inf:
             raise ValueError(
                 f"qk_norm_eps must be a finite number from 2**-126 up, got {shown(eps)}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,9 @@ ARRAYS = (
 
 #: Settings that say which keys a row attends to, by its place and theirs.
 PLACES = ("causal", "causal_align", "window")
+
+#: How many calls are remembered (`cupyattn.runtime.recent`), and settings of such calls.
+MOST_REMEMBERED = 1024
 
 #: The window of a call whose rows attend to keys at any distance.
 NO_WINDOW = (-1, -1)
@@ -82,20 +86,30 @@ class Settings(NamedTuple):
 
 
 class _Interned(Settings):
-    """Settings that are equal to themselves alone."""
+    """Settings that are equal to themselves alone.
 
-    __slots__ = ()
+    Attributes
+    ----------
+    given : tuple
+        Values that `interned` was called with, by which `accept` files them.
+    """
+
+    given: tuple[Any, ...]
     __eq__ = object.__eq__
     __ne__ = object.__ne__
     __hash__ = object.__hash__
     _make = Settings._make  # type: ignore[assignment]  # with other values: plain settings
     types: ClassVar[tuple[type, ...]] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return interned, self.given  # a copy finds the settings that were accepted
+
 
 def interned(*values: Any) -> Settings:
-    """Return settings that are one object for equal values of the same types.
+    """Return the settings that `accept` was given of equal values and the same types.
 
-    A call that comes again then finds its settings by one look-up, which compares types too.
+    A call that comes again then finds its settings by one look-up, which compares types too. Until
+    they are accepted, every call gets settings of its own: nothing of a refused call is kept.
 
     Parameters
     ----------
@@ -105,7 +119,9 @@ def interned(*values: Any) -> Settings:
 
     Examples
     --------
-    >>> one, same, other = (interned(*Settings(scale=x)) for x in (1.0, 1.0, True))
+    >>> one = interned(*Settings(scale=1.0))
+    >>> accept(one)
+    >>> same, other = (interned(*Settings(scale=x)) for x in (1.0, True))
     >>> one is same, one == other, Settings(*one) == Settings(*other)
     (True, False, True)
     """
@@ -115,15 +131,48 @@ def interned(*values: Any) -> Settings:
         type(window) is tuple and len(window) == 2 and type(window[0]) is type(window[1]) is int
     ):
         try:
-            return _interned(*values)
+            return _accepted(*values)
+        except _NotAcceptedError:
+            made = _Interned(*values)
+            made.given = values
+            return made
         except TypeError:  # a list, or an array
             pass
     return Settings(*values)
 
 
-@functools.lru_cache(maxsize=256, typed=True)
-def _interned(*values: Any) -> Settings:
-    return _Interned(*values)
+class _NotAcceptedError(LookupError):
+    """No call with these settings was remembered."""
+
+
+_offered = threading.local()
+
+
+@functools.lru_cache(maxsize=MOST_REMEMBERED, typed=True)
+def _accepted(*values: Any) -> Settings:
+    offered: Settings | None = getattr(_offered, "settings", None)
+    if offered is None:
+        raise _NotAcceptedError  # which is not cached
+    return offered
+
+
+def accept(facts: Any) -> None:
+    """Keep settings for `interned`, now that a call with them has passed all checks.
+
+    Parameters
+    ----------
+    facts : object
+        Settings, or a tuple that holds some, in tuples too.
+    """
+    if isinstance(facts, _Interned):
+        _offered.settings = facts
+        try:
+            _accepted(*facts.given)
+        finally:
+            del _offered.settings
+    elif isinstance(facts, tuple):
+        for fact in facts:
+            accept(fact)
 
 
 def parse(

@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from cupyattn.arrays.interchange import taken_or_number
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
+from cupyattn.kernels.limits import as_float
 from cupyattn.kernels.tiles import Tiles
 
 #: Rows of Q, and keys, that share a scale at granularity "thread".
@@ -53,8 +56,9 @@ class QuantConfig:
         8-bit floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
         Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
-        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library, of which it keeps a
-        copy. Values past 127 scales saturate. V's scales are always dynamic.
+        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library. It keeps a copy,
+        read-only on the host. A copy on a device must not be changed: calls that are remembered
+        would not notice. Values past 127 scales saturate. V's scales are always dynamic.
     p_type : {"16bit", "u8", "s8", "e4m3"}, optional
         P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
         the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
@@ -156,7 +160,8 @@ class QuantConfig:
     def _check_static_scales(self) -> None:
         if not (isinstance(self.scales, tuple) and len(self.scales) == 2):
             raise ValueError(
-                f"quant.scales must be 'dynamic' or a pair (q_scale, k_scale), got {self.scales!r}"
+                "quant.scales must be 'dynamic' or a pair (q_scale, k_scale), got "
+                f"{shown(self.scales)}"
             )
         granularities = self.granularity_q, self.granularity_k
         for name, scale, granularity in zip("qk", self.scales, granularities, strict=True):
@@ -166,9 +171,10 @@ class QuantConfig:
                         f"the static {name}_scale must have shape (batch or 1, heads or 1, "
                         f"groups), got {tuple(scale.shape)}"
                     )
-            elif not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+            elif not (isinstance(scale, (int, float)) and 0 < as_float(scale) < math.inf):
                 raise ValueError(
-                    f"the static {name}_scale must be an array or a positive float, got {scale!r}"
+                    f"the static {name}_scale must be an array or a positive float, got "
+                    f"{shown(scale)}"
                 )
             elif granularity != "tensor":
                 raise ValueError(
@@ -237,6 +243,9 @@ class QuantConfig:
             return (self.scales,)
         return tuple(id(x) if hasattr(x, "shape") else x for x in self.scales)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
+
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, QuantConfig) else NotImplemented
 
@@ -252,7 +261,12 @@ def _kept(name: str, scale: Any) -> Any:
     """Return a copy of the static scales of an operand; numbers are themselves."""
     # NOTE: copying elements at odd addresses would fault on a device, hence not at once.
     (array,) = taken_or_number(**{f"the static {name}_scale": scale})
-    return array.copy() if hasattr(array, "copy") else array
+    if not hasattr(array, "copy"):
+        return array
+    own = array.copy()
+    if isinstance(own, np.ndarray):  # CuPy's arrays have no such flag
+        own.flags.writeable = False
+    return own
 
 
 def _group(granularity: str, block: int, thread: int) -> int:
@@ -270,4 +284,4 @@ def _one_of(
     choices = " or ".join(map(repr, allowed))
     # NOTE: 1 == True in Python; a configuration that says 1 for a switch is a slip.
     if not any(value == a and type(value) is type(a) for a in allowed):
-        raise ValueError(f"quant.{name} must be {choices}{where}, got {value!r}")
+        raise ValueError(f"quant.{name} must be {choices}{where}, got {shown(value)}")

@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from cupyattn.compiler.modules import generation
+from cupyattn.problem.settings import MOST_REMEMBERED, accept
 
 
 class Recent:
@@ -56,7 +57,8 @@ class Recent:
             return None, None
 
     def remember(self, key: Any, made: Any) -> None:
-        """Keep what a call made, for `find`."""
+        """Keep what a call made, for `find`, and its settings: it has passed all checks."""
+        accept(key)
         with self._changing:  # the oldest is found by walking, which another thread would disturb
             while len(self._kept) >= self.most:
                 self._kept.pop(next(iter(self._kept)), None)
@@ -70,4 +72,4 @@ class Recent:
 
 #: The calls of every operation, as `cupyattn.runtime.ready.Ready` objects. True stands for a call
 #: that was checked by shapes and types alone.
-CALLS = Recent(1024)
+CALLS = Recent(MOST_REMEMBERED)

@@ -15,6 +15,7 @@ import cupyattn as ca
 from cupyattn import distributed
 from cupyattn.distributed import Partition, RankError
 from cupyattn.distributed import group as groups
+from cupyattn.distributed.rank_calls import Calls
 from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
 from cupyattn.errors import UnsupportedError
@@ -26,7 +27,6 @@ from tests.support.runs import bits, normal
 SAME: list[tuple[str, Any, Any]] = [
     ("window", (3, 1), [3, 1]),
     ("window", (3, 1), (np.int64(3), np.int8(1))),
-    ("window", (3, 1), np.array([3, 1])),
     ("scale", 0.5, np.float32(0.5)),
     ("scale", 0.5, Fraction(1, 2)),
     ("softcap", 2.0, np.float16(2)),
@@ -72,6 +72,7 @@ def test_a_whole_number_of_any_type_says_how_many_exchange_heads(ulysses: Any) -
 REFUSED: list[tuple[str, Any, Any]] = [
     ("causal", True, 1), ("causal", True, np.array(True)), ("return_lse", True, 1),
     ("window", (3, 1), (3.0, 1.0)), ("window", (3, 1), 3), ("window", (3, 1), None),
+    ("window", (3, 1), np.array([3, 1])), ("window", (3, 1), {3, 1}), ("scale", 0.5, 10**400),
     ("scale", 0.5, "0.5"), ("scale", 0.5, 0.5 + 0j), ("scale", 0.5, np.array(0.5)),
     ("scale", 0.5, -1), ("softcap", 2.0, 2 + 0j), ("softcap", 2.0, [2.0]),
     ("layout", "BHSD", ["BHSD"]), ("tiles", None, (64, 64, 4)), ("quant", None, "int8"),
@@ -126,6 +127,70 @@ def test_what_ranks_alone_ask_for_is_refused_in_a_sentence(
                 attend(own, **(options if own.rank else {}))
 
     assert errors_of(2, on_rank) == [None, None]
+
+
+#: Calls that shapes and options allow, and no kernel takes.
+UNFIT: list[dict[str, Any]] = [
+    {"variant": "fa_tc", "tiles": ca.Tiles(33, 64, 4)},
+    {"variant": "fa_tc", "tiles": ca.Tiles(64, 64, 4), "arch": "sm_90a"},
+    {"variant": "fa", "tiles": ca.Tiles(4096, 4096, 4), "causal": True},
+    {"variant": "fa_int8", "tiles": ca.Tiles(64, 16, 4), "quant": ca.QuantConfig(pv="int8")},
+]  # fmt: skip
+HOW: list[dict[str, Any]] = [
+    {"method": "ring"}, {"method": "ulysses"}, {"method": "mixed", "ulysses": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("options", UNFIT, ids=lambda x: str(x["tiles"]))
+def test_what_a_kernel_refuses_of_all_ranks_leaves_them_a_group(options: Any, how: Any) -> None:
+    """Each raises what one device raises, before the ranks exchange anything."""
+    with pytest.raises((ValueError, UnsupportedError)) as alone:
+        ca.attention(X, X, X, **options)
+
+    def on_rank(own: Any) -> None:
+        for _ in range(2):
+            with pytest.raises(alone.type) as found:
+                attend(own, **options, **how)
+            assert str(found.value) == str(alone.value)
+            attend(own, **how)
+
+    assert errors_of(2, on_rank, timeout=10) == [None, None]
+
+
+def test_what_a_kernel_refuses_of_packed_sequences_leaves_a_group() -> None:
+    x, ends = packed(X), np.array([0, 10, 16])
+
+    def on_rank(own: Any) -> None:
+        for method in ("ring", "ulysses"):
+            with pytest.raises(ValueError, match="fa_tc .* does not take Tiles"):
+                distributed.parallel_attention_varlen(
+                    x, x, x, ends, ends, own, method, variant="fa_tc", tiles=ca.Tiles(33, 64, 4)
+                )
+            distributed.parallel_attention_varlen(x, x, x, ends, ends, own, method)
+
+    assert errors_of(2, on_rank, timeout=10) == [None, None]
+
+
+def test_a_refusal_on_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where devices are of several kinds: a kernel may take the call on some of them."""
+    check = Calls.check
+
+    def check_here(self: Any, blocks: Any, q: Any, k: Any, v: Any) -> None:
+        if q.shape[2] == 10:
+            raise UnsupportedError("not on this device")
+        check(self, blocks, q, k, v)
+
+    monkeypatch.setattr(Calls, "check", check_here)
+
+    def on_rank(own: Any) -> None:
+        q = np.ones((1, 4, 6 + 4 * own.rank, 16), np.float16)
+        error = UnsupportedError if own.rank else RankError
+        with pytest.raises(error, match="not on this device"):
+            distributed.parallel_attention(q, X, X, own, "ring")
+        attend(own)
+
+    assert errors_of(2, on_rank, timeout=10) == [None, None]
 
 
 #: Values that calls take, of several types, and values that none does.

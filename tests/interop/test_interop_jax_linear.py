@@ -17,6 +17,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.quant.activation import GLU
+from cupyattn.runtime.recent import CALLS
 from tests.support.runs import bits
 
 jax = pytest.importorskip("jax")
@@ -446,10 +447,29 @@ def test_what_is_no_array_is_one_line() -> None:
         jax.jit(Int8Linear.from_weight)(X)
 
 
-def test_a_failure_of_the_call_itself_has_its_message() -> None:
+def test_a_failure_of_the_call_itself_has_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may run the call, as far as tracing knows."""
     ours, _ = layers()
+    monkeypatch.setattr(jax, "devices", lambda _: ["a device"])
     with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: backend='cuda' takes CuPy"):
         jax.block_until_ready(ours(X, backend="cuda"))
+
+
+def test_a_device_that_there_is_not_is_refused_as_a_call_is_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, core = layers()
+    CALLS.clear()  # of the test above
+    monkeypatch.setattr(jax, "devices", on_a_host)
+    with pytest.raises(ValueError, match="backend='cuda' takes CuPy arrays, got NumPy") as alone:
+        core(np.asarray(X), backend="cuda")
+    with pytest.raises(ValueError) as traced:
+        jax.jit(lambda x: ours(x, backend="cuda")).lower(X)
+    assert str(traced.value) == str(alone.value)
+
+
+def on_a_host(platform: str) -> None:
+    raise RuntimeError(f"Unknown backend {platform}")
 
 
 def test_a_bound_comes_back_as_a_jax_array_that_is_not_below_it() -> None:

@@ -78,6 +78,20 @@ def test_a_call_is_refused_as_it_is_traced(name: str) -> None:
     assert refused(traced, x) == expected
 
 
+def test_a_device_that_there_is_not_is_refused_as_a_call_is_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def devices(platform: str) -> None:
+        raise RuntimeError(f"Unknown backend {platform}")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    expected = refused(ca.attention, X, X, X, backend="cuda")
+    x = jnp.asarray(X)
+    traced = jax.jit(lambda x: interop.attention(x, x, x, backend="cuda")).lower
+    for call, arrays in ((interop.attention, (x, x, x)), (traced, (x,))):
+        assert refused(call, *arrays, **({} if call is traced else {"backend": "cuda"})) == expected
+
+
 @pytest.mark.parametrize("backend", ["mirror", "interpret"])
 @pytest.mark.parametrize("name", [n for n in REFUSED if "scale" in n])
 def test_given_scales_are_refused_by_plan_and_explain(name: str, backend: str) -> None:

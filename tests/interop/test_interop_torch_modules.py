@@ -50,6 +50,28 @@ def compiled(module: Any, backend: Any = "aot_eager") -> Any:
 # ---- Attention -----------------------------------------------------------------------------------
 
 
+def test_modules_of_equal_settings_share_their_calls() -> None:
+    """Calls on a device are known by settings, and a model has a module for each layer."""
+    quant = QuantConfig("tensor", "tensor", scales=(0.125, 0.5))
+    one, same = (interop.Attention(causal=True, softcap=2.5, quant=quant) for _ in range(2))
+    copied = copy.deepcopy(one)
+    assert one.settings.of_call is same.settings.of_call is copied.settings.of_call
+    assert interop.Attention(causal=False).settings.of_call is not one.settings.of_call
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": "1"}, {"scale": torch.ones(())}, {"softcap": -1}, {"window": {1, 2}}],
+    ids=str,
+)  # fmt: skip
+def test_attention_refuses_numbers_when_it_is_made(options: Any) -> None:
+    x = np.ones((1, 1, 4, 8), np.float16)
+    with pytest.raises((TypeError, ValueError)) as alone:
+        ca.attention(x, x, x, **options)
+    with pytest.raises(alone.type) as made:
+        interop.Attention(**options)
+    assert str(made.value) == str(alone.value)
+
+
 def test_attention_keeps_its_settings() -> None:
     arrays = inputs()
     q, k, v = tensors(arrays)

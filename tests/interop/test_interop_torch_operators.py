@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +89,30 @@ def test_settings_survive_a_schema() -> None:
     int8 = calls.TensorSettings.of(causal=True, quant=QuantConfig(pv="int8"))
     text = schema.ATTENTION.flat({}, int8)[-1]
     assert text.startswith("causal=True, quant={'granularity_v': 'block', 'smooth_v': True, 'pv'")
+
+
+ODD: list[dict[str, Any]] = [
+    {"causal": 0}, {"check_finite": 0.0}, {"rope_interleaved": 0}, {"window": (-1.0, -1)},
+    {"softcap": 0j}, {"return_lse": 0}, {"return_lse": 1}, {"variant": b"auto"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ODD, ids=str)
+def test_a_setting_is_refused_as_eager_refuses_it(options: dict[str, Any]) -> None:
+    """Where a compiler or a transform sees an operator, whose settings are text."""
+    x = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+    run = functools.partial(interop.attention, backend="mirror", **options)
+    with pytest.raises((TypeError, ValueError)) as eager:
+        run(x, x, x)
+    several, wanted, text = x[None], x.clone().requires_grad_(), re.escape(str(eager.value))
+    for call, given in (
+        (compiled(lambda x: run(x, x, x)), x),
+        (torch.func.vmap(lambda x: run(x, x, x)), several),
+        (lambda x: run(x, x, x), wanted),
+    ):
+        # NOTE: Dynamo wraps what is raised while it traces.
+        with pytest.raises((eager.type, torch._dynamo.exc.Unsupported), match=text):
+            call(given)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -54,6 +54,7 @@ def test_the_walk_finds_them() -> None:
 @pytest.mark.parametrize("name", FOUND)
 def test_an_exception_survives_pickle(name: str) -> None:
     error = example(FOUND[name])
+    error.__notes__ = ["what led to it"]  # type: ignore[attr-defined]  # as Python 3.11's add_note
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error) and str(again) == str(error)
     assert vars(again) == vars(error)

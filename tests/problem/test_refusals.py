@@ -307,10 +307,10 @@ def test_tiles_that_are_no_record(backend: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 32, 4), "tiles.block_q must be a positive integer, got 0"),
-        ((32.0, 32, 4), "tiles.block_q must be a positive integer, got 32.0"),
-        ((32, True, 4), "tiles.block_kv must be a positive integer, got True"),
-        ((32, 32, "4"), "tiles.num_warps must be a positive integer, got '4'"),
+        ((0, 32, 4), "tiles.block_q must be a positive integer up to 2**20, got 0"),
+        ((32.0, 32, 4), "tiles.block_q must be a positive integer up to 2**20, got 32.0"),
+        ((32, True, 4), "tiles.block_kv must be a positive integer up to 2**20, got True"),
+        ((32, 32, "4"), "tiles.num_warps must be a positive integer up to 2**20, got '4'"),
         ((32, 32, 33), "tiles.num_warps must be at most 32, got 33"),
     ],
 )

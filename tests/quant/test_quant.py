@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import numpy.typing as npt
@@ -341,6 +343,19 @@ def test_config_equality() -> None:
     assert one == other != QuantConfig("tensor", "tensor")
     assert hash(QuantConfig()) == hash(QuantConfig()) and QuantConfig() != "thread"
     assert len({QuantConfig(g, h) for g, h in itertools.product(GRANULARITIES, repeat=2)}) == 25
+
+
+def test_given_scales_are_a_copy_that_cannot_be_written() -> None:
+    """A change in place would not be noticed by calls that are remembered."""
+    given = np.ones((1, 1, 1), np.float32)
+    config = QuantConfig("tensor", "tensor", scales=(given, 0.5))
+    given[...] = 2
+    for one in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert one.scales[0] == 1 and one.scales[1] == 0.5
+        with pytest.raises(ValueError, match="read-only"):
+            one.scales[0][...] = 3
+    assert given.flags.writeable
+    assert pickle.loads(pickle.dumps(QuantConfig(pv="int8"))) == QuantConfig(pv="int8")
 
 
 def test_codes_that_do_not_fit_say_how_much_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,12 @@ nothing that was called before."""
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import gc
 import importlib
+import pickle
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +19,8 @@ import numpy as np
 import pytest
 
 from cupyattn import act_quant, attention, attention_backward, quantize
-from cupyattn.problem.settings import Settings, interned
-from cupyattn.quant import weight_dequant, weight_quant
+from cupyattn.problem.settings import Settings, accept, interned
+from cupyattn.quant import QuantConfig, weight_dequant, weight_quant
 from cupyattn.runtime.recent import CALLS
 from tests.runtime.test_host_calls import SHAPES, Driver, array, driver  # noqa: F401
 
@@ -109,12 +114,19 @@ def test_an_outcome_does_not_depend_on_the_call_before(name: str) -> None:
 def test_equal_settings_of_other_types_are_told_apart(name: str, values: tuple[Any, Any]) -> None:
     usual, other = (Settings(**{name: value}) for value in values)
     assert usual == other and usual.types != other.types
-    one, same, odd = interned(*usual), interned(*usual), interned(*other)
-    assert one is same and (hash(one), one.types) != (hash(odd), odd.types)
+    one, odd = accepted(*usual), accepted(*other)
+    assert one is interned(*usual) and (hash(one), one.types) != (hash(odd), odd.types)
+
+
+def accepted(*values: Any) -> Settings:
+    """Settings of a call that has passed."""
+    accept(interned(*values))
+    return interned(*values)
 
 
 def test_interned_settings_are_settings() -> None:
-    one = interned(*Settings(causal=True, window=(3, 1)))
+    one = accepted(*Settings(causal=True, window=(3, 1)))
+    assert pickle.loads(pickle.dumps(one)) is copy.deepcopy(one) is one
     assert one.types == () and tuple(one) == tuple(Settings(causal=True, window=(3, 1)))
     assert one.places == {"causal": True, "causal_align": "bottom-right", "window": (3, 1)}
     plain = one._replace(causal=False)
@@ -129,8 +141,56 @@ def test_interned_settings_are_settings() -> None:
 
 def test_threads_get_the_same_settings() -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda n: interned(*Settings(max_len_q=n % 7)), range(700)))
+        found = list(pool.map(lambda n: accepted(*Settings(max_len_q=n % 7)), range(700)))
+    assert {id(interned(*one)) for one in found} == {id(one) for one in found}
     assert len({id(one) for one in found}) == 7
+
+
+class Odd:
+    """What is no number, and can be seen to go."""
+
+
+def is_dropped(make: Callable[[], Any], call: Callable[[Any], Any]) -> bool:
+    """Whether nothing keeps what a call was given, once it was refused."""
+    thing = make()
+    seen = weakref.ref(thing)
+    with pytest.raises((TypeError, ValueError)) as found:
+        call(thing)
+    del thing, found
+    gc.collect()
+    return seen() is None
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["scale", "softcap", "causal", "rope_offset_q", "tiles"])
+def test_a_refused_call_keeps_nothing(name: str) -> None:
+    x = np.ones((1, 2, 8, 16), np.float16)
+    assert is_dropped(Odd, lambda odd: attention(x, x, x, **{name: odd}))
+    assert is_dropped(Odd, lambda odd: attention(*inputs(), arch="sm_90", **{name: odd}))
+    if name != "tiles":
+        assert is_dropped(QuantConfig, lambda quant: gradients(scale=quant))
+
+
+def refused_for_its_layout(quant: QuantConfig) -> Any:
+    return attention(*inputs(), variant="fa_int8", arch="sm_90", quant=quant, layout="none")
+
+
+@pytest.mark.usefixtures("device")
+def test_scales_of_a_refused_call_are_not_kept() -> None:
+    scales = np.ones((1, 1, 1), np.float32)
+    quant = functools.partial(QuantConfig, "tensor", "tensor", scales=(scales, scales))
+    assert is_dropped(quant, refused_for_its_layout)
+
+
+@pytest.mark.usefixtures("device")
+def test_as_many_settings_as_calls_are_known_again() -> None:
+    CALLS.clear()
+    for _ in range(2):
+        for number in range(300):
+            attention(*inputs(), variant="fa", arch="sm_90", softcap=float(number + 1))
+        assert len(CALLS) == 300
+    found = [accepted(*Settings(rope_offset_q=number)) for number in range(CALLS.most)]
+    assert all(interned(*one) is one for one in found)
 
 
 @pytest.mark.usefixtures("device")

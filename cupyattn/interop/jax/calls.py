@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cupyattn.compiler import target
 from cupyattn.interop import xla_ffi
 from cupyattn.runtime.recent import CALLS
 
@@ -30,11 +30,26 @@ def stand_in(x: Any) -> np.ndarray:
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
 
 
-def laid_out(x: Any) -> np.ndarray:
-    """Return a stand-in with the strides of XLA's buffers, too: it must be described, not read."""
-    row = np.zeros(x.shape[-1:], x.dtype)
-    strides = tuple(x.dtype.itemsize * math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
-    return np.lib.stride_tricks.as_strided(row, x.shape, strides, writeable=False)
+def check_backend(backend: str | None, operand: np.ndarray) -> None:
+    """Raise for a backend that cannot run a call, whichever platform JAX runs it on.
+
+    Parameters
+    ----------
+    backend : {"cuda", "mirror", "interpret"} or None
+    operand : numpy.ndarray
+        Stands for one on any platform.
+
+    Raises
+    ------
+    ValueError
+        As `cupyattn.compiler.target.choose`.
+    """
+    try:
+        jax.devices("cuda")
+    except RuntimeError:  # arrays are NumPy's where there is no such device
+        target.choose(backend, operand)
+    else:
+        target.check_backend(backend)
 
 
 def check_once(

@@ -20,14 +20,14 @@ from jax.custom_derivatives import SymbolicZero
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.compiler.target import check_backend
+from cupyattn.arrays.memory import contiguous_stand_in
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.jax.calls import (
     as_array,
+    check_backend,
     check_once,
     each_entry,
     foreign,
-    laid_out,
     register,
 )
 from cupyattn.interop.mapped import joins_the_batch
@@ -191,8 +191,12 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
     """Check a call by shapes and types alone."""
 
     def check(known: dict[str, Any]) -> None:
-        check_backend(options.get("backend"))
-        known |= {name: laid_out(operands[name]) for name in _DESCRIBED if name in operands}
+        known |= {
+            name: contiguous_stand_in(operands[name].shape, operands[name].dtype)
+            for name in _DESCRIBED
+            if name in operands
+        }
+        check_backend(options.get("backend"), known["q"])
         constants = {**_constants(options), **_paired(known)}
         given = parse("attention", known["q"], known["k"], known["v"], constants)
         request = describe_call(*given)

@@ -15,10 +15,10 @@ from jax.tree_util import GetAttrKey
 
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.compiler.target import check_backend
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.jax.calls import (
     as_array,
+    check_backend,
     check_once,
     each_entry,
     foreign,
@@ -264,7 +264,7 @@ def _check_call(call: _Call, known: Mapping[str, Any]) -> None:
     x, codes, scales = known["x"], known["codes"], known["scales"]
     linear.check_input(x, codes, known.get("outlier_weight"))
     check_values("x", x, least_axes=1)
-    check_backend(call.backend or None)
+    check_backend(call.backend or None, x)
     of_rows = 1 if strategy_of_weight(codes.shape, scales.shape) == "channel" else scales.shape[1]
     product = {
         "a": stand_in(jax.ShapeDtypeStruct(x.shape, jnp.int8)),

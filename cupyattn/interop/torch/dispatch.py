@@ -14,6 +14,7 @@ from torch import Tensor
 from cupyattn.interop.torch import eager, ops, transforms
 from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
+from cupyattn.problem.checks import check_switch
 
 #: What ``torch.autocast`` gives its own type.
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,7 +56,8 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
         )
     # A transform may differentiate tensors that do not say so: vmap wraps those of an outer grad.
     wanted = settings.of_call.return_lse
-    with_lse = differentiable or transforms.active() or wanted
+    check_switch("return_lse", wanted)
+    with_lse = bool(differentiable or transforms.active() or wanted)
     settings = settings._replace(of_call=settings.of_call._replace(return_lse=with_lse))
     o, lse = (ops if watched else eager).attend(settings, tensors)
     return (o, lse) if wanted else o

@@ -22,8 +22,9 @@ from cupyattn.interop.torch.schema import number_of
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.checks import check_scale, check_softcap, check_window
 from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import interned
+from cupyattn.problem.settings import accept, interned
 from cupyattn.quant.config import QuantConfig
 
 
@@ -77,9 +78,14 @@ class Attention(torch.nn.Module):
             deterministic=deterministic, quant=quant, tiles=tiles, block_mask=block_mask,
             arch=arch, backend=backend,
         )  # fmt: skip
-        self.settings = settings._replace(of_call=interned(*settings.of_call))
         check_arch(arch)
         check_kind(tiles)
+        check_scale(scale, 1)
+        check_softcap(softcap)
+        check_window(window)
+        of_call = interned(*settings.of_call)
+        accept(of_call)  # modules of equal settings share calls from the first one on
+        self.settings = settings._replace(of_call=interned(*of_call))
         self._name_block_mask()
 
     def _name_block_mask(self) -> None:

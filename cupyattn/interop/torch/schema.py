@@ -109,7 +109,7 @@ def _text_of(settings: TensorSettings) -> str:
     call = settings.of_call
     for place, name, plain in _TEXTS:
         x: Any = call[place]
-        if x is plain or (name not in ("quant", "tiles") and x == plain):
+        if x is plain or _is_same(x, plain):
             continue
         if name == "quant":
             x = _quant_fields(x)
@@ -124,6 +124,15 @@ def _text_of(settings: TensorSettings) -> str:
         mask = settings.block_mask
         said.append(f"block_mask={mask if isinstance(mask, int) else number_of(mask)}")
     return ", ".join(said)
+
+
+def _is_same(x: Any, plain: Any) -> bool:
+    """Return whether a setting has a value and its type: 0 is False, but refused for it."""
+    if type(x) is not type(plain):
+        return False
+    if isinstance(x, tuple):
+        return len(x) == len(plain) and all(map(_is_same, x, plain))
+    return bool(x == plain)
 
 
 def _plain_number(x: Any) -> Any:
