@@ -80,7 +80,7 @@ def act_quant(
     ([[0, -127, 0]], [[2.0]])
     """
     arrays = {"x": x}
-    settings = ActQuantSettings(block_size, backend, strategy=strategy)
+    settings = ActQuantSettings(block_size, backend, 0, "", strategy)
     codes, scales = run(ACT_QUANT, settings, arrays, Known(arrays, (type(block_size),)))
     return codes, scales
 

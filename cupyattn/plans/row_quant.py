@@ -14,9 +14,12 @@ from cupyattn.plans.gemm import GemmFeatures, OneLaunch
 from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import ROW_QUANT_PARAMS
 
-#: Accesses that a lane has to a row of middling length, and that it keeps at most; the most warps
-#: that share a row, and of a thread block with short ones.
-_ACCESSES, _MOST_HELD, _MOST_WARPS, _WARPS = 4, 16, 8, 4
+#: Accesses that a lane keeps at most; the most warps that share a row, and of a thread block with
+#: short ones.
+_MOST_HELD, _MOST_WARPS, _WARPS = 16, 8, 4
+#: Accesses that a lane has to a row of middling length. Up to `_FEW_ROWS` rows the latency of a row
+#: decides; for more, lanes that are idle at its end.
+_FEW_ROWS, _ACCESSES, _ACCESSES_OF_MANY = 512, 4, 8
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,8 +56,9 @@ def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
             f"{rows} rows of {channels} exceed {INT32_MAX} rows or 2^30 channels: split them"
         )
     accesses = max(1, -(-channels // vec))
+    each = _ACCESSES if rows <= _FEW_ROWS else _ACCESSES_OF_MANY
     warps = 1
-    while warps < _MOST_WARPS and warps * 32 * _ACCESSES < accesses:
+    while warps < _MOST_WARPS and warps * 32 * each < accesses:
         warps *= 2
     held = min(-(-accesses // (32 * warps)), _MOST_HELD)
     rows_of_block = max(1, _WARPS // warps)
