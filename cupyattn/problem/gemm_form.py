@@ -50,8 +50,9 @@ ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
 #: of 16, is the faster on Hopper, too, unless there are more than 16 and no room for pairs of
 #: blocks. Raced: experiments/results/gemm_few_rows.json.
 FEW_ROWS, PORTABLE_ROWS = 64, 32
-#: Slices of a part from which tiles of 128 rows are shared, and tiles of 64 by more blocks than there
-#: are SMs: for fewer, their blocks take too long to meet (the same race).
+#: Slices of a part from which tiles of 128 rows are shared, and tiles of 64 rows by more blocks
+#: than there are SMs: with fewer, meeting takes longer than it saves
+#: (experiments/results/gemm_few_rows_512.json and gemm_few_rows_channel_512.json).
 _LEAST_SLICES = 24
 #: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
@@ -275,7 +276,7 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
         of_wave = _IN_CLUSTERS if tiles.cluster > 1 else 1.0
         whole_waves = -(-alone // blocks_at_a_time(tiles)) * slices * slice_time * of_wave
         blocks = shared * tiles.cluster
-        if tiles.splits > 1:  # all of them at once: see fits
+        if tiles.splits > 1:  # all run at once: see fits
             return whole_waves + max(blocks / _CLUSTERED_BLOCKS, 1.0) * part
         return whole_waves + -(-blocks // blocks_at_a_time(tiles)) * part
 

@@ -513,6 +513,12 @@ def section(record: Mapping[str, Any]) -> str:
         for header, of_table in tables(row):
             lines += [*recording.markdown(header, of_table), ""]
     where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
+    others = [
+        f"{row['model']} on {row['device']}, revision {row['revision'][:10]}"
+        for row in record["rows"]
+        if row.get("revision", environment["revision"]) != environment["revision"]
+    ]
+    where += f" ({'; '.join(others)})" if others else ""
     return "\n".join([*lines, RECIPE, "", f"`{recording.command_now(record)}` on {where}, "
                       f"torch {record['torch']}, diffusers {record['diffusers']}."])  # fmt: skip
 

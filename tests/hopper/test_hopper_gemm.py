@@ -71,7 +71,9 @@ THEFTS = {
     "a stage given back twice": (
         "if (j == CHUNKS - 1 && lane_id() == 0)", "if (lane_id() == 0)", "deadlock",
     ),
-    "scale of the slice before": ("    at += PASS, slices -= PASS;\n", "    slices -= PASS;\n", "result"),
+    "scale of the slice before": (
+        "    at += PASS, slices -= PASS;\n", "    slices -= PASS;\n", "result",
+    ),
     "chunk multiplied by the first columns": (
         "B_rows + (j + 1) % CHUNKS * CHUNK * SLICE", "B_rows", "result",
     ),
