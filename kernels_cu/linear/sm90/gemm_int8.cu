@@ -87,12 +87,12 @@ __device__ __forceinline__ void start_outliers(
   wgmma_commit_group();
 }
 
-// Scales of the slices of a part of k, for a lane, read a pass ahead. Of a quad, lanes 0 and 1 have
-// those of rows g and g + 8, lanes 2 and 3 those of columns.
+// A lane's scales of the slices of a part of k, read a pass ahead. Of a quad, lanes 0 and 1 have the
+// scales of rows g and g + 8, lanes 2 and 3 the scales of columns.
 struct SliceScales {
-  const float* at;  // [slices]: of the next pass but one
-  int slices;       // from there on
-  float next[PASS];
+  const float* at;   // [slices], not read yet
+  int slices;        // negative where the last pass read past the end
+  float next[PASS];  // of the next pass
   __device__ __forceinline__ SliceScales(const float* first, int count) : at(first), slices(count) {
     read();
   }
@@ -102,7 +102,7 @@ struct SliceScales {
       if (i < slices) next[i] = at[i];
     at += PASS, slices -= PASS;
   }
-  // Those of the next COUNT slices: of a pass, or of one that remains.
+  // The scales of the next COUNT slices: a whole pass, or one slice of the remainder.
   template <int COUNT>
   __device__ __forceinline__ void take(float (&own)[COUNT]) {
 #pragma unroll
