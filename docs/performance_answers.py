@@ -244,25 +244,26 @@ def conflicts(record: Record) -> str:
     )
 
 
-def fastest_products(record: Record) -> str:
-    best = {name: max(row["tops"].get(name, 0.0) for row in record["rows"])
+def fastest_products(gemm: Record, layers: Record) -> str:
+    best = {name: max(row["tops"].get(name, 0.0) for row in gemm["rows"])
             for name in ("torch FP16", "int8_gemm")}  # fmt: skip
     return (
-        f"the fastest products seen: {best['torch FP16']:.0f} TFLOP/s in FP16 (torch), "
-        f"{best['int8_gemm']:.0f} TOP/s in INT8, scales applied"
+        f"the fastest products seen: {best['torch FP16']:,.0f} TFLOP/s in FP16 (torch), "
+        f"{best['int8_gemm']:,.0f} TOP/s in INT8 with scales of blocks, "
+        f"{layers['product']['tops']['channel']:,.0f} with scales of rows and columns"
     )
 
 
-def of_peak(gemm: Record, ladder: Record, quantise: Record) -> str:
+def of_peak(gemm: Record, layers: Record, ladder: Record, quantise: Record) -> str:
     own = _at(ladder, 4096)["fa_tc"]
     top = own["tflops"] / own["share"]
-    best = {name: max(row["tops"].get(name, 0.0) for row in gemm["rows"])
-            for name in ("torch FP16", "int8_gemm")}  # fmt: skip
+    fp16 = max(row["tops"].get("torch FP16", 0.0) for row in gemm["rows"])
+    int8 = layers["product"]["tops"]["channel"]
     copies = [row["share of copy"][0] for row in quantise["rows"]]
     return (
         f"of what the units could do at the highest clock, which they do not hold: "
-        f"{format_share(best['torch FP16'] / top)} for the fastest product in FP16, "
-        f"{format_share(best['int8_gemm'] / (2 * top))} in INT8, "
+        f"{format_share(fp16 / top)} for the fastest product in FP16, "
+        f"{format_share(int8 / (2 * top))} in INT8, "
         f"{format_share(own['share'])} for fa_tc; quantising moves {range_of(copies)} of the bytes "
         "of a copy"
     )

@@ -151,6 +151,6 @@ def linear_layers(int8_layers: Record) -> list[str]:
         "",
         "The product of codes alone, {m:,} x {n:,} x {k:,}, in TOP/s: ".format(**product)
         + f"{rates}; channel {interval(beside)} of `{INT_MM}`, at "
-        + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W.".format(**product["clocks"]),
+        + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W, read just after the last round.".format(**product["clocks"]),
         *of_host,
     ]  # fmt: skip

@@ -140,8 +140,9 @@ def roofline_lines() -> list[str]:
         *(f"From {source(name, record)}." for name, record in zip(needs, found, strict=True)),
         "",
         "The ceilings are measured, not printed on a box: the fastest product of two matrices in",
-        f"16 bits ({top['fp16'] / 1e12:.0f} TFLOP/s, torch) and in INT8 ({top['int8'] / 1e12:.0f} "
-        f"TOP/s), and the fastest copy ({top['bytes'] / 1e12:.2f} TB/s).",
+        f"16 bits ({top['fp16'] / 1e12:.0f} TFLOP/s, torch) and in INT8 with scales of blocks "
+        f"({top['int8'] / 1e12:,.0f} TOP/s), and the fastest copy "
+        f"({top['bytes'] / 1e12:.2f} TB/s).",
         f"They meet at {top['fp16'] / top['bytes']:.0f} operations per byte; attention of n queries"
         " and n keys",
         "has n / 2, so that only few queries are bound by memory. fa_tc reaches",
