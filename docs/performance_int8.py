@@ -150,7 +150,7 @@ def linear_layers(int8_layers: Record) -> list[str]:
         f"Geometric means, and the least: {', '.join(means)}.",
         "",
         "The product of codes alone, {m:,} x {n:,} x {k:,}, in TOP/s: ".format(**product)
-        + f"{rates}; channel {interval(beside)} of `{INT_MM}`, at "
-        + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W, read just after the last round.".format(**product["clocks"]),
+        + f"{rates}; channel {interval(beside)} of `{INT_MM}`. Just after the last round "
+        + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W were read.".format(**product["clocks"]),
         *of_host,
     ]  # fmt: skip
