@@ -51,17 +51,18 @@ class RankError(RuntimeError):
 def shown(value: Any) -> str:
     """Return a caller's value for a message, in one line of 60 characters at most.
 
-    Of an array its shape and dtype.
+    Of an array its shape and dtype. What is cut off is marked by three dots.
 
     Examples
     --------
-    >>> shown("a\\nb"), shown(range(3)), len(shown([0] * 100))
-    ("'a\\\\nb'", 'range(0, 3)', 60)
+    >>> shown("a\\nb"), shown(range(3)), len(shown([0] * 100)), shown([0] * 100)[-4:]
+    ("'a\\\\nb'", 'range(0, 3)', 60, ' ...')
     """
     if not isinstance(value, type) and getattr(value, "ndim", None) and hasattr(value, "dtype"):
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     try:
         text = repr(value)
     except ValueError:  # Python writes integers of at most 4300 digits
-        return f"a value of type {type(value).__name__} with thousands of digits"
-    return " ".join(text.split())[:60]
+        return "a number of thousands of digits"
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:56]} ..."

@@ -40,9 +40,10 @@ _FILE = "size_limit"
 _ABANDONED = 3600 * 10**9
 #: Names of entries while they are written, as `cupyattn.files.replacing` gives them.
 _UNFINISHED = re.compile(rf"\.{ENTRY.pattern}\.[0-9a-f]+\.tmp")
-#: Processes that may write to the folder at a time while it stays within its limit: each lists it
-#: again when it has written its part of what was free. Listing thousands of files takes 0.1 s.
-_WRITERS = 16
+#: Processes that may write to the folder at a time while it stays within its limit. Each lists it,
+#: and leaves an eighth of the limit free, before it writes more than its part of that eighth: so
+#: what all write between two listings fits. Listing thousands of files takes 0.1 s.
+_WRITERS, _FREE = 16, 8
 #: By folder: the limit for which this process listed it last, and bytes that it may still write.
 _room: dict[Path, tuple[int | None, float]] = {}
 _UNITS = {"": 1, "b": 1} | {
@@ -155,7 +156,29 @@ def trim(limit: int | None, newest: str | None = None) -> tuple[int, int]:
     same order, and an entry that another has deleted counts as deleted. One that was used or
     written since it was listed stays, and the next trim sees it as it is then.
     """
-    deleted, freed, _ = _trim(limit, newest)
+    folder = cache_folder()
+    if why_unused(folder):
+        return 0, 0
+    kept, unfinished = _listed(folder)
+    abandoned = time.time_ns() - _ABANDONED
+    for file in unfinished:
+        if file.used < abandoned:
+            _delete(folder / file.name)
+    excess = sum(file.size for file in kept) - (math.inf if limit is None else limit)
+    deleted = freed = 0
+    for file in sorted(kept):
+        if excess <= 0:
+            break
+        path = folder / file.name
+        if path.stem == newest or _changed(path, file):
+            continue
+        gone = _delete(path)
+        if gone is None:
+            continue
+        excess -= file.size
+        deleted, freed = deleted + gone, freed + gone * file.size
+    if deleted:
+        _log.info("deleted %d kernels of the cache (%d bytes): it was full", deleted, freed)
     return deleted, freed
 
 
@@ -178,38 +201,9 @@ def wrote(limit: int | None, key: str) -> None:
     if listed_for == limit and size <= room:
         _room[folder] = limit, room - size
         return
-    *_, held = _trim(limit, key)
-    _room[folder] = limit, math.inf if limit is None else max(limit - held, 0) / _WRITERS
-
-
-def _trim(limit: int | None, newest: str | None) -> tuple[int, int, int]:
-    """Do what `trim` does, and return the bytes that are left, too."""
-    folder = cache_folder()
-    if why_unused(folder):
-        return 0, 0, 0
-    kept, unfinished = _listed(folder)
-    abandoned = time.time_ns() - _ABANDONED
-    for file in unfinished:
-        if file.used < abandoned:
-            _delete(folder / file.name)
-    held = sum(file.size for file in kept)
-    excess = held - (math.inf if limit is None else limit)
-    deleted = freed = 0
-    for file in sorted(kept):
-        if excess <= 0:
-            break
-        path = folder / file.name
-        if path.stem == newest or _changed(path, file):
-            continue
-        gone = _delete(path)
-        if gone is None:
-            continue
-        excess -= file.size
-        held -= file.size
-        deleted, freed = deleted + gone, freed + gone * file.size
-    if deleted:
-        _log.info("deleted %d kernels of the cache (%d bytes): it was full", deleted, freed)
-    return deleted, freed, held
+    free = math.inf if limit is None else limit // _FREE
+    trim(None if limit is None else limit - limit // _FREE, key)
+    _room[folder] = limit, free / _WRITERS
 
 
 class _File(NamedTuple):

@@ -33,6 +33,7 @@ from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.backward import check_offered
 from cupyattn.ops.call_operands import known_call
+from cupyattn.ops.quantize import quantize
 from cupyattn.problem import checks
 from cupyattn.problem.request import SEQUENCES, Request
 from cupyattn.problem.resolve import describe_call, to_bhsd
@@ -402,6 +403,12 @@ def _check_kernels(call: ShardedCall) -> dict[str, Any]:
         for owner, keys in enumerate(call.keys):
             blocks_of = None if mesh.ring == 1 else call.blocks[owner]
             calls.check(blocks_of, rows(some.q, call.rows), *[rows(some.kv, keys)] * 2)
+        if mesh.ring > 1 and own.variant.family == "int8":  # which makes codes of no rows, too
+            nothing = rows(some.q, ()), *[rows(some.kv, ())] * 2
+            quantize(
+                *nothing, quant=settings.quant, tiles=settings.tiles, arch=settings.arch,
+                backend=settings.backend,
+            )  # fmt: skip
     return {"same": {}}
 
 

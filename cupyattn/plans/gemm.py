@@ -257,6 +257,8 @@ def plan_gemm(
     }  # fmt: skip
     alone = tiles_alone(m, n, tiles, blocks)
     shared = tile_count(m, n, tiles) - alone
+    if not shared:  # then nothing is launched in clusters, whose blocks a grid would have to fill
+        tiles = replace(tiles, tail_splits=1)
     params["alone"] = alone
     grid = alone + shared * tiles.cluster
     # NOTE: a block that stays goes on to a part past the last, whose number is an int as well.

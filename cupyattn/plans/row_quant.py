@@ -17,8 +17,8 @@ from cupyattn.plans.structs import ROW_QUANT_PARAMS
 #: Accesses that a lane keeps at most; the most warps that share a row, and of a thread block with
 #: short ones.
 _MOST_HELD, _MOST_WARPS, _WARPS = 16, 8, 4
-#: Accesses that a lane has to a row of middling length. Up to `_FEW_ROWS` rows the latency of a row
-#: decides; for more, lanes that are idle at its end.
+#: Accesses of a lane to a row that one warp cannot hold. With few rows, up to `_FEW_ROWS`, latency
+#: decides, so that more lanes share a row; with many, lanes that are idle at the end of a row.
 _FEW_ROWS, _ACCESSES, _ACCESSES_OF_MANY = 512, 4, 8
 
 

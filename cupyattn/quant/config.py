@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Iterable
@@ -235,13 +236,18 @@ class QuantConfig:
         return {"none": 0, "block": tiles.block_kv}.get(str(self.granularity_v), GROUP_ALL)
 
     def _key(self) -> tuple[Any, ...]:
-        return (*_PLAIN_FIELDS(self), *self._known_scales())
+        return (*_PLAIN_FIELDS(self), *self._known_scales)
 
+    @functools.cached_property
     def _known_scales(self) -> tuple[Any, ...]:
-        """Return what scales are known by: numbers by themselves, arrays by what they are."""
+        """What scales are known by: values on the host, the array itself on a device."""
         if not self.static:
             return (self.scales,)
-        return tuple(id(x) if hasattr(x, "shape") else x for x in self.scales)
+        return tuple(
+            (x.shape, x.dtype.str, x.tobytes()) if isinstance(x, np.ndarray)
+            else id(x) if hasattr(x, "shape") else x
+            for x in self.scales
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, one.name) for one in fields(self))

@@ -172,6 +172,20 @@ def test_what_a_kernel_refuses_of_packed_sequences_leaves_a_group() -> None:
     assert errors_of(2, on_rank, timeout=10) == [None, None]
 
 
+def test_codes_of_no_keys_that_cannot_be_made_leave_a_group() -> None:
+    """A rank of a ring makes codes of no rows and no keys, too."""
+    nothing = X[:, :, :0]
+
+    def on_rank(own: Any) -> None:
+        with pytest.raises(ValueError, match="fa_int8 does not take Tiles"):
+            distributed.parallel_attention(
+                X, nothing, nothing, own, "ring", variant="fa_int8", tiles=ca.Tiles(33, 64, 4)
+            )
+        attend(own, method="ring")
+
+    assert errors_of(2, on_rank, timeout=10) == [None, None]
+
+
 def test_a_refusal_on_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where devices are of several kinds: a kernel may take the call on some of them."""
     check = Calls.check

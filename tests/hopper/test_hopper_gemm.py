@@ -45,6 +45,15 @@ def test_the_kernel_is_the_mirror_to_the_bit(shape, tiles, out_dtype) -> None:
     assert run(p, tiles).tobytes() == p.mirror().tobytes()
 
 
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("slices", [1, 5, 6, 7, 8])
+def test_a_pass_of_several_slices_leaves_a_remainder(slices: int, block_n: int) -> None:
+    """Four slices of 64 columns to a pass, or two of 128; others follow one by one."""
+    tiles = GemmTiles(64, block_n, num_warps=8, num_stages=6)
+    p = product(5, (20, block_n, 128 * slices - 16), out_dtype="float32")
+    assert run(p, tiles).tobytes() == p.mirror().tobytes()
+
+
 def test_a_block_takes_one_tile_after_the_other(monkeypatch) -> None:
     """Its ring of stages goes on where the tile before ended; scales and columns are those of each.
 

@@ -150,7 +150,10 @@ def test_the_plan_says_which_tiles_are_shared() -> None:
     assert (plan.alone, plan.shared) == (432, 0)
     assert "432 tiles of a block each\n" in str(plan)
     plan = planned(4608, 3072, 3072, arch="sm_90a", tiles=HOPPER_TILES[1], blocks=79)
-    assert (plan.launches[0].grid, plan.alone, plan.shared) == (78, 432, 0)  # 42 are past 39 pairs
+    assert (plan.alone, plan.shared) == (432, 0)  # 42 are past 39 pairs
+    assert (plan.launches[0].grid, plan.tiles.tail_splits) == (79, 1)  # so no blocks lie in pairs
+    odd = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=8)
+    assert planned(192, 448, 1024, arch="sm_90a", tiles=odd).launches[0].grid == 21  # no cluster
     plan = planned(64, 4096, 4096, arch="sm_90a")
     assert (plan.alone, plan.shared) == (0, 64) and plan.tiles.splits == 2
 

@@ -338,7 +338,8 @@ def test_config_says_what_four_bits_do_not_go_with(given, needed) -> None:
 def test_config_equality() -> None:
     scales = np.ones((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32)
     a, b = QuantConfig(scales=scales), QuantConfig(scales=scales)
-    assert a == a and a != b and a != QuantConfig()
+    assert a == b and hash(a) == hash(b) and a != QuantConfig()
+    assert a != QuantConfig(scales=(scales[0], 2 * scales[1]))
     one, other = (QuantConfig("tensor", "tensor", scales=(0.5, 2.0)) for _ in range(2))
     assert one == other != QuantConfig("tensor", "tensor")
     assert hash(QuantConfig()) == hash(QuantConfig()) and QuantConfig() != "thread"
@@ -354,6 +355,7 @@ def test_given_scales_are_a_copy_that_cannot_be_written() -> None:
         assert one.scales[0] == 1 and one.scales[1] == 0.5
         with pytest.raises(ValueError, match="read-only"):
             one.scales[0][...] = 3
+        assert one == config
     assert given.flags.writeable
     assert pickle.loads(pickle.dumps(QuantConfig(pv="int8"))) == QuantConfig(pv="int8")
 

@@ -84,7 +84,8 @@ class Attention(torch.nn.Module):
         check_softcap(softcap)
         check_window(window)
         of_call = interned(*settings.of_call)
-        accept(of_call)  # modules of equal settings share calls from the first one on
+        if not any(hasattr(value, "shape") for value in of_call):  # such a value is not kept alive
+            accept(of_call)  # modules of equal settings share calls from the first one on
         self.settings = settings._replace(of_call=interned(*of_call))
         self._name_block_mask()
 

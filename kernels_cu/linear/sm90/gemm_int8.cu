@@ -5,9 +5,9 @@
 //              full rate take 3/4 of the issue slots, so that a slice lasts 0.75/32 + 2/128 clocks
 //              an element, 1.25 times its products: nothing else may stand in the loop. Slices
 //              arrive by a warpgroup of its own. A warpgroup adds up a chunk of columns while the
-//              next is multiplied: of a tile of 256 columns four chunks of a slice, of fewer columns
-//              chunks of several slices. Scales are multiplied before the first of these products,
-//              which leave shuffles no bandwidth of shared memory.
+//              next is multiplied: four chunks of a slice in a tile of 256 columns, chunks of
+//              several slices in narrower tiles. Scales are multiplied before the first of these
+//              products, which leave shuffles no bandwidth of shared memory.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
 //              float32 and two chunks in int32; a block takes one tile after the other. With
 //              TAIL_SPLITS it is the tiles of the last wave that clusters share. A tile that is
@@ -87,8 +87,8 @@ __device__ __forceinline__ void start_outliers(
   wgmma_commit_group();
 }
 
-// A lane's scales of the slices of a part of k, read a pass ahead. Of a quad, lanes 0 and 1 have the
-// scales of rows g and g + 8, lanes 2 and 3 the scales of columns.
+// A lane's scales of the slices of a part of k, read a pass ahead. Of a quad, lanes 0 and 1 have
+// the scales of rows g and g + 8, lanes 2 and 3 the scales of columns.
 struct SliceScales {
   const float* at;   // [slices], not read yet
   int slices;        // negative where the last pass read past the end
@@ -117,7 +117,8 @@ struct SliceScales {
 };
 
 // C_acc [64, BLOCK_N] += A B^T of the next COUNT slices, chunk by chunk: one is added up while the
-// next is multiplied. From column `straddled` of the tile on, the second half of B has other_scales.
+// next is multiplied. From column `straddled` of the tile on, the second half of B has
+// other_scales.
 // NOTE: a chunk that is under way from one pass of a loop to the next, or across a branch, makes
 // ptxas serialise all products (C7514).
 template <int COUNT>
