@@ -40,6 +40,11 @@ class Int8Replacement(Handle):
     """
 
     __slots__ = ("_handle_hooks", "_handle_layers")
+    _handle_maker = "replace_attention_with_int8"
+    _handle_arguments = (
+        "include", "exclude", "policy", "scheduler", "min_length", "quant", "backend", "arch",
+        "count_compiled",
+    )  # fmt: skip
 
     def __init__(self, target: Any, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
         super().__init__(target)

@@ -50,6 +50,10 @@ class Replacement(Handle):
         "_handle_activated", "_handle_kept", "_handle_originals", "_handle_places",
         "_handle_replaced", "_handle_trained",
     )  # fmt: skip
+    _handle_maker = "replace_linear_with_int8"
+    _handle_arguments = (
+        "checkpoint", "include", "exclude", "config", "originals", "arch", "backend",
+    )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
     _handle_trained: dict[nn.Parameter, bool]
