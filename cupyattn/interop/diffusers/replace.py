@@ -22,7 +22,7 @@ from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
-from cupyattn.interop.selection import Patterns, Selection, compiled, some_of
+from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, some_of
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.quant.config import QuantConfig
 
@@ -102,7 +102,8 @@ def replace_attention_with_int8(
         ``"transformer.transformer_blocks.0.attn"``, or are the model's own.
     policy : "adaptive", a mode, a table, an object, or a mapping
         As `cupyattn.Int8Attention` takes it, for every layer; or a mapping of regular expressions
-        to such policies, the first that is found in a layer's name, "adaptive" for all others.
+        to such policies: the first that is found in a layer's name decides, and layers without one
+        are "adaptive".
     scheduler : object, optional
         Whose steps a model without a pipeline is called for. A pipeline's own is looked up at every
         step, so that another may be set.
@@ -129,9 +130,9 @@ def replace_attention_with_int8(
     TypeError
         For what is neither a pipeline nor a module, and patterns that are no text.
     ValueError
-        For what is no regular expression, if no module is chosen or `exclude` is found in no name,
-        if one is already replaced, for an empty policy, or if a policy needs a noise level and
-        there is no scheduler.
+        For what is no regular expression or is found in no name, if no module is chosen or one is
+        already replaced, for an empty policy, or if a policy needs a noise level and there is no
+        scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
@@ -182,14 +183,15 @@ def replace_attention_with_int8(
         for name, module in _attention_modules(prefix, model)
         if name in selection
     ]
-    _check_chosen(chosen, models, selection, (include, exclude))
+    _check_chosen(chosen, models, selection, policies, (include, exclude))
     needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
     noise = None
     if needs_noise:
         if owner is None:
             raise ValueError(
-                f"policy={policy!r:.60} needs to know the noise level of a step: give the "
-                f"pipeline, scheduler=..., or one of the modes {', '.join(MODES)} as policy"
+                f"policy={policy!r:.60} needs to know the noise level of a step for "
+                f"{needs_noise[0]}: give the pipeline, scheduler=..., or one of the modes "
+                f"{', '.join(MODES)} as policy"
             )
         kind_of(owner.scheduler)
         noise = Noise(owner)
@@ -258,16 +260,19 @@ def _check_chosen(
     chosen: Sequence[tuple[str, str, Any]],
     models: Mapping[str, Any],
     selection: Selection,
+    policies: Sequence[tuple[re.Pattern[str], Any]],
     given: tuple[Patterns, Patterns],
 ) -> None:
     names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
+    if names:
+        selection.check(names, "attention module")
+        check_found("policy", [pattern for pattern, _ in policies], names, "attention module")
     if not chosen:
         include, exclude = given
         raise ValueError(
             f"no attention module is chosen by include={include!r} exclude={exclude!r}, there are "
             f"{some_of(names)}"
         )
-    selection.check_exclude(names, "attention module")
     for _, name, module in chosen:
         if interception.layer_of(module) is not None:
             raise ValueError(

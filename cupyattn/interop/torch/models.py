@@ -186,7 +186,7 @@ def replace_linear_with_int8(
         If `model` is no module: give a pipeline's transformer. For patterns that are no text.
     ValueError
         If no layer becomes INT8 or all are replaced already, for a pattern that is no regular
-        expression, if `exclude` is found in no name, and for a checkpoint of other shapes.
+        expression or is found in no name, and for a checkpoint of other shapes.
 
     Notes
     -----
@@ -223,7 +223,7 @@ def replace_linear_with_int8(
         if isinstance(module, Int8Linear) and name
     ]
     if names := [name for name, _ in _linear_layers(own)] + before:
-        selection.check_exclude(names, "linear layer")
+        selection.check(names, "linear layer")
     for name, linear in _linear_layers(own):
         if name not in selection:
             kept[name] = "excluded"
