@@ -26,6 +26,7 @@ from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import Place, put_activated, take_out_activated
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.saving import allow_saving, refuse_saving
 from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
 
 #: What becomes of the weights that are replaced.
@@ -125,6 +126,7 @@ class Replacement(Handle):
             linear.to(layer.get_buffer(_LIKE))
             linear.bias = layer.bias  # one parameter, which may have been trained or moved
             parent._modules[name] = linear
+        allow_saving(uncompiled(self.target))
         self._handle_places.clear()
 
     def _set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
@@ -196,6 +198,7 @@ def replace_linear_with_int8(
     such a layer, ``GELU``, ``GEGLU`` and ``SwiGLU``, are replaced too: the activation becomes part
     of the product, and names in a state dict stay. Code of the model that reads ``layer.weight`` by
     itself finds codes there: exclude such layers. A model may be compiled by torch before or after.
+    `save_pretrained` is refused until the layers are restored: it would write codes as weights.
 
     Examples
     --------
@@ -249,6 +252,7 @@ def replace_linear_with_int8(
         for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
             linear.weight.data = linear.weight.data.to("cpu")
     activated = put_activated(own)
+    refuse_saving(own)
     if originals == "drop":
         places.clear()
         activated.clear()
@@ -292,6 +296,10 @@ def load_int8(
     UnsupportedError
         For weights in groups or in blocks of another size than 128 x 128, packed codes, zero
         points, activations with scales that are not made in each call, and several strategies.
+
+    Notes
+    -----
+    `save_pretrained` of the model is refused, since it would write codes as weights.
     """
     given = target_of(model)
     model = uncompiled(given)
@@ -326,6 +334,7 @@ def load_int8(
             parent._modules[name] = linear
         raise
     put_activated(model)
+    refuse_saving(model)
     return model.eval() if made_here else given
 
 
