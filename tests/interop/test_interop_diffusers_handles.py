@@ -14,6 +14,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from cupyattn.diffusion import TablePolicy  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop.diffusers.report import LayerReport, Report  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_interop_diffusers import SHORT  # noqa: E402
 
@@ -160,3 +161,28 @@ def test_a_table_may_be_an_object(pipe: Any) -> None:
     with replaced(pipe, policy=TablePolicy(table)) as handle:
         cases.generate(pipe, "sd3", len(table))
     assert handle.report().modes == {"aggressive": 2, "balanced": 4, "precision": 2}
+
+
+# ---- reports -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([LayerReport("a", {}, {}, {})], "1 attention module: 0 calls by cupyattn, 0 native"),
+        (
+            [LayerReport("a", {"balanced": 3}, {}, {}, ("balanced",), {"balanced": 2, "native": 1})],
+            "1 attention module: 3 calls by cupyattn (3 balanced), 0 native; 3 calls in compiled "
+            "code (2 balanced, 1 native)",
+        ),
+        (
+            [LayerReport("a", {}, {}, {}, ("balanced",)), LayerReport("b", {}, {"causal": 1}, {})],
+            "2 attention modules: 0 calls by cupyattn, 1 native; 1 module in compiled code, whose "
+            "calls are not counted",
+        ),
+    ],
+)
+def test_the_first_line_of_a_report_has_calls_in_compiled_code(
+    layers: list[LayerReport], said: str
+) -> None:
+    assert str(Report(tuple(layers))).splitlines()[0] == said
