@@ -163,6 +163,20 @@ def test_a_table_may_be_an_object(pipe: Any) -> None:
     assert handle.report().modes == {"aggressive": 2, "balanced": 4, "precision": 2}
 
 
+def test_a_pipeline_with_a_handle_in_a_models_place_is_told_so(pipe: Any) -> None:
+    model = pipe.transformer
+    pipe.transformer = replaced(model, policy="balanced", include="blocks.0")
+    said = (
+        "^transformer of StableDiffusion3Pipeline is a handle, Int8Replacement, and no model: "
+        "assign pipe.transformer = pipe.transformer.target"
+    )
+    with pytest.raises(TypeError, match=said):
+        replaced(pipe, include="blocks.1")
+    pipe.transformer = pipe.transformer.target
+    with replaced(pipe, include="blocks.1") as handle:
+        assert handle.replaced == ("transformer.transformer_blocks.1.attn",)
+
+
 # ---- reports -------------------------------------------------------------------------------------
 
 
@@ -171,7 +185,11 @@ def test_a_table_may_be_an_object(pipe: Any) -> None:
     [
         ([LayerReport("a", {}, {}, {})], "1 attention module: 0 calls by cupyattn, 0 native"),
         (
-            [LayerReport("a", {"balanced": 3}, {}, {}, ("balanced",), {"balanced": 2, "native": 1})],
+            [
+                LayerReport(
+                    "a", {"balanced": 3}, {}, {}, ("balanced",), {"balanced": 2, "native": 1}
+                )
+            ],
             "1 attention module: 3 calls by cupyattn (3 balanced), 0 native; 3 calls in compiled "
             "code (2 balanced, 1 native)",
         ),

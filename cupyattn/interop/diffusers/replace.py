@@ -128,7 +128,8 @@ def replace_attention_with_int8(
     Raises
     ------
     TypeError
-        For what is neither a pipeline nor a module, and patterns that are no text.
+        For what is neither a pipeline nor a module, a pipeline with a handle in a model's place,
+        and patterns that are no text.
     ValueError
         For what is no regular expression or is found in no name, if no module is chosen or one is
         already replaced, for an empty policy, or if a policy needs a noise level and there is no
@@ -220,6 +221,13 @@ def replace_attention_with_int8(
 def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
     if _is_pipeline(pipe_or_model):
+        for name, part in pipe_or_model.components.items():
+            if isinstance(part, Handle):
+                raise TypeError(
+                    f"{name} of {type(pipe_or_model).__name__} is a handle, {type(part).__name__}, "
+                    f"and no model: assign pipe.{name} = pipe.{name}.target, in which layers were "
+                    "replaced in place"
+                )
         parts = {f"{n}.": uncompiled(part) for n, part in pipe_or_model.components.items()}
         models = {
             prefix: part
