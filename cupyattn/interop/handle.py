@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 
 class Handle:
@@ -13,7 +13,8 @@ class Handle:
 
     Subclasses add `restore` and `report`. The names that a subclass defines are its own: they hide
     attributes of `target` with the same names, which are then read as ``handle.target.name``, and
-    cannot be set. All other attributes are read, set and deleted on `target`.
+    cannot be set. All other attributes are read, set and deleted on `target`. Arguments of the
+    replacement cannot be set, since that would change nothing, unless `target` has the name itself.
 
     Parameters
     ----------
@@ -36,6 +37,10 @@ class Handle:
     """
 
     __slots__ = ("__weakref__", "_handle_target")
+
+    #: The function that makes the handle, and its arguments but the first.
+    _handle_maker: ClassVar[str] = ""
+    _handle_arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, target: Any) -> None:
         object.__setattr__(self, "_handle_target", target)
@@ -81,6 +86,11 @@ class Handle:
             raise AttributeError(
                 f"{name!r} belongs to the {type(self).__name__}: set handle.target.{name} for the "
                 f"attribute of the {type(self.target).__name__}"
+            )
+        if name in self._handle_arguments and not hasattr(self.target, name):
+            raise AttributeError(
+                f"{name!r} is settled when layers are replaced and cannot be set on the handle: "
+                f"call restore(), then {self._handle_maker}(..., {name}=...)"
             )
         setattr(self.target, name, value)
 

@@ -64,30 +64,38 @@ class Selection:
 
     def __contains__(self, name: str) -> bool:
         wanted = self.include is None or any(p.search(name) for p in self.include)
-        return wanted and not self._excludes(name)
+        return wanted and not any(p.search(name) for p in self.exclude)
 
-    def _excludes(self, name: str) -> bool:
-        return any(pattern.search(name) for pattern in self.exclude)
+    def check(self, names: Collection[str], kind: str) -> None:
+        """Raise if a pattern is found in no name; arguments as of `check_found`."""
+        check_found("include", self.include or (), names, kind)
+        check_found("exclude", self.exclude, names, kind)
 
-    def check_exclude(self, names: Collection[str], kind: str) -> None:
-        """Raise where `exclude` is given and leaves out nothing, as a misspelt name does.
 
-        Parameters
-        ----------
-        names : collection of str
-            All names that there are.
-        kind : str
-            What they are names of, for the message.
+def check_found(
+    name: str, patterns: Iterable[re.Pattern[str]], names: Collection[str], kind: str
+) -> None:
+    """Raise if a pattern is found in no name, as a misspelt one is.
 
-        Raises
-        ------
-        ValueError
-            If none of `exclude` is found in a name.
-        """
-        if self.exclude and not any(map(self._excludes, names)):
-            given = " or ".join(repr(pattern.pattern) for pattern in self.exclude)
+    Parameters
+    ----------
+    name : str
+        The argument that has the patterns, for the message.
+    patterns : iterable of Pattern
+    names : collection of str
+        All names that there are.
+    kind : str
+        What they are names of, for the message.
+
+    Raises
+    ------
+    ValueError
+    """
+    for pattern in patterns:
+        if not any(map(pattern.search, names)):
             raise ValueError(
-                f"exclude={given} is found in the name of no {kind}, there are {some_of(names)}"
+                f"{pattern.pattern!r} of {name} is found in the name of no {kind}, there are "
+                f"{some_of(names)}: correct it, or leave it out"
             )
 
 

@@ -128,10 +128,9 @@ def check_switch(name: str, value: Any) -> None:
 def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
     """Check a boolean mask of scores of a shape (batch, heads, len_q, len_kv)."""
     if mask.dtype != np.bool_:
-        raise TypeError(
-            f"mask must be bool (True: attend), got mask.dtype={mask.dtype}: give numbers that are "
-            "added to scores as bias="
-        )
+        integers = np.issubdtype(mask.dtype, np.integer)  # 0 and 1, of a tokeniser
+        advice = "give mask != 0" if integers else "give numbers that are added to scores as bias="
+        raise TypeError(f"mask must be bool (True: attend), got mask.dtype={mask.dtype}: {advice}")
     check_broadcast("mask", mask, shape)
 
 

@@ -159,7 +159,7 @@ def test_modules_and_policies_are_chosen_by_name_and_step(flux: Any) -> None:
     # Two passes a step; 1 of 3 is the middle, sigma = 2 / 3 and so noise twice the signal.
     assert [step for step, _ in steps] == [0, 0, 1, 1, 2, 2]
     assert [ratio for _, ratio in steps[::2]] == pytest.approx([math.inf, 1, 0.25], rel=1e-6)
-    report, _ = run(flux, include=("single", "nothing"), policy="balanced")
+    report, _ = run(flux, include=("single", "^transformer.single"), policy="balanced")
     assert [layer.name for layer in report.layers] == [
         "transformer.single_transformer_blocks.0.attn"
     ]
@@ -534,18 +534,29 @@ def test_another_backend_of_the_module_is_what_native_means(flux: Any) -> None:
     ("call", "error", "says"),
     [
         (lambda p: interop.replace_attention_with_int8(3), TypeError, "DiffusionPipeline or a"),
-        (lambda p: run(p, include="nothing"), ValueError, "no attention module is chosen"),
+        (
+            lambda p: run(p, include=["single", "nothing"]), ValueError,
+            "'nothing' of include is found in the name of no attention module, there are transf",
+        ),
+        (lambda p: run(p, exclude="."), ValueError, "no attention module is chosen"),
         (lambda p: run(p, include="("), ValueError, "include must be a regular expression"),
         (lambda p: run(p, exclude=[3]), TypeError, "exclude must be a regular expression"),
         (
-            lambda p: run(p, exclude="attn2"), ValueError,
-            "exclude='attn2' is found in the name of no attention module, there are transformer.",
+            lambda p: run(p, exclude=["single", "attn2"]), ValueError,
+            "'attn2' of exclude is found in the name of no attention module, there are transf",
         ),
         (lambda p: run(p, policy={"(": "balanced"}), ValueError, "the names of policy must be"),
+        (
+            lambda p: run(p, policy={"single": "balanced", "sinlge": "precision"}), ValueError,
+            "'sinlge' of policy is found in the name of no attention module, there are transformer",
+        ),
         (lambda p: run(p, policy="fast"), ValueError, "precision_policy must be"),
         (lambda p: run(p, policy={"x": 3}), TypeError, "precision_policy must be"),
         (lambda p: run(p, policy=["balanced"] * 5), ValueError, "num_timesteps=3 entries, got 5"),
-        (lambda p: run(p.transformer), ValueError, "needs to know the noise level"),
+        (
+            lambda p: run(p.transformer, policy={"^single": "balanced"}), ValueError,
+            "needs to know the noise level of a step for transformer_blocks.0.attn: give",
+        ),
         (
             lambda p: run(p.transformer, scheduler=SimpleNamespace(config={})),
             ca.UnsupportedError, "noise level of a SimpleNamespace",

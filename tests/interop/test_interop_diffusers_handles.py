@@ -14,6 +14,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from cupyattn.diffusion import TablePolicy  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop.diffusers.report import LayerReport, Report  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_interop_diffusers import SHORT  # noqa: E402
 
@@ -160,3 +161,46 @@ def test_a_table_may_be_an_object(pipe: Any) -> None:
     with replaced(pipe, policy=TablePolicy(table)) as handle:
         cases.generate(pipe, "sd3", len(table))
     assert handle.report().modes == {"aggressive": 2, "balanced": 4, "precision": 2}
+
+
+def test_a_pipeline_with_a_handle_in_a_models_place_is_told_so(pipe: Any) -> None:
+    model = pipe.transformer
+    pipe.transformer = replaced(model, policy="balanced", include="blocks.0")
+    said = (
+        "^transformer of StableDiffusion3Pipeline is a handle, Int8Replacement, and no model: "
+        "assign pipe.transformer = pipe.transformer.target"
+    )
+    with pytest.raises(TypeError, match=said):
+        replaced(pipe, include="blocks.1")
+    pipe.transformer = pipe.transformer.target
+    with replaced(pipe, include="blocks.1") as handle:
+        assert handle.replaced == ("transformer.transformer_blocks.1.attn",)
+
+
+# ---- reports -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([LayerReport("a", {}, {}, {})], "1 attention module: 0 calls by cupyattn, 0 native"),
+        (
+            [
+                LayerReport(
+                    "a", {"balanced": 3}, {}, {}, ("balanced",), {"balanced": 2, "native": 1}
+                )
+            ],
+            "1 attention module: 3 calls by cupyattn (3 balanced), 0 native; 3 calls in compiled "
+            "code (2 balanced, 1 native)",
+        ),
+        (
+            [LayerReport("a", {}, {}, {}, ("balanced",)), LayerReport("b", {}, {"causal": 1}, {})],
+            "2 attention modules: 0 calls by cupyattn, 1 native; 1 module in compiled code, whose "
+            "calls are not counted",
+        ),
+    ],
+)
+def test_the_first_line_of_a_report_has_calls_in_compiled_code(
+    layers: list[LayerReport], said: str
+) -> None:
+    assert str(Report(tuple(layers))).splitlines()[0] == said

@@ -176,6 +176,32 @@ def test_a_pipeline_is_used_as_the_founding_notes_use_it(diffusers: Any, flux: A
     again.restore()
 
 
+def test_arguments_of_a_replacement_are_not_set_on_the_handle(diffusers: Any, flux: Any) -> None:
+    interop = importlib.import_module("cupyattn.interop.torch")
+    pipe = flux[0]
+    model = pipe.transformer
+    of_attention = diffusers.replace_attention_with_int8(model, policy="balanced")
+    of_linear = interop.replace_linear_with_int8(
+        model, config=Int8Config(min_elements_for_int8=256), backend="mirror"
+    )
+    for handle, maker in (
+        (of_attention, diffusers.replace_attention_with_int8),
+        (of_linear, interop.replace_linear_with_int8),
+    ):
+        _, *arguments = inspect.signature(maker).parameters
+        for name in arguments:
+            if hasattr(model, name):  # diffusers' own config
+                continue
+            said = rf"'{name}' is settled .*: call restore\(\), then {maker.__name__}\(..., {name}="
+            with pytest.raises(AttributeError, match=said):
+                setattr(handle, name, "precision")
+            assert not hasattr(model, name)
+        handle.restore()
+    with diffusers.replace_attention_with_int8(pipe) as handle:
+        handle.scheduler = scheduler = type(pipe.scheduler)()  # the pipeline's own
+    assert pipe.scheduler is scheduler
+
+
 def test_a_model_stays_a_model_in_both_handles(diffusers: Any, flux: Any) -> None:
     torch = pytest.importorskip("torch")
     interop = importlib.import_module("cupyattn.interop.torch")

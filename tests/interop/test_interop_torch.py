@@ -475,6 +475,9 @@ def test_the_drop_in_refuses_what_torch_refuses_and_dropout() -> None:
     mask = torch.ones(5, 5, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set"):
         interop.scaled_dot_product_attention(x, x, x, mask, is_causal=True)
+    for other, advice in ((mask.long(), "attn_mask != 0"), (mask.double(), r"attn_mask.float\(\)")):
+        with pytest.raises(TypeError, match=f"got attn_mask.dtype={other.dtype}: give {advice}"):
+            interop.scaled_dot_product_attention(x, x, x, other)
     with pytest.raises(RuntimeError, match="at least 2 dimensional, but got 1, 4 and 4"):
         interop.scaled_dot_product_attention(x[0, 0, 0], x, x)
 

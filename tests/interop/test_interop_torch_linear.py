@@ -229,9 +229,10 @@ def test_what_replacing_refuses(tmp_path: Path) -> None:
         (TypeError, "must be a torch.nn.Module, got SimpleNamespace|got dict", {"model": {}}),
         (ValueError, "originals must be cpu or device or drop", {"originals": "disk"}),
         (ValueError, r"include must be a regular expression or", {"include": "("}),
-        (ValueError, "no linear layer of the model becomes INT8", {"include": "^nowhere"}),
-        (ValueError, r"exclude='\^9' or 'fc3' is found in the name of no linear layer, there are "
-                     "blocks.0.attn_q, ", {"exclude": ["^9", "fc3"]}),
+        (ValueError, "no linear layer of the model becomes INT8", {"exclude": "."}),
+        (ValueError, r"'\^9' of include is found in the name of no linear layer, there are "
+                     "blocks.0.attn_q, ", {"include": ["fc2", "^9"]}),
+        (ValueError, r"'fc3' of exclude is found in the name of no", {"exclude": ["fc2", "fc3"]}),
         (FileNotFoundError, "no checkpoint '.*nowhere': `cupyattn convert MODEL --output FOLDER` "
                             "makes", {"checkpoint": tmp_path / "nowhere"}),
     ]  # fmt: skip

@@ -60,7 +60,14 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, v, window=(1.5, 0))", "window must be a pair (left, right) of whole"),
         ("ca.attention(q, k, v, window='near')", "window must be a pair (left, right) of whole"),
         ("ca.attention(q, k, v, mask=np.ones((8, 7), bool))", "mask must broadcast to (batch,"),
-        ("ca.attention(q, k, v, mask=np.ones((8, 8)))", "mask must be bool (True: attend), got"),
+        (
+            "ca.attention(q, k, v, mask=np.ones((8, 8)))",
+            "mask must be bool (True: attend), got mask.dtype=float64: give numbers that are added",
+        ),
+        (
+            "ca.attention(q, k, v, mask=np.ones((8, 8), int))",
+            "mask must be bool (True: attend), got mask.dtype=int64: give mask != 0",
+        ),
         ("ca.attention(q, k, v, mask=True)", "mask must be a NumPy or CuPy array, or have"),
         ("ca.attention(q, k, v, mask=[[True]])", "mask must be a NumPy or CuPy array, or have"),
         ("ca.attention(q, k, v, bias=np.ones((8, 7), 'f4'))", "bias must broadcast to (batch,"),

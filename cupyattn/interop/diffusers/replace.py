@@ -22,7 +22,7 @@ from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
-from cupyattn.interop.selection import Patterns, Selection, compiled, some_of
+from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, some_of
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.quant.config import QuantConfig
 
@@ -40,6 +40,11 @@ class Int8Replacement(Handle):
     """
 
     __slots__ = ("_handle_hooks", "_handle_layers")
+    _handle_maker = "replace_attention_with_int8"
+    _handle_arguments = (
+        "include", "exclude", "policy", "scheduler", "min_length", "quant", "backend", "arch",
+        "count_compiled",
+    )  # fmt: skip
 
     def __init__(self, target: Any, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
         super().__init__(target)
@@ -97,7 +102,8 @@ def replace_attention_with_int8(
         ``"transformer.transformer_blocks.0.attn"``, or are the model's own.
     policy : "adaptive", a mode, a table, an object, or a mapping
         As `cupyattn.Int8Attention` takes it, for every layer; or a mapping of regular expressions
-        to such policies, the first that is found in a layer's name, "adaptive" for all others.
+        to such policies: the first that is found in a layer's name decides, and layers without one
+        are "adaptive".
     scheduler : object, optional
         Whose steps a model without a pipeline is called for. A pipeline's own is looked up at every
         step, so that another may be set.
@@ -122,11 +128,12 @@ def replace_attention_with_int8(
     Raises
     ------
     TypeError
-        For what is neither a pipeline nor a module, and patterns that are no text.
+        For what is neither a pipeline nor a module, a pipeline with a handle in a model's place,
+        and patterns that are no text.
     ValueError
-        For what is no regular expression, if no module is chosen or `exclude` is found in no name,
-        if one is already replaced, for an empty policy, or if a policy needs a noise level and
-        there is no scheduler.
+        For what is no regular expression or is found in no name, if no module is chosen or one is
+        already replaced, for an empty policy, or if a policy needs a noise level and there is no
+        scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
@@ -177,14 +184,15 @@ def replace_attention_with_int8(
         for name, module in _attention_modules(prefix, model)
         if name in selection
     ]
-    _check_chosen(chosen, models, selection, (include, exclude))
+    _check_chosen(chosen, models, selection, policies, (include, exclude))
     needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
     noise = None
     if needs_noise:
         if owner is None:
             raise ValueError(
-                f"policy={policy!r:.60} needs to know the noise level of a step: give the "
-                f"pipeline, scheduler=..., or one of the modes {', '.join(MODES)} as policy"
+                f"policy={policy!r:.60} needs to know the noise level of a step for "
+                f"{needs_noise[0]}: give the pipeline, scheduler=..., or one of the modes "
+                f"{', '.join(MODES)} as policy"
             )
         kind_of(owner.scheduler)
         noise = Noise(owner)
@@ -213,6 +221,13 @@ def replace_attention_with_int8(
 def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
     if _is_pipeline(pipe_or_model):
+        for name, part in pipe_or_model.components.items():
+            if isinstance(part, Handle):
+                raise TypeError(
+                    f"{name} of {type(pipe_or_model).__name__} is a handle, {type(part).__name__}, "
+                    f"and no model: assign pipe.{name} = pipe.{name}.target, in which layers were "
+                    "replaced in place"
+                )
         parts = {f"{n}.": uncompiled(part) for n, part in pipe_or_model.components.items()}
         models = {
             prefix: part
@@ -253,16 +268,19 @@ def _check_chosen(
     chosen: Sequence[tuple[str, str, Any]],
     models: Mapping[str, Any],
     selection: Selection,
+    policies: Sequence[tuple[re.Pattern[str], Any]],
     given: tuple[Patterns, Patterns],
 ) -> None:
     names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
+    if names:
+        selection.check(names, "attention module")
+        check_found("policy", [pattern for pattern, _ in policies], names, "attention module")
     if not chosen:
         include, exclude = given
         raise ValueError(
             f"no attention module is chosen by include={include!r} exclude={exclude!r}, there are "
             f"{some_of(names)}"
         )
-    selection.check_exclude(names, "attention module")
     for _, name, module in chosen:
         if interception.layer_of(module) is not None:
             raise ValueError(

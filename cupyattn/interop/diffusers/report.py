@@ -57,6 +57,9 @@ class Report:
     >>> print(Report((layer,)))
     1 attention module: 3 calls by cupyattn (3 balanced), 1 native
     unet.attn1: 3 balanced; native: 1 gradients
+    >>> print(Report((LayerReport("unet.attn1", {}, {}, {}, ("balanced",)),)))
+    1 attention module: 1 module in compiled code, whose calls are not counted
+    unet.attn1: in compiled code: balanced
     """
 
     layers: tuple[LayerReport, ...]
@@ -77,6 +80,11 @@ class Report:
         """Calls in an INT8 mode that ran in the input's own type, by reason."""
         return self._summed("fallbacks")
 
+    @property
+    def compiled_calls(self) -> dict[str, int]:
+        """Calls in compiled code, by mode or ``"native"``, as far as they were counted."""
+        return self._summed("compiled_calls")
+
     def _summed(self, field: str) -> dict[str, int]:
         total: Counter[str] = Counter()
         for layer in self.layers:
@@ -84,13 +92,7 @@ class Report:
         return dict(total)
 
     def __str__(self) -> str:
-        modes = self.modes
-        by_mode = f" ({_listed(modes)})" if modes else ""
-        lines = [
-            f"{counted(len(self.layers), 'attention module')}: "
-            f"{counted(sum(modes.values()), 'call')} by "
-            f"cupyattn{by_mode}, {sum(self.native.values())} native"
-        ]
+        lines = [f"{counted(len(self.layers), 'attention module')}: {self._totals()}"]
         for layer in self.layers:
             said = [_listed(layer.modes)] if layer.modes else []
             said += [f"native: {_listed(layer.native)}"] if layer.native else []
@@ -101,6 +103,19 @@ class Report:
         if self.compiled_fallbacks:
             lines.append(f"compiled code, in its own type: {_listed(self.compiled_fallbacks)}")
         return "\n".join(lines)
+
+    def _totals(self) -> str:
+        """Return calls of all layers; eager ones are left out if there are compiled ones alone."""
+        modes, native, in_graphs = self.modes, sum(self.native.values()), self.compiled_calls
+        by_mode = f" ({_listed(modes)})" if modes else ""
+        said = [f"{counted(sum(modes.values()), 'call')} by cupyattn{by_mode}, {native} native"]
+        if in_graphs:
+            number = counted(sum(in_graphs.values()), "call")
+            said.append(f"{number} in compiled code ({_listed(in_graphs)})")
+        elif modules := sum(bool(layer.compiled) for layer in self.layers):
+            number = counted(modules, "module")
+            said.append(f"{number} in compiled code, whose calls are not counted")
+        return "; ".join(said if modes or native else said[-1:])
 
 
 def _listed(counts: Mapping[str, int]) -> str:

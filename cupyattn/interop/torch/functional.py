@@ -17,6 +17,9 @@ from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import NO_WINDOW, Settings, interned
 from cupyattn.quant.config import QuantConfig
 
+#: Types of masks of torch's own function that are taken.
+_MASKS = torch.bool, torch.float16, torch.bfloat16, torch.float32
+
 
 @points_to_our_names
 def attention(
@@ -306,6 +309,12 @@ def scaled_dot_product_attention(
         )
     q, k, v = (_four_axes(x, query, heads=enable_gqa) for x in (query, key, value))
     if attn_mask is not None:
+        if attn_mask.dtype not in _MASKS:
+            advice = "attn_mask.float()" if attn_mask.is_floating_point() else "attn_mask != 0"
+            raise TypeError(
+                "attn_mask must be bool (True: attend), or float16, bfloat16 or float32 (added to "
+                f"scores), got attn_mask.dtype={attn_mask.dtype}: give {advice}"
+            )
         name = "mask" if attn_mask.dtype == torch.bool else "bias"
         options[name] = _mask_of_four_axes(attn_mask, query)
     o: Tensor = attention(

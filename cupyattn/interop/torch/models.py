@@ -26,6 +26,7 @@ from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import Place, put_activated, take_out_activated
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.saving import allow_saving, refuse_saving
 from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
 
 #: What becomes of the weights that are replaced.
@@ -49,6 +50,10 @@ class Replacement(Handle):
     __slots__ = (
         "_handle_activated", "_handle_kept", "_handle_originals", "_handle_places",
         "_handle_replaced", "_handle_trained",
+    )  # fmt: skip
+    _handle_maker = "replace_linear_with_int8"
+    _handle_arguments = (
+        "checkpoint", "include", "exclude", "config", "originals", "arch", "backend",
     )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
@@ -121,6 +126,7 @@ class Replacement(Handle):
             linear.to(layer.get_buffer(_LIKE))
             linear.bias = layer.bias  # one parameter, which may have been trained or moved
             parent._modules[name] = linear
+        allow_saving(uncompiled(self.target))
         self._handle_places.clear()
 
     def _set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
@@ -182,7 +188,7 @@ def replace_linear_with_int8(
         If `model` is no module: give a pipeline's transformer. For patterns that are no text.
     ValueError
         If no layer becomes INT8 or all are replaced already, for a pattern that is no regular
-        expression, if `exclude` is found in no name, and for a checkpoint of other shapes.
+        expression or is found in no name, and for a checkpoint of other shapes.
 
     Notes
     -----
@@ -192,6 +198,7 @@ def replace_linear_with_int8(
     such a layer, ``GELU``, ``GEGLU`` and ``SwiGLU``, are replaced too: the activation becomes part
     of the product, and names in a state dict stay. Code of the model that reads ``layer.weight`` by
     itself finds codes there: exclude such layers. A model may be compiled by torch before or after.
+    `save_pretrained` is refused until the layers are restored: it would write codes as weights.
 
     Examples
     --------
@@ -219,7 +226,7 @@ def replace_linear_with_int8(
         if isinstance(module, Int8Linear) and name
     ]
     if names := [name for name, _ in _linear_layers(own)] + before:
-        selection.check_exclude(names, "linear layer")
+        selection.check(names, "linear layer")
     for name, linear in _linear_layers(own):
         if name not in selection:
             kept[name] = "excluded"
@@ -245,6 +252,7 @@ def replace_linear_with_int8(
         for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
             linear.weight.data = linear.weight.data.to("cpu")
     activated = put_activated(own)
+    refuse_saving(own)
     if originals == "drop":
         places.clear()
         activated.clear()
@@ -288,6 +296,10 @@ def load_int8(
     UnsupportedError
         For weights in groups or in blocks of another size than 128 x 128, packed codes, zero
         points, activations with scales that are not made in each call, and several strategies.
+
+    Notes
+    -----
+    `save_pretrained` of the model is refused, since it would write codes as weights.
     """
     given = target_of(model)
     model = uncompiled(given)
@@ -322,6 +334,7 @@ def load_int8(
             parent._modules[name] = linear
         raise
     put_activated(model)
+    refuse_saving(model)
     return model.eval() if made_here else given
 
 
