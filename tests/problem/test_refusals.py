@@ -378,7 +378,7 @@ LETTERS = (
         ({"name": "no name"}, f"{LETTERS}'no name'"),
         ({"name": ""}, f"{LETTERS}''"),
         ({"name": 3}, f"{LETTERS}3"),
-        ({"forms": TILES}, f"{FORMS}{TILES!r:.60}"),
+        ({"forms": TILES}, f"{FORMS}{TILES!r:.56} ..."),
         ({"forms": ("portable",)}, f"{FORMS}('portable',)"),
     ],
 )
