@@ -151,7 +151,10 @@ def convert(
         raise ValueError(f"export must be {' or '.join(map(repr, SCALE_NAMES))}, got {export!r}")
     record = writer.read_config(source)
     if QUANTIZATION in record:
-        raise ValueError(f"{source.path} is quantised already: dequantize it first")
+        raise ValueError(
+            f"{source.path} is quantised already: run it with cupyattn.interop.torch.load_int8, or "
+            "dequantize it first"
+        )
     if analysis is None:
         analysis = analyze(source, config, advance=advance)
     _same_tensors(source, analysis)
