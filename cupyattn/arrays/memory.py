@@ -21,7 +21,7 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
 def contiguous_stand_in(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Return an array with the strides of a contiguous one and the memory of one row.
 
-    It must be described, not read.
+    Its shape, type and strides are valid, its values are not.
     """
     row = np.zeros(tuple(shape)[-1:], dtype)
     strides = [row.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -82,7 +82,7 @@ def several_value_scales(group: int, tiles: Tiles) -> str:
 
 
 def as_float(number: Any) -> float:
-    """Return a real number in float64; past its range an infinity, which checks then refuse.
+    """Return a real number in float64, infinity where it overflows, which checks then refuse.
 
     Examples
     --------

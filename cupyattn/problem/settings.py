@@ -86,7 +86,7 @@ class Settings(NamedTuple):
 
 
 class _Interned(Settings):
-    """Settings that are equal to themselves alone.
+    """Settings that are compared by identity.
 
     Attributes
     ----------
@@ -162,7 +162,7 @@ def accept(facts: Any) -> None:
     Parameters
     ----------
     facts : object
-        Settings, or a tuple that holds some, in tuples too.
+        Settings, or a tuple of facts, nested or not, that holds some.
     """
     if isinstance(facts, _Interned):
         _offered.settings = facts

@@ -37,7 +37,7 @@ def check_backend(backend: str | None, operand: np.ndarray) -> None:
     ----------
     backend : {"cuda", "mirror", "interpret"} or None
     operand : numpy.ndarray
-        Stands for one on any platform.
+        A NumPy stand-in for an operand.
 
     Raises
     ------
