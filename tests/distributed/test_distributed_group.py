@@ -283,7 +283,8 @@ def test_a_process_that_raises_or_is_late_is_named_by_the_others() -> None:
     assert found[2] == (1, "")
     assert {found[rank][1] for rank in (0, 1)} == {"rank 2 raised KeyError: 'lost'"}
     found = processes("2 is late", timeout=1.5)
-    late = "rank 2 did not come to 'parallel_attention, call 3' within 1.5 s"
+    # Numbers count what ranks agree on: their meeting, and two things of the first attention.
+    late = "rank 2 did not come to 'parallel_attention, call 4' within 1.5 s"
     assert {out for _, out in found} == {late}
 
 
