@@ -20,7 +20,7 @@ from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads, Mesh, shares_of_heads
 from cupyattn.distributed.partition import Partition, Range
-from cupyattn.distributed.rank_calls import Calls
+from cupyattn.distributed.rank_calls import Calls, quantized
 from cupyattn.distributed.scales import (
     check_scales,
     compared_scales,
@@ -33,7 +33,6 @@ from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.backward import check_offered
 from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.quantize import quantize
 from cupyattn.problem import checks
 from cupyattn.problem.request import SEQUENCES, Request
 from cupyattn.problem.resolve import describe_call, to_bhsd
@@ -404,11 +403,7 @@ def _check_kernels(call: ShardedCall) -> dict[str, Any]:
             blocks_of = None if mesh.ring == 1 else call.blocks[owner]
             calls.check(blocks_of, rows(some.q, call.rows), *[rows(some.kv, keys)] * 2)
         if mesh.ring > 1 and own.variant.family == "int8":  # which makes codes of no rows, too
-            nothing = rows(some.q, ()), *[rows(some.kv, ())] * 2
-            quantize(
-                *nothing, quant=settings.quant, tiles=settings.tiles, arch=settings.arch,
-                backend=settings.backend,
-            )  # fmt: skip
+            quantized(settings, rows(some.q, ()), *[rows(some.kv, ())] * 2)
     return {"same": {}}
 
 

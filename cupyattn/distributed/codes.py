@@ -14,9 +14,8 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.partition import Range, places
-from cupyattn.distributed.rank_calls import Calls, of_window, run_attention
+from cupyattn.distributed.rank_calls import Calls, of_window, quantized, run_attention
 from cupyattn.distributed.ring import MessageForm, Part
-from cupyattn.ops.quantize import quantize
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
 
@@ -40,12 +39,7 @@ class TravellingCodes:
     """
 
     def __init__(self, call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any) -> None:
-        settings = calls.settings
         self._call, self._calls, self._q, self._k, self._v = call, calls, q, k, v
-        self._how: dict[str, Any] = {
-            "quant": settings.quant, "tiles": settings.tiles,
-            "arch": settings.arch, "backend": settings.backend,
-        }  # fmt: skip
         self._of_rows: dict[Range, QuantizedQKV] = {}
         self._template = self._quantized((0, 0), (0, 0))
         self._names = [name for name in _AXES if getattr(self._template, name) is not None]
@@ -80,7 +74,7 @@ class TravellingCodes:
 
     def _quantized(self, rows: Range, keys: Range) -> QuantizedQKV:
         k, v = (x[:, :, slice(*keys)] for x in (self._k, self._v))
-        return quantize(self._q[:, :, slice(*rows)], k, v, **self._how)
+        return quantized(self._calls.settings, self._q[:, :, slice(*rows)], k, v)
 
     def _query_codes(self, rows: Range) -> QuantizedQKV:
         if rows not in self._of_rows:

@@ -18,9 +18,11 @@ from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.backward import BackwardSettings, run_backward
 from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.operation import run
+from cupyattn.ops.quantize import quantize
 from cupyattn.problem.request import SEQUENCES
 from cupyattn.problem.resolve import describe_call
 from cupyattn.problem.settings import Settings
+from cupyattn.quant.quantized import QuantizedQKV
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,14 @@ def _packed(run: list[Block]) -> tuple[dict[str, Any], list[int]]:
 def run_attention(settings: Settings, arrays: Mapping[str, Any]) -> Any:
     """Run `cupyattn.attention` or, with offsets among the arrays, `cupyattn.attention_varlen`."""
     return run(ATTENTION, settings, arrays, known_call(settings, arrays))
+
+
+def quantized(settings: Settings, q: Any, k: Any, v: Any) -> QuantizedQKV:
+    """Return the codes of some rows and keys, made as a call's settings say."""
+    return quantize(
+        q, k, v, quant=settings.quant, tiles=settings.tiles, arch=settings.arch,
+        backend=settings.backend,
+    )  # fmt: skip
 
 
 def _forward(

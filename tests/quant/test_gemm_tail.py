@@ -153,7 +153,9 @@ def test_the_plan_says_which_tiles_are_shared() -> None:
     assert (plan.alone, plan.shared) == (432, 0)  # 42 are past 39 pairs
     assert (plan.launches[0].grid, plan.tiles.tail_splits) == (79, 1)  # so no blocks lie in pairs
     odd = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=8)
-    assert planned(192, 448, 1024, arch="sm_90a", tiles=odd).launches[0].grid == 21  # no cluster
+    plan = planned(192, 448, 1024, arch="sm_90a", tiles=odd)  # 21 tiles fill no clusters of 8
+    assert (plan.launches[0].grid, plan.tiles.tail_splits) == (21, 1)
+    assert ("CFG_TAIL_SPLITS", 1) in plan.launches[0].module.defines
     plan = planned(64, 4096, 4096, arch="sm_90a")
     assert (plan.alone, plan.shared) == (0, 64) and plan.tiles.splits == 2
 

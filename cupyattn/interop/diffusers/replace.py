@@ -131,8 +131,8 @@ def replace_attention_with_int8(
         For what is neither a pipeline nor a module, a pipeline with a handle in a model's place,
         and patterns that are no text.
     ValueError
-        For what is no regular expression or is found in no name, if no module is chosen or one is
-        already replaced, for an empty policy, or if a policy needs a noise level and there is no
+        For what is no regular expression or is found in no name, and if no module is chosen or one
+        is already replaced. For an empty policy, and one that needs a noise level where there is no
         scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
