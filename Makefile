@@ -80,8 +80,7 @@ endif
 
 test-interop: $(FRAMEWORKS_READY)
 	$(PYTEST) $(SLOW) tests/interop tests/docs/test_examples.py
-	$(PYTEST) -m frameworks tests/checkpoints tests/diffusion tests/docs tests/experiments \
-		tests/problem tests/testing
+	$(PYTEST) -m frameworks tests/checkpoints tests/diffusion tests/docs tests/experiments tests/problem tests/testing
 
 # The report in Chromium, at the widths of phones and of a desk, light and dark.
 test-browser: $(BROWSER_READY)
