@@ -9,9 +9,6 @@ import argparse
 import re
 from pathlib import Path
 
-import numpy as np
-
-from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
@@ -19,7 +16,7 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.measure import device
-from cupyattn.ops.attention import plan
+from cupyattn.ops.own_rungs import own_launches, register
 
 #: The rung whose family, types and tiles are assumed.
 NEAREST = {"unfused": "unfused", "float32": "fa", "tensor_core": "fa_tc"}
@@ -88,7 +85,7 @@ def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
         )
     dtypes = nearest.dtypes if args.dtypes is None else tuple(args.dtypes)
     variant = Variant(name, f"from {path.name}", family, tiles, dtypes=dtypes)
-    return ladder.register(variant, source=path), assumed
+    return register(variant, source=path), assumed
 
 
 def compile_everywhere(variant: Variant) -> tuple[str, ...]:
@@ -104,10 +101,8 @@ def compile_everywhere(variant: Variant) -> tuple[str, ...]:
     missing = device.compiler_missing()
     if missing:
         raise UnsupportedError(f"{variant.source} was not compiled or run: {missing}")
-    x = np.ones((1, 1, 8, 64), STORAGE[variant.dtypes[0]])
-    prepared = plan(x, x, x, variant=variant.name, backend="interpret")
     archs = target.supported_architectures()
-    for launch in (launch for one in prepared.plans for launch in one.launches):
+    for launch in own_launches(variant):
         for arch in archs:
             compiler.build(launch.module, arch)
     return archs

@@ -144,8 +144,7 @@ def _backend(variant: Variant, missing: str) -> str:
     """Return where a rung runs: where no device is, a kernel of a user's own is interpreted."""
     if not missing:
         return "cuda"
-    # NOTE: the mirror reads no source, so that it would judge nothing of such a kernel.
-    return "interpret" if variant.source else target.choose(None, np.empty(0))
+    return target.choose(None, np.empty(0), registered=variant.source is not None)
 
 
 def _shapes(variant: Variant, backend: str) -> tuple[Shape, ...]:

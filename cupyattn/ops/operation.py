@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -11,9 +12,12 @@ import numpy as np
 from cupyattn.arrays import memory
 from cupyattn.arrays.form import forms_of
 from cupyattn.plans.records import Work
+from cupyattn.runtime import origins
 from cupyattn.runtime.ready import Ready, Receiver
 from cupyattn.runtime.recent import CALLS
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
+
+_log = logging.getLogger("cupyattn")
 
 
 class Operation(Protocol):
@@ -130,10 +134,18 @@ def make_ready(problem: Any, work: Work) -> Ready:
 
 def run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:
     """Run a problem's mirror, or its kernels in the interpreter; return the results by buffer."""
+    made = _run_on_host(operation, problem)
+    origins.note((*made.values(), *problem.received.values()), problem.backend)
+    return made
+
+
+def _run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:
     if problem.backend == "mirror":
         with saying_what_is_needed(needed(problem, None), on_device=False):
             return operation.mirror(problem)
     work = operation.plan(problem)
+    if problem.long_run:
+        _log.warning("%s", problem.long_run)
     with saying_what_is_needed(needed(problem, work), on_device=False):
         return interpret(problem, work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,11 @@ SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 LENGTHS = ("lengths_q", "lengths_kv")
 #: A value of `Request.prepared_when`.
 BEFORE = "in a pass before"
+#: Products of a score with a channel that the interpreter computes in a second, of each family:
+#: lengths of 256 in one head of 64 on one core of a server.
+INTERPRETED = {"unfused": 6e6, "float32": 5e6, "tensor_core": 6e7, "int8": 1.5e7}
+#: Seconds in the interpreter that a call tells of beforehand.
+LONG = 10.0
 _DEFAULT = QuantConfig()
 
 
@@ -167,6 +173,19 @@ class Request:
     @property
     def facts(self) -> None:
         """The results say all that handing them over takes."""
+
+    @property
+    def long_run(self) -> str:
+        """What a call says that runs in the interpreter by default, and for long; "" otherwise."""
+        call, settings, name = self.call, self.settings, self.variant.name
+        seconds = math.prod(call.score_shape) * call.head_dim / INTERPRETED[self.variant.family]
+        if self.variant.source is None or settings.backend or seconds < LONG:
+            return ""
+        return (
+            f"{name} runs in the interpreter, as a registered kernel does on NumPy arrays, for "
+            f"about {seconds:.0f} s: backend='mirror' runs the NumPy mirror of its family in its "
+            "place, which does not read the kernel"
+        )
 
     def needs_none_fused(self, work: Any) -> bool:
         """Whether the rung's fused form would need none of the scratch memory of its work."""
