@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler import target
+from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import Variant
@@ -97,6 +98,8 @@ def compile_everywhere(variant: Variant) -> tuple[str, ...]:
         If there is no NVRTC.
     KernelCompileError
         With the compiler's first error.
+    KernelLaunchError
+        If its tiles need more shared memory than one of them allows.
     """
     missing = device.compiler_missing()
     if missing:
@@ -105,4 +108,12 @@ def compile_everywhere(variant: Variant) -> tuple[str, ...]:
     for launch in own_launches(variant):
         for arch in archs:
             compiler.build(launch.module, arch)
+    for head_dim in variant.tiles:  # the largest that its tiles are for
+        for launch in own_launches(variant, head_dim):
+            binary = compiler.translate(launch.module, launch.module.least_arch)
+            for arch in archs:
+                compiler.check_shared_memory(
+                    binary.smem_bytes, shared_memory_of(arch),
+                    f"{launch.entry} at head_dim {head_dim}", arch,
+                )  # fmt: skip
     return archs

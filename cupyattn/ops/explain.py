@@ -45,6 +45,8 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
         "interpret": "runs these launches in the interpreter, on NumPy",
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
+    if request.backend != "cuda":
+        lines[1] += f", within the limits of {request.limited_by}"
     lines += score_lines(request)
     found = ATTENTION.plan(request)
     return "\n".join([*lines, *found.memory, *map(str, found.plans)])

@@ -135,7 +135,7 @@ def _compile(variant: Variant, head_dim: int) -> None:
         _log.warning("%s is registered, but nothing was compiled: %s", variant.name, error)
         return
     for one in launches:
-        ptx = compiler.translate(one.module, f"sm_{one.module.least_capability}").ptx
+        ptx = compiler.translate(one.module, one.module.least_arch).ptx
         found = re.findall(r"\.entry\s+(\w+)", ptx)
         if one.entry not in found:
             raise KernelCompileError(

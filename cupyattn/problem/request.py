@@ -21,6 +21,7 @@ from cupyattn.problem.form import (
     scale_tiles,
     settle_request,
 )
+from cupyattn.problem.kernel_module import kernel_features, module_spec
 from cupyattn.problem.kernel_support import kernel_support
 from cupyattn.problem.operands import Operands
 from cupyattn.problem.problem import Result
@@ -241,6 +242,14 @@ class Request:
             return settings.arch
         return target.own_arch(self.backend, self.q)
 
+    @property
+    def limited_by(self) -> str:
+        """The architecture whose limits hold where there is no device."""
+        kernel = self.kernel
+        features = kernel_features(kernel, self.places)
+        spec = module_spec(kernel.variant, features, kernel.tiles, kernel.form)
+        return self.architecture or spec.least_arch
+
     @functools.cached_property
     def scale_tiles(self) -> Tiles:
         """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
@@ -264,5 +273,6 @@ class Request:
         ValueError or UnsupportedError, with the reason, if it does not take the call.
         """
         kernel = settle_request(self)
-        kernel_support(kernel, self.places).check()
+        on_device = self.backend == "cuda"
+        kernel_support(kernel, self.places, self.architecture, on_device=on_device).check()
         return kernel
