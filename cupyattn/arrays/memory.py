@@ -125,3 +125,17 @@ def data_address(array: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
     # NOTE: NumPy's .data is a buffer, which bfloat16 does not have.
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def fresh(shape: tuple[int, ...], dtype: Any, zeros: bool = False) -> np.ndarray[Any, Any]:
+    """Return a NumPy array of zeros, or with all bits set: NaN where a device has anything.
+
+    Examples
+    --------
+    >>> fresh((2,), "float16"), fresh((2,), "int8", True)
+    (array([nan, nan], dtype=float16), array([0, 0], dtype=int8))
+    """
+    array = np.zeros(shape, dtype)
+    if not zeros:
+        array.reshape(-1).view("u1").fill(0xFF)
+    return array

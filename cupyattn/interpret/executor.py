@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays.memory import fresh
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.compiler.modules import Binary, ModuleSpec
@@ -68,7 +69,7 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
     held = {**arrays, **results}
     written = set(held)
     for work in plan.workspace:
-        held[work.name] = np.zeros(work.shape, work.dtype)
+        held[work.name] = fresh(work.shape, work.dtype, work.zeros)
         if work.zeros:
             written.add(work.name)
     for one in plan.launches:

@@ -165,7 +165,7 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
     """Run work in the interpreter on NumPy arrays; return the results by buffer."""
     from cupyattn import interpret as interpreter
 
-    scratch = {one.name: _filled(one.shape, one.dtype, one.zeros) for one in work.between}
+    scratch = {one.name: memory.fresh(one.shape, one.dtype, one.zeros) for one in work.between}
     copies = {}
     for one in work.between:
         if one.cast_of:
@@ -173,7 +173,8 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
         if one.copy_of:
             scratch[one.name][...] = problem.kept[one.copy_of]
             copies[one.copy_of] = scratch[one.name].copy()
-    made = {name: np.empty(one.shape, one.dtype) for name, one in problem.results.items()}
+    # NOTE: a fresh array is often zero, and a store that never happens would not be seen.
+    made = {name: memory.fresh(one.shape, one.dtype) for name, one in problem.results.items()}
     for name, one in problem.results.items():
         if one.fill is not None:
             made[name][...] = one.fill
@@ -183,11 +184,3 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
         own = {inner: buffers[outer] for inner, outer in names.items() if outer in buffers}
         interpreter.run(plan, {**buffers, **own}, problem.arch)
     return made
-
-
-def _filled(shape: tuple[int, ...], dtype: str, zeros: bool) -> Any:
-    """Return an array of zeros, or of NaN, where a device has whatever was there before."""
-    array = np.zeros(shape, dtype)
-    if not zeros:
-        array.reshape(-1).view("u1").fill(0xFF)
-    return array
