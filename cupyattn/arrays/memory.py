@@ -51,7 +51,10 @@ def check_receiver(out: Any, shape: Sequence[int], dtype: str, read: Mapping[str
     if not out.size:
         return  # strides of an array of nothing mean nothing, and it shares no memory
     if out.shape[-1] > 1 and out.strides[-1] != out.dtype.itemsize:
-        raise ValueError(f"out must have a contiguous last axis, got strides {out.strides}")
+        raise ValueError(
+            f"out must have a contiguous last axis, got strides {out.strides}: give an array in C "
+            "order, or a view of whole rows"
+        )
     if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must not be a broadcast view, got strides {out.strides}")
     if not getattr(out.flags, "writeable", True):  # CuPy's arrays have no such flag
