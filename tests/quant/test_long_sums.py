@@ -19,7 +19,7 @@ TILES = ca.Tiles(16, 128, 1, 2)
 
 
 def judged(keys: int) -> tuple[Report, bool]:
-    """Judge one query row over keys whose codes of P are nearly 255; is O the mirror's to the bit?"""
+    """Judge one row over keys whose codes of P are nearly 255; is O the mirror's to the bit?"""
     rng = np.random.default_rng(0)
     q = np.ones((1, 1, 1, 16), np.float16)
     k = (0.517 - 0.0005 * rng.random((1, 1, keys, 16))).astype(np.float16)
