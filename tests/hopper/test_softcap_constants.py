@@ -29,15 +29,14 @@ def judged() -> Report:
     return judge(o, q, k, v, lse=lse, **options, **form)
 
 
-@pytest.mark.parametrize("wrong", ["-1.999f", "-2.001f"])
 def test_a_thousandth_of_the_last_constant_shows(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In P such an error is nearly the same for all keys, and is lost in the bound of O."""
     right = judged()
     assert right.passed and right.lse_ratio is not None and right.lse_ratio > 1e-3
     put_a_line_in_place(
-        "prims/score/softcap.cuh", "fmaf(-2.0f * p.softcap", f"fmaf({wrong} * p.softcap",
+        "prims/score/softcap.cuh", "fmaf(-2.0f * p.softcap", "fmaf(-1.999f * p.softcap",
         tmp_path, monkeypatch,
     )  # fmt: skip
     report = judged()

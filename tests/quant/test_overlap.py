@@ -140,7 +140,7 @@ def test_a_layer_is_interpreted_as_models_launch_it(
         rng.standard_normal((64, 144)).astype(np.float32), strategy=strategy, **given
     )
     beside = {"residual": rng.standard_normal((3, 5, 64)).astype(np.float16)}
-    for options in ({}, beside, beside | {"gate": np.ones(64, np.float16)}, {"arch": "sm_80"}):
+    for options in ({}, beside | {"gate": np.ones(64, np.float16)}):
         codes = ca.act_quant(x, strategy=strategy)
         alone = ca.int8_gemm(
             *codes, layer.codes, layer.scales, "float16", backend="interpret", **given, **options
