@@ -12,22 +12,27 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.memory import data_address
+
 #: In reports, by the names of backends.
 WORDS = {"cuda": "device", "interpret": "interpreter", "mirror": "mirror"}
 
+#: By the address of memory that is still held.
 _made: dict[int, tuple[weakref.ref[Any], str]] = {}
 
 
 def note(arrays: Iterable[Any], backend: str) -> None:
     """Remember that a backend wrote NumPy arrays."""
     for array in arrays:
-        if isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray) and array.size:
             owner = _owner(array)
-            _made[id(owner)] = weakref.ref(owner, functools.partial(_forget, id(owner))), backend
+            address = data_address(owner)
+            _made[address] = weakref.ref(owner, functools.partial(_forget, address)), backend
 
 
-def _forget(key: int, _: weakref.ref[Any]) -> None:
-    _made.pop(key, None)
+def _forget(address: int, reference: weakref.ref[Any]) -> None:
+    if address in _made and _made[address][0] is reference:
+        del _made[address]
 
 
 def origin(array: Any) -> str:
@@ -36,7 +41,7 @@ def origin(array: Any) -> str:
     Parameters
     ----------
     array : array
-        A view counts as the array whose memory it shows.
+        NumPy or CuPy. A view, and memory that another library handed back, count as what was made.
 
     Examples
     --------
@@ -47,9 +52,8 @@ def origin(array: Any) -> str:
     """
     if not isinstance(array, np.ndarray):
         return WORDS["cuda"]
-    owner = _owner(array)
-    reference, backend = _made.get(id(owner), (None, ""))
-    return WORDS[backend] if reference is not None and reference() is owner else ""
+    _, backend = _made.get(data_address(_owner(array)), (None, ""))
+    return WORDS.get(backend, "")
 
 
 def _owner(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
