@@ -92,22 +92,6 @@ def put_activated(model: nn.Module) -> list[Place]:
     return places
 
 
-def take_out_activated(places: list[Place]) -> None:
-    """Put back the modules that `put_activated` replaced.
-
-    Raises
-    ------
-    RuntimeError
-        If something else has taken a place since; then nothing is put back.
-    """
-    for parent, name, module, unit in places:
-        if parent._modules.get(name) is not unit or unit.proj is not module.proj:
-            raise RuntimeError(f"{name!r} of {type(parent).__name__} is another module by now")
-    for parent, name, module, unit in places:
-        parent._modules[name] = module.train(unit.training)
-    places.clear()
-
-
 def _activation_of(module: nn.Module) -> str:
     """Return what a module of diffusers applies to its layer; "" for any other, or with hooks."""
     # NOTE: libraries that move weights in each call replace the function of an instance.

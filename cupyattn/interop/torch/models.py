@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,14 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues
-from cupyattn.interop.torch.activated import Place, put_activated, take_out_activated
+from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.bridge import as_array, as_tensor
+from cupyattn.interop.torch.fusing import keep_fused
 from cupyattn.interop.torch.linear import Int8Linear
-from cupyattn.interop.torch.saving import allow_saving, refuse_saving
+from cupyattn.interop.torch.offloading import check_not_offloaded
+from cupyattn.interop.torch.originals import Call, keep_original
+from cupyattn.interop.torch.restoring import restore_linear
+from cupyattn.interop.torch.saving import refuse_saving
 from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
 
 #: What becomes of the weights that are replaced.
@@ -47,40 +51,21 @@ class Replacement(Handle):
     ``to`` or ``eval``, returns the handle. As a context manager it restores at the end.
     """
 
-    __slots__ = (
-        "_handle_activated", "_handle_kept", "_handle_originals", "_handle_places",
-        "_handle_replaced", "_handle_trained",
-    )  # fmt: skip
+    __slots__ = ("_handle_call", "_handle_kept", "_handle_replaced")
     _handle_maker = "replace_linear_with_int8"
     _handle_arguments = (
         "checkpoint", "include", "exclude", "config", "originals", "arch", "backend",
     )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
-    _handle_trained: dict[nn.Parameter, bool]
 
     def __init__(
-        self,
-        target: nn.Module,
-        replaced: dict[str, str],
-        kept: dict[str, str],
-        places: list[_Place],
-        activated: list[Place],
-        originals: str,
+        self, target: nn.Module, replaced: dict[str, str], kept: dict[str, str], call: Call
     ) -> None:
         super().__init__(target)
-        object.__setattr__(self, "_handle_activated", activated)
+        object.__setattr__(self, "_handle_call", call)
         object.__setattr__(self, "_handle_replaced", replaced)
         object.__setattr__(self, "_handle_kept", kept)
-        object.__setattr__(self, "_handle_places", places)
-        object.__setattr__(self, "_handle_originals", originals)
-        trained = {p: p.requires_grad for p in uncompiled(target).parameters()}
-        object.__setattr__(self, "_handle_trained", trained)
-        if originals != "drop":
-            for *_, linear, layer in places:
-                # Converted with the model, and empty: the codes do not show a change of type.
-                like = torch.empty(0, dtype=linear.weight.dtype, device=layer.weight.device)
-                layer.register_buffer(_LIKE, like, persistent=False)
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -98,42 +83,27 @@ class Replacement(Handle):
     def restore(self) -> None:
         """Put back the layers that were replaced, on the devices where their codes are now.
 
+        They are found in the model as it is now, under adapters as well. A second call does
+        nothing.
+
         Raises
         ------
         RuntimeError
-            If they were dropped, or something else has taken their places since.
+            If they were dropped, or hooks that move weights stand in the way: remove the offloading
+            hooks first. Then nothing is put back.
+
+        Warns
+        -----
+        UserWarning
+            Names layers that are not in the model any more, as of projections that were fused.
 
         Notes
         -----
         Weights get the type that the model was converted to meanwhile. They are frozen, or may be
-        trained, as the layer's bias was set to meanwhile; without a bias, as all parameters of the
-        model were.
+        trained, as the layer's bias was set to meanwhile; without a bias, as all parameters were
+        that the model had. Layerwise casting of diffusers goes on with the layers that come back.
         """
-        if self._handle_originals == "drop":
-            raise RuntimeError(
-                "the layers were dropped: replace with originals='cpu' to restore them"
-            )
-        for parent, name, _, layer in self._handle_places:
-            if parent._modules.get(name) is not layer:
-                raise RuntimeError(f"{name!r} of {type(parent).__name__} is another layer by now")
-        take_out_activated(self._handle_activated)
-        of_model = self._set_since(uncompiled(self.target).parameters())
-        for parent, name, linear, layer in self._handle_places:
-            since = of_model if layer.bias is None else self._set_since([layer.bias])
-            if since is not None:
-                linear.weight.requires_grad_(since)
-            linear.bias = None  # its type may be another than the weight's
-            linear.to(layer.get_buffer(_LIKE))
-            linear.bias = layer.bias  # one parameter, which may have been trained or moved
-            parent._modules[name] = linear
-        allow_saving(uncompiled(self.target))
-        self._handle_places.clear()
-
-    def _set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
-        """Return to what ``requires_grad`` of all these was set since replacing, None if not."""
-        now = {p: p.requires_grad for p in parameters}
-        changed = any(self._handle_trained.get(p, trained) != trained for p, trained in now.items())
-        return next(iter(now.values())) if changed and len({*now.values()}) == 1 else None
+        restore_linear(uncompiled(self.target), self._handle_call)
 
     def report(self) -> str:
         """Return a line for each linear layer: what it became, and why."""
@@ -154,6 +124,7 @@ def replace_linear_with_int8(
     originals: str = "cpu",
     arch: str | None = None,
     backend: str | None = None,
+    again: bool = False,
 ) -> Replacement:
     """Put an `Int8Linear` in the place of linear layers of a model.
 
@@ -175,6 +146,8 @@ def replace_linear_with_int8(
         memory of the device, stay where they are, or are dropped, and cannot be restored.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
+    again : bool
+        Take back first what earlier calls replaced in the model, all of it.
 
     Returns
     -------
@@ -188,7 +161,10 @@ def replace_linear_with_int8(
         If `model` is no module: give a pipeline's transformer. For patterns that are no text.
     ValueError
         If no layer becomes INT8 or all are replaced already, for a pattern that is no regular
-        expression or is found in no name, and for a checkpoint of other shapes.
+        expression or is found in no name, and for a checkpoint of other shapes. For a model whose
+        weights are offloaded or cast in each call: replace first, then offload.
+    RuntimeError
+        With `again`, if a layer cannot be taken back: as for `Replacement.restore`.
 
     Notes
     -----
@@ -220,6 +196,9 @@ def replace_linear_with_int8(
     selection = Selection.of(include, exclude)
     candidates, kept = {}, {}
     own = uncompiled(model)
+    check_not_offloaded(own)
+    if again:
+        restore_linear(own)
     before = [
         name.replace(COMPILED, "")
         for name, module in own.named_modules()
@@ -241,22 +220,24 @@ def replace_linear_with_int8(
         made, reasons, others = _from_checkpoint(candidates, Path(checkpoint), options)
     kept |= others
     if not made and (chosen := [name for name in before if name in selection]):
-        raise ValueError(f"{chosen[0]} is replaced already: restore() that first")
+        raise ValueError(
+            f"{chosen[0]} is replaced already: restore() that first, call cupyattn.interop.restore "
+            "of the model, or give again=True"
+        )
     if not made:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
-    places = _put(own, {id(candidates[name]): layer for name, layer in made.items()})
-    if originals == "cpu":
-        for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
-            linear.weight.data = linear.weight.data.to("cpu")
-    activated = put_activated(own)
+    _put(own, {id(candidates[name]): layer for name, layer in made.items()})
+    call = Call(originals, {p: p.requires_grad for p in own.parameters()})
+    for name, layer in made.items():
+        keep_original(layer, call, name, candidates[name])
+    for _, name, module, unit in put_activated(own):
+        keep_original(unit, call, name, module)
     refuse_saving(own)
-    if originals == "drop":
-        places.clear()
-        activated.clear()
-    return Replacement(model, reasons, kept, places, activated, originals)
+    keep_fused(own)
+    return Replacement(model, reasons, kept, call)
 
 
 def load_int8(
@@ -303,6 +284,8 @@ def load_int8(
     """
     given = target_of(model)
     model = uncompiled(given)
+    if isinstance(model, nn.Module):
+        check_not_offloaded(model)
     source = _opened(checkpoint)
     codes, parts = _codes_of(source)
     made_here = isinstance(model, type)
@@ -335,6 +318,7 @@ def load_int8(
         raise
     put_activated(model)
     refuse_saving(model)
+    keep_fused(model)
     return model.eval() if made_here else given
 
 
