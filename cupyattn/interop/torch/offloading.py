@@ -24,6 +24,15 @@ def hooks_of_diffusers(module: nn.Module) -> dict[str, Any]:
     return {} if registry is None else dict(registry.hooks)
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a library put something in the place of a module's ``forward``.
+
+    What hooks leave behind when they are removed, the method of the class itself, does not count.
+    """
+    found = vars(module).get("forward")
+    return found is not None and getattr(found, "__func__", None) is not type(module).forward
+
+
 def check_not_offloaded(model: nn.Module) -> None:
     """Raise if the weights of a model are moved or converted in each call.
 
@@ -88,7 +97,7 @@ def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) 
                 f"the weights of {name!r} are offloaded by accelerate: remove the offloading hooks "
                 f"first, with {_WAY_OF_ACCELERATE}"
             )
-        if "forward" in vars(layer) and CASTING not in hooks_of_diffusers(layer):
+        if has_own_forward(layer) and CASTING not in hooks_of_diffusers(layer):
             raise RuntimeError(
                 f"{name!r} has a forward of its own, which another library has put there: remove "
                 "it first"
@@ -108,4 +117,4 @@ def _is_placed(module: nn.Module) -> bool:
     """Whether a hook of accelerate moves a module's own tensors or its inputs in each call."""
     hook = vars(module).get("_hf_hook")
     hooks = getattr(hook, "hooks", (hook,))  # of one that holds several
-    return any(hasattr(one, "weights_map") for one in hooks) and "forward" in vars(module)
+    return any(hasattr(one, "weights_map") for one in hooks)

@@ -62,8 +62,9 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
                 f"{name!r} is INT8 without the layer that it replaced, as those of load_int8, of "
                 "originals='drop' and of copies are: load the model's own weights again"
             )
-    check_restorable(model, ((place.original.name, place.layer) for place in places))
-    _check_biases(model, places)
+    if places:
+        check_restorable(model, ((place.original.name, place.layer) for place in places))
+        _check_biases(model, places)
     parameters = [*model.parameters()]
     restored = {
         layer: _restored(layer, original, parameters)
@@ -124,7 +125,7 @@ def _check_biases(model: nn.Module, places: list[_Place]) -> None:
 
 
 def _same(now: Tensor, kept: Tensor) -> bool:
-    return torch.equal(now.nan_to_num(), kept.to(now.dtype).nan_to_num())
+    return torch.equal(now.float().nan_to_num(), kept.to(now.dtype).float().nan_to_num())
 
 
 def _restored(
