@@ -72,14 +72,16 @@ def test_an_activation_is_part_of_the_product_and_within_its_bound(
     unit, x, (cls, activation) = first(module), rows(), KINDS[kind]
     assert type(replaced) is cls and type(unit) is activated.ActivatedInt8Linear
     assert unit.activation == activation and unit.proj.activation is None
-    assert {n for n in module.state_dict() if not n.endswith("weight_scale")} == names
+    assert {
+        n.replace("weight_codes", "weight") for n in module.state_dict() if "weight_scale" not in n
+    } == names
     with torch.no_grad():
         found, apart, plain = unit(x), replaced(x), unit.proj(x)
         assert replaced.proj is unit.proj
         assert torch.equal(found, unit.proj(x, activation=activation))
     codes = (
         *ca.act_quant(bridge.as_array(x.reshape(-1, WIDTH)), strategy=strategy),
-        *map(bridge.as_array, (unit.proj.weight, unit.proj.weight_scale)),
+        *map(bridge.as_array, (unit.proj.weight_codes, unit.proj.weight_scale)),
     )
     after = {"bias": bridge.as_array(unit.proj.bias.detach()), "activation": activation}
     exact = ca.quant.gemm_exact(*codes, **after)
