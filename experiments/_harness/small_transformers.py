@@ -1,4 +1,4 @@
-"""Transformers of diffusers with a few small blocks and random weights: a call takes milliseconds."""
+"""Small transformers of diffusers with random weights, a call of which takes milliseconds."""
 
 from __future__ import annotations
 

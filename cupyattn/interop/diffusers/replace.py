@@ -43,7 +43,7 @@ class Int8Replacement(Handle):
     _handle_maker = "replace_attention_with_int8"
     _handle_arguments = (
         "include", "exclude", "policy", "scheduler", "min_length", "quant", "backend", "arch",
-        "count_compiled",
+        "count_compiled", "again",
     )  # fmt: skip
 
     def __init__(self, target: Any, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
@@ -70,8 +70,9 @@ class Int8Replacement(Handle):
         while self._handle_hooks:
             self._handle_hooks.pop().remove()
         for layer in self._handle_layers:
-            if interception.layer_of(layer.module) is layer:  # none of a handle that came later
-                _release(layer.module)
+            module = layer.module
+            if interception.layer_of(module) is layer:  # none of a handle that came later
+                _release(module)
 
 
 def restore_attention(model: torch.nn.Module) -> None:

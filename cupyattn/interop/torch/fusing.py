@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.linear import Int8Linear, dequantised
+from cupyattn.interop.torch.offloading import check_readable
 from cupyattn.interop.torch.originals import keep_original, original_of
 from cupyattn.quant.blocks import BLOCK_SIZE
 
@@ -86,9 +87,13 @@ def _fuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _as_linear(layer: Int8Linear) -> nn.Linear:
     """Return a linear layer of the weight that an INT8 one replaced, where that is known."""
+    check_readable(layer, layer.weight_codes)
     original = original_of(layer)
-    source = layer if original is None or original.module is None else original.module
-    weight = source.weight.detach().to(layer.weight_codes.device, layer.weight_dtype)
+    module: Any = None if original is None else original.module
+    if module is None:
+        weight = dequantised(layer.weight_codes, layer.weight_scale, layer.weight_dtype)
+    else:
+        weight = module.weight.detach().to(layer.weight_codes.device, layer.weight_dtype)
     with torch.device("meta"):
         linear = nn.Linear(layer.in_features, len(weight), bias=False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -97,21 +102,23 @@ def _as_linear(layer: Int8Linear) -> nn.Linear:
 
 
 def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Linear:
-    """Return the INT8 layer of a fused one: the codes of its parts, where those have whole blocks."""
+    """Return the INT8 layer of a fused one, with the codes of its parts if those fill blocks."""
     first = parts[0]
-    options = {"arch": first.arch, "backend": first.backend}
     by_channel = {part.strategy for part in parts} == {"channel"}
     in_blocks = {part.strategy for part in parts} == {"block"}
     whole = all(len(part.weight_codes) % BLOCK_SIZE == 0 for part in parts[:-1])
     if by_channel or (in_blocks and whole):
         codes = torch.cat([part.weight_codes for part in parts])
         scales = torch.cat([part.weight_scale for part in parts])
-        layer = Int8Linear(codes, scales, linear.bias, **options)
+        layer = Int8Linear(codes, scales, linear.bias, arch=first.arch, backend=first.backend)
         layer.weight_dtype = first.weight_dtype
     else:
-        layer = Int8Linear.from_linear(linear, strategy=first.strategy, **options)
+        layer = Int8Linear.from_linear(
+            linear, strategy=first.strategy, arch=first.arch, backend=first.backend
+        )
     original = original_of(first)
     if original is not None:
         home = original.name.rpartition(".")[0]
         keep_original(layer, original.call, f"{home}.{name}" if home else name, linear)
-    return layer.train(linear.training)
+    layer.train(linear.training)
+    return layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 #: Names of the hooks of diffusers.
 _GROUPS, CASTING = "group_offloading", "layerwise_casting"
@@ -31,6 +31,32 @@ def has_own_forward(module: nn.Module) -> bool:
     """
     found = vars(module).get("forward")
     return found is not None and getattr(found, "__func__", None) is not type(module).forward
+
+
+def check_readable(layer: nn.Module, codes: Tensor) -> None:
+    """Raise if the codes of an INT8 layer lie somewhere else than in their tensor.
+
+    Parameters
+    ----------
+    layer : Int8Linear
+    codes : Tensor
+        Of the layer.
+
+    Raises
+    ------
+    RuntimeError
+    """
+    if codes.is_meta:
+        raise RuntimeError(
+            "the weight of this Int8Linear is offloaded, its codes are on the meta device: "
+            "remove the offloading hooks first, or read it within a call of the layer"
+        )
+    hook = hooks_of_diffusers(layer).get(_GROUPS)
+    if hook is not None and hook.group.offload_to_disk_path is not None:
+        raise RuntimeError(
+            "the weight of this Int8Linear is offloaded to disk by diffusers: read it before "
+            "enable_group_offload()"
+        )
 
 
 def check_not_offloaded(model: nn.Module) -> None:

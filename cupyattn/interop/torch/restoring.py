@@ -125,7 +125,8 @@ def _check_biases(model: nn.Module, places: list[_Place]) -> None:
 
 
 def _same(now: Tensor, kept: Tensor) -> bool:
-    return torch.equal(now.float().nan_to_num(), kept.to(now.dtype).float().nan_to_num())
+    equal: bool = torch.equal(now.float().nan_to_num(), kept.to(now.dtype).float().nan_to_num())
+    return equal
 
 
 def _restored(
