@@ -87,7 +87,7 @@ def load_int8(
             "model must be a torch.nn.Module, or a class of diffusers or transformers, got "
             f"{type(model).__name__}"
         )
-    layers = dict(linear_layers(model))
+    layers = {name: layer for name, layer, _ in linear_layers(model)}
     replaced: dict[int, Int8Linear] = {}
     for weight in codes:
         name = weight.removesuffix(WEIGHT)

@@ -12,12 +12,12 @@ from torch import nn
 from cupyattn.checkpoints.analysis import analyze
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
-from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
+from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.bridge import as_array
-from cupyattn.interop.torch.candidates import linear_layers, put, unfit
+from cupyattn.interop.torch.candidates import int8_layers, linear_layers, put, unfit
 from cupyattn.interop.torch.fusing import keep_fused
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import codes_of, layer_of, opened
@@ -185,21 +185,17 @@ def replace_linear_with_int8(
     selection = Selection.of(include, exclude)
     candidates, kept = {}, {}
     own = uncompiled(model)
-    before = [
-        name.replace(COMPILED, "")
-        for name, module in own.named_modules()
-        if isinstance(module, Int8Linear) and name
-    ]
-    if names := [name for name, _ in linear_layers(own)] + before:
+    before = [*int8_layers(own)]
+    if names := [name for name, *_ in linear_layers(own)] + before:
         selection.check(names, "linear layer")
     check_not_offloaded(own)
     if again:
         restore_linear(own)
         before = []
-    for name, linear in linear_layers(own):
+    for name, linear, obstacle in linear_layers(own):
         if name not in selection:
             kept[name] = "excluded"
-        elif reason := unfit(linear):
+        elif reason := obstacle or unfit(linear):
             kept[name] = reason
         else:
             candidates[name] = linear
