@@ -101,7 +101,7 @@ def _answer(module: nn.Module, state: Any, prefix: str, _: Any) -> Any:
 
 def _fuse(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     """Fuse adapters if none of them has an INT8 layer; refuse otherwise."""
-    for name, tuner in _int8_tuners(module):
+    for name in _int8_tuners(module):
         raise UnsupportedError(
             f"{method} of a {type(module).__name__} is refused, since the layer of {name!r} is "
             f"INT8, and codes cannot take in an adapter: call restore(), then {method}, then "
@@ -110,11 +110,11 @@ def _fuse(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(type(module), method)(module, *args, **kwargs)
 
 
-def _int8_tuners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield layers of PEFT whose layer of the model is INT8, with their names."""
+def _int8_tuners(model: nn.Module) -> Iterator[str]:
+    """Yield the names of layers of PEFT whose layer of the model is INT8."""
     for name, module in model.named_modules():
-        base = module
+        base: Any = module
         while inner_of(base) == ("base_layer",):
-            base = base._modules["base_layer"]  # type: ignore[assignment]
+            base = base._modules["base_layer"]
         if base is not module and isinstance(base, Int8Linear):
-            yield name, module
+            yield name

@@ -23,10 +23,9 @@ from cupyattn.interop.handle import target_of, uncompiled
 from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.bridge import as_tensor
 from cupyattn.interop.torch.candidates import linear_layers, put
-from cupyattn.interop.torch.fusing import keep_fused
+from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.offloading import check_not_offloaded
-from cupyattn.interop.torch.saving import refuse_saving
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 
@@ -112,8 +111,7 @@ def load_int8(
         layer = replaced[id(linear)]
         layer.weight_dtype = _dtype_of(layer, former.get(weight), linear)
     put_activated(model)
-    refuse_saving(model)
-    keep_fused(model)
+    guard(model)
     return model.eval() if made_here else given
 
 

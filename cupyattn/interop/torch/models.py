@@ -18,13 +18,12 @@ from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, put, unfit
-from cupyattn.interop.torch.fusing import keep_fused
+from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import codes_of, layer_of, opened
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.originals import Call, keep_original
 from cupyattn.interop.torch.restoring import restore_linear
-from cupyattn.interop.torch.saving import refuse_saving
 from cupyattn.quant.blocks import Int8Config
 
 #: What becomes of the weights that are replaced.
@@ -158,7 +157,9 @@ def replace_linear_with_int8(
     -----
     Norms, embeddings, modulation, time and final layers keep their type, by their names
     (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
-    has hooks. A layer in several places stays one. Modules of diffusers that apply an activation to
+    has hooks. Of a layer with an adapter of PEFT the base layer is replaced, under the name of the
+    layer, unless the adapter is merged into its weight or reads it in each call.
+    A layer in several places stays one. Modules of diffusers that apply an activation to
     such a layer, ``GELU``, ``GEGLU`` and ``SwiGLU``, are replaced too: the activation becomes part
     of the product. In a state dict codes are ``weight_codes`` in place of ``weight``; other names
     stay. Code that reads ``layer.weight`` gets the weight that the codes stand for, and cannot
@@ -221,8 +222,7 @@ def replace_linear_with_int8(
         keep_original(layer, call, name, candidates[name])
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
-    refuse_saving(own)
-    keep_fused(own)
+    guard(own)
     return Replacement(model, reasons, kept, call)
 
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from cupyattn.interop.torch.activated import ActivatedInt8Linear
-from cupyattn.interop.torch.fusing import let_fuse
+from cupyattn.interop.torch.guards import unguard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.offloading import check_restorable, move_casting
 from cupyattn.interop.torch.originals import Call, Original, original_of
-from cupyattn.interop.torch.saving import allow_saving
 
 #: Types that a bias may have been converted to and back.
 _ROUNDED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -77,8 +76,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
         if isinstance(unit, ActivatedInt8Linear) and original.module is not None:
             original.module.proj = unit.proj  # where an adapter may stand by now
             parent._modules[name] = original.module.train(unit.training)
-    allow_saving(model)
-    let_fuse(model)
+    unguard(model)
     if call is not None and call.missing:
         names, count = ", ".join(sorted(call.missing)[:3]), len(call.missing)
         call.missing.clear()
