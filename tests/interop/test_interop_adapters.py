@@ -245,6 +245,21 @@ def test_merging_is_refused_and_the_model_computes_as_before(way: str, before: b
     assert off(result(merged), exact) < 1e-5
 
 
+def test_adapters_of_several_kinds_on_one_layer() -> None:
+    """One adapter around another: the layer beneath both becomes INT8."""
+    torch.manual_seed(2)
+    options = {"target_modules": ["to_q"], "r": 4}
+    module = peft.get_peft_model(
+        model(), peft.LoraConfig(**options, init_lora_weights=False), mixed=True
+    )
+    module.add_adapter("b", peft.LoHaConfig(**options, init_weights=False))
+    module.set_adapter(["default", "b"])
+    exact = result(module.eval())
+    handle = replace(module)
+    assert [*handle.replaced] == ALL_LAYERS
+    assert 0 < off(result(module), exact) <= FACTOR * error_alone()
+
+
 @pytest.mark.parametrize("init", [SLOW["pissa"], "olora"])
 def test_adapters_that_would_write_the_weight_are_refused(init: str) -> None:
     module = model()
@@ -424,6 +439,7 @@ def test_a_state_dict_answers_for_weights_that_it_does_not_hold() -> None:
         state["nowhere.weight"]
     for copied in (copy.copy(state), copy.deepcopy(state)):
         assert name not in copied and copied.keys() == state.keys()
+        assert copied._metadata == state._metadata
         with pytest.raises(KeyError, match=re.escape(name)):
             copied[name]
     assert type(plain.transformer.state_dict()) is type(copy.copy(state))

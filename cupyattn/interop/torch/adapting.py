@@ -45,8 +45,9 @@ class _State(OrderedDict[str, Any]):
         raise KeyError(name)
 
     def __reduce__(self) -> Any:
-        """Copies and files have the tensors alone."""
-        return OrderedDict, ([*self.items()],)
+        """Copies and files have the tensors alone, and the versions of their modules."""
+        rest = {name: x for name, x in vars(self).items() if name != "_model"}
+        return OrderedDict, (), rest, None, iter(self.items())
 
 
 def let_adapt(model: nn.Module) -> None:
