@@ -17,6 +17,7 @@ accelerate = pytest.importorskip("accelerate")
 from diffusers.hooks import HookRegistry  # noqa: E402
 
 from experiments._harness import small_transformers as small  # noqa: E402
+from tests.interop import diffusers_cases as cases  # noqa: E402
 
 interop = importlib.import_module("cupyattn.interop.torch")
 CPU = torch.device("cpu")
@@ -232,3 +233,24 @@ def test_a_forward_of_another_library_is_not_lost() -> None:
         handle.restore()
     del layer.forward
     handle.restore()
+
+
+# ---- pipelines that load adapters ----------------------------------------------------------------
+
+
+def test_a_pipeline_whose_groups_are_offloaded_loads_adapters() -> None:
+    """The other ways need a device: tests/gpu/test_interop_offloading.py."""
+    torch.manual_seed(0)
+    own, pipe = cases.make("sd3"), cases.make("sd3")
+    state = cases.adapter(
+        own.transformer, "transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.0.proj"
+    )
+    for one in (own, pipe):
+        replaced(one.transformer)
+    pipe.enable_group_offload(CPU, CPU, "leaf_level")
+    before = cases.generate(pipe, "sd3", 1)
+    assert torch.equal(before, cases.generate(own, "sd3", 1))
+    for one in (own, pipe):
+        one.load_lora_weights(state)
+    found = cases.generate(pipe, "sd3", 1)
+    assert torch.equal(found, cases.generate(own, "sd3", 1)) and not torch.equal(found, before)
