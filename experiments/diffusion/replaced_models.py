@@ -58,7 +58,7 @@ REFUSALS = {
     ),
     "restore": (
         "remove the offloading hooks first", "offloaded to disk", "the layers were dropped",
-        "is INT8 without the layer", "has lost its numbers",
+        "is INT8 without the layer", "have other numbers than before",
     ),
     "attention": ("is replaced already",),
     "merge": ("fuse",),
