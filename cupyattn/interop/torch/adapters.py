@@ -17,6 +17,7 @@ _WRAPPERS = {
     ("peft.tuners.tuners_utils", "BaseTunerLayer"): "base_layer",
     ("peft.utils.other", "AuxiliaryTrainingWrapper"): "original_module",
     ("peft.peft_model", "PeftModel"): "base_model",
+    ("peft.mixed_model", "PeftMixedModel"): "base_model",
     ("peft.tuners.tuners_utils", "BaseTuner"): "model",
 }
 #: Modules of `peft.tuners` whose linear layers add to what the base layer returns, or change its
