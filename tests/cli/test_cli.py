@@ -474,6 +474,13 @@ def test_help_lists_what_is_there() -> None:
         assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
 
 
+def test_a_command_has_its_options_and_imports_no_other() -> None:
+    (commands,) = (a.choices for a in cli.parser(["info"])._actions if isinstance(a.choices, dict))
+    with_options = {name for name, one in commands.items() if len(one._actions) > 1}
+    assert set(commands) == set(cli.COMMANDS) and with_options <= {"info"}
+    assert commands["info"].description
+
+
 def test_version() -> None:
     import configparser
 
