@@ -2,8 +2,9 @@
 
 Varies       the patches of tests/faults and of experiments/accuracy/planted; the revision
 Holds fixed  the size of planted faults, 2^-4; the seed of properties (profile ci)
-Measures     the first quick test that fails, cheapest first, of those that compile or run a file of
-             the patch; how many were run until then, and their CPU seconds
+Measures     the first quick test that fails, of those that compile or run a file of the patch: those
+             that noticed an earlier patch are run first, then the cheapest; how many were run until
+             then, and their CPU seconds
 Run          python -m experiments.accuracy.noticed_faults --revision HEAD [--only NAME]
              python -m experiments.accuracy.noticed_faults --compare BEFORE.json AFTER.json
 
@@ -85,7 +86,9 @@ def pytest_runtestloop(session):
     if "NOTICED_PATCHES" not in os.environ:
         return None
     items = {item.nodeid: item for item in session.items}
+    telling = []  # tests that noticed a patch are tried first on the next ones
     for name, hunks, tests in json.loads(Path(os.environ["NOTICED_PATCHES"]).read_text()):
+        tests = [*(t for t in telling if t in tests), *(t for t in tests if t not in telling)]
         paths = [modules.KERNELS / file for file, *_ in hunks]
         touched = {path: path.read_text() for path in paths}
         try:
@@ -97,6 +100,9 @@ def pytest_runtestloop(session):
                 finally:
                     os._exit(0)
             wait(child, name)
+            _, test, *_ = json.loads(Path(os.environ["NOTICED_LINES"]).read_text().splitlines()[-1])
+            if test is not None and test not in telling:
+                telling.insert(0, test)
         finally:
             for path, text in touched.items():
                 path.write_text(text)
