@@ -2,8 +2,8 @@
 
 Varies       the patches of tests/faults and of experiments/accuracy/planted; the revision
 Holds fixed  the size of planted faults, 2^-4; the seed of properties (profile ci)
-Measures     the first quick test that fails, of those that compile or run a file of the patch, first
-             what noticed an earlier patch, then the cheapest; how many were run until then, and
+Measures     the first quick test that fails, of those that compile or run a file of a patch (what
+             noticed another goes first, then the cheapest); how many were run until then, and
              their CPU seconds
 Run          python -m experiments.accuracy.noticed_faults --revision HEAD [--only NAME]
              python -m experiments.accuracy.noticed_faults --compare BEFORE.json AFTER.json
