@@ -54,8 +54,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the whole command line.
+
+    Parameters
+    ----------
+    command : str, optional
+        The only command whose options are known: no other command's modules are imported, which
+        takes longer than most of what they do. All of them are known when omitted.
+    """
     top = _Parser(
         prog="cupyattn",
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
@@ -63,8 +70,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"cupyattn {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"cupyattn.cli.{name}")
-        module.configure(commands.add_parser(name, help=summary, description=module.__doc__))
+        if command in (None, name):
+            module = importlib.import_module(f"cupyattn.cli.{name}")
+            module.configure(commands.add_parser(name, help=summary, description=module.__doc__))
+        else:
+            commands.add_parser(name, help=summary)
     return top
 
 
@@ -90,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    top = parser()
+    top = parser(arguments[0] if arguments else "")
     args, unknown = top.parse_known_args(arguments)
     if unknown:
         top.prog = " ".join(filter(None, [top.prog, args.command]))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import erf, expit
 
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import STORAGE, as_float64
@@ -45,12 +44,16 @@ def activate(x: Float64, activation: str) -> Float64:
         gate, up = gate_and_other(x, activation)
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(activate(gate, GLU[activation]) * up)
+    if not activation:
+        return x
+    from scipy.special import erf, expit  # its import takes longer than the rest of a command's
+
     with np.errstate(over="ignore", invalid="ignore"):
         if activation == "gelu":
             return np.asarray(0.5 * x * (1 + erf(x * np.sqrt(0.5))))
         if activation == "gelu_tanh":
             return np.asarray(x * expit(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        return np.asarray(x * expit(x)) if activation == "silu" else x
+        return np.asarray(x * expit(x))
 
 
 Terms = Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.NDArray[np.float32]]]

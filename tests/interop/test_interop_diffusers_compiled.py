@@ -192,7 +192,8 @@ def test_a_policy_that_follows_noise_is_native_where_no_step_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["method", *(pytest.param(x, marks=pytest.mark.slow) for x in ("torch.compile", "blocks"))]
+    "way",
+    ["method", *(pytest.param(x, marks=pytest.mark.slow) for x in ("torch.compile", "blocks"))],
 )
 def test_handles_of_one_compiled_model_follow_their_own_policies(way: str) -> None:
     scheduler, model, x, graphs = steps(4), Model(), rows(), Graphs()
