@@ -480,7 +480,10 @@ q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 256, 64)).astype(np
 """
 
 
-@pytest.mark.parametrize("kept", ["o = ", ""], ids=["kept", "dropped"])
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param("o = ", id="kept", marks=pytest.mark.slow), pytest.param("", id="dropped")],
+)
 def test_a_script_ends_without_waiting_for_its_results(kept: str) -> None:
     """A thread of XLA that came to Python as Python ended would be waited for without end."""
     subprocess.run([sys.executable, "-c", UNAWAITED.format(kept)], check=True, timeout=120)
