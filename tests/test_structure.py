@@ -492,6 +492,6 @@ def test_every_file_of_tests_is_listed() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
     assert folders == set(write_tests.FOLDERS)
     assert {path.name for path in (ROOT / "tests").glob("*.py")} == {
-        "__init__.py", "conftest.py", "test_structure.py",
+        "__init__.py", "conftest.py", "test_budget.py", "test_structure.py",
     }  # fmt: skip
     assert write_tests.page() == write_tests.PAGE.read_text(), "run python -m docs.write_tests"

@@ -3,19 +3,16 @@
 `build` turns a `ModuleSpec` into a `Binary` with no GPU, no driver and no CuPy; `load` puts that
 binary on the current device. This is the only file that mentions ``cupy.RawModule``.
 
-The cache is keyed by the source, every header that an ``#include`` reaches, the options, the
-version of NVRTC and the architecture, so that an edited header is never answered with an old
-binary, and equal sources in two checkouts share one. `cupyattn.compiler.disk_cache` keeps the
-files, `size_limit` their number in bounds, and `places` keeps paths out of them.
+An edited source or header is never answered with an old binary, and equal sources in two checkouts
+share one: `cupyattn.compiler.request` makes the keys. `disk_cache` keeps the files, `size_limit`
+their number in bounds, and `places` keeps paths out of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-import os
 import re
 import tempfile
 import threading
@@ -32,9 +29,9 @@ from cupyattn.compiler.architectures import (
     check_capability,
 )
 from cupyattn.compiler.architectures import capability_of as capability_of
-from cupyattn.compiler.includes import headers_reached
-from cupyattn.compiler.places import NAMES, Places, anonymous, anonymous_code, shareable
+from cupyattn.compiler.places import Places
 from cupyattn.compiler.ptxas import Resources, parse_resources, parse_smem_bytes
+from cupyattn.compiler.request import Request, make_request
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.kernels.features import P_TYPES
@@ -236,22 +233,7 @@ def is_compiled(spec: ModuleSpec, arch: str) -> bool:
     return (asked.key, asked.places) in _memory or disk_cache.holds(asked.key)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """One compilation: the compiler, its input, and the key of what comes out.
-
-    `anonymous`: the sources are read through links, and no path is part of the key.
-    """
-
-    compiler: nvrtc.Nvrtc
-    places: Places
-    source: str
-    options: tuple[str, ...]
-    anonymous: bool
-    key: str
-
-
-def _request(spec: ModuleSpec, arch: str, target: str, source: str | None) -> _Request:
+def _request(spec: ModuleSpec, arch: str, target: str, source: str | None) -> Request:
     """Return what to compile, or raise what `build` does."""
     compiler = nvrtc.load()
     if capability_of(arch) not in compiler.capabilities:
@@ -267,21 +249,7 @@ def _request(spec: ModuleSpec, arch: str, target: str, source: str | None) -> _R
     options += [f"-D{name}={value}" for name, value in spec.defines]
     if is_on("CUPYATTN_DEBUG"):
         options.append("-DCUPYATTN_DEBUG=1")
-    texts = [(str(spec.path), source), *headers_reached(spec.path, source, KERNELS, folder)]
-    places = Places(*map(os.path.normpath, (KERNELS, spec.path.parent, folder)))
-    without_paths = shareable() and not _prints_paths(texts)
-    key = _key(texts, (compiler.build, options), places if without_paths else None)
-    return _Request(compiler, places, source, tuple(options), without_paths, key)
-
-
-def _prints_paths(texts: list[tuple[str, str]]) -> bool:
-    """Return whether kernels may hold the path of a source among their data.
-
-    Nothing replaces it there: characters of strings are numbers in PTX.
-    """
-    return is_on("CUPYATTN_DEBUG") or any(
-        "__FILE__" in text for path, text in texts if not path.startswith(f"{KERNELS}{os.sep}")
-    )
+    return make_request(compiler, spec.path, source, options, KERNELS, folder)
 
 
 def _count(what: str, binary: Binary) -> Binary:
@@ -302,10 +270,10 @@ def read_source(spec: ModuleSpec) -> str:
         raise KernelCompileError(f"cannot read the source of {spec}: {error}") from error
 
 
-def _compile(spec: ModuleSpec, arch: str, asked: _Request) -> Binary:
+def _compile(spec: ModuleSpec, arch: str, asked: Request) -> Binary:
     _log.info("compiling %s for %s", spec, arch)
     try:
-        output = _run(asked, str(spec.path))
+        output = asked.run()
     except nvrtc.NvrtcError as error:
         raise KernelCompileError(
             f"NVRTC {_dotted(asked.compiler.version)} rejected {spec.source} for {arch}: "
@@ -322,55 +290,12 @@ def _compile(spec: ModuleSpec, arch: str, asked: _Request) -> Binary:
     return Binary(arch, version, output.ptx, output.cubin, log, kernels, smem_bytes)
 
 
-def _run(asked: _Request, path: str) -> nvrtc.Output:
-    """Compile; if the request is anonymous, through links, with placeholders for their folder."""
-    if not asked.anonymous:
-        return _call(asked, path, asked.places)
-    with asked.places.linked() as folder:
-        links = Places(*(os.path.join(folder, name) for name in NAMES))
-        try:
-            output = _call(asked, os.path.join(folder, asked.places.relative(path)), links)
-        except nvrtc.NvrtcError as error:
-            error.log = asked.places.located(anonymous(error.log, folder))
-            raise
-    ptx, log = anonymous(output.ptx, folder), anonymous(output.log, folder)
-    return nvrtc.Output(ptx, anonymous_code(output.cubin, folder), log)
-
-
-def _call(asked: _Request, path: str, places: Places) -> nvrtc.Output:
-    """Compile the source as the file `path`, with the headers of `places`."""
-    options = [*asked.options]
-    options += [f"-I{folder}" for folder in (os.path.dirname(path), places.kernels, places.headers)]
-    output = asked.compiler.compile(asked.source, path, options)
-    if output.cubin and len(parse_resources(output.log)) < output.ptx.count(".entry "):
-        # NOTE: where a driver is installed NVRTC keeps a cache of its own, and what it answers
-        # from there comes without the report of ptxas.
-        output = asked.compiler.compile(asked.source, path, [*options, "--no-cache"])
-    return output
-
-
 def _first_error(error: nvrtc.NvrtcError) -> str:
     """Return the first line of a log that states an error, with its file and line."""
     for line in error.log.splitlines():
         if re.search(r"\berror\b", line):
             return line.strip()
     return str(error)
-
-
-# ---- the key -------------------------------------------------------------------------------------
-
-
-def _key(texts: list[tuple[str, str]], facts: tuple[object, ...], places: Places | None) -> str:
-    """Return the digest of sources and whatever else a binary depends on.
-
-    Files count by their places among the folders that are searched; where paths get into the
-    binary, `places` is None and they count by their paths.
-    """
-    digest = hashlib.sha256(json.dumps([disk_cache.FORMAT, *facts, places is None]).encode())
-    for path, text in texts:
-        place = path if places is None else places.relative(path)
-        digest.update(f"\0{place}\0{text}".encode())
-    return digest.hexdigest()
 
 
 # ---- the cache -----------------------------------------------------------------------------------

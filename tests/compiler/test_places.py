@@ -31,6 +31,11 @@ def files_of(binary: kc.Binary) -> set[str]:
     return set(re.findall(r'\.file\s+\d+\s+"([^"]*)"', binary.ptx))
 
 
+def key_of(spec: kc.ModuleSpec) -> str:
+    """Key of its machine code."""
+    return kc._request(spec, "sm_80", "sm_80", None).key
+
+
 @pytest.mark.parametrize("compile_one", [kc.build, kc.translate], ids=["machine code", "PTX"])
 def test_two_checkouts_share_an_entry(
     tmp_path: Path, cold_cache: Path, compile_one: Callable[[kc.ModuleSpec, str], kc.Binary]
@@ -70,11 +75,11 @@ def test_a_checkout_deeper_than_a_link_keeps_the_placeholder_in_machine_code(
 
 def test_an_edited_source_or_header_is_another_entry(tmp_path: Path, cold_cache: Path) -> None:
     one, other = checkout(tmp_path / "one"), checkout(tmp_path / "other")
-    keys = {kc._request(spec, "sm_80", "sm_80", None).key for spec in (one, other)}
+    keys = {key_of(spec) for spec in (one, other)}
     assert len(keys) == 1
     header = other.path.with_name("compile_addend.cuh")
     header.write_text(header.read_text() + "\n")
-    keys.add(kc._request(other, "sm_80", "sm_80", None).key)
+    keys.add(key_of(other))
     assert len(keys) == 2
 
 
@@ -94,7 +99,7 @@ def test_the_same_text_found_elsewhere_is_another_entry(
         source = root / "source" / "store.cu"
         source.write_text('#include "prims/one.cuh"\n' + KERNEL)
         monkeypatch.setattr(kc, "KERNELS", root / "kernels")
-        keys.add(kc._request(kc.ModuleSpec(source), "sm_80", "sm_80", None).key)
+        keys.add(key_of(kc.ModuleSpec(source)))
     assert len(keys) == 2
 
 
@@ -116,7 +121,7 @@ def test_where_paths_are_data_each_checkout_has_its_own_entry(
             edited = spec.path if place == "source" else spec.path.with_name("compile_addend.cuh")
             here = "__device__ const char* here() { return __FILE__; }\n"
             edited.write_text(f"{edited.read_text()}\n{here}")
-        keys.add(kc._request(spec, "sm_80", "sm_80", None).key)
+        keys.add(key_of(spec))
         assert str(spec.path) in files_of(kc.translate(spec, "sm_80"))
     assert len(keys) == 2
 
