@@ -223,6 +223,14 @@ def test_extras_are_imported_only_when_asked_for() -> None:
     assert not wrong
 
 
+def test_scipy_is_imported_where_it_is_needed() -> None:
+    """Its import takes longer than that of everything else that a command needs."""
+    top = {dotted(path) for path in MODULES if any(
+        name.partition(".")[0] == "scipy" for name in imports(path, lazy=False)
+    )}  # fmt: skip
+    assert not top, f"{top}: import scipy within the function that calls it"
+
+
 def test_raw_module_is_mentioned_in_one_file() -> None:
     found = [path for path in PYTHON if "RawModule" in path.read_text()]
     assert found == [PACKAGE / "compiler" / "modules.py"]

@@ -426,7 +426,9 @@ def test_a_readme_without_markers_is_left_alone(tmp_path: Path, text: str) -> No
 
 def test_the_record_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    ladder.draw(made_up(recording.stored("ladder")), str(tmp_path / "x.png"))
+    record = recording.stored("ladder")
+    few = {**record, "problems": record["problems"][:2]}
+    ladder.draw(made_up(few), str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 

@@ -364,8 +364,9 @@ def test_the_operator_is_what_it_says(turned: bool, added: str) -> None:
     assert operator.attend(tensors, 0.25, text).stride() == q.stride()
 
 
+@pytest.mark.slow
 def test_another_backend_of_the_module_is_taken_too() -> None:
-    """Of those that call torch's function, such as cuDNN's."""
+    """Of those that call torch's function, such as cuDNN's; eager modules are among the quick."""
     pipe = cases.make("flux", torch.bfloat16)
     model, graphs = pipe.transformer, Graphs()
     model.set_attention_backend("_native_math")
