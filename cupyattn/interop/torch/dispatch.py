@@ -40,12 +40,11 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
     RuntimeError, NotImplementedError, UnsupportedError, ValueError, TypeError
         As `cupyattn.interop.torch.attention`.
     """
-    settings, tensors = attn_masks.with_causal_bias(settings, tensors)
+    if len(tensors) > 3:
+        settings, tensors = attn_masks.with_causal_bias(settings, tensors)
     tensors = in_region(tensors)
-    if isinstance(out, Tensor) and out.is_neg():
-        raise RuntimeError(
-            "attention(): out must not be a view that negates: give out.resolve_neg(), a copy"
-        )
+    if out is not None and not torch.compiler.is_compiling():
+        tensors = _beside(out, tensors)
     differentiable, watched = ops.how_seen(tensors.values())
     lse: Tensor | None
     if not (differentiable or watched):
@@ -71,8 +70,8 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
 def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return tensors as kernels read them, q, k and v of the type of a region of autocast.
 
-    Views that negate are made numbers, and q, k and v are copied where their last axis is not
-    contiguous.
+    q, k and v are copied where their last axis is not contiguous, or where they are views that
+    negate.
 
     Raises
     ------
@@ -81,10 +80,12 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
     """
     q = tensors["q"]
     check_device("attention", q)
-    for name in attn_masks.MASKS:
-        if name in tensors:
-            attn_masks.check_class(name, tensors[name])
-    tensors = {name: readable(x, name in "qkv") for name, x in tensors.items()}
+    if len(tensors) > 3:
+        for name in attn_masks.MASKS:
+            if name in tensors:
+                attn_masks.check_class(name, tensors[name])
+    if not _are_rows(tensors):
+        tensors = {name: _as_rows(x) if name in "qkv" else x for name, x in tensors.items()}
     kind = "cuda" if q.is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -93,20 +94,36 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
     return {**tensors, **{name: x.to(dtype) for name, x in own.items()}}
 
 
-def readable(x: Any, by_row: bool) -> Any:
-    """Return a tensor, or a copy, whose memory holds its numbers; anything else as it is.
+def _are_rows(tensors: dict[str, Any]) -> bool:
+    """Return whether rows of q, k and v are numbers one behind the other, which takes no copy."""
+    try:
+        q, k, v = tensors["q"], tensors["k"], tensors["v"]
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            return False
+        # A compiler cannot trace the question; the operator's dispatcher answers it at run time.
+        return torch.compiler.is_compiling() or not (q.is_neg() or k.is_neg() or v.is_neg())
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return False  # something else, which is refused later
 
-    Parameters
-    ----------
-    x : Tensor
-    by_row : bool
-        Whether its last axis must be contiguous.
+
+def _as_rows(x: Any) -> Any:
+    """Return a tensor as `_are_rows` asks, or a copy that is; what is refused later as it is."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not x.ndim:
+        return x
+    x = x if torch.compiler.is_compiling() else x.resolve_neg()
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _beside(out: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors of a call that writes to `out`: operators, which resolve views, write to none.
+
+    Raises
+    ------
+    RuntimeError
+        Where `out` is a view that negates.
     """
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
-        return x  # refused later
-    # A compiler cannot trace the question; the operator's dispatcher answers it when a graph runs.
-    if not torch.compiler.is_compiling() and x.is_neg():
-        x = x.resolve_neg()
-    if by_row and x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
-        x = x.contiguous()
-    return x
+    if isinstance(out, Tensor) and out.is_neg():
+        raise RuntimeError(
+            "attention(): out must not be a view that negates: give out.resolve_neg(), a copy"
+        )
+    return {n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in tensors.items()}
