@@ -15,6 +15,7 @@ import numpy as np
 from cupyattn.checkpoints import layout, writer
 from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, sha256_of
 from cupyattn.checkpoints.codes import check_codes, dequantize_codes
+from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, SCALE_NAMES
 from cupyattn.checkpoints.schemes import find_codes
@@ -149,7 +150,7 @@ def convert(
     target = _target(output)
     if export not in SCALE_NAMES:
         raise ValueError(f"export must be {' or '.join(map(repr, SCALE_NAMES))}, got {export!r}")
-    record = writer.read_config(source)
+    record = read_config(source)
     if QUANTIZATION in record:
         raise ValueError(
             f"{source.path} is quantised already: run it with cupyattn.interop.torch.load_int8, or "
@@ -231,7 +232,7 @@ def dequantize(
     wanted = {name: short for short, name in FLOATS.items()}
     if dtype is not None and dtype not in wanted:
         raise ValueError(f"dtype must be {' or '.join(map(repr, wanted))}, got {dtype!r}")
-    record = writer.read_config(source)
+    record = read_config(source)
     work = _FromInt8(source, layout_of(source), None if dtype is None else wanted[dtype])
     had_config = bool(record)
     record.pop(QUANTIZATION, None)
@@ -252,7 +253,7 @@ def layout_of(source: Source) -> layout.Layout:
     """
     headers = source.headers.values() if isinstance(source, SafetensorsCheckpoint) else ()
     records = [h.metadata[RECORD] for h in headers if RECORD in h.metadata]
-    return layout.read_layout(writer.read_config(source), records, str(source.path))
+    return layout.read_layout(read_config(source), records, str(source.path))
 
 
 def _target(output: str | os.PathLike[str]) -> Path:

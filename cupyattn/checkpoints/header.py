@@ -302,9 +302,4 @@ def _tensor(path: str | os.PathLike[str], name: str, entry: Any) -> TensorInfo:
 
 def _are_sizes(values: Any) -> bool:
     """Whether these are whole numbers that a size may be."""
-    if not isinstance(values, list):
-        return False
-    for value in values:  # a generator would take twice as long, for every tensor of a header
-        if type(value) is not int or not 0 <= value < 2**63:
-            return False
-    return True
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
