@@ -22,7 +22,7 @@ from cupyattn.checkpoints.schemes import find_codes
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import SafetensorsCheckpoint, open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item, Plan
-from cupyattn.measure.words import counted, format_bytes
+from cupyattn.measure.words import counted, format_bytes, printable
 from cupyattn.quant.blocks import (
     Int8Config,
     block_max,
@@ -273,7 +273,7 @@ def _write(
     advance: Advance | None,
 ) -> Conversion:
     for name, why in plan.left_out.items():
-        LOG.warning("%s is not copied: %s", name, why)
+        LOG.warning("%s is not copied: %s", printable(name), printable(why))
     done = Conversion(target, plan.files, analysis, not dry_run, plan.left_out)
     if not dry_run:
         writer.write(plan, work, target, advance or (lambda name: None))

@@ -28,7 +28,7 @@ from cupyattn.checkpoints.header import Header, TensorInfo, encode_header
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import INDEX, SAFETENSORS, SafetensorsCheckpoint, open_checkpoint
 from cupyattn.files import naming, open_regular
-from cupyattn.measure.words import format_bytes
+from cupyattn.measure.words import format_bytes, printable
 
 #: Largest sum of tensors in a file, where nothing is said.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -351,7 +351,9 @@ def _go_on(partial: Path, plan: Plan, advance: Callable[[str], None]) -> dict[st
         known = None
     if not isinstance(known, dict) or known.get("key") != plan.key or not model.is_dir():
         if known is not None:
-            LOG.warning("%s is of another model or configuration: starting again", partial)
+            LOG.warning(
+                "%s is of another model or configuration: starting again", printable(str(partial))
+            )
         if model.exists():
             shutil.rmtree(model)
         state.unlink(missing_ok=True)
@@ -370,7 +372,7 @@ def _go_on(partial: Path, plan: Plan, advance: Callable[[str], None]) -> dict[st
                     advance(item.name)
                     advance(item.name)
                 continue
-            LOG.warning("%s is not what was written: it is written again", file)
+            LOG.warning("%s is not what was written: it is written again", printable(str(file)))
         file.unlink()
     return kept
 
