@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 
 from cupyattn.checkpoints import layout, writer
-from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, sha256_of
+from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, check_patterns, sha256_of
 from cupyattn.checkpoints.codes import check_codes, dequantize_codes
 from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, SCALE_NAMES
+from cupyattn.checkpoints.quantised import check_full_width
+from cupyattn.checkpoints.quantised import layout_of as layout_of
 from cupyattn.checkpoints.schemes import find_codes
 from cupyattn.checkpoints.shards import Array, Source
-from cupyattn.checkpoints.source import SafetensorsCheckpoint, open_checkpoint
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item, Plan
 from cupyattn.measure.words import counted, format_bytes, printable
 from cupyattn.quant.blocks import (
@@ -151,13 +153,11 @@ def convert(
     if export not in SCALE_NAMES:
         raise ValueError(f"export must be {' or '.join(map(repr, SCALE_NAMES))}, got {export!r}")
     record = read_config(source)
-    if QUANTIZATION in record:
-        raise ValueError(
-            f"{source.path} is quantised already: run it with cupyattn.interop.torch.load_int8, or "
-            "dequantize it first"
-        )
+    check_full_width(source)
     if analysis is None:
         analysis = analyze(source, config, advance=advance)
+    else:
+        check_patterns(config or analysis.config, source.tensors)
     _same_tensors(source, analysis)
     analysis = analysis.with_config(config or analysis.config)
     if export == "deepseek" and analysis.config.strategy != "block":
@@ -239,21 +239,6 @@ def dequantize(
     config = record if had_config else None
     plan = writer.plan(source, work.items(), work, config, max_shard_bytes)
     return _write(plan, work, target, None, dry_run, advance)
-
-
-def layout_of(source: Source) -> layout.Layout:
-    """Return what a model of codes says of itself.
-
-    Raises
-    ------
-    ValueError
-        As `layout.read_layout`.
-    UnsupportedError
-        As `layout.read_layout`.
-    """
-    headers = source.headers.values() if isinstance(source, SafetensorsCheckpoint) else ()
-    records = [h.metadata[RECORD] for h in headers if RECORD in h.metadata]
-    return layout.read_layout(read_config(source), records, str(source.path))
 
 
 def _target(output: str | os.PathLike[str]) -> Path:
