@@ -160,6 +160,9 @@ def test_gradients_and_parts_of_conjugates_that_negate() -> None:
     rng = np.random.default_rng(3)
     numbers = torch.from_numpy(rng.standard_normal((2, 4, 5, 16)) + 1j).to(torch.complex64)
     q = numbers.conj().imag
+    for x in (numbers, numbers.conj()):
+        with pytest.raises(TypeError, match="of one type, float16, bfloat16 or float32, got q.dty"):
+            own(x, x, x)
     with pytest.raises(RuntimeError, match="out must not be a view that negates"):
         interop.attention(*problem(), out=torch._neg_view(normal(2, 4, 5, 16)))
     _, k, v = problem(dtype="float32")
