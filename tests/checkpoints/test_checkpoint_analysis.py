@@ -286,7 +286,8 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, shape: tuple[int, 
 
 
 def test_the_record_is_read_again(tmp_path: Path) -> None:
-    found = analyze(write(tmp_path / "x.safetensors", model()), replace(SMALL, fp32_patterns=["*.0.*"]))
+    config = replace(SMALL, fp32_patterns=["*.0.*"])
+    found = analyze(write(tmp_path / "x.safetensors", model()), config)
     path = tmp_path / "analysis.json"
     path.write_text(json.dumps(found.to_dict()))
     assert Analysis.load(path) == found
