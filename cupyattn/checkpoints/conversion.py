@@ -145,7 +145,8 @@ def convert(
     -----
     The same model, configuration and version give the same bytes. Work that was interrupted, by
     whatever, leaves ``OUTPUT.partial`` beside the output, never a half-written output, and the same
-    call goes on behind the last file that was finished. Memory: at most three times the largest
+    call goes on behind the last file that was finished; files that no longer have the checksum of
+    what was written are written again. Memory: at most three times the largest
     tensor, or a few megabytes.
     """
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
