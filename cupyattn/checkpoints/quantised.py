@@ -11,7 +11,8 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.measure.words import counted
 from cupyattn.quant.blocks import BLOCK_SIZE
 
-_RUN = "run it with cupyattn.interop.torch.load_int8, or dequantize it first"
+_DEQUANTIZE = "dequantize it first with `cupyattn dequantize`"
+_RUN = f"run it with cupyattn.interop.torch.load_int8, or {_DEQUANTIZE}"
 
 
 def layout_of(source: Source) -> layout.Layout:
@@ -63,7 +64,7 @@ def _what_next(source: Source) -> str:
     what = f"{counted(len(found), 'weight')} in codes of {' and of '.join(kinds)}"
     if len(kinds) == 1 and all(map(_runs, found.values())):
         return f"{_RUN} ({what})"
-    return f"dequantize it first, its codes do not run as they are ({what})"
+    return f"{_DEQUANTIZE}, since its codes do not run as they are ({what})"
 
 
 def _kind(codes: Codes) -> str:
