@@ -18,7 +18,8 @@ from tests.checkpoints.checkpoint_files import SMALL, model, tensors, write
 from tests.checkpoints.test_checkpoint_schemes import made
 
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-RUN = r"run it with cupyattn\.interop\.torch\.load_int8, or dequantize it first with `cupyattn dequantize`"
+BACK = "dequantize it first with `cupyattn dequantize`"
+RUN = rf"run it with cupyattn\.interop\.torch\.load_int8, or {BACK}"
 
 
 def of_others(folder: Path, strategy: str, activations: dict[str, Any] | None, **more: Any) -> Path:
@@ -65,9 +66,9 @@ def test_what_convert_wrote_is_named(
     [
         ("channel", TOKENS, {}, rf"{RUN} \(1 weight in codes of 8 bits, scales of channels\)"),
         ("tensor", TOKENS, {}, rf"{RUN} \(1 weight in codes of 8 bits, one scale\)"),
-        ("channel", None, {}, "dequantize it first with .*, since its codes do not run as they are .*16 bits"),
-        ("group", None, {"packed": True, "bits": 4}, r"dequantize it first with .* \(.* 4 bits, scales "
-         "of blocks of 1 x 16, activations of 16 bits"),
+        ("channel", None, {}, f"{BACK}, since its codes do not run as they are .*16 bits"),
+        ("group", None, {"packed": True, "bits": 4}, rf"{BACK}, .* \(.* 4 bits, scales of "
+         "blocks of 1 x 16, activations of 16 bits"),
         ("channel", TOKENS, {"config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not read"
          ".*: give the model as it was before that"),
     ],
