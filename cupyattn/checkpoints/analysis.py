@@ -8,14 +8,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.kinds import FINITE_MAX
+from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
+from cupyattn.checkpoints.quantised import check_full_width
 from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import open_checkpoint
@@ -45,6 +47,11 @@ VERDICTS = ("int8", "16bit", "keep")
 _FALLBACKS = {"bf16": "BF16", "fp16": "F16"}
 #: Elements that are looked at at a time.
 PART_ELEMENTS = 2**17
+#: Why layers of these roles do not become INT8.
+_NOT_INT8 = {
+    "convolution": "convolution: the files have INT8 for linear layers only",
+    "vae": "vae: errors of its decoder are errors of the picture",
+}
 _KIND, _VERSION = "cupyattn analysis", 1
 
 
@@ -308,7 +315,8 @@ def analyze(
     Raises
     ------
     OSError, ValueError, UnsupportedError
-        As `open_checkpoint`, and where a file changes while it is read.
+        As `open_checkpoint`, and where a file changes while it is read; ValueError for a model that
+        is quantised already, and for a pattern of the configuration that fits no name.
     TypeError
         For a `model` that is neither, or another `config`.
     ValueError
@@ -324,11 +332,15 @@ def analyze(
         raise TypeError(f"config must be a cupyattn.Int8Config or None, got {config!r:.60}")
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     config = config or Int8Config()
+    check_full_width(source)
+    check_patterns(config, source.tensors)
+    model = str(read_config(source).get("_class_name", ""))
     samples = _samples(source, activations or {})
     reports = []
     for name, info in source.tensors.items():
         tensor = source.read(name)
         report = _examine(name, info, tensor, config)
+        report = replace(report, role=role_of(name, info.shape, model))
         if name in samples and report.outlier_ratio is not None:
             of_block, of_channel = _layer_errors(tensor, samples[name], config.block_size)
             report = replace(report, block_error=of_block, channel_error=of_channel)
@@ -336,6 +348,16 @@ def analyze(
         if advance is not None:
             advance(name)
     return Analysis(source.path.name, config, tuple(reports))
+
+
+def check_patterns(config: Int8Config, names: Collection[str]) -> None:
+    """Raise ValueError for a pattern of a configuration that no tensor has the name of."""
+    for pattern in config.fp32_patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{pattern!r} of fp32_patterns (--fp32-pattern) is the name of no tensor, the "
+                f"first is {next(iter(names), 'missing')!r}: correct it, or leave it out"
+            )
 
 
 def judge(report: TensorReport, config: Int8Config) -> TensorReport:
@@ -378,7 +400,7 @@ def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
     elif sqnr is not None and sqnr < config.min_sqnr_db:
         why = f"noisy codes: {sqnr:.1f} dB without outliers, below {config.min_sqnr_db:g}"
     elif report.role not in INT8_ROLES:
-        why = f"{report.role}: the files have INT8 for linear layers only"
+        why = _NOT_INT8[report.role]
     else:
         return "int8", "I8", report.role
     return _in_16_bits(report, config, why)
