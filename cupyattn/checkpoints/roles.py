@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 #: Roles whose weights are few and set what all others work on: never narrowed.
-PRECISE_ROLES = ("norm", "embedding", "modulation", "time", "final")
+PRECISE_ROLES = ("adapter", "norm", "embedding", "modulation", "time", "final")
 #: Roles whose weights may become INT8: those of linear layers.
 INT8_ROLES = ("attention", "feed_forward", "linear")
 #: Roles whose weights may be narrowed to 16 bits. Other libraries read INT8 for linear layers only;
@@ -19,6 +19,10 @@ LAYER_ROLES = (*INT8_ROLES, "convolution", "vae")
 _WORD = r"(?:^|[._])(?:{})(?:[._]|$)"
 #: Searched in this order: the linear layer of an adaptive norm is modulation, and no norm.
 _PATTERNS = (
+    (  # of PEFT, diffusers, kohya and LyCORIS
+        "adapter",
+        re.compile(r"(?:^|[._])(?:lora|dora|loha|hada|lokr|oft|boft|hra|ia3|vera)(?:_\w*)?(?:\.|$)"),
+    ),
     (
         "modulation",
         re.compile(
@@ -85,6 +89,8 @@ def role_of(name: str, shape: tuple[int, ...], model: str = "") -> str:
     'final'
     >>> role_of("vae.decoder.mid_block.attentions.0.to_q.weight", (512, 512))
     'vae'
+    >>> role_of("transformer_blocks.0.attn.to_q.lora_A.weight", (16, 64))
+    'adapter'
     """
     for role, pattern in _PATTERNS:
         if pattern.search(name):
