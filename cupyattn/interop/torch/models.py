@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cupyattn.checkpoints.analysis import analyze
 from cupyattn.checkpoints.codes import scales_of
 from cupyattn.checkpoints.conversion import layout_of
-from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT
 from cupyattn.checkpoints.schemes import Codes, find_codes
 from cupyattn.checkpoints.shards import Source
@@ -24,19 +22,15 @@ from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, u
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import Place, put_activated, take_out_activated
-from cupyattn.interop.torch.bridge import as_array, as_tensor
+from cupyattn.interop.torch.bridge import as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.originals import ORIGINALS, LinearPlace, settled
+from cupyattn.interop.torch.quantising import quantised
 from cupyattn.interop.torch.saving import allow_saving, refuse_saving
 from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
 
-#: What becomes of the weights that are replaced.
-ORIGINALS = ("cpu", "device", "drop")
-
 #: The buffer of a layer that has the type and the device which the weight before it would have.
 _LIKE = "like_original"
-
-#: A layer that was replaced: its parent, its name there, the layer, and what took its place.
-_Place = tuple[nn.Module, str, nn.Linear, Int8Linear]
 
 
 class Replacement(Handle):
@@ -53,7 +47,7 @@ class Replacement(Handle):
     )  # fmt: skip
     _handle_maker = "replace_linear_with_int8"
     _handle_arguments = (
-        "checkpoint", "include", "exclude", "config", "originals", "arch", "backend",
+        "checkpoint", "include", "exclude", "config", "originals", "arch", "backend", "advance",
     )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
@@ -64,7 +58,7 @@ class Replacement(Handle):
         target: nn.Module,
         replaced: dict[str, str],
         kept: dict[str, str],
-        places: list[_Place],
+        places: list[LinearPlace],
         activated: list[Place],
         originals: str,
     ) -> None:
@@ -154,6 +148,7 @@ def replace_linear_with_int8(
     originals: str = "cpu",
     arch: str | None = None,
     backend: str | None = None,
+    advance: Callable[[str], None] | None = None,
 ) -> Replacement:
     """Put an `Int8Linear` in the place of linear layers of a model.
 
@@ -175,6 +170,8 @@ def replace_linear_with_int8(
         memory of the device, stay where they are, or are dropped, and cannot be restored.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
+    advance : callable, optional
+        Called with the name of each layer that was looked at, for a progress bar.
 
     Returns
     -------
@@ -199,6 +196,9 @@ def replace_linear_with_int8(
     of the product, and names in a state dict stay. Code of the model that reads ``layer.weight`` by
     itself finds codes there: exclude such layers. A model may be compiled by torch before or after.
     `save_pretrained` is refused until the layers are restored: it would write codes as weights.
+    Layers are quantised one at a time where their weights lie, on a device by its kernels, and
+    originals that leave it do so before the next layer: beside the model there is memory for one.
+    If something fails, the layers come back, unless they were dropped: those stay INT8.
 
     Examples
     --------
@@ -218,7 +218,6 @@ def replace_linear_with_int8(
     if originals not in ORIGINALS:
         raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
     selection = Selection.of(include, exclude)
-    candidates, kept = {}, {}
     own = uncompiled(model)
     before = [
         name.replace(COMPILED, "")
@@ -227,34 +226,25 @@ def replace_linear_with_int8(
     ]
     if names := [name for name, _ in _linear_layers(own)] + before:
         selection.check(names, "linear layer")
-    for name, linear in _linear_layers(own):
-        if name not in selection:
-            kept[name] = "excluded"
-        elif reason := _unfit(linear):
-            kept[name] = reason
-        else:
-            candidates[name] = linear
+    candidates, kept = _candidates(own, selection)
     options = {"arch": arch, "backend": backend}
     if checkpoint is None:
-        made, reasons, others = _quantised(candidates, config, options)
+        made = quantised(candidates, config, options, advance)
     else:
-        made, reasons, others = _from_checkpoint(candidates, Path(checkpoint), options)
+        made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
+    chosen = [name for name in before if name in selection]
+    places, reasons, others = settled(own, candidates, made, originals)
     kept |= others
-    if not made and (chosen := [name for name in before if name in selection]):
+    if not reasons and chosen:
         raise ValueError(f"{chosen[0]} is replaced already: restore() that first")
-    if not made:
+    if not reasons:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
-    places = _put(own, {id(candidates[name]): layer for name, layer in made.items()})
-    if originals == "cpu":
-        for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
-            linear.weight.data = linear.weight.data.to("cpu")
     activated = put_activated(own)
     refuse_saving(own)
     if originals == "drop":
-        places.clear()
         activated.clear()
     return Replacement(model, reasons, kept, places, activated, originals)
 
@@ -348,6 +338,21 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name.replace(COMPILED, ""), module
 
 
+def _candidates(
+    model: nn.Module, selection: Selection
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the layers that may be replaced, and why others may not."""
+    candidates, kept = {}, {}
+    for name, linear in _linear_layers(model):
+        if name not in selection:
+            kept[name] = "excluded"
+        elif reason := _unfit(linear):
+            kept[name] = reason
+        else:
+            candidates[name] = linear
+    return candidates, kept
+
+
 def _unfit(linear: nn.Linear) -> str:
     """Say why a layer cannot be replaced, whatever its weight is; empty where it can."""
     if type(linear) is not nn.Linear:
@@ -361,58 +366,24 @@ def _unfit(linear: nn.Linear) -> str:
     return "holds no numbers, on the meta device" if linear.weight.is_meta else ""
 
 
-class _Weights:
-    """Weights of a model in memory, as `analyze` reads them: one at a time, on the host."""
-
-    path = Path("the model")
-    files: tuple[Path, ...] = ()
-
-    def __init__(self, layers: dict[str, nn.Linear]) -> None:
-        names = {text: dtype for dtype, text in FLOATS.items()}
-        self._weights = {f"{name}{WEIGHT}": linear.weight for name, linear in layers.items()}
-        self.tensors = {
-            name: TensorInfo(names.get(str(w.dtype).removeprefix("torch."), "F64"), tuple(w.shape))
-            for name, w in self._weights.items()
-        }
-
-    def file_of(self, name: str) -> Path:
-        return self.path
-
-    def read(self, name: str) -> Any:
-        return as_array(self._weights[name].detach().to("cpu").contiguous())
-
-
-Made = tuple[dict[str, Int8Linear], dict[str, str], dict[str, str]]
-
-
-def _quantised(
-    candidates: dict[str, nn.Linear], config: Int8Config | None, options: dict[str, Any]
-) -> Made:
-    """Return layers for those weights that may be codes, why they may, and why others may not."""
-    made, reasons, kept = {}, {}, {}
-    for report in analyze(_Weights(candidates), config).tensors:
-        name = report.name.removesuffix(WEIGHT)
-        if report.verdict == "int8":
-            strategy = (config or Int8Config()).strategy
-            made[name] = Int8Linear.from_linear(candidates[name], strategy=strategy, **options)
-            reasons[name] = report.reason
-        else:
-            kept[name] = report.reason
-    return made, reasons, kept
-
-
-def _from_checkpoint(candidates: dict[str, nn.Linear], path: Path, options: dict[str, Any]) -> Made:
-    """Return layers of the codes that a checkpoint has."""
+def _from_checkpoint(
+    candidates: dict[str, nn.Linear],
+    path: Path,
+    options: dict[str, Any],
+    advance: Callable[[str], None] | None,
+) -> Iterator[tuple[str, Int8Linear | None, str]]:
+    """Yield each name with a layer of the codes that a checkpoint has, None without, and why."""
     source = _opened(path)
     codes, _ = _codes_of(source)
-    made, reasons, kept = {}, {}, {}
-    for name, linear in candidates.items():
-        if f"{name}{WEIGHT}" in codes:
-            made[name] = _layer_of(source, codes[f"{name}{WEIGHT}"], linear, options)
-            reasons[name] = f"codes of {source.path.name}"
+    for name in list(candidates):
+        found = codes.get(f"{name}{WEIGHT}")
+        if found is None:
+            yield name, None, f"{source.path.name} has no codes of it"
         else:
-            kept[name] = f"{source.path.name} has no codes of it"
-    return made, reasons, kept
+            layer = _layer_of(source, found, candidates[name], options)
+            yield name, layer, f"codes of {source.path.name}"
+        if advance is not None:
+            advance(name)
 
 
 def _opened(path: str | PathLike[str]) -> Source:
@@ -485,7 +456,7 @@ def _layer_of(
     return layer
 
 
-def _put(model: nn.Module, made: dict[int, Int8Linear]) -> list[_Place]:
+def _put(model: nn.Module, made: dict[int, Int8Linear]) -> list[LinearPlace]:
     """Put layers in the places of those of these identities; return places, old and new layers."""
     places = []
     for parent in model.modules():
