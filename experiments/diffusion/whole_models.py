@@ -30,6 +30,7 @@ a process for each model, and ``warm`` in one that comes after. Needs torch and 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -199,7 +200,13 @@ def first(stage: Stage) -> dict[str, Any]:
     for name, model in stage.models().items():
         before, peak = 0, None
         start = time.perf_counter()
-        stage.call(model)  # compiles
+        try:
+            stage.call(model)  # compiles
+        except (RuntimeError, NotImplementedError) as error:
+            stage.refused[name] = f"{name}: {str(error).splitlines()[0]}"
+            found[name] = {"refused": stage.refused[name]}
+            print(stage.refused[name], flush=True)
+            continue
         stage.synchronize()
         seconds = time.perf_counter() - start
         if stage.where == "cuda":
@@ -380,6 +387,7 @@ def run(args: argparse.Namespace) -> int:
             row = new_row(name, family)
             rows.append(row)
         stage = Stage(family, args)
+        stage.refused |= refusals(row)
         for cell in args.cells:
             if cell in row["cells"] or (args.quick and cell in TIMED):
                 continue
@@ -387,6 +395,7 @@ def run(args: argparse.Namespace) -> int:
             with torch.no_grad(), native_attention(torch, on_device=not args.quick):
                 found = _CELLS[cell](stage)
             row["cells"][cell] = {"ways": found, **_made(args)}
+            gc.collect()  # models of a cell of its own
             print(f"{name}: {cell} took {time.perf_counter() - start:.0f} s", flush=True)
             record = recording.keep(
                 args, NAME, "mirror" if args.quick else "cuda",
@@ -420,10 +429,10 @@ def native_attention(torch: Any, *, on_device: bool) -> Any:
     return torch.nn.attention.sdpa_kernel(order, set_priority=True)
 
 
-def refusals(row: Mapping[str, Any]) -> list[str]:
+def refusals(row: Mapping[str, Any]) -> dict[str, str]:
     """Return why ways of a model were not timed."""
     ways_of_first = row["cells"].get("first", {}).get("ways", {})
-    return [way["refused"] for way in ways_of_first.values() if way["refused"]]
+    return {name: way["refused"] for name, way in ways_of_first.items() if way["refused"]}
 
 
 def in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
