@@ -63,7 +63,7 @@ test-slow: $(READY)
 # What torch, JAX and diffusers do with cupyattn, and other readers with its checkpoints: without
 # them these tests are skipped. SLOW= runs those of every model family, too.
 SLOW ?= -m "not slow"
-FRAMEWORKS ?= torch jax diffusers transformers accelerate compressed-tensors
+FRAMEWORKS ?= torch jax diffusers transformers accelerate peft compressed-tensors
 ifdef NO_VENV
 FRAMEWORKS_READY :=
 BROWSER_READY :=

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 #: Roles whose weights are few and set what all others work on: never narrowed.
-PRECISE_ROLES = ("norm", "embedding", "modulation", "time", "final")
+PRECISE_ROLES = ("adapter", "norm", "embedding", "modulation", "time", "final")
 #: Roles whose weights may become INT8: those of linear layers.
 INT8_ROLES = ("attention", "feed_forward", "linear")
 #: Roles whose weights may be narrowed. Other libraries read INT8 for linear layers only.
@@ -18,6 +18,10 @@ LAYER_ROLES = (*INT8_ROLES, "convolution")
 _WORD = r"(?:^|[._])(?:{})(?:[._]|$)"
 #: Searched in this order: the linear layer of an adaptive norm is modulation, and no norm.
 _PATTERNS = (
+    (  # of PEFT, diffusers, kohya and LyCORIS
+        "adapter",
+        re.compile(r"(?:^|[._])(?:lora|dora|loha|hada|lokr|oft|boft|hra|ia3|vera)(?:_\w*)?(?:\.|$)"),
+    ),
     (
         "modulation",
         re.compile(
@@ -71,6 +75,8 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
     'linear'
     >>> role_of("proj_out.weight", (64, 320))
     'final'
+    >>> role_of("transformer_blocks.0.attn.to_q.lora_A.weight", (16, 64))
+    'adapter'
     """
     for role, pattern in _PATTERNS:
         if pattern.search(name):

@@ -67,6 +67,11 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
             "caption_projection.linear_1.weight", "txt_in.weight", "shared.weight",
         ]),
         ("final", ["proj_out.weight", "out_layer.out_layer.weight", "final_layer.linear.weight"]),
+        ("adapter", [
+            "transformer_blocks.0.attn.to_q.lora_A.weight", "ffn.net.2.lora_B.default.weight",
+            "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight", "attn.to_k_lora.up.weight",
+            "blocks.0.attn.to_v.lokr_w1", "blocks.0.attn.to_v.hada_w2_a", "fc.oft_R.default.weight",
+        ]),
         ("other", ["blocks.0.attn.in_proj", "anything"]),
     ],
 )  # fmt: skip

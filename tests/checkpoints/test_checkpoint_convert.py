@@ -163,6 +163,24 @@ def test_small_files_come_along_and_other_weights_do_not(tmp_path: Path) -> None
     }  # fmt: skip
 
 
+def test_matrices_of_adapters_stay_as_they_are(tmp_path: Path) -> None:
+    """A file of LoRA alone has no INT8 then, and a model that holds some keeps them."""
+    rng = np.random.default_rng(0)
+    sizes = {"lora_A": (16, 256), "lora_B": (256, 16)}
+    adapters = {
+        f"blocks.0.attn.to_q.{name}.weight": rng.standard_normal(shape).astype(np.float32)
+        for name, shape in sizes.items()
+    }
+    base = {"blocks.0.attn.to_q.weight": rng.standard_normal((256, 256)).astype(np.float32)}
+    convert(write(tmp_path / "lora.safetensors", adapters), tmp_path / "adapter", SMALL)
+    convert(write(tmp_path / "both.safetensors", adapters | base), tmp_path / "int8", SMALL)
+    for folder in ("adapter", "int8"):
+        found = tensors(tmp_path / folder)
+        assert all(found[name].tobytes() == x.tobytes() for name, x in adapters.items())
+        assert ("blocks.0.attn.to_q.weight_scale" in found) == (folder == "int8")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+
+
 def test_a_file_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.safetensors", model())
     convert(path, tmp_path / "int8", SMALL)

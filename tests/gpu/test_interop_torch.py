@@ -431,7 +431,7 @@ def test_compiled_int8_layers(mode: str) -> None:
 
 def product_of(layer: Any, x: Any, activation: str | None = None, **beside: Any) -> Any:
     """Return what a layer with an activation, a residual or a gate is, of arrays: CuPy's."""
-    given = {"x": x, "weight": layer.weight, "scale": layer.weight_scale, "bias": layer.bias}
+    given = {"x": x, "weight": layer.weight_codes, "scale": layer.weight_scale, "bias": layer.bias}
     arrays = {
         name: cupy.from_dlpack(one.detach()) if isinstance(one, torch.Tensor) else one
         for name, one in {**given, **beside}.items()

@@ -1,90 +1,96 @@
-"""INT8 layers put in the places of a model's own, one at a time, and where the originals go."""
+"""What INT8 layers of a model replaced: each keeps it, wherever it stands in the model by now."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from cupyattn.interop.torch.activated import ActivatedInt8Linear
 from cupyattn.interop.torch.linear import Int8Linear
 
-#: What becomes of the weights that are replaced.
-ORIGINALS = ("cpu", "device", "drop")
-
-#: A layer that was replaced: its parent, its name there, the layer, and what took its place.
-LinearPlace = tuple[nn.Module, str, nn.Linear, Int8Linear]
+#: The attribute of a layer or of an activation's module that holds its `Original`.
+_ATTRIBUTE = "_original"
 
 
-def settled(
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    made: Iterator[tuple[str, Int8Linear | None, str]],
-    originals: str,
-) -> tuple[list[LinearPlace], dict[str, str], dict[str, str]]:
-    """Put layers in their places as they are made, and each original where it goes.
+@dataclass(eq=False)
+class Call:
+    """What the layers that one call of `replace_linear_with_int8` replaced have in common.
 
     Parameters
     ----------
-    model : Module
-    layers : dict of str to Linear
-        The layers by name; those that are dropped are taken out of it.
-    made : iterator of (name, layer or None, why)
-        None for a layer that stays.
     originals : {"cpu", "device", "drop"}
-
-    Returns
-    -------
-    places : list of LinearPlace
-        Empty where originals are dropped.
-    replaced, kept : dict of str to str
-        Names and reasons.
-
-    Raises
-    ------
-    BaseException
-        Whatever `made` raises. All layers are in their places again then, but for dropped ones: the
-        error has a note of how many of those are INT8 by now.
+        What became of the weights.
+    trained : dict of Parameter to bool
+        ``requires_grad`` of the model's parameters when the layers were replaced.
+    missing : set of str
+        Names of the layers that were not put back yet.
     """
-    parents = _parents(model)
-    places: list[LinearPlace] = []
-    replaced: dict[str, str] = {}
-    kept: dict[str, str] = {}
-    homes: dict[int, Any] = {}
-    try:
-        for name, layer, why in made:
-            if layer is None:
-                kept[name] = why
-                continue
-            linear = layers.pop(name) if originals == "drop" else layers[name]
-            layer.train(linear.training)
-            for parent, key in parents[id(linear)]:
-                parent._modules[key] = layer
-                if originals != "drop":
-                    places.append((parent, key, linear, layer))
-            if originals == "cpu":  # NOTE: not the bias, which the new layer has too
-                homes[id(linear)] = linear.weight.device
-                linear.weight.data = linear.weight.data.to("cpu")
-            replaced[name] = why
-            del linear
-    except BaseException as error:
-        for parent, key, linear, _ in places:
-            parent._modules[key] = linear
-            if id(linear) in homes:
-                linear.weight.data = linear.weight.data.to(homes[id(linear)])
-        if originals == "drop" and replaced:
-            error.add_note(
-                f"{len(replaced)} layers of the model are INT8, and their originals dropped: make "
-                "it again, or use originals='cpu', which takes back what fails"
-            )
-        raise
-    return places, replaced, kept
+
+    originals: str
+    trained: dict[nn.Parameter, bool] = field(repr=False)
+    missing: set[str] = field(default_factory=set)
+
+    def set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
+        """Return to what ``requires_grad`` of all these was set since replacing, None if not.
+
+        Parameters that came later, as those of adapters, do not count.
+        """
+        now = {p: p.requires_grad for p in parameters if p in self.trained}
+        changed = any(self.trained[p] != trained for p, trained in now.items())
+        return next(iter(now.values())) if changed and len({*now.values()}) == 1 else None
 
 
-def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold a module and its names there, by the identity of the latter."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for key, child in parent._modules.items():
-            found.setdefault(id(child), []).append((parent, key))
+class Original:
+    """What an INT8 layer or an activation's module replaced. Copies of the layer do not have it.
+
+    Parameters
+    ----------
+    call : Call
+    name : str
+        Of the layer in the model.
+    module : Module, optional
+        What was replaced; None where it was dropped.
+    """
+
+    def __init__(self, call: Call, name: str, module: nn.Module | None) -> None:
+        self.call, self.name, self.module = call, name, module
+        bias = getattr(module, "bias", None)
+        self.bias = None if bias is None else bias.detach().to("cpu", copy=True)
+        self.bias_version = None if bias is None else bias._version
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """Return what copies and files have in the place of an original."""
+
+
+def original_of(layer: Any) -> Original | None:
+    """Return what a layer replaced, None of those that replaced nothing and of other modules."""
+    if not isinstance(layer, Int8Linear | ActivatedInt8Linear):
+        return None
+    found: Original | None = vars(layer).get(_ATTRIBUTE)
     return found
+
+
+def keep_original(layer: nn.Module, call: Call, name: str, module: nn.Module) -> None:
+    """Let a layer know what it replaced; the weight moves to where the call wants it.
+
+    Parameters
+    ----------
+    layer : Int8Linear or ActivatedInt8Linear
+    call : Call
+    name : str
+        Of the layer in the model.
+    module : Module
+    """
+    if isinstance(layer, Int8Linear):
+        call.missing.add(name)
+        if call.originals == "cpu" and isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.to("cpu")  # not the bias, which both have
+    kept = None if call.originals == "drop" else module
+    setattr(layer, _ATTRIBUTE, Original(call, name, kept))

@@ -57,7 +57,10 @@ def quantised(
     for name in list(layers):
         linear = layers[name]
         report, made = coded(f"{name}{WEIGHT}", linear.weight.detach(), config)
-        layer = None if made is None else Int8Linear(*made, linear.bias, **options)
+        layer = None
+        if made is not None:
+            layer = Int8Linear(*made, linear.bias, **options)
+            layer.weight_dtype = linear.weight.dtype
         del linear, made  # so that a layer that is dropped leaves memory before the next is read
         yield name, layer, report.reason
         if advance is not None:
