@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
@@ -54,8 +54,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser of a command line: options of the commands among its arguments alone."""
     top = _Parser(
         prog="cupyattn",
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
@@ -63,8 +63,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"cupyattn {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"cupyattn.cli.{name}")
-        module.configure(commands.add_parser(name, help=summary, description=module.__doc__))
+        command = commands.add_parser(name, help=summary)
+        if name in arguments:
+            module = importlib.import_module(f"cupyattn.cli.{name}")
+            command.description = module.__doc__
+            module.configure(command)
     return top
 
 
@@ -90,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    top = parser()
+    top = parser(arguments)
     args, unknown = top.parse_known_args(arguments)
     if unknown:
         top.prog = " ".join(filter(None, [top.prog, args.command]))

@@ -264,9 +264,12 @@ def kill_after(events: int, work: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("direction", ["convert", "dequantize"])
-def test_a_kill_at_any_point_leaves_nothing_half_written(tmp_path: Path, direction: str) -> None:
-    """Killed once after every third step in turn, then again and again in one attempt."""
+def test_a_kill_at_any_point_leaves_nothing_half_written(
+    tmp_path: Path, direction: str, stride: int
+) -> None:
+    """Killed once after every so many steps in turn, then again and again in one attempt."""
     arrays = dict(list(model(blocks=1).items())[3:11])
     path = source(tmp_path / "model", arrays)
     known = analyze(path, SMALL)
@@ -287,7 +290,7 @@ def test_a_kill_at_any_point_leaves_nothing_half_written(tmp_path: Path, directi
     assert sum(name.endswith(".safetensors") for name in whole) >= 3
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     resumed = 0
-    for step in range(0, 1000, 3):
+    for step in range(0, 1000, stride):
         if not kill_after(step, work):
             break
         if out.exists():
@@ -305,7 +308,7 @@ def test_a_kill_at_any_point_leaves_nothing_half_written(tmp_path: Path, directi
     shutil.rmtree(out)
     steps = 1
     while kill_after(steps, work) and not out.exists():
-        steps += 7  # an attempt goes a little further each time
+        steps += 17  # an attempt goes a little further each time
     if partial.exists():
         with pytest.raises(FileExistsError):
             work()
