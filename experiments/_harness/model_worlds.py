@@ -99,6 +99,9 @@ class World:
         """Add an adapter that is drawn by its seed: by a configuration, or loaded as tensors."""
         self._need("disk" not in self.offloaded and not self._is_fused() and not self._is_cast())
         name, targets = f"adapter_{self.made}", TARGETS[self.family][part]
+        way = self.offloaded
+        if by_accelerate := way in ("layers", "buffers", "model"):
+            self.onload(read_back=True)  # as pipelines do round their load_lora_weights
         torch.manual_seed(seed)
         if from_file:
             state = {}
@@ -117,6 +120,8 @@ class World:
             self.model.add_adapter(config, name)
         self.made += 1
         self.adapters.append(name)
+        if by_accelerate:
+            self.offload(way)
 
     def swap(self, chosen: int, weight: float) -> None:
         """Let one adapter act, or all of them, or none."""

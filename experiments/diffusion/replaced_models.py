@@ -186,6 +186,8 @@ class Run:
             self.outcome.refused[f"{kind}: {' '.join(str(error).split()[-9:])}"] += 1
             return
         self.twin.do(kind, arguments)
+        if kind == "load":
+            self._give_magnitudes()
         if kind in ("replace", "restore"):
             self._check_weights()
         self.outcome.taken[kind] += 1
@@ -238,6 +240,13 @@ class Run:
                 continue
             if a.dtype != b.dtype or not (a.float() == b.float()).all():
                 raise Wrong(f"{key} is not what it was")
+
+    def _give_magnitudes(self) -> None:
+        """Give DoRA the twin's magnitudes, as a file would: new ones are norms of the weights."""
+        others = dict(self.twin.model.named_parameters())
+        for name, x in self.world.model.named_parameters():
+            if "lora_magnitude_vector" in name and not x.is_meta:
+                x.data.copy_(others[name].data)
 
     def _restore_what_is_lost(self) -> None:
         """Take back layers whose memory has other numbers: their weights come back, or a sentence.
@@ -335,8 +344,8 @@ class Record:
         self.refused += outcome.refused
         self.layers += outcome.layers
         self.weights += outcome.weights
-        if outcome.kind != "failed":
-            self.worst = max(self.worst, min(outcome.worst, 1.0))
+        if outcome.kind == "right":
+            self.worst = max(self.worst, outcome.worst)
         if outcome.kind == "native":
             self.native[re.sub(r"\d+", "N", outcome.said.partition(": ")[2])[:160]] += 1
         if outcome.kind == "failed":

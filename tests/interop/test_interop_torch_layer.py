@@ -268,6 +268,52 @@ def test_tensors_at_odd_addresses_give_the_same_bits(dtype: str, backend: str) -
     assert torch.equal(moved(at_odd_address(x)), layer(x))
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float64"])
+def test_scales_are_of_any_float_type(kind: str) -> None:
+    """As files of others have them; of arrays and of JAX, too."""
+    weight = torch.randn(200, 300)
+    made = interop.Int8Linear.from_weight(weight, strategy="channel")
+    codes, scales = made.weight_codes, made.weight_scale.to(getattr(torch, kind))
+    layer = interop.Int8Linear(codes, scales, backend="mirror")
+    wide = interop.Int8Linear(codes, scales.float(), backend="mirror")
+    assert layer.weight_scale.dtype == torch.float32
+    assert layer.weight.dtype == (torch.float32 if kind == "float64" else scales.dtype)
+    x = torch.randn(3, 300)
+    assert torch.equal(layer(x), wide(x))
+    core = ca.Int8Linear(codes, scales, backend="mirror")
+    assert core.scales.dtype.name == "float32" and torch.equal(core(x), wide(x))
+    of_arrays = ca.Int8Linear(bridge.as_array(codes), bridge.as_array(scales), backend="mirror")
+    assert same_bits(wide(x), of_arrays(x.numpy()))
+    for cls in (interop.Int8Linear, ca.Int8Linear):
+        with pytest.raises(TypeError, match="and scales float32, got int8 .* and int32"):
+            cls(codes, scales.int())
+
+
+def test_a_layer_names_what_it_is() -> None:
+    said = (
+        "Int8Linear(in_features=300, out_features=200, bias=True, strategy='block', "
+        "weight_dtype=torch.bfloat16, backend='mirror')"
+    )
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    assert repr(layer) == said and repr(layer.half()) == said.replace("bfloat", "float")
+
+
+def test_functions_that_only_read_take_parameters() -> None:
+    module, x = linear(), torch.randn(3, 300, dtype=torch.bfloat16)
+    weight, bias = module.weight, module.bias
+    codes, scales = ca.weight_quant(weight)
+    assert all(map(torch.equal, (codes, scales), ca.weight_quant(weight.detach())))
+    layer = ca.Int8Linear.from_weight(weight, bias)
+    assert torch.equal(layer(x), ca.Int8Linear(codes, scales, bias)(x))
+    assert torch.equal(layer(x), interop.Int8Linear.from_linear(module, backend="mirror")(x))
+    int8 = interop.Int8Linear(codes, scales, bias).weight
+    again = ca.weight_quant(int8)
+    assert all(map(torch.equal, again, ca.weight_quant(int8.clone())))
+    assert ca.quant.outlier_columns(x.requires_grad_(), 0.0) == [*range(300)]
+    with pytest.raises(TypeError, match="x requires a gradient"):
+        layer(x)
+
+
 class OnDevice:
     """What is asked of a tensor before its address is kept: of a device, at an address."""
 

@@ -125,8 +125,9 @@ class Int8Linear(torch.nn.Linear):
     ----------
     codes : Tensor, (out, in), int8
         Of W, as `cupyattn.weight_quant` makes them.
-    scales : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
-        Of blocks, or of channels: then x gets a scale for each row.
+    scales : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1)
+        Of blocks, or of channels: then x gets a scale for each row. Of any float type; the layer
+        keeps float32.
     bias : Tensor or Parameter, (out,), float16, bfloat16 or float32, optional
         A parameter stays one, and may be trained.
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
@@ -190,6 +191,9 @@ class Int8Linear(torch.nn.Linear):
     ) -> None:
         torch.nn.Module.__init__(self)  # a Linear would make a weight
         check_given("from_linear(linear) makes them of a torch.nn.Linear", codes, scales)
+        given = getattr(scales, "dtype", None)
+        if isinstance(scales, Tensor) and scales.is_floating_point():
+            scales = scales.detach().float()
         arrays = LayerArrays(
             _form("codes", codes), _form("scales", scales), _form("bias", bias),
             _form("outlier_weight", outlier_weight),
@@ -205,7 +209,10 @@ class Int8Linear(torch.nn.Linear):
         self.in_features = codes.shape[1]
         self.strategy = strategy_of_weight(codes.shape, scales.shape)
         self.activation, self.arch, self.backend = activation, arch, backend
-        self.weight_dtype = torch.get_default_dtype() if bias is None else bias.dtype
+        like_scales = given if given in (torch.float16, torch.bfloat16) else None
+        self.weight_dtype = like_scales or torch.get_default_dtype()
+        if bias is not None:
+            self.weight_dtype = bias.dtype
 
     @property
     def weight(self) -> Tensor:
@@ -439,14 +446,11 @@ class Int8Linear(torch.nn.Linear):
         return run(*given, *options)
 
     def extra_repr(self) -> str:
-        """Name sizes and settings."""
-        by = None if self.strategy == "block" else self.strategy
+        """Name sizes, what shares a scale, the type that codes stand for, and settings."""
         named = {
-            "strategy": by, "activation": self.activation, "arch": self.arch,
+            "in_features": self.in_features, "out_features": self.out_features,
+            "bias": self.bias is not None, "strategy": self.strategy,
+            "weight_dtype": self.weight_dtype, "activation": self.activation, "arch": self.arch,
             "backend": self.backend,
         }  # fmt: skip
-        said = [f"{name}={x!r}" for name, x in named.items() if x is not None]
-        return ", ".join(
-            [f"in_features={self.in_features}, out_features={self.out_features}",
-             f"bias={self.bias is not None}", *said]
-        )  # fmt: skip
+        return ", ".join(f"{name}={x!r}" for name, x in named.items() if x is not None)

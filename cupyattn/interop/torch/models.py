@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
@@ -37,7 +37,7 @@ class Replacement(Handle):
     ``to`` or ``eval``, returns the handle. As a context manager it restores at the end.
     """
 
-    __slots__ = ("_handle_call", "_handle_kept", "_handle_replaced")
+    __slots__ = ("_handle_call", "_handle_kept", "_handle_replaced", "_handle_saved")
     _handle_maker = "replace_linear_with_int8"
     _handle_arguments = (
         "checkpoint", "include", "exclude", "config", "originals", "arch", "backend", "again",
@@ -45,11 +45,18 @@ class Replacement(Handle):
     )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
+    _handle_saved: float
 
     def __init__(
-        self, target: nn.Module, replaced: dict[str, str], kept: dict[str, str], call: Call
+        self,
+        target: nn.Module,
+        replaced: dict[str, str],
+        kept: dict[str, str],
+        call: Call,
+        saved: float,
     ) -> None:
         super().__init__(target)
+        object.__setattr__(self, "_handle_saved", saved)
         object.__setattr__(self, "_handle_call", call)
         object.__setattr__(self, "_handle_replaced", replaced)
         object.__setattr__(self, "_handle_kept", kept)
@@ -93,8 +100,12 @@ class Replacement(Handle):
         restore_linear(uncompiled(self.target), self._handle_call)
 
     def report(self) -> str:
-        """Return a line for each linear layer: what it became, and why."""
-        lines = [f"{name}: INT8, {why}" for name, why in self.replaced.items()]
+        """Return numbers in the first line, then one for each linear layer: what it became, why."""
+        lines = [
+            f"{len(self.replaced)} INT8, {len(self.kept)} kept, weights "
+            f"{-100 * self._handle_saved:.0f} %"
+        ]
+        lines += [f"{name}: INT8, {why}" for name, why in self.replaced.items()]
         lines += [f"{name}: kept, {why}" for name, why in self.kept.items()]
         if epilogues.obstacle:
             lines.append(f"compiled: nothing becomes part of products, {epilogues.obstacle}")
@@ -221,7 +232,23 @@ def replace_linear_with_int8(
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)
-    return Replacement(model, reasons, kept, call)
+    return Replacement(model, reasons, kept, call, _saved(own, made, candidates))
+
+
+def _saved(model: nn.Module, made: dict[str, Int8Linear], before: dict[str, nn.Linear]) -> float:
+    """Return the share of the bytes of a model's weights that INT8 layers have saved."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
+    now = sum(map(_bytes, model.parameters())) + sum(map(_bytes_of_codes, layers))
+    saved = sum(_bytes(before[name].weight) - _bytes_of_codes(x) for name, x in made.items())
+    return saved / (now + saved)
+
+
+def _bytes_of_codes(layer: Int8Linear) -> int:
+    return _bytes(layer.weight_codes) + _bytes(layer.weight_scale)
+
+
+def _bytes(x: Tensor) -> int:
+    return int(x.numel()) * int(x.element_size())
 
 
 def _candidates(
