@@ -308,7 +308,7 @@ def analyze(
 
     Notes
     -----
-    Memory: one tensor, and about ten megabytes.
+    Memory: one tensor, and a few megabytes for each processor.
     """
     if not (isinstance(model, (str, os.PathLike)) or hasattr(model, "tensors")):
         raise TypeError(f"model must be a path or a Source of open_checkpoint, got {model!r:.60}")

@@ -17,9 +17,10 @@ from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, unfit
 from cupyattn.interop.torch.guards import guard
+from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import check_shape, codes_of, layer_of, opened
 from cupyattn.interop.torch.offloading import check_not_offloaded
-from cupyattn.interop.torch.originals import Call, keep_original
+from cupyattn.interop.torch.originals import Call, keep_original, original_of
 from cupyattn.interop.torch.placing import Verdict, put_each
 from cupyattn.interop.torch.quantising import quantised
 from cupyattn.interop.torch.restoring import restore_linear
@@ -232,14 +233,17 @@ def replace_linear_with_int8(
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)
-    return Replacement(model, reasons, kept, call, _saved(own, made, candidates))
+    return Replacement(model, reasons, kept, call, _saved(own, call))
 
 
-def _saved(model: nn.Module, made: dict[str, Int8Linear], before: dict[str, nn.Linear]) -> float:
-    """Return the share of the bytes of a model's weights that INT8 layers have saved."""
+def _saved(model: nn.Module, call: Call) -> float:
+    """Return the share of the bytes of a model's weights that the layers of a call have saved."""
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
     now = sum(map(_bytes, model.parameters())) + sum(map(_bytes_of_codes, layers))
-    saved = sum(_bytes(before[name].weight) - _bytes_of_codes(x) for name, x in made.items())
+    saved = sum(
+        int(x.weight_codes.numel()) * int(x.weight_dtype.itemsize) - _bytes_of_codes(x)
+        for x in layers if (original := original_of(x)) is not None and original.call is call
+    )  # fmt: skip
     return saved / (now + saved)
 
 
