@@ -26,8 +26,9 @@ PAGE = Path(__file__).with_name("API.md")
 MODULES = (
     "cupyattn", "cupyattn.testing", "cupyattn.strategies", "cupyattn.bounds", "cupyattn.reference",
     "cupyattn.unfused", "cupyattn.gradients", "cupyattn.distributions", "cupyattn.quant",
-    "cupyattn.diffusion", "cupyattn.checkpoints", "cupyattn.distributed", "cupyattn.interop.torch",
-    "cupyattn.interop.jax", "cupyattn.interop.diffusers", "cupyattn.interpret",
+    "cupyattn.diffusion", "cupyattn.checkpoints", "cupyattn.distributed", "cupyattn.interop",
+    "cupyattn.interop.torch", "cupyattn.interop.jax", "cupyattn.interop.diffusers",
+    "cupyattn.interpret",
 )  # fmt: skip
 #: Sections of a docstring that list names with what they are.
 LISTS = ("Parameters", "Returns", "Yields", "Raises", "Warns", "Attributes")

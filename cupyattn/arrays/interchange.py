@@ -45,7 +45,9 @@ def as_it_is(result: Any) -> Any:
     return result
 
 
-def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
+def take(
+    name: str, array: Any, *, of_parameter: bool = False
+) -> tuple[Any, Callable[[Any], Any]]:
     """Take a caller's array.
 
     Parameters
@@ -54,6 +56,8 @@ def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         What the caller calls it, for the message.
     array : array
         NumPy, CuPy, or anything with ``__dlpack__`` on a CPU or a CUDA device.
+    of_parameter : bool
+        Whether it may be a tensor that requires a gradient, of which results have none.
 
     Returns
     -------
@@ -70,6 +74,8 @@ def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """
     if isinstance(array, np.generic):  # a number of NumPy's, which checks of shapes refuse
         return np.asarray(array), as_it_is
+    if of_parameter and getattr(array, "requires_grad", False):
+        array = array.detach()
     array, restore = _imported(name, array)
     return operand(name, array), restore
 
@@ -231,7 +237,9 @@ def _library_of(array: Any) -> Any:
     """Return the module of the library that an array with DLPack belongs to."""
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
-    return sys.modules[type(array).__module__.partition(".")[0]]
+    libraries = [sys.modules[k.__module__.partition(".")[0]] for k in type(array).__mro__]
+    # Of a subclass that another package defines it is that of the class before it.
+    return next((one for one in libraries if hasattr(one, "from_dlpack")), libraries[0])
 
 
 def _importer(array: Any) -> Callable[[Any], Any]:

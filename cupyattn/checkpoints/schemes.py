@@ -17,6 +17,7 @@ import numpy as np
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.shards import Source
 from cupyattn.errors import UnsupportedError
+from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
 METHOD = "compressed-tensors"
 #: Formats of compressed-tensors by whether the codes are packed into int32 words.
@@ -160,8 +161,10 @@ def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
     if "weight_block_size" not in config:
         return ()
     rows, columns = _pair(config["weight_block_size"], f"{where}: weight_block_size")
-    static = "static scales" if config.get("activation_scheme") == "static" else ""
-    return (Scheme(rows, columns, activations=static),)
+    asked = config.get("activation_scheme", "dynamic")
+    others = {"dynamic": "", "static": "static scales", None: "16 bits"}
+    activations = others[asked] if asked in tuple(others) else f"the scheme {asked!r:.40}"
+    return (Scheme(rows, columns, activations=activations),)
 
 
 def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
@@ -195,8 +198,8 @@ def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
 
 def _activations(settings: Any, scheme: Scheme) -> str:
     """Return what a group asks of activations that no product here does; "" where nothing."""
-    if settings is None:
-        return ""
+    if settings is None:  # W8A16
+        return "16 bits"
     if not isinstance(settings, dict):
         return f"settings {settings!r:.60}"
     if settings.get("type", "int") != "int" or settings.get("num_bits", 8) != 8:
@@ -284,8 +287,8 @@ def _pair(value: Any, what: str) -> tuple[int, int]:
 
 # ---- the tensors ---------------------------------------------------------------------------------
 
-#: What is added to the name of a layer.
-_CODES = ("weight", "weight_packed")
+#: What is added to the name of a layer; the last is of state dicts of our own module for torch.
+_CODES = ("weight", "weight_packed", "weight_codes")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
 #: Of the quantisation of activations, which a weight in 16 bits does not have.
@@ -330,9 +333,14 @@ def find_codes(
         scales = [f"{layer}.{end}" for end in _SCALES if f"{layer}.{end}" in source.tensors]
         if not dot or last not in _CODES or not scales:
             continue
-        codes = _codes(source, layer, name, scales[0], _scheme_of(layer, schemes, source))
+        if last == "weight_codes":
+            scheme = _scheme_of_module(source.tensors[name], source.tensors[scales[0]])
+        else:
+            scheme = _scheme_of(layer, schemes, source)
+        codes = _codes(source, layer, name, scales[0], scheme)
         if codes.weight in found:
-            raise ValueError(f"{source.path}: {layer!r} has both weight and weight_packed")
+            first = found[codes.weight].codes.rpartition(".")[2]
+            raise ValueError(f"{source.path}: {layer!r} has both {first} and {last}")
         found[codes.weight] = codes
         companions |= {scales[0], f"{layer}.{_ZEROS}", f"{layer}.{_SHAPE}"}
         companions |= {f"{layer}.{end}" for end in ACTIVATIONS}
@@ -360,6 +368,12 @@ def _check_nothing_is_left(source: Source, found: dict[str, Codes], companions: 
             )
         if last == "weight" and info.dtype == "I8" and found:
             raise ValueError(f"{source.path}: {name!r} is INT8 and has no scales")
+
+
+def _scheme_of_module(codes: TensorInfo, scales: TensorInfo) -> Scheme:
+    """Return the scheme of a module's codes by the shape of their scales."""
+    strategy = strategy_of_weight(codes.shape, scales.shape)
+    return by_channel() if strategy == "channel" else square(BLOCK_SIZE)
 
 
 def _scheme_of(layer: str, schemes: tuple[Scheme, ...], source: Source) -> Scheme:

@@ -28,6 +28,8 @@ from cupyattn.reference.gemm import by_row
 Array = Any
 Float64 = npt.NDArray[np.float64]
 
+#: Types of scales that a layer takes; it keeps float32.
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: Magnitude from which on an activation counts as an outlier (Dettmers et al. 2022, LLM.int8).
 OUTLIER_THRESHOLD = 6.0
 
@@ -40,9 +42,11 @@ class Int8Linear:
     codes : array, (out, in), int8
         Of W, as `weight_quant` makes them. NumPy, CuPy, or anything with DLPack; the layer keeps
         NumPy or CuPy arrays of the same memory.
-    scales : array, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
-        Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
+    scales : array, (ceil(out / 128), ceil(in / 128)) or (out, 1)
+        Of blocks, or of channels: then x gets a scale for each row, and outliers have no place. Of
+        any float type; the layer keeps float32.
     bias : array, (out,), float16, bfloat16 or float32, optional
+        Parameters of torch are taken without their gradients, here and in `from_weight`.
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
         The last three are gated linear units: W has the rows of the gate, then as many others. With
         ``"_gate_last"`` behind these names the gate's rows come second, as in diffusers. The result
@@ -98,9 +102,13 @@ class Int8Linear:
         backend: str | None = None,
     ) -> None:
         check_given(FROM_WEIGHT, codes, scales)
-        codes, scales, bias, outlier_weight = taken(
-            codes=codes, scales=scales, bias=bias, outlier_weight=outlier_weight
+        codes, scales, outlier_weight = taken(
+            codes=codes, scales=scales, outlier_weight=outlier_weight
         )
+        if scales.dtype.name in FLOATS:
+            scales = scales.astype(np.float32, copy=False)
+        if bias is not None:
+            bias, _ = take("bias", bias, of_parameter=True)
         settings = LayerSettings(activation, outlier_columns, block_size, arch, backend)
         columns = check_layer(LayerArrays(codes, scales, bias, outlier_weight), settings)
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
@@ -152,7 +160,7 @@ class Int8Linear:
         TypeError, ValueError
             As for `weight_quant` and `Int8Linear`.
         """
-        weight, _ = take("weight", weight)
+        weight, _ = take("weight", weight, of_parameter=True)
         if weight.ndim != 2:
             raise ValueError(f"weight must have two axes, got shape {tuple(weight.shape)}")
         if outlier_dtype is None:
@@ -472,7 +480,7 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
     >>> outlier_columns(np.float32([[1, -7, 0], [6, 2, 0]]))
     [0, 1]
     """
-    x, _ = take("x", x)
+    x, _ = take("x", x, of_parameter=True)
     xp = array_namespace(x)
     largest = xp.abs(x.reshape(-1, x.shape[-1]).astype(np.float32)).max(axis=0)
     found: list[int] = xp.flatnonzero(~(largest < threshold)).tolist()

@@ -50,8 +50,8 @@ def weight_quant(
     Parameters
     ----------
     w : array, (out, in) or (out, in, ...), float16, bfloat16 or float32
-        NumPy, CuPy, or anything with DLPack. A convolution's weight is taken as
-        (out, in * height * width).
+        NumPy, CuPy, or anything with DLPack, parameters of torch as well. A convolution's weight is
+        taken as (out, in * height * width).
     block_size : int
         Blocks at the ends of rows and columns may be smaller. Only with ``strategy="block"``.
     strategy : {"block", "channel"}
@@ -158,7 +158,7 @@ class _WeightQuant:
 
     def resolve(self, settings: WeightSettings, arrays: Mapping[str, Any]) -> Problem:
         """Check the weight; blocks that the kernel does not take go to the mirror."""
-        (w, as_given), size = take("w", arrays["w"]), settings.block_size
+        (w, as_given), size = take("w", arrays["w"], of_parameter=True), settings.block_size
         backend = choose(settings.backend, w)
         check_values("w", w, least_axes=2)
         check_blocks(settings.strategy, size)

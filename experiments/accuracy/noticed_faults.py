@@ -2,15 +2,17 @@
 
 Varies       the patches of tests/faults and of experiments/accuracy/planted; the revision
 Holds fixed  the size of planted faults, 2^-4; the seed of properties (profile ci)
-Measures     the first quick test that fails, cheapest first, of those that compile or run a file of
-             the patch; how many were run until then, and their CPU seconds
-Run          python -m experiments.accuracy.noticed_faults --revision HEAD [--only NAME] [--jobs N]
+Measures     the first quick test that fails, of those that compile or run a file of a patch (what
+             noticed another goes first, then the cheapest); how many were run until then, and
+             their CPU seconds
+Run          python -m experiments.accuracy.noticed_faults --revision HEAD [--only NAME]
              python -m experiments.accuracy.noticed_faults --compare BEFORE.json AFTER.json
 
 Needs a checkout, and no device. The quick tests of a revision are run once to learn which kernels
-each of them compiles or runs (minutes; ``--map FILE`` keeps that), then once for each patch until
-one fails. Tests of the patches themselves do not count: they fail since a patch that is in place
-already does not apply. A record that exists is resumed.
+each of them compiles or runs (minutes; ``--map FILE`` keeps that), then for each patch until one
+fails. Tests of the patches themselves do not count: they fail since a patch that is in place
+already does not apply. Those of frameworks are left out, whose threads do not survive a fork. A
+record that exists is resumed.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 from cupyattn.files import replacing
@@ -39,20 +40,22 @@ FOLDERS = ("tests/faults", "experiments/accuracy/planted")
 #: What ``SIZE`` is in planted faults.
 SIZE = "0.0625f"
 #: Seconds for the tests of one patch.
-TIMEOUT = 900
-#: What runs in pytest. It writes a line for each test: its name, CPU seconds, kernel files and, if
-#: faults are planted, the reason of a failure.
+TIMEOUT = 600
+#: What runs in pytest. Without NOTICED_PATCHES it writes a line for each test: its name, its CPU
+#: seconds and the kernel files that it reaches. Otherwise it collects the tests once and runs those
+#: of each patch in a child, with the patch in place, until one fails.
 PLUGIN = '''
-import json, os
+import json, os, signal, time
+from pathlib import Path
 import pytest
+from _pytest.runner import runtestprotocol
 from cupyattn.compiler import modules
+from experiments._harness import patches
 try:
     from cupyattn.compiler import request
 except ImportError:  # in revisions before it
     request = modules
 
-LINES = open(os.environ["NOTICED_LINES"], "a")
-STOP = os.environ.get("NOTICED_STOP")
 files = set()
 reached = request.headers_reached
 
@@ -67,29 +70,66 @@ def headers_reached(source, text, kernels, toolkit):
         yield path, content
 
 request.headers_reached = headers_reached
-failure = []
+
+def write(*line):
+    with open(os.environ["NOTICED_LINES"], "a") as out:
+        out.write(json.dumps(line) + "\\n")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     files.clear()
-    failure.clear()
     start = seconds()
     result = yield
-    line = [item.nodeid, round(seconds() - start, 3), sorted(files), *failure]
-    LINES.write(json.dumps(line) + "\\n")
-    LINES.flush()
-    if failure and STOP:
-        item.session.shouldstop = "noticed"
+    write(item.nodeid, round(seconds() - start, 3), sorted(files))
     return result
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.failed:
-        text = report.longreprtext
-        if "no longer applies" not in text and "source has moved on" not in text:
-            failure.append(text.strip().splitlines()[-1][:200])
-    return report
+def pytest_runtestloop(session):
+    if "NOTICED_PATCHES" not in os.environ:
+        return None
+    items = {item.nodeid: item for item in session.items}
+    telling = []  # tests that noticed a patch are tried first on the next ones
+    for name, hunks, tests in json.loads(Path(os.environ["NOTICED_PATCHES"]).read_text()):
+        tests = [*(t for t in telling if t in tests), *(t for t in tests if t not in telling)]
+        paths = [modules.KERNELS / file for file, *_ in hunks]
+        touched = {path: path.read_text() for path in paths}
+        try:
+            patches.apply(name, [patches.Hunk(*hunk) for hunk in hunks], modules.KERNELS)
+            child = os.fork()
+            if child == 0:
+                try:
+                    run_until_one_fails(name, [items[test] for test in tests if test in items])
+                finally:
+                    os._exit(0)
+            wait(child, name)
+            _, test, *_ = json.loads(Path(os.environ["NOTICED_LINES"]).read_text().splitlines()[-1])
+            if test is not None and test not in telling:
+                telling.insert(0, test)
+        finally:
+            for path, text in touched.items():
+                path.write_text(text)
+    return True
+
+def wait(child, name):
+    end = time.monotonic() + float(os.environ["NOTICED_TIMEOUT"])
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            write(name, None, "stopped for time", 0, 0.0)
+            return
+        time.sleep(0.02)
+
+def run_until_one_fails(name, items):
+    start = seconds()
+    for count, item in enumerate(items, 1):
+        for report in runtestprotocol(item, nextitem=None, log=False):
+            text = report.longreprtext if report.failed else ""
+            told_itself = "no longer applies" in text or "source has moved on" in text
+            if report.failed and not told_itself:
+                why = text.strip().splitlines()[-1][:200]
+                write(name, item.nodeid, why, count, round(seconds() - start, 1))
+                return
+    write(name, None, "", len(items), round(seconds() - start, 1))
 '''
 
 
@@ -119,49 +159,33 @@ def extracted(revision: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_tests(checkout: Path, tests: list[str], *options: str, stop: bool) -> list[list[Any]]:
-    """Run tests of a checkout with the plugin; return its lines."""
+def run_tests(
+    checkout: Path, planted: list[tuple[Any, ...]] | None, *options: str
+) -> Iterator[list[Any]]:
+    """Run the quick tests of a checkout with the plugin; yield its lines as they are written."""
     lines = checkout / "noticed.jsonl"
-    lines.write_text("")
-    chosen = checkout / "chosen.txt"
-    chosen.write_text("\n".join(tests))
+    lines.touch()
     environment = {
         **os.environ,
         "PYTHONPATH": str(checkout),
         "CUPYATTN_TEST_PROFILE": "ci",
         "NOTICED_LINES": str(lines),
-        **({"NOTICED_STOP": "1"} if stop else {}),
+        "NOTICED_TIMEOUT": str(TIMEOUT),
     }
+    if planted is not None:
+        environment["NOTICED_PATCHES"] = str(checkout / "planted.json")
+        (checkout / "planted.json").write_text(json.dumps(planted))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "noticing", "-p", "no:cacheprovider"]
-    subprocess.run(
-        [*command, "-m", "not slow", *options, *([f"@{chosen}"] if tests else [])],
-        cwd=checkout, env=environment, capture_output=True, timeout=TIMEOUT if stop else None,
-    )  # fmt: skip
-    return [json.loads(line) for line in lines.read_text().splitlines()]
-
-
-def try_patch(checkout: Path, path: Path, learnt: list[list[Any]]) -> dict[str, Any]:
-    """Plant one patch and return what noticed it."""
-    hunks = hunks_of(path)
-    kernels, touched = checkout / "kernels_cu", {hunk.file for hunk in hunks}
-    chosen = sorted((line for line in learnt if touched & set(line[2])), key=lambda line: line[1])
-    before = {file: (kernels / file).read_text() for file in touched}
-    try:
-        patches.apply(path.stem, hunks, kernels)
-        run = run_tests(checkout, [line[0] for line in chosen], stop=True)
-    except subprocess.TimeoutExpired:
-        return {"noticed_by": None, "why": f"none within {TIMEOUT} s", "tests": len(chosen)}
-    finally:
-        for file, text in before.items():
-            (kernels / file).write_text(text)
-    noticed = next((line for line in run if len(line) > 3), None)
-    return {
-        "noticed_by": noticed[0] if noticed else None,
-        "why": noticed[3] if noticed else "",
-        "tests": len(run),
-        "of": len(chosen),
-        "cpu_s": round(sum(line[1] for line in run), 1),
-    }
+    with subprocess.Popen(
+        [*command, "-m", "not slow", *options], cwd=checkout, env=environment,
+        stdout=subprocess.DEVNULL,
+    ) as running, lines.open() as file:  # fmt: skip
+        ended = False
+        while not ended:
+            ended = running.poll() is not None
+            while line := file.readline():
+                yield json.loads(line)
+            time.sleep(0.1)
 
 
 def learn(revision: str, kept: Path | None) -> list[list[Any]]:
@@ -169,7 +193,7 @@ def learn(revision: str, kept: Path | None) -> list[list[Any]]:
     if kept is not None and kept.exists():
         return [json.loads(line) for line in kept.read_text().splitlines()]
     with extracted(revision) as checkout:
-        lines = run_tests(checkout, [], stop=False)
+        lines = list(run_tests(checkout, None))
     if kept is not None:
         kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
@@ -180,7 +204,7 @@ def experiment(args: argparse.Namespace) -> int:
     revision = subprocess.run(
         ["git", "rev-parse", args.revision], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
-    learnt = learn(revision, args.map)
+    learnt = sorted(learn(revision, args.map), key=lambda line: line[1])
     record: dict[str, Any] = {
         "question": "which planted faults do the quick tests notice?",
         "revision": revision,
@@ -191,26 +215,26 @@ def experiment(args: argparse.Namespace) -> int:
     }
     if args.json.exists():
         record["patches"] = json.loads(args.json.read_text())["patches"]
-    with contextlib.ExitStack() as stack:
-        checkouts: Queue[Path] = Queue()
-        for _ in range(args.jobs):
-            checkouts.put(stack.enter_context(extracted(revision)))
-        found = patch_files(checkouts.queue[0])
-        names = [n for n in found if n not in record["patches"] and (args.only or "") in n]
-
-        def one(name: str) -> None:
-            checkout = checkouts.get()
-            try:
-                record["patches"][name] = try_patch(checkout, checkout / name, learnt)
-            finally:
-                checkouts.put(checkout)
+    with extracted(revision) as checkout:
+        planted = []
+        for name, path in patch_files(checkout).items():
+            hunks = hunks_of(path)
+            touched = {hunk.file for hunk in hunks}
+            tests = [
+                line[0] for line in learnt
+                if touched & set(line[2]) and not line[0].startswith("tests/interop/")
+            ]  # fmt: skip
+            if name not in record["patches"] and (args.only or "") in name:
+                planted.append((name, [(h.file, h.old, h.new) for h in hunks], tests))
+        needed = sorted({test.partition("::")[0] for _, _, tests in planted for test in tests})
+        of = {name: len(tests) for name, _, tests in planted}
+        for name, test, why, tests, cpu_s in run_tests(checkout, planted, *needed):
+            found = {"noticed_by": test, "why": why, "tests": tests, "of": of[name], "cpu_s": cpu_s}
+            record["patches"][name] = found
             with replacing(args.json) as file:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
-            print(f"{name}: {record['patches'][name]['noticed_by'] or 'not noticed'}", flush=True)
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(one, names))
-    return 0
+            print(f"{name}: {test or 'not noticed'}", flush=True)
+    return 0 if all(name in record["patches"] for name in of) else 1
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -242,7 +266,6 @@ def main() -> int:
     parser.add_argument("--revision", default="HEAD", help="commit whose tests are run")
     parser.add_argument("--map", type=Path, metavar="FILE", help="keeps which test runs what")
     parser.add_argument("--only", metavar="TEXT", help="patches whose path has this text")
-    parser.add_argument("--jobs", type=int, default=1, help="patches at a time")
     parser.add_argument(
         "--json", type=Path, default=recording.RESULTS / "noticed_faults.json", metavar="FILE"
     )

@@ -99,8 +99,8 @@ def judge(size: Size, x: Any, layer: Any, y: Any, seed: int) -> float:
     host = [
         as_array(part.detach().cpu().contiguous())
         for part in (
-            x[rows], layer.weight[columns], layer.weight_scale[of_scales], layer.bias[columns],
-            y[rows][:, columns],
+            x[rows], layer.weight_codes[columns], layer.weight_scale[of_scales],
+            layer.bias[columns], y[rows][:, columns],
         )
     ]  # fmt: skip
     codes = (*ca.act_quant(host[0], strategy=layer.strategy), *host[1:3])
@@ -134,12 +134,12 @@ def ways_of(
     backend = "cuda" if x.is_cuda else "eager"
     try:
         comfy = others_linear.comfy_kitchen(
-            x, own.weight, own.weight_scale, bias, reference, backend
+            x, own.weight_codes, own.weight_scale, bias, reference, backend
         )
     except ca.UnsupportedError as error:
         return ways, {COMFY: " ".join(str(error).split())}
     ways[COMFY] = lambda x, w, b, layers: comfy(
-        x, layers["channel"].weight, layers["channel"].weight_scale, b
+        x, layers["channel"].weight_codes, layers["channel"].weight_scale, b
     )
     return ways, {}
 
@@ -187,7 +187,7 @@ def measure_product(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     codes = {}
     for strategy, layer in layers.items():
         a = ca.act_quant(as_array(x), strategy=strategy)
-        codes[strategy] = (*a, as_array(layer.weight), as_array(layer.weight_scale))
+        codes[strategy] = (*a, as_array(layer.weight_codes), as_array(layer.weight_scale))
     a, _, b, _ = (torch.from_dlpack(part) for part in codes["channel"])
     ways: dict[str, Way] = {
         strategy: lambda s=strategy: ca.int8_gemm(*codes[s], "bfloat16") for strategy in STRATEGIES

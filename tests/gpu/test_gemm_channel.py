@@ -168,7 +168,7 @@ def test_layers_of_torch() -> None:
 
     linear = torch.nn.Linear(512, 304, dtype=torch.bfloat16)
     host = Int8Linear.from_linear(linear, strategy="channel", backend="mirror")
-    layer = Int8Linear(host.weight.cuda(), host.weight_scale.cuda(), linear.bias.cuda())
+    layer = Int8Linear(host.weight_codes.cuda(), host.weight_scale.cuda(), linear.bias.cuda())
     x = torch.randn(3, 40, 512, dtype=torch.bfloat16)
     given = x.cuda()
     with torch.no_grad():

@@ -72,14 +72,16 @@ def test_an_activation_is_part_of_the_product_and_within_its_bound(
     unit, x, (cls, activation) = first(module), rows(), KINDS[kind]
     assert type(replaced) is cls and type(unit) is activated.ActivatedInt8Linear
     assert unit.activation == activation and unit.proj.activation is None
-    assert {n for n in module.state_dict() if not n.endswith("weight_scale")} == names
+    assert {
+        n.replace("weight_codes", "weight") for n in module.state_dict() if "weight_scale" not in n
+    } == names
     with torch.no_grad():
         found, apart, plain = unit(x), replaced(x), unit.proj(x)
         assert replaced.proj is unit.proj
         assert torch.equal(found, unit.proj(x, activation=activation))
     codes = (
         *ca.act_quant(bridge.as_array(x.reshape(-1, WIDTH)), strategy=strategy),
-        *map(bridge.as_array, (unit.proj.weight, unit.proj.weight_scale)),
+        *map(bridge.as_array, (unit.proj.weight_codes, unit.proj.weight_scale)),
     )
     after = {"bias": bridge.as_array(unit.proj.bias.detach()), "activation": activation}
     exact = ca.quant.gemm_exact(*codes, **after)
@@ -167,12 +169,9 @@ def test_hooks_and_adapters_see_the_layers_own_result() -> None:
         layer, unit.proj = unit.proj, Adapter(unit.proj)
         other, gate = (layer(x) + 1).chunk(2, dim=-1)
         assert torch.equal(unit(x), other * torch.nn.functional.gelu(gate))
-    with pytest.raises(RuntimeError, match="'0' of ModuleList is another module by now"):
-        handle.restore()
-    assert first(module) is unit and handle.replaced
-    unit.proj = layer
     handle.restore()
-    assert first(module) is replaced
+    assert first(module) is replaced and type(replaced.proj) is Adapter
+    assert type(replaced.proj.base) is torch.nn.Linear
 
 
 def test_other_modules_are_left_as_they_are() -> None:
@@ -181,7 +180,7 @@ def test_other_modules_are_left_as_they_are() -> None:
 
     hooked, patched = (activations.GEGLU(WIDTH, INNER) for _ in range(2))
     hooked.register_forward_hook(lambda *_: None)
-    patched.forward = patched.forward
+    patched.forward = lambda x: x
     other = activations.SwiGLU(WIDTH, INNER)
     other.activation = torch.nn.ReLU()
     shared = activations.GELU(WIDTH, INNER)

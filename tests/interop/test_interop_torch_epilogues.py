@@ -164,7 +164,7 @@ def test_a_layer_whose_weight_is_computed_is_a_call_of_its_own() -> None:
     def function(x: Any) -> Any:
         y = first(x)
         bias = y[0, 0] * 2
-        given = second.weight, second.weight_scale, bias, "", None, "mirror"
+        given = second.weight_codes, second.weight_scale, bias, "", None, "mirror"
         return y, torch.ops.cupyattn.int8_linear(x, *given), third(x)
 
     found, graphs = run(function, x)
@@ -216,9 +216,15 @@ FORMS = ("chunk, gate last", "split, gate first", "slices, gate first", "slices,
 NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "name", "dtype"),
+    [
+        pytest.param(form, name, dtype, marks=[pytest.mark.slow] if (i + j + k) % 3 else [])
+        for i, form in enumerate(FORMS)
+        for j, name in enumerate(ACTIVATIONS)
+        for k, dtype in enumerate(TYPES)
+    ],
+)
 def test_a_gated_linear_unit_is_part_of_the_layer(form: str, name: str, dtype: str) -> None:
     """It has the bits of a layer with that activation, within the bound of the plain one."""
     torch.manual_seed(0)
@@ -302,8 +308,14 @@ def sums(y: Any, r: Any, g: Any) -> dict[str, Any]:
 GATES = {"of a sample": (2, 1, WIDTH), "of all": (WIDTH,), "of rows": (*ROWS, WIDTH)}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("form", sums(0, 0, 0))
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, marks=[pytest.mark.slow] if (i + j) % 3 else [])
+        for i, form in enumerate(sums(0, 0, 0))
+        for j, dtype in enumerate(TYPES)
+    ],
+)
 def test_a_sum_is_part_of_the_layer(form: str, dtype: str) -> None:
     """It has the bits of `cupyattn.int8_gemm` with that residual and gate."""
     torch.manual_seed(0)
@@ -323,7 +335,8 @@ def test_a_sum_is_part_of_the_layer(form: str, dtype: str) -> None:
 
 
 def product_of(own: Any, x: Any, r: Any, g: Any, activation: str | None = None) -> Any:
-    weight, scales, bias = (bridge.as_array(x) for x in (own.weight, own.weight_scale, own.bias))
+    own_tensors = own.weight_codes, own.weight_scale, own.bias
+    weight, scales, bias = map(bridge.as_array, own_tensors)
     codes, x_scales = ca.act_quant(bridge.as_array(x))
     given = {"residual": r, "gate": g}
     c = ca.int8_gemm(
@@ -432,11 +445,12 @@ def test_the_operators_are_what_they_say(dtype: str) -> None:
     own, x = layer(TYPES[dtype]), rows(TYPES[dtype])
     g = rows(TYPES[dtype], 2, 1, WIDTH)
     for sum_of in ((None, None), (x, None), (x, g)):
-        given = (x, own.weight, own.weight_scale, own.bias, *sum_of, "silu", None, "mirror")
+        given = (x, own.weight_codes, own.weight_scale, own.bias, *sum_of, "silu", None, "mirror")
         torch.library.opcheck(linear_parts.layer, given)
     for strategy in ("block", "channel"):
         several = [layer(TYPES[dtype], strategy, out) for out in (WIDTH, 64)]
-        operands = zip(*[(one.weight, one.weight_scale, one.bias) for one in several], strict=True)
+        each = [(one.weight_codes, one.weight_scale, one.bias) for one in several]
+        operands = zip(*each, strict=True)
         given = (x, *map(list, operands), ["", "silu"], None, "mirror")
         torch.library.opcheck(linear_parts.layers, given)
         found = linear_parts.layers(x[:0], *given[1:3], [None, None], *given[4:])

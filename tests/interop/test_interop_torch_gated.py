@@ -22,7 +22,7 @@ def test_a_gated_linear_unit_is_that_of_cupyattn(activation: str, strategy: str)
     )
     x = torch.randn(2, 3, 256)
     own = ca.Int8Linear(
-        *(one.numpy() for one in (layer.weight, layer.weight_scale, layer.bias.detach())),
+        *(one.numpy() for one in (layer.weight_codes, layer.weight_scale, layer.bias.detach())),
         activation=activation,
     )
     with torch.no_grad():
@@ -40,7 +40,7 @@ def test_operators_of_gated_linear_units_are_what_they_say() -> None:
     linear = interop.Int8Linear.from_linear(torch.nn.Linear(256, 80), backend="mirror")
     bias = linear.bias.detach()
     where = None, "mirror"
-    own = linear.weight, linear.weight_scale, bias
+    own = linear.weight_codes, linear.weight_scale, bias
     of_one, operators = (x, *own), torch.ops.cupyattn
     one = (*of_one, "swiglu", *where)
     beside = (*of_one, residual, bias[:40], "swiglu", *where)

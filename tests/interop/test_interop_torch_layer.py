@@ -38,7 +38,7 @@ def test_the_layer_is_that_of_arrays_and_in_bounds(dtype: str, activation: str |
     layer = interop.Int8Linear.from_linear(module, activation=activation, backend="mirror")
     weight, bias = (bridge.as_array(x) for x in (module.weight, module.bias))
     core = ca.Int8Linear.from_weight(weight, bias, activation=activation)
-    assert same_bits(layer.weight, core.codes) and same_bits(layer.weight_scale, core.scales)
+    assert same_bits(layer.weight_codes, core.codes) and same_bits(layer.weight_scale, core.scales)
     assert layer.bias is module.bias
     x = torch.randn(2, 5, 300, dtype=module.weight.dtype)
     y, many = layer(x), layer(x.transpose(0, 1))
@@ -74,8 +74,8 @@ def test_the_product_writes_into_memory_of_torchs(
 def test_gradients_go_through_the_weight_of_the_codes() -> None:
     module = linear(dtype="float16")
     layer = interop.Int8Linear.from_linear(module, backend="mirror")
-    w = linear_module.dequantised(layer.weight, layer.weight_scale, torch.float16)
-    codes, scales = bridge.as_array(layer.weight), bridge.as_array(layer.weight_scale)
+    w = linear_module.dequantised(layer.weight_codes, layer.weight_scale, torch.float16)
+    codes, scales = bridge.as_array(layer.weight_codes), bridge.as_array(layer.weight_scale)
     assert same_bits(w, ca.weight_dequant(codes, scales, out_dtype="float16"))
     x = torch.randn(2, 7, 300, dtype=torch.float16, requires_grad=True)
     d_y = torch.randn(2, 7, 200, dtype=torch.float16)
@@ -86,7 +86,6 @@ def test_gradients_go_through_the_weight_of_the_codes() -> None:
     total, size = d_y.double().sum((0, 1)), d_y.double().abs().sum((0, 1))
     error = (module.bias.grad.double() - total).abs()
     assert (error <= 2.0**-11 * total.abs() + 15 * 2.0**-24 * size).all()
-    assert layer.weight.grad is None
     gelu = interop.Int8Linear.from_linear(module, activation="gelu")
     with pytest.raises(UnsupportedError, match="not implemented with activation='gelu'"):
         gelu(x)
@@ -95,7 +94,7 @@ def test_gradients_go_through_the_weight_of_the_codes() -> None:
 def test_the_layer_is_an_operator_where_torch_compiles() -> None:
     layer = interop.Int8Linear.from_linear(linear(dtype="float16"), backend="mirror")
     x = torch.randn(3, 300, dtype=torch.float16, requires_grad=True)
-    own = layer.weight, layer.weight_scale, layer.bias, "", None, "mirror"
+    own = layer.weight_codes, layer.weight_scale, layer.bias, "", None, "mirror"
     torch.library.opcheck(torch.ops.cupyattn.int8_linear.default, (x, *own))
     torch._dynamo.reset()
     function = torch.compile(lambda x: layer(x * 2) + 1, backend="aot_eager", fullgraph=True)
@@ -104,6 +103,17 @@ def test_the_layer_is_an_operator_where_torch_compiles() -> None:
     assert x.grad.abs().sum() > 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x.float()).dtype == torch.bfloat16
+
+
+def test_calls_are_operators_of_a_trace() -> None:
+    """Other calls leave ``torch.jit.trace`` with memory that nothing wrote."""
+    layer = interop.Int8Linear.from_linear(linear(dtype="float16"), backend="mirror")
+    layer.requires_grad_(False)
+    q, x = torch.randn(1, 2, 8, 16).half(), torch.randn(3, 300, dtype=torch.float16)
+    attend = interop.Attention(causal=True, backend="mirror")
+    for module, given in ((layer, (x,)), (attend, (q, q, q))):
+        other = tuple(-one for one in given)
+        assert torch.equal(torch.jit.trace(module, given)(*other), module(*other))
 
 
 def test_constructors_have_one_signature() -> None:
@@ -169,8 +179,8 @@ def test_the_layer_moves_converts_and_saves() -> None:
     scale = layer.weight_scale.clone()
     x = torch.randn(3, 300)
     assert layer.half().weight_scale.dtype == torch.float32 and layer.bias.dtype == torch.float16
-    assert torch.equal(layer.weight_scale, scale) and layer.weight.dtype == torch.int8
-    assert set(layer.state_dict()) == {"weight", "weight_scale", "bias"}
+    assert torch.equal(layer.weight_scale, scale) and layer.weight_codes.dtype == torch.int8
+    assert set(layer.state_dict()) == {"weight_codes", "weight_scale", "bias"}
     other = interop.Int8Linear.from_linear(linear(), backend="mirror").half()
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), layer(x)) and "in_features=300" in repr(layer)
@@ -185,18 +195,19 @@ def test_loading_refuses_what_are_no_codes_of_the_layer(options: dict[str, bool]
     other = nn.Sequential(made(linear(), backend="mirror")).state_dict()
     by_channel = nn.Sequential(made(linear(), strategy="channel", backend="mirror")).state_dict()
     without = {name: x for name, x in other.items() if name != "0.weight_scale"}
+    own = other["0.weight_codes"]
     cases: list[tuple[dict[str, Any], str]] = [
         (nn.Sequential(linear()).state_dict(),
          r"0\.weight must be INT8 codes of shape \(200, 300\), got torch\.bfloat16 of shape "
          r"\(200, 300\): load weights that are no codes before replace_linear_with_int8, or after "
          r"restore\(\)$"),
-        ({**other, "0.weight": other["0.weight"].int()}, r"codes of .* got torch\.int32"),
-        ({**other, "0.weight": other["0.weight"][:128]},
-         r"0\.weight must have shape \(200, 300\), .* got \(128, 300\): load it into a layer"),
+        ({**other, "0.weight_codes": own.int()}, r"codes of .* got torch\.int32"),
+        ({**other, "0.weight_codes": own[:128]},
+         r"0\.weight_codes must have shape \(200, 300\), .* got \(128, 300\): load it into a "),
         (by_channel, r"0\.weight_scale must have shape \(2, 3\), .* strategy='block', got "
          r"\(200, 1\)"),
-        (without, "0.weight needs 0.weight_scale beside it: load both, or neither"),
-        ({"0.weight_scale": other["0.weight_scale"]}, "0.weight_scale needs 0.weight beside it"),
+        (without, "0.weight_codes needs 0.weight_scale beside it: load both, or neither"),
+        ({"0.weight_scale": other["0.weight_scale"]}, "0.weight_scale needs 0.weight_codes beside"),
     ]  # fmt: skip
     before = {name: x.clone() for name, x in codes.items()}
     for state, said in cases:
@@ -207,12 +218,24 @@ def test_loading_refuses_what_are_no_codes_of_the_layer(options: dict[str, bool]
     assert all(torch.equal(x, other[name]) for name, x in module.state_dict().items())
     if options:
         module.load_state_dict({"0.bias": before["0.bias"]}, **options)
-        assert torch.equal(module[0].weight, other["0.weight"])
+        assert torch.equal(module[0].weight_codes, other["0.weight_codes"])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_codes_are_loaded_under_their_former_name(assign: bool) -> None:
+    """As files of compressed-tensors and earlier state dicts have them."""
+    made = interop.Int8Linear.from_linear
+    module, other = (nn.Sequential(made(linear(), backend="mirror")) for _ in range(2))
+    state = other.state_dict()
+    former = {name.replace("weight_codes", "weight"): x for name, x in state.items()}
+    assert set(former) == {"0.weight", "0.weight_scale", "0.bias"}
+    module.load_state_dict(former, assign=assign)
+    assert all(torch.equal(x, state[name]) for name, x in module.state_dict().items())
 
 
 def test_what_the_layer_refuses() -> None:
     layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
-    codes, scale = layer.weight, layer.weight_scale
+    codes, scale = layer.weight_codes, layer.weight_scale
     cases: list[tuple[type[Exception], str, Any]] = [
         (RuntimeError, r"expected an input of shape \(..., 300\), got \(3, 301\)",
          lambda: layer(torch.ones(3, 301))),
@@ -249,11 +272,57 @@ def test_what_the_layer_refuses() -> None:
 def test_tensors_at_odd_addresses_give_the_same_bits(dtype: str, backend: str) -> None:
     layer = interop.Int8Linear.from_linear(linear(200, 5, dtype), backend=backend)
     moved = interop.Int8Linear(
-        layer.weight, at_odd_address(layer.weight_scale), at_odd_address(layer.bias.detach()),
+        layer.weight_codes, at_odd_address(layer.weight_scale), at_odd_address(layer.bias.detach()),
         backend=backend,
     )  # fmt: skip
     x = torch.randn(3, 200).to(getattr(torch, dtype))
     assert torch.equal(moved(at_odd_address(x)), layer(x))
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float64"])
+def test_scales_are_of_any_float_type(kind: str) -> None:
+    """As files of others have them; of arrays and of JAX, too."""
+    weight = torch.randn(200, 300)
+    made = interop.Int8Linear.from_weight(weight, strategy="channel")
+    codes, scales = made.weight_codes, made.weight_scale.to(getattr(torch, kind))
+    layer = interop.Int8Linear(codes, scales, backend="mirror")
+    wide = interop.Int8Linear(codes, scales.float(), backend="mirror")
+    assert layer.weight_scale.dtype == torch.float32
+    assert layer.weight.dtype == (torch.float32 if kind == "float64" else scales.dtype)
+    x = torch.randn(3, 300)
+    assert torch.equal(layer(x), wide(x))
+    core = ca.Int8Linear(codes, scales, backend="mirror")
+    assert core.scales.dtype.name == "float32" and torch.equal(core(x), wide(x))
+    of_arrays = ca.Int8Linear(bridge.as_array(codes), bridge.as_array(scales), backend="mirror")
+    assert same_bits(wide(x), of_arrays(x.numpy()))
+    for cls in (interop.Int8Linear, ca.Int8Linear):
+        with pytest.raises(TypeError, match="and scales float32, got int8 .* and int32"):
+            cls(codes, scales.int())
+
+
+def test_a_layer_names_what_it_is() -> None:
+    said = (
+        "Int8Linear(in_features=300, out_features=200, bias=True, strategy='block', "
+        "weight_dtype=torch.bfloat16, backend='mirror')"
+    )
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    assert repr(layer) == said and repr(layer.half()) == said.replace("bfloat", "float")
+
+
+def test_functions_that_only_read_take_parameters() -> None:
+    module, x = linear(), torch.randn(3, 300, dtype=torch.bfloat16)
+    weight, bias = module.weight, module.bias
+    codes, scales = ca.weight_quant(weight)
+    assert all(map(torch.equal, (codes, scales), ca.weight_quant(weight.detach())))
+    layer = ca.Int8Linear.from_weight(weight, bias)
+    assert torch.equal(layer(x), ca.Int8Linear(codes, scales, bias)(x))
+    assert torch.equal(layer(x), interop.Int8Linear.from_linear(module, backend="mirror")(x))
+    int8 = interop.Int8Linear(codes, scales, bias).weight
+    again = ca.weight_quant(int8)
+    assert all(map(torch.equal, again, ca.weight_quant(int8.clone())))
+    assert ca.quant.outlier_columns(x.requires_grad_(), 0.0) == [*range(300)]
+    with pytest.raises(TypeError, match="x requires a gradient"):
+        layer(x)
 
 
 class OnDevice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ interop = pytest.importorskip("cupyattn.interop.torch")
 diffusers = pytest.importorskip("diffusers")
 cases = pytest.importorskip("tests.interop.diffusers_cases")
 SMALL = ca.Int8Config(min_elements_for_int8=256)
-REFUSED = r"save_pretrained of a {} with INT8 linear layers is refused, .*: call restore\(\) of"
+REFUSED = r"save_pretrained of a {} with INT8 linear layers is refused, .*: {}"
+RESTORE = r"call cupyattn.interop.restore\(model\) first, or let `cupyattn convert` write"
+KEEP = r"its layers have no weights to restore, so keep the folder that load_int8 takes, or torch.s"
 
 
 @pytest.fixture
@@ -34,16 +37,19 @@ def replaced(model: Any, **options: Any) -> Any:
     return interop.replace_linear_with_int8(model, config=SMALL, backend="mirror", **options)
 
 
-def is_refused(model: Any, folder: Path, kind: str = "SD3Transformer2DModel") -> bool:
-    with pytest.raises(UnsupportedError, match=REFUSED.format(kind)):
+def is_refused(
+    model: Any, folder: Path, kind: str = "SD3Transformer2DModel", way: str = RESTORE
+) -> bool:
+    with pytest.raises(UnsupportedError, match=REFUSED.format(kind, way)):
         model.save_pretrained(folder)
     return not folder.exists()
 
 
 def test_a_model_is_saved_before_and_after_but_not_within(model: Any, tmp_path: Path) -> None:
     with replaced(model) as handle:
-        for one in (handle, model, copy.deepcopy(model), torch.compile(model)):
+        for one in (handle, model, torch.compile(model)):
             assert is_refused(one, tmp_path / "within")
+        assert is_refused(copy.deepcopy(model), tmp_path / "within", way=KEEP)
         torch.save(model, io.BytesIO())  # has the codes, their scales and the classes
     assert "save_pretrained" not in vars(model)
     model.save_pretrained(tmp_path / "after")
@@ -72,7 +78,27 @@ def test_a_loaded_checkpoint_is_not_saved(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8")
     found = interop.load_int8(type(model), tmp_path / "int8", backend="mirror")
-    assert is_refused(found, tmp_path / "again")
+    assert is_refused(found, tmp_path / "again", way=KEEP)
+    dropped = replaced(model, originals="drop")
+    assert is_refused(dropped, tmp_path / "again", way=KEEP)
+
+
+def test_the_way_that_is_named_is_one(model: Any, tmp_path: Path) -> None:
+    replaced(model)
+    assert is_refused(model, tmp_path / "within")
+    interop_of_all = importlib.import_module("cupyattn.interop")
+    interop_of_all.restore(model)
+    model.save_pretrained(tmp_path / "after")
+    model.save_pretrained(tmp_path / "model")
+    ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8")
+    found = interop.load_int8(type(model), tmp_path / "int8", backend="mirror")
+    torch.save(found.state_dict(), tmp_path / "codes.pt")
+    again = interop.load_int8(type(model), tmp_path / "int8", backend="mirror")
+    for layer in again.modules():
+        if isinstance(layer, interop.Int8Linear):
+            layer.weight_codes.zero_()
+    again.load_state_dict(torch.load(tmp_path / "codes.pt"))
+    assert all(torch.equal(x, again.state_dict()[n]) for n, x in found.state_dict().items())
 
 
 def test_models_within_a_module_are_refused_and_those_of_peft_are_not(

@@ -165,7 +165,7 @@ def test_transforms_are_within_bounds_of_torch_in_float64(dtype: str, causal: bo
 
 def test_the_layer_of_codes_is_within_bounds_of_float64() -> None:
     layer = linear()
-    w = linear_module.dequantised(layer.weight, layer.weight_scale, torch.float32).double()
+    w = linear_module.dequantised(layer.weight_codes, layer.weight_scale, torch.float32).double()
     x, d_y = torch.randn(3, 256), torch.randn(3, 40).double()
     loss = lambda x: (layer(x) * d_y.float()).sum()  # noqa: E731
     exact, size = d_y.float().double() @ w, d_y.abs() @ w.abs()
@@ -300,7 +300,7 @@ def test_mapped_tables_offsets_weights_and_axes_that_were_contiguous() -> None:
     last = x.movedim(0, -1).contiguous()
     assert torch.equal(func.vmap(plain, in_dims=-1)(last), func.vmap(plain)(x))
     layers = [linear(), linear()]
-    weights = torch.stack([layers[0].weight, layers[1].weight.roll(1, 0)])
+    weights = torch.stack([layers[0].weight_codes, layers[1].weight_codes.roll(1, 0)])
     operator = torch.ops.cupyattn.int8_linear
     y = torch.randn(2, 3, 256)
     own = layers[0].weight_scale, layers[0].bias.detach(), "gelu", None, "mirror"

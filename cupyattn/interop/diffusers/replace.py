@@ -43,7 +43,7 @@ class Int8Replacement(Handle):
     _handle_maker = "replace_attention_with_int8"
     _handle_arguments = (
         "include", "exclude", "policy", "scheduler", "min_length", "quant", "backend", "arch",
-        "count_compiled",
+        "count_compiled", "again",
     )  # fmt: skip
 
     def __init__(self, target: Any, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
@@ -70,10 +70,27 @@ class Int8Replacement(Handle):
         while self._handle_hooks:
             self._handle_hooks.pop().remove()
         for layer in self._handle_layers:
-            kept = interception.layer_of(layer.module)
-            if kept is not None and kept is layer:  # none of a handle that came later
-                layer.release()
-                interception.restore_class(layer.module)
+            module = layer.module
+            if interception.layer_of(module) is layer:  # none of a handle that came later
+                _release(module)
+
+
+def restore_attention(model: torch.nn.Module) -> None:
+    """Give all attention modules of a model their own attention back, of every handle and copy."""
+    for module in model.modules():
+        for number, hook in [*module._forward_pre_hooks.items()]:
+            if isinstance(hook, functools.partial) and hook.func is steps.before_model:
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+        _release(module)
+
+
+def _release(module: torch.nn.Module) -> None:
+    """Give an attention module its own attention back, if it is replaced."""
+    layer = interception.layer_of(module)
+    if layer is not None:
+        layer.release()
+        interception.restore_class(module)
 
 
 @points_to_our_names
@@ -89,6 +106,7 @@ def replace_attention_with_int8(
     backend: str | None = None,
     arch: str | None = None,
     count_compiled: bool = False,
+    again: bool = False,
 ) -> Int8Replacement:
     """Let the attention modules of a pipeline or a model run `cupyattn.Int8Attention`.
 
@@ -118,6 +136,8 @@ def replace_attention_with_int8(
     count_compiled : bool
         Count the calls of each layer in compiled code, too, on the device: one addition a call.
         `report` waits for the device to read them.
+    again : bool
+        Take back first what earlier calls replaced in these models, all of it.
 
     Returns
     -------
@@ -185,6 +205,8 @@ def replace_attention_with_int8(
         if name in selection
     ]
     _check_chosen(chosen, models, selection, policies, (include, exclude))
+    if not again:
+        _check_not_replaced(chosen)
     needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
     noise = None
     if needs_noise:
@@ -199,6 +221,9 @@ def replace_attention_with_int8(
     if any(hasattr(module.processor, "_attention_backend") for *_, module in chosen):
         backends.backend()
     of_models = {prefix: steps.Step(noise) for prefix in models}
+    if again:
+        for model in models.values():
+            restore_attention(model)
     layers = [
         Layer(name, module, _policy_of(name, policies), of_models[prefix], **shared)
         for prefix, name, module in chosen
@@ -281,11 +306,15 @@ def _check_chosen(
             f"no attention module is chosen by include={include!r} exclude={exclude!r}, there are "
             f"{some_of(names)}"
         )
+
+
+def _check_not_replaced(chosen: Sequence[tuple[str, str, Any]]) -> None:
     for _, name, module in chosen:
         if interception.layer_of(module) is not None:
             raise ValueError(
-                f"{name} is replaced already: restore() that first; a copy of a replaced model "
-                "stays INT8, so copy the model after restore()"
+                f"{name} is replaced already: restore() that first, call cupyattn.interop.restore "
+                "of the pipeline or model, or give again=True; a copy of a replaced model stays "
+                "INT8, so copy the model after restore()"
             )
 
 

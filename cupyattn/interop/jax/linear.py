@@ -57,7 +57,7 @@ class Int8Linear:
     ----------
     codes : jax.Array, (out, in), int8
         Of W, as `cupyattn.weight_quant` makes them.
-    scales : jax.Array, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
+    scales : jax.Array, (ceil(out / 128), ceil(in / 128)) or (out, 1), any float type
         Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
     bias : jax.Array, (out,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
@@ -116,6 +116,8 @@ class Int8Linear:
     ) -> None:
         linear.check_given(linear.FROM_WEIGHT, codes, scales)
         codes, scales = as_array("codes", codes), as_array("scales", scales)
+        if scales.dtype.name in linear.FLOATS:
+            scales = scales.astype(jnp.float32)
         bias = None if bias is None else as_array("bias", bias)
         if outlier_weight is not None:
             outlier_weight = as_array("outlier_weight", outlier_weight)

@@ -8,7 +8,8 @@ from cupyattn.interop.torch.functional import (
     scaled_dot_product_attention,
 )
 from cupyattn.interop.torch.linear import Int8Linear
-from cupyattn.interop.torch.models import load_int8, replace_linear_with_int8
+from cupyattn.interop.torch.loading import load_int8
+from cupyattn.interop.torch.models import replace_linear_with_int8
 from cupyattn.interop.torch.modules import Attention, Int8Attention
 
 __all__ = [

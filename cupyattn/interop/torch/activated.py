@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cupyattn.interop.torch.epilogues import FUNCTIONS
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.offloading import has_own_forward
 from cupyattn.quant.activation import GATE_LAST, GLU
 
 #: A module that was replaced: its parent, its name there, the module, and what took its place.
@@ -92,26 +93,10 @@ def put_activated(model: nn.Module) -> list[Place]:
     return places
 
 
-def take_out_activated(places: list[Place]) -> None:
-    """Put back the modules that `put_activated` replaced.
-
-    Raises
-    ------
-    RuntimeError
-        If something else has taken a place since; then nothing is put back.
-    """
-    for parent, name, module, unit in places:
-        if parent._modules.get(name) is not unit or unit.proj is not module.proj:
-            raise RuntimeError(f"{name!r} of {type(parent).__name__} is another module by now")
-    for parent, name, module, unit in places:
-        parent._modules[name] = module.train(unit.training)
-    places.clear()
-
-
 def _activation_of(module: nn.Module) -> str:
     """Return what a module of diffusers applies to its layer; "" for any other, or with hooks."""
     # NOTE: libraries that move weights in each call replace the function of an instance.
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    if module._forward_hooks or module._forward_pre_hooks or has_own_forward(module):
         return ""
     kind = type(module)
     if kind.__module__ != "diffusers.models.activations":

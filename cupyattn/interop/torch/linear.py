@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
+from cupyattn.interop.torch.offloading import check_readable
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
+from cupyattn.interop.torch.read_only import ReadOnlyWeight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.linear import LayerArrays, LayerSettings, check_given, check_layer
 from cupyattn.ops.weights import weight_quant
@@ -111,15 +114,20 @@ int8_linear = define(
 differentiate(int8_linear, _derivative, _save, _join)
 
 
-class Int8Linear(torch.nn.Module):
+#: The names of a layer's codes in a state dict, now and formerly.
+CODES, FORMER_CODES = "weight_codes", "weight"
+
+
+class Int8Linear(torch.nn.Linear):
     """A linear layer, ``activation(x W^T + bias)``, with W in INT8 and x quantised in each call.
 
     Parameters
     ----------
     codes : Tensor, (out, in), int8
         Of W, as `cupyattn.weight_quant` makes them.
-    scales : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1), float32
-        Of blocks, or of channels: then x gets a scale for each row.
+    scales : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1)
+        Of blocks, or of channels: then x gets a scale for each row. Of any float type; the layer
+        keeps float32.
     bias : Tensor or Parameter, (out,), float16, bfloat16 or float32, optional
         A parameter stays one, and may be trained.
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
@@ -146,8 +154,13 @@ class Int8Linear(torch.nn.Module):
     -----
     Constructor, `from_weight`, and `residual` and `gate` of a call are those of
     `cupyattn.Int8Linear` and `cupyattn.interop.jax.Int8Linear`. Codes and scales are the buffers
-    `weight` and `weight_scale`, as in compressed-tensors; the scales stay float32 when the module
-    is converted. A gradient goes to x and to the bias, through the weight that the codes stand for.
+    `weight_codes` and `weight_scale`; the scales stay float32 when the module is converted. A state
+    dict with the codes under ``weight``, as in compressed-tensors, is loaded, too. A gradient goes
+    to x and to the bias, through the weight that the codes stand for.
+
+    `weight` is what other libraries read: a tensor of the type `weight_dtype`, whose numbers are
+    made of the codes whenever something reads them. Every write to it is refused. In compiled code
+    it is a copy.
 
     Examples
     --------
@@ -158,8 +171,10 @@ class Int8Linear(torch.nn.Module):
     (torch.Size([3, 40]), True)
     """
 
-    weight: Tensor
+    weight_codes: Tensor
     weight_scale: Tensor
+    #: The type of `weight`: of what was quantised, converted with the module.
+    weight_dtype: torch.dtype
 
     def __init__(
         self,
@@ -174,15 +189,18 @@ class Int8Linear(torch.nn.Module):
         arch: str | None = None,
         backend: str | None = None,
     ) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)  # a Linear would make a weight
         check_given("from_linear(linear) makes them of a torch.nn.Linear", codes, scales)
+        given = getattr(scales, "dtype", None)
+        if isinstance(scales, Tensor) and scales.is_floating_point():
+            scales = scales.detach().float()
         arrays = LayerArrays(
             _form("codes", codes), _form("scales", scales), _form("bias", bias),
             _form("outlier_weight", outlier_weight),
         )  # fmt: skip
         settings = LayerSettings(activation, outlier_columns, block_size, arch, backend)
         _refuse_outliers(check_layer(arrays, settings).tolist())
-        self.register_buffer("weight", codes)
+        self.register_buffer(CODES, codes)
         self.register_buffer("weight_scale", scales)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -191,6 +209,33 @@ class Int8Linear(torch.nn.Module):
         self.in_features = codes.shape[1]
         self.strategy = strategy_of_weight(codes.shape, scales.shape)
         self.activation, self.arch, self.backend = activation, arch, backend
+        like_scales = given if given in (torch.float16, torch.bfloat16) else None
+        self.weight_dtype = like_scales or torch.get_default_dtype()
+        if bias is not None:
+            self.weight_dtype = bias.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the codes stand for, (rows of the codes, in), made when it is read.
+
+        Raises
+        ------
+        RuntimeError
+            If the codes are offloaded, and for every write.
+        """
+        codes, scales, dtype = self.weight_codes, self.weight_scale, self.weight_dtype
+        check_readable(self, codes)
+        if torch.compiler.is_compiling():
+            return dequantised(codes, scales, dtype)
+        like = torch.empty(codes.shape, dtype=dtype, device="meta")
+        read = functools.partial(dequantised, codes, scales, dtype)
+        found: Tensor = ReadOnlyWeight(like, codes.device, read)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            refuse_write()
+        super().__setattr__(name, value)
 
     @classmethod
     def from_linear(
@@ -214,7 +259,7 @@ class Int8Linear(torch.nn.Module):
         Raises
         ------
         TypeError
-            For what is no linear layer.
+            For what is no linear layer, or INT8 already.
         ValueError, UnsupportedError
             As for `from_weight`.
         """
@@ -223,6 +268,8 @@ class Int8Linear(torch.nn.Module):
                 f"linear must be a torch.nn.Linear, got {type(linear).__name__}: "
                 "replace_linear_with_int8 takes a whole model"
             )
+        if isinstance(linear, Int8Linear):
+            raise TypeError("linear is an Int8Linear already: use it as it is")
         return cls.from_weight(linear.weight, linear.bias, strategy=strategy, **options)
 
     @classmethod
@@ -271,14 +318,18 @@ class Int8Linear(torch.nn.Module):
         with on_device_of(weight):
             made = weight_quant(as_array(weight), strategy=strategy)
             codes, scales = map(as_tensor, made)
-        return cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
+        made = cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
+        made.weight_dtype = weight.dtype
+        return made
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Int8Linear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Int8Linear:
         """Move tensors, and convert all but the scales, as ``to`` does."""
         scale: Tensor = self.weight_scale
-        super()._apply(*args, **kwargs)
+        super()._apply(fn, *args, **kwargs)
         if self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
+        like = torch.empty(0, dtype=self.weight_dtype, device=scale.device)
+        self.weight_dtype = fn(like).dtype
         return self
 
     def _load_from_state_dict(
@@ -292,6 +343,11 @@ class Int8Linear(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load codes with their scales; report other tensors, of which nothing is copied then."""
+        former = prefix + FORMER_CODES
+        if former in state_dict and prefix + CODES not in state_dict:
+            state_dict = {
+                prefix + CODES if name == former else name: x for name, x in state_dict.items()
+            }
         if refusal := self._unfit(state_dict, prefix):
             error_msgs.append(refusal)
             return
@@ -301,20 +357,20 @@ class Int8Linear(torch.nn.Module):
 
     def _unfit(self, state_dict: dict[str, Any], prefix: str) -> str:
         """Say why the tensors of a state dict are no codes and scales of this layer, or ""."""
-        codes, scales = (state_dict.get(prefix + name) for name in ("weight", "weight_scale"))
+        codes, scales = (state_dict.get(prefix + name) for name in (CODES, "weight_scale"))
         if isinstance(codes, Tensor) and codes.dtype != torch.int8:
             return (
-                f"{prefix}weight must be INT8 codes of shape {tuple(self.weight.shape)}, got "
+                f"{prefix}weight must be INT8 codes of shape {tuple(self.weight_codes.shape)}, got "
                 f"{codes.dtype} of shape {tuple(codes.shape)}: load weights that are no codes "
                 "before replace_linear_with_int8, or after restore()"
             )
         if (codes is None) != (scales is None):
-            present, absent = "weight", "weight_scale"
+            present, absent = CODES, "weight_scale"
             if codes is None:
                 present, absent = absent, present
             return f"{prefix}{present} needs {prefix}{absent} beside it: load both, or neither"
         for name, own, given in (
-            ("weight", self.weight, codes), ("weight_scale", self.weight_scale, scales)
+            (CODES, self.weight_codes, codes), ("weight_scale", self.weight_scale, scales)
         ):  # fmt: skip
             if isinstance(given, Tensor) and given.shape != own.shape:
                 return (
@@ -363,14 +419,14 @@ class Int8Linear(torch.nn.Module):
             raise RuntimeError(
                 f"expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}"
             )
-        if x.device != self.weight.device:
+        if x.device != self.weight_codes.device:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but x is on "
-                f"{x.device}, weight is on {self.weight.device}"
+                f"{x.device}, weight is on {self.weight_codes.device}"
             )
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        given = x, self.weight, self.weight_scale, self.bias
+        given = x, self.weight_codes, self.weight_scale, self.bias
         options = activation or self.activation or "", self.arch, self.backend
         if torch.compiler.is_compiling():
             epilogues.register()
@@ -390,14 +446,11 @@ class Int8Linear(torch.nn.Module):
         return run(*given, *options)
 
     def extra_repr(self) -> str:
-        """Name sizes and settings."""
-        by = None if self.strategy == "block" else self.strategy
+        """Name sizes, what shares a scale, the type that codes stand for, and settings."""
         named = {
-            "strategy": by, "activation": self.activation, "arch": self.arch,
+            "in_features": self.in_features, "out_features": self.out_features,
+            "bias": self.bias is not None, "strategy": self.strategy,
+            "weight_dtype": self.weight_dtype, "activation": self.activation, "arch": self.arch,
             "backend": self.backend,
         }  # fmt: skip
-        said = [f"{name}={x!r}" for name, x in named.items() if x is not None]
-        return ", ".join(
-            [f"in_features={self.in_features}, out_features={self.out_features}",
-             f"bias={self.bias is not None}", *said]
-        )  # fmt: skip
+        return ", ".join(f"{name}={x!r}" for name, x in named.items() if x is not None)

@@ -46,7 +46,7 @@ def _define(name: str, schema: Schema) -> Any:
         tensors, settings = schema.given(arguments), schema.settings(arguments).of_call
         check_tensors("attention", tensors)
         q = tensors["q"]
-        o = q.new_empty(q.shape)
+        o = torch.empty_like(q)
         if not settings.return_lse:
             return o, no_lse(o)
         if "cu_seqlens_q" in tensors:
@@ -149,13 +149,16 @@ def differentiate(
 
 
 def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
-    """Return whether autograd goes through a call on these, and whether operators are watched."""
+    """Return whether autograd goes through a call on these, and whether operators are watched.
+
+    Views that negate count as watched: torch's dispatcher makes numbers of them.
+    """
     differentiable, seen = False, watched()
     for x in arguments:
         if not isinstance(x, Tensor):  # None, a setting, or what is refused later
             continue
         differentiable = differentiable or x.requires_grad
-        seen = seen or type(x) not in PLAIN
+        seen = seen or type(x) not in PLAIN or x.is_neg()
     return differentiable and torch.is_grad_enabled(), seen
 
 
@@ -226,9 +229,10 @@ def _operator_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def watched() -> bool:
-    """Return whether a compiler, a mode, a transform or forward-mode AD has to see operators."""
+    """Return whether a compiler, trace, mode, transform or forward-mode AD has to see operators."""
     return bool(
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # of torch.jit.trace
         or torch._C._len_torch_dispatch_stack() > 0
         or active()
         or forward_mode()

@@ -13,6 +13,7 @@ from torch import nn
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.originals import original_of
 
 _SAVE = "save_pretrained"
 
@@ -30,7 +31,7 @@ def refuse_saving(model: nn.Module) -> None:
         method = getattr(type(module), _SAVE, None)
         writes_weights = method is not None and not method.__module__.startswith("peft.")
         if writes_weights and _SAVE not in vars(module) and _has_codes(module):
-            setattr(module, _SAVE, functools.partial(_refuse, type(module).__name__))
+            setattr(module, _SAVE, functools.partial(_refuse, module))
 
 
 def allow_saving(model: nn.Module) -> None:
@@ -50,9 +51,19 @@ def _has_codes(module: nn.Module) -> bool:
     return any(isinstance(layer, Int8Linear) for layer in module.modules())
 
 
-def _refuse(kind: str, *_: Any, **__: Any) -> NoReturn:
+def _refuse(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
+    originals = [original_of(layer) for layer in module.modules() if isinstance(layer, Int8Linear)]
+    if all(original is not None and original.module is not None for original in originals):
+        way = (
+            "call cupyattn.interop.restore(model) first, or let `cupyattn convert` write INT8 "
+            "codes of the original folder, which load_int8 loads"
+        )
+    else:
+        way = (
+            "its layers have no weights to restore, so keep the folder that load_int8 takes, or "
+            "torch.save(model.state_dict(), path)"
+        )
     raise UnsupportedError(
-        f"save_pretrained of a {kind} with INT8 linear layers is refused, since from_pretrained "
-        "would take the codes for weights: call restore() of the handle first, or let `cupyattn "
-        "convert` write INT8 codes of the original folder, which load_int8 loads"
+        f"save_pretrained of a {type(module).__name__} with INT8 linear layers is refused, since "
+        f"from_pretrained would take the codes for weights: {way}"
     )

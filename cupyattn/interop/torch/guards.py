@@ -1,0 +1,33 @@
+"""What modules of a model get while it has INT8 layers, so that other libraries fit them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from cupyattn.interop.torch.adapting import forget_adapters, let_adapt
+from cupyattn.interop.torch.fusing import keep_fused, let_fuse
+from cupyattn.interop.torch.saving import allow_saving, refuse_saving
+
+
+def guard(model: nn.Module) -> None:
+    """Let a model's own methods fit its INT8 layers, or refuse.
+
+    Parameters
+    ----------
+    model : Module
+    """
+    refuse_saving(model)
+    keep_fused(model)
+    let_adapt(model)
+
+
+def unguard(model: nn.Module) -> None:
+    """Undo `guard` of modules that have no INT8 layers left.
+
+    Parameters
+    ----------
+    model : Module
+    """
+    allow_saving(model)
+    let_fuse(model)
+    forget_adapters(model)

@@ -1,0 +1,146 @@
+"""Hooks of accelerate and diffusers that move or convert the weights of a model in each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+#: Names of the hooks of diffusers.
+_GROUPS, CASTING = "group_offloading", "layerwise_casting"
+_WAY_OF_ACCELERATE = (
+    "pipe.remove_all_hooks() or accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+)
+_WAY_OF_GROUPS = (
+    "diffusers.hooks.HookRegistry.check_if_exists_or_initialize(model).remove_hook("
+    f"'{_GROUPS}', recurse=True)"
+)
+
+
+def hooks_of_diffusers(module: nn.Module) -> dict[str, Any]:
+    """Return the hooks of diffusers that a module has now, by their names."""
+    registry = vars(module).get("_diffusers_hook")
+    return {} if registry is None else dict(registry.hooks)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a library put something in the place of a module's ``forward``.
+
+    What hooks leave behind when they are removed, the method of the class itself, does not count.
+    """
+    found = vars(module).get("forward")
+    return found is not None and getattr(found, "__func__", None) is not type(module).forward
+
+
+def check_readable(layer: nn.Module, codes: Tensor) -> None:
+    """Raise if the codes of an INT8 layer lie somewhere else than in their tensor.
+
+    Parameters
+    ----------
+    layer : Int8Linear
+    codes : Tensor
+        Of the layer.
+
+    Raises
+    ------
+    RuntimeError
+    """
+    if codes.is_meta:
+        raise RuntimeError(
+            "the weight of this Int8Linear is offloaded, its codes are on the meta device: "
+            "remove the offloading hooks first, or read it within a call of the layer"
+        )
+    hook = hooks_of_diffusers(layer).get(_GROUPS)
+    if hook is not None and hook.group.offload_to_disk_path is not None:
+        raise RuntimeError(
+            "the weight of this Int8Linear is offloaded to disk by diffusers: read it before "
+            "enable_group_offload()"
+        )
+
+
+def check_not_offloaded(model: nn.Module) -> None:
+    """Raise if the weights of a model are moved or converted in each call.
+
+    Parameters
+    ----------
+    model : Module
+
+    Raises
+    ------
+    ValueError
+        For weights that are offloaded layer by layer or in groups, or converted by layerwise
+        casting. A hook that moves the whole model, as of ``enable_model_cpu_offload``, is fine.
+    """
+    for name, module in model.named_modules():
+        where = repr(name) if name else "the model"
+        if CASTING in hooks_of_diffusers(module):
+            raise ValueError(
+                f"the weights of {where} are cast by layerwise casting of diffusers, which has "
+                "rounded them: load the model again, replace first, then cast"
+            )
+        library = "accelerate" if _is_placed(module) else ""
+        if _GROUPS in hooks_of_diffusers(module):
+            library = "group offloading of diffusers"
+        if library:
+            raise ValueError(
+                f"the weights of {where} are offloaded by {library}: replace first, then offload"
+            )
+
+
+def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) -> None:
+    """Raise if hooks stand in the way of putting back what some layers replaced.
+
+    Parameters
+    ----------
+    model : Module
+    layers : iterator of (str, Module)
+        Names and layers that are to be taken out of it.
+
+    Raises
+    ------
+    RuntimeError
+    """
+    for name, module in model.named_modules():
+        hook = hooks_of_diffusers(module).get(_GROUPS)
+        if hook is None:
+            continue
+        where = repr(name) if name else "the model"
+        if hook.group.offload_to_disk_path is not None:
+            raise RuntimeError(
+                f"the weights of {where} are offloaded to disk by diffusers, and are lost to the "
+                "model once its hooks are removed: call restore() before enable_group_offload(), "
+                "or load the model again"
+            )
+        raise RuntimeError(
+            f"the weights of {where} are offloaded in groups by diffusers: remove the offloading "
+            f"hooks first, with {_WAY_OF_GROUPS}"
+        )
+    for name, layer in layers:
+        tensors = (*layer.parameters(), *layer.buffers())
+        if _is_placed(layer) or any(x.is_meta for x in tensors):
+            raise RuntimeError(
+                f"the weights of {name!r} are offloaded by accelerate: remove the offloading hooks "
+                f"first, with {_WAY_OF_ACCELERATE}"
+            )
+        if has_own_forward(layer) and CASTING not in hooks_of_diffusers(layer):
+            raise RuntimeError(
+                f"{name!r} has a forward of its own, which another library has put there: remove "
+                "it first"
+            )
+
+
+def move_casting(layer: nn.Module, to: nn.Module) -> None:
+    """Let diffusers cast the weights of another layer as it casts those of one, if it does."""
+    hook = hooks_of_diffusers(layer).get(CASTING)
+    if hook is not None:
+        from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
+
+        apply_layerwise_casting_hook(to, hook.storage_dtype, hook.compute_dtype, hook.non_blocking)
+
+
+def _is_placed(module: nn.Module) -> bool:
+    """Whether a hook of accelerate moves a module's own tensors or its inputs in each call."""
+    hook = vars(module).get("_hf_hook")
+    hooks = getattr(hook, "hooks", (hook,))  # of one that holds several
+    return any(hasattr(one, "weights_map") for one in hooks)

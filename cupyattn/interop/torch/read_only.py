@@ -1,0 +1,182 @@
+"""`ReadOnlyWeight`: the weight that INT8 codes stand for, as a tensor that is made when it is read.
+
+Other libraries read ``layer.weight``: its type and device, or its numbers. They also write to it,
+which would be lost, since the codes are what a layer computes with. So every write is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+#: What a write is told.
+_WRITE = (
+    "the weight of an Int8Linear cannot be written, since the layer computes with INT8 codes: call "
+    "restore(), then write it or fuse the adapter, then replace_linear_with_int8 again"
+)
+#: What is told to those who ask for gradients.
+_TRAIN = (
+    "the weight of an Int8Linear cannot be trained, since the layer computes with INT8 codes: "
+    "train an adapter or the bias, or a copy, weight.clone()"
+)
+#: What is told to those who ask where the numbers lie.
+_MEMORY = (
+    "the weight of an Int8Linear has no memory, since it is made of INT8 codes when it is read: "
+    "take a copy, weight.clone()"
+)
+
+
+class ReadOnlyWeight(Tensor):
+    """A tensor whose numbers are made each time when an operator reads them.
+
+    Views of it are such tensors, too; results of all other operators are plain tensors.
+
+    Parameters
+    ----------
+    like : Tensor
+        On the meta device: shape, strides and type.
+    device : device
+        Where `read` makes the numbers.
+    read : callable
+        Returns them as a plain tensor of the form of `like`.
+
+    Examples
+    --------
+    >>> w = ReadOnlyWeight(torch.empty(2, 3, device="meta"), torch.device("cpu"),
+    ...                    lambda: torch.ones(2, 3))
+    >>> (torch.ones(1, 3) @ w.T).tolist(), w.shape, w.dtype
+    ([[3.0, 3.0]], torch.Size([2, 3]), torch.float32)
+    """
+
+    _like: Tensor
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> Any:
+        """Make a tensor that has a form and no memory."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
+            dtype=like.dtype, device=device,
+        )  # fmt: skip
+        torch._C._set_throw_on_mutable_data_ptr(made)  # C++ would read at the address 0
+        made._like, made._read = like, read
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        """Accept the arguments of ``__new__``."""
+
+    def __repr__(self, **_: Any) -> str:
+        return f"read from INT8 codes: {self._read()!r}"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse writes that are no operators; read where a method needs memory."""
+        kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], cls) else None
+        if own is not None and func in _REFUSED:
+            said, refuses = _REFUSED[func]
+            if refuses(*args[1:], **kwargs):
+                raise RuntimeError(said)
+        elif own is not None and func in _OF_MEMORY:
+            return _OF_MEMORY[func](own._read(), *args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on the numbers; a view stays unread, and a write is refused."""
+        kwargs = kwargs or {}
+        if any(isinstance(x, cls) for x in _written(func, args, kwargs)):
+            refuse_write()
+        if func.is_view and isinstance(args[0], cls):
+            return args[0]._view(functools.partial(_call, func, args[1:], kwargs))
+
+        def plain(x: Any) -> Any:
+            return x._read() if isinstance(x, cls) else x
+
+        args, kwargs = _pytree.tree_map(plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _view(self, function: Callable[[Tensor], Any]) -> Any:
+        """Return the views that a function makes of a tensor, none of them read."""
+        found = function(self._like)
+        if isinstance(found, Tensor):
+            return type(self)(found, self.device, lambda: function(self._read()))
+        return [
+            type(self)(one, self.device, lambda number=number: function(self._read())[number])
+            for number, one in enumerate(found)
+        ]
+
+
+def _call(func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Any:
+    return func(x, *rest, **kwargs)
+
+
+def refuse_write() -> NoReturn:
+    """Raise what a write raises."""
+    raise RuntimeError(_WRITE)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to, flat."""
+    found = [
+        kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    leaves: list[Any] = _pytree.tree_leaves(found)
+    return leaves
+
+
+def _true(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _numpy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return numbers in memory that cannot be written."""
+    found = x.numpy(*args, **kwargs)
+    found.flags.writeable = False
+    return found
+
+
+def _array(x: Tensor, dtype: Any = None) -> Any:
+    found = _numpy(x)
+    return found if dtype is None else found.astype(dtype)
+
+
+def _dlpack(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a copy, which a consumer must not have refused."""
+    if kwargs.pop("copy", None) is False:
+        raise BufferError("the weight of an Int8Linear is made when it is read: allow a copy")
+    return x.__dlpack__(*args, **kwargs)
+
+
+#: Functions that are no operators: a sentence, and which arguments it refuses.
+_REFUSED: dict[Any, tuple[str, Callable[..., bool]]] = {
+    Tensor.data.__set__: (_WRITE, _true),
+    Tensor.grad.__set__: (_TRAIN, lambda grad: grad is not None),
+    Tensor.requires_grad.__set__: (_TRAIN, bool),
+    Tensor.requires_grad_: (_TRAIN, lambda requires_grad=True: bool(requires_grad)),
+    Tensor.share_memory_: (_MEMORY, _true),
+    Tensor.storage: (_MEMORY, _true),
+    Tensor.untyped_storage: (_MEMORY, _true),
+    Tensor.data_ptr: (_MEMORY, _true),
+}
+#: Functions that are no operators and read memory, by what they return of a plain tensor.
+_OF_MEMORY: dict[Any, Callable[..., Any]] = {
+    Tensor.numpy: _numpy,
+    Tensor.tolist: Tensor.tolist,
+    Tensor.__array__: _array,
+    Tensor.__dlpack__: _dlpack,
+    Tensor.__deepcopy__: lambda x, memo: x,
+    Tensor.__reduce_ex__: lambda x, protocol: x.__reduce_ex__(protocol),
+}

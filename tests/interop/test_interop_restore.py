@@ -1,0 +1,216 @@
+"""Taking back what was replaced: with the handle, without one, again, and after others moved it."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cupyattn as ca
+from cupyattn import interop
+from cupyattn.interop import restoring
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+peft = pytest.importorskip("peft")
+from experiments._harness import small_transformers as small  # noqa: E402
+from tests.interop import diffusers_cases as cases  # noqa: E402
+
+of_torch = importlib.import_module("cupyattn.interop.torch")
+of_diffusers = importlib.import_module("cupyattn.interop.diffusers")
+nn = torch.nn
+SMALL = ca.Int8Config(min_elements_for_int8=0)
+LORA = {"r": 4, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def int8(model: Any, **options: Any) -> Any:
+    return of_torch.replace_linear_with_int8(model, config=SMALL, backend="mirror", **options)
+
+
+def int8_attention(model: Any, **options: Any) -> Any:
+    options = {"min_length": 1, "policy": "balanced"} | options
+    return of_diffusers.replace_attention_with_int8(model, **options)
+
+
+def int8_layers(model: Any) -> list[str]:
+    return [n for n, layer in model.named_modules() if isinstance(layer, of_torch.Int8Linear)]
+
+
+def make(family: str = "wan") -> tuple[Any, Any, Any]:
+    """Return a model, what calls it, and its output."""
+    model, call = small.transformer(family), small.caller(family)
+    return model, call, call(model)
+
+
+# ---- adapters that come and go -------------------------------------------------------------------
+
+
+def test_layers_are_restored_after_an_adapter_was_unloaded() -> None:
+    """It stood round the layers when they were replaced, and takes its place with it."""
+    model, call, native = make()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    handle = int8(adapted)
+    model = adapted.unload()
+    assert int8_layers(model)
+    handle.restore()
+    assert not int8_layers(model) and torch.equal(call(model), native)
+
+
+def test_layers_are_restored_under_an_adapter_that_came_later() -> None:
+    model, call, native = make()
+    config = peft.LoraConfig(**LORA)
+    torch.manual_seed(1)
+    own = peft.get_peft_model(copy.deepcopy(model), config)
+    handle = int8(model)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, config)
+    handle.restore()
+    assert not int8_layers(adapted) and torch.equal(call(adapted), call(own))
+    layer = model.blocks[0].attn1.to_q.base_layer
+    assert type(layer) is nn.Linear and not layer.weight.requires_grad  # as peft froze the model
+    assert torch.equal(call(adapted.unload()), native)
+
+
+def test_an_adapter_of_an_activated_layer_stays() -> None:
+    model, call, _ = make("sd3")
+    handle = int8(model)
+    config = peft.LoraConfig(r=4, target_modules=["net.0.proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    found = call(model)
+    handle.restore()
+    adapted = model.transformer_blocks[0].ff.net[0].proj
+    assert isinstance(adapted, peft.tuners.lora.Linear) and not int8_layers(model)
+    assert 0 < (call(model) - found).norm() / found.norm() < 0.05
+
+
+# ---- layers that are gone ------------------------------------------------------------------------
+
+
+def test_layers_that_are_gone_are_named_and_the_others_restored() -> None:
+    model, call, native = make()
+    model.fuse_qkv_projections()
+    handle = int8(model)
+    model.unfuse_qkv_projections()
+    said = "^2 of the layers that were replaced are not in the model .*: blocks.0.attn1.to_qkv, bl"
+    with pytest.warns(UserWarning, match=said):
+        handle.restore()
+    assert not int8_layers(model) and torch.equal(call(model), native)
+    handle.restore()  # there is nothing left to say
+
+
+def test_a_layer_that_moved_is_restored_where_it_is() -> None:
+    linear = nn.Linear(256, 256)
+    model = nn.ModuleDict({"blocks": nn.Sequential(linear), "other": nn.Sequential()})
+    handle = int8(model)
+    model["other"].append(model["blocks"].pop(0))
+    handle.restore()
+    assert model["other"][0] is linear
+
+
+# ---- without the handle --------------------------------------------------------------------------
+
+
+def test_both_kinds_are_restored_without_their_handles() -> None:
+    model, call, native = make("sd3")
+    handles = int8(model), int8_attention(model)
+    assert not torch.equal(call(model), native)
+    interop.restore(model)
+    assert torch.equal(call(model), native) and not int8_layers(model)
+    assert not model._forward_pre_hooks and "save_pretrained" not in vars(model)
+    for handle in handles:
+        handle.restore()  # nothing is left to do
+    interop.restore(model)
+    assert torch.equal(call(model), native)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pipeline_is_restored(compiled: bool) -> None:
+    pipe = cases.make("sd3")
+    native = cases.generate(pipe, "sd3", 1)
+    int8_attention(pipe)
+    pipe.transformer = int8(pipe.transformer)  # a handle in the model's place
+    interop.restore(pipe)
+    pipe.transformer = pipe.transformer.target
+    assert torch.equal(cases.generate(pipe, "sd3", 1), native)
+    if compiled:
+        own, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
+        int8(own)
+        interop.restore(pipe)
+        assert not int8_layers(own)
+
+
+def test_what_cannot_be_restored_is_said_and_nothing_is_taken_back(tmp_path: Path) -> None:
+    model, call, _ = make()
+    int8_attention(model)
+    int8(model, exclude="ffn")
+    int8(model, include="ffn", originals="drop")
+    found, said = call(model), "^'blocks.0.ffn.net.0.proj' is INT8 without the layer that it rep"
+    for again in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=said if again is model else "is INT8 without the"):
+            interop.restore(again)
+        assert torch.equal(call(again), found)
+    with pytest.raises(RuntimeError, match=said):
+        int8(model, again=True)
+    source = small.transformer("wan")
+    source.save_pretrained(tmp_path / "model")
+    ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8", config=SMALL)
+    loaded = of_torch.load_int8(type(source), tmp_path / "int8", backend="mirror")
+    with pytest.raises(RuntimeError, match="is INT8 without the layer .* as those of load_int8"):
+        interop.restore(loaded)
+
+
+def test_what_is_neither_a_pipeline_nor_a_module_is_refused() -> None:
+    with pytest.raises(TypeError, match="must be a DiffusionPipeline or a torch.nn.Module, got di"):
+        interop.restore({})
+    interop.restore(nn.Linear(3, 3))
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(restoring).failed == 0
+    assert "restore" in dir(interop)
+
+
+# ---- again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replace", [int8, int8_attention])
+def test_a_cell_runs_twice(replace: Any) -> None:
+    model, call, native = make("sd3")
+    names = {int8: ("ff", "attn"), int8_attention: ("blocks.0", "blocks.1")}[replace]
+    both = [replace(model, include=name) for name in names]
+    with pytest.raises(ValueError, match=r"is replaced already: restore\(\) that first, call cup"):
+        replace(model)
+    last = replace(model, include=names[0], again=True)
+    found = call(model)
+    assert all(names[0] in name for name in last.replaced)
+    for handle in both:
+        handle.restore()  # of layers that are not its own any more
+    assert torch.equal(call(model), found)
+    last.restore()
+    assert torch.equal(call(model), native)
+    with replace(model, include=names[0], again=True):  # nothing to take back
+        assert torch.equal(call(model), found)
+    assert torch.equal(call(model), native)
+
+
+def test_a_pattern_that_is_wrong_takes_nothing_back() -> None:
+    model, call, _ = make()
+    int8(model)
+    int8_attention(model)
+    found = call(model)
+    for replace in (int8, int8_attention):
+        with pytest.raises(ValueError, match="'nowhere' of include is found in the name of no"):
+            replace(model, include="nowhere", again=True)
+    assert torch.equal(call(model), found)
