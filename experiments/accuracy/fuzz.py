@@ -41,7 +41,7 @@ from cupyattn.cli import output
 from experiments._harness import recording
 from experiments._harness.fuzz_cases import Case, Setup, Wrong
 from experiments._harness.fuzz_functions import FUNCTIONS
-from experiments._harness.fuzz_own_rungs import register_own
+from experiments._harness.fuzz_own_rungs import own_rungs
 
 #: Kinds of exceptions that are refusals.
 REFUSALS = (ValueError, TypeError, ca.UnsupportedError)
@@ -67,11 +67,10 @@ class Outcome:
 
 def run_case(name: str, number: int, setup: Setup) -> Outcome:
     """Run one case."""
-    register_own()
     case = Case(setup, list(FUNCTIONS).index(name), number, same_kernels=name == "plan")
     kind, said = "right", ""
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), own_rungs():
             FUNCTIONS[name](case)
         case.check_inputs()
     except Wrong as error:

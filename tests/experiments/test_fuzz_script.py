@@ -21,6 +21,20 @@ from experiments.accuracy import fuzz
 
 def test_a_few_calls_are_right() -> None:
     assert fuzz.main(["--calls", "40", "--others", "4"]) == 0
+    assert not {"own_fa", "own_fa_tc"} & set(ca.VARIANTS)  # they are registered for a case alone
+
+
+def test_a_judge_that_alarms_falsely_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = ca.testing.judge
+
+    def wrong(o: Any, *args: Any, **options: Any) -> Any:
+        return judge(1.5 * o, *args, **options)
+
+    monkeypatch.setattr(ca.testing, "judge", wrong)
+    names = ("judge", "judge of packed sequences")
+    for name in names:
+        outcomes = [fuzz.run_case(name, number, Setup()) for number in range(6)]
+        assert any(one.kind == "failed" and "OUTSIDE" in one.said for one in outcomes)
 
 
 @pytest.mark.parametrize("name", ["attention", "act_quant"])
