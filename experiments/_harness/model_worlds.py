@@ -144,12 +144,12 @@ class World:
 
     def merge(self, safe: bool) -> None:
         """Fuse the adapters that act into the weights."""
-        self._need(self.adapters and not self.offloaded)
+        self._need(self.adapters and not self.offloaded and not self._is_cast())
         self.model.fuse_lora(safe_fusing=safe)
 
     def unmerge(self) -> None:
         """Take fused adapters out again."""
-        self._need(self.adapters and not self.offloaded)
+        self._need(self.adapters and not self.offloaded and not self._is_cast())
         self.model.unfuse_lora()
 
     def save_adapter(self) -> None:
@@ -216,7 +216,8 @@ class World:
 
     def fuse(self) -> None:
         """Fuse the projections of attention."""
-        self._need(self.family != "kandinsky" and not self.offloaded and not self.adapters)
+        self._need(self.family != "kandinsky" and not self.adapters)
+        self._need(not self.offloaded and not self._is_cast())
         self.model.fuse_qkv_projections()
         for name, slot in slots(self.model).items():
             layer = base_of(slot)
@@ -331,6 +332,7 @@ class World:
             if not torch.equal(self.call(again), self.run()):
                 raise AssertionError("a model that was saved and loaded computes something else")
         elif way == "copy":
+            self._need(not self._is_cast())
             again = copy.deepcopy(self.model)
             if not torch.equal(self.call(again), self.run()):
                 raise AssertionError("a copy computes something else")

@@ -54,10 +54,10 @@ def transformer(family: str, seed: int = 0, blocks_of_each: int = 1) -> Any:
     return model.eval()
 
 
-def caller(family: str, seed: int = 0) -> Callable[[Any], Any]:
+def caller(family: str, seed: int = 0, where: str = "cpu") -> Callable[[Any], Any]:
     """Return what calls a transformer of a family, without gradients, and returns its output.
 
-    The same numbers go in every time, in the type that the model has.
+    The same numbers go in every time, from one device, in the type that the model has.
     """
     torch, _ = blocks.libraries()
     if family == "sd3":
@@ -71,6 +71,7 @@ def caller(family: str, seed: int = 0) -> Callable[[Any], Any]:
     else:
         latents, arguments = blocks.inputs(_BLOCKS[family], "cpu", seed)
         given = arguments(latents, torch.tensor([700.0]))
+    given = {name: _moved(x, where) for name, x in given.items()}
 
     def call(model: Any) -> Any:
         dtype = getattr(model, "dtype", torch.float32)
@@ -82,6 +83,10 @@ def caller(family: str, seed: int = 0) -> Callable[[Any], Any]:
             return model(**own, return_dict=False)[0]
 
     return call
+
+
+def _moved(x: Any, where: str) -> Any:
+    return [_moved(one, where) for one in x] if isinstance(x, list) else x.to(where)
 
 
 def in_bfloat16(model: Any) -> Any:

@@ -44,11 +44,11 @@ NAME = "replaced_models"
 FAMILIES = ("flux", "wan", "sd3", "kandinsky")
 #: How often a step is drawn, and at most how many there are in a sequence.
 WEIGHTS = {
-    "run": 6, "load": 5, "swap": 4, "merge": 2, "unmerge": 1, "unload": 2, "save_adapter": 1,
-    "replace": 6, "attention": 1, "restore": 3, "cast": 2, "layerwise": 0.5, "offload": 4,
-    "onload": 3, "fuse": 1, "unfuse": 1, "save": 2, "compiled": 0.15,
+    "run": 5, "load": 5, "swap": 4, "merge": 3, "unmerge": 2, "unload": 2, "save_adapter": 1,
+    "replace": 6, "attention": 1, "restore": 3, "cast": 2, "layerwise": 0.4, "offload": 3,
+    "onload": 4, "fuse": 2, "unfuse": 2, "save": 2, "compiled": 0.2,
 }  # fmt: skip
-STEPS = 14
+STEPS = 18
 #: What may be refused, by the step that is refused. All other exceptions are failures.
 REFUSALS = {
     "replace": (
@@ -58,7 +58,7 @@ REFUSALS = {
     ),
     "restore": (
         "remove the offloading hooks first", "offloaded to disk", "the layers were dropped",
-        "is INT8 without the layer", "has lost its numbers",
+        "is INT8 without the layer", "have other numbers than before",
     ),
     "attention": ("is replaced already",),
     "merge": ("fuse",),

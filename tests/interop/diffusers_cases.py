@@ -312,3 +312,13 @@ def generate(pipe: Any, family: str, steps: int = 4) -> torch.Tensor:
         return_dict=False,
     )  # fmt: skip
     return found[0]
+
+
+def adapter(model: Any, *names: str, rank: int = 4) -> dict[str, torch.Tensor]:
+    """Return a LoRA for layers of a pipeline's transformer, as ``load_lora_weights`` takes it."""
+    state = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        state[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, layer.in_features)
+        state[f"transformer.{name}.lora_B.weight"] = torch.randn(layer.out_features, rank)
+    return state

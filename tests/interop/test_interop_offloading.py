@@ -17,6 +17,7 @@ accelerate = pytest.importorskip("accelerate")
 from diffusers.hooks import HookRegistry  # noqa: E402
 
 from experiments._harness import small_transformers as small  # noqa: E402
+from tests.interop import diffusers_cases as cases  # noqa: E402
 
 interop = importlib.import_module("cupyattn.interop.torch")
 CPU = torch.device("cpu")
@@ -141,6 +142,22 @@ def test_the_whole_model_may_be_moved(before: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ON_DISK)
+def test_a_bias_that_was_written_does_not_hide_that_memory_was_exchanged(
+    level: str, tmp_path: Path
+) -> None:
+    """As loading a state dict writes it: then the scales tell."""
+    model = small.transformer("flux")
+    handle = replaced(model)
+    model.load_state_dict(model.state_dict())
+    ON_DISK[level](model, tmp_path)
+    for x in (*model.parameters(), *model.buffers()):
+        x.data.fill_(100)
+    remove_groups(model)
+    with pytest.raises(RuntimeError, match="^scales or bias of '.*' have other numbers than"):
+        handle.restore()
+
+
+@pytest.mark.parametrize("level", ON_DISK)
 def test_groups_on_disk_work_and_are_not_restored_to_garbage(level: str, tmp_path: Path) -> None:
     """The memory of a bias holds other numbers there, also once the hooks are removed."""
     model, call = small.transformer("sd3"), small.caller("sd3")
@@ -156,7 +173,7 @@ def test_groups_on_disk_work_and_are_not_restored_to_garbage(level: str, tmp_pat
         for x in module.parameters(recurse=False):
             x.data.fill_(-3940.0)  # what is left there is whatever the memory held
     remove_groups(model)
-    with pytest.raises(RuntimeError, match="^the bias of '.*' has lost its numbers, as after gr"):
+    with pytest.raises(RuntimeError, match="^scales or bias of '.*' have other numbers than"):
         handle.restore()
 
 
@@ -232,3 +249,24 @@ def test_a_forward_of_another_library_is_not_lost() -> None:
         handle.restore()
     del layer.forward
     handle.restore()
+
+
+# ---- pipelines that load adapters ----------------------------------------------------------------
+
+
+def test_a_pipeline_whose_groups_are_offloaded_loads_adapters() -> None:
+    """The other ways need a device: tests/gpu/test_interop_offloading.py."""
+    torch.manual_seed(0)
+    own, pipe = cases.make("sd3"), cases.make("sd3")
+    state = cases.adapter(
+        own.transformer, "transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.0.proj"
+    )
+    for one in (own, pipe):
+        replaced(one.transformer)
+    pipe.enable_group_offload(CPU, CPU, "leaf_level")
+    before = cases.generate(pipe, "sd3", 1)
+    assert torch.equal(before, cases.generate(own, "sd3", 1))
+    for one in (own, pipe):
+        one.load_lora_weights(state)
+    found = cases.generate(pipe, "sd3", 1)
+    assert torch.equal(found, cases.generate(own, "sd3", 1)) and not torch.equal(found, before)

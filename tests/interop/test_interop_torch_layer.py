@@ -105,6 +105,17 @@ def test_the_layer_is_an_operator_where_torch_compiles() -> None:
         assert layer(x.float()).dtype == torch.bfloat16
 
 
+def test_calls_are_operators_of_a_trace() -> None:
+    """Other calls leave ``torch.jit.trace`` with memory that nothing wrote."""
+    layer = interop.Int8Linear.from_linear(linear(dtype="float16"), backend="mirror")
+    layer.requires_grad_(False)
+    q, x = torch.randn(1, 2, 8, 16).half(), torch.randn(3, 300, dtype=torch.float16)
+    attend = interop.Attention(causal=True, backend="mirror")
+    for module, given in ((layer, (x,)), (attend, (q, q, q))):
+        other = tuple(-one for one in given)
+        assert torch.equal(torch.jit.trace(module, given)(*other), module(*other))
+
+
 def test_constructors_have_one_signature() -> None:
     """Of CuPy's, torch's and JAX's layers; only types are spelled as each library has them."""
     others = [ca.Int8Linear]

@@ -405,7 +405,7 @@ def test_codes_of_others_are_loaded(tmp_path: Path, strategy: str) -> None:
     weight, module = of_others(tmp_path / "x", strategy, activations)
     layer = interop.load_int8(module, tmp_path / "x", backend="mirror")["fc"]
     assert layer.strategy == ("block" if strategy == "block" else "channel")
-    assert layer.weight_scale.dtype == torch.float32
+    assert layer.weight_scale.dtype == torch.float32 and layer.weight.dtype == torch.bfloat16
     x = torch.randn(9, 64, dtype=torch.bfloat16)
     exact = x.double() @ weight.double().T + layer.bias.double()
     assert (layer(x) - exact).norm() < 0.012 * exact.norm()

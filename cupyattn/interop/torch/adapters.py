@@ -17,6 +17,7 @@ _WRAPPERS = {
     ("peft.tuners.tuners_utils", "BaseTunerLayer"): "base_layer",
     ("peft.utils.other", "AuxiliaryTrainingWrapper"): "original_module",
     ("peft.peft_model", "PeftModel"): "base_model",
+    ("peft.mixed_model", "PeftMixedModel"): "base_model",
     ("peft.tuners.tuners_utils", "BaseTuner"): "model",
 }
 #: Modules of `peft.tuners` whose linear layers add to what the base layer returns, or change its
@@ -25,6 +26,12 @@ _BESIDE = {
     "adalora", "c3a", "delora", "fourierft", "gralora", "ia3", "loha", "lokr", "lora", "oft",
     "psoft", "pvera", "randlora", "road", "tinylora", "unilora", "vblora", "vera", "waveft",
 }  # fmt: skip
+
+
+def copies_layers(module: nn.Module) -> bool:
+    """Whether a module of PEFT keeps a layer beside copies that are trained in its place."""
+    kind = _class("peft.utils.other", "AuxiliaryTrainingWrapper")
+    return kind is not None and isinstance(module, kind)
 
 
 def inner_of(module: nn.Module) -> tuple[str, ...]:

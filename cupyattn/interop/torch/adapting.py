@@ -2,24 +2,30 @@
 
 Loading: diffusers looks up ``state_dict()["to_q.weight"]``, where there are codes by another name.
 Fusing: codes cannot take in an adapter. Layers of 16 bits would be fused before the first INT8 one
-refuses, and scaled before, so models and tuners refuse before they begin.
+refuses, and scaled before, so models and tuners refuse before they begin. Tuners that PEFT makes
+later are known by the model that they register.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.adapters import inner_of
+from cupyattn.interop.torch.adapters import copies_layers, inner_of
+from cupyattn.interop.torch.fusing import as_linear
 from cupyattn.interop.torch.linear import CODES, Int8Linear
+from cupyattn.interop.torch.originals import original_of
 
 #: Methods that fuse adapters, of models of diffusers and of tuners of PEFT.
 _FUSING = ("fuse_lora", "merge_adapter", "merge_and_unload")
+_watching = False
 
 
 class _State(OrderedDict[str, Any]):
@@ -45,8 +51,9 @@ class _State(OrderedDict[str, Any]):
         raise KeyError(name)
 
     def __reduce__(self) -> Any:
-        """Copies and files have the tensors alone."""
-        return OrderedDict, ([*self.items()],)
+        """Copies and files have the tensors alone, and the versions of their modules."""
+        rest = {name: x for name, x in vars(self).items() if name != "_model"}
+        return OrderedDict, (), rest, None, iter(self.items())
 
 
 def let_adapt(model: nn.Module) -> None:
@@ -58,15 +65,54 @@ def let_adapt(model: nn.Module) -> None:
         Modules within it that have a method of `_FUSING` get an attribute that hides it, and a hook
         of their state dict.
     """
+    global _watching
+    if not _watching:
+        register_module_module_registration_hook(_watch)
+        _watching = True
     for module in model.modules():
-        names = [name for name in _FUSING if callable(getattr(type(module), name, None))]
-        if not names or not _has_codes(module):
-            continue
-        if _answer not in module._state_dict_hooks.values():
-            module._register_state_dict_hook(_answer)
-        for name in names:
-            if name not in vars(module):
-                setattr(module, name, functools.partial(_fuse, module, name))
+        if _methods(module) and _has_codes(module):
+            _adapt(module)
+
+
+def _methods(module: nn.Module) -> list[str]:
+    return [name for name in _FUSING if callable(getattr(type(module), name, None))]
+
+
+def _adapt(module: nn.Module) -> None:
+    if _answer not in module._state_dict_hooks.values():
+        module._register_state_dict_hook(_answer)
+    for name in _methods(module):
+        if name not in vars(module):
+            setattr(module, name, functools.partial(_fuse, module, name))
+
+
+def _watch(module: nn.Module, name: str, child: Any) -> Any:
+    """Let what PEFT makes fit INT8 layers, while it registers the model or a layer of it.
+
+    A tuner gets what `let_adapt` gives. Of ``modules_to_save`` a copy is trained, so their layers
+    get 16 bits again.
+    """
+    if child is None or name not in ("model", "original_module"):
+        return None
+    if name == "model" and _methods(module) and _has_codes(child):
+        _adapt(module)
+    if name == "original_module" and copies_layers(module):
+        return _in_16_bits(child)
+    return None
+
+
+def _in_16_bits(module: nn.Module) -> nn.Module:
+    """Return a module whose INT8 layers, or which itself, are what these replaced."""
+    if isinstance(module, Int8Linear):
+        original = original_of(module)
+        if original is not None:
+            original.call.missing.discard(original.name)
+        return as_linear(module).train(module.training)
+    for parent in [*module.modules()]:
+        for name, layer in parent._modules.items():
+            if isinstance(layer, Int8Linear):
+                parent._modules[name] = _in_16_bits(layer)
+    return module
 
 
 def forget_adapters(model: nn.Module) -> None:
@@ -101,20 +147,26 @@ def _answer(module: nn.Module, state: Any, prefix: str, _: Any) -> Any:
 
 def _fuse(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     """Fuse adapters if none of them has an INT8 layer; refuse otherwise."""
-    for name in _int8_tuners(module):
+    function = getattr(type(module), method)
+    given = inspect.signature(function).bind(module, *args, **kwargs).arguments
+    for name in _int8_tuners(module, given.get("adapter_names")):
         raise UnsupportedError(
             f"{method} of a {type(module).__name__} is refused, since the layer of {name!r} is "
             f"INT8, and codes cannot take in an adapter: call restore(), then {method}, then "
             "replace_linear_with_int8 again"
         )
-    return getattr(type(module), method)(module, *args, **kwargs)
+    return function(module, *args, **kwargs)
 
 
-def _int8_tuners(model: nn.Module) -> Iterator[str]:
-    """Yield the names of layers of PEFT whose layer of the model is INT8."""
+def _int8_tuners(model: nn.Module, adapters: Sequence[str] | None) -> Iterator[str]:
+    """Yield the names of INT8 layers that have one of these adapters; None: an active one."""
     for name, module in model.named_modules():
         base: Any = module
         while inner_of(base) == ("base_layer",):
             base = base._modules["base_layer"]
         if base is not module and isinstance(base, Int8Linear):
-            yield name
+            tuner: Any = module
+            parts = (getattr(tuner, part) for part in tuner.adapter_layer_names)
+            there = {adapter for part in parts for adapter in getattr(part, "keys", tuple)()}
+            if there & {*(adapters or tuner.active_adapters)}:
+                yield name

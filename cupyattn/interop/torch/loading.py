@@ -109,7 +109,8 @@ def load_int8(
     for weight in codes:
         linear = layers[weight.removesuffix(WEIGHT)]
         layer = replaced[id(linear)]
-        layer.weight_dtype = _dtype_of(layer, former.get(weight), linear)
+        types = former.get(weight), source.tensors[codes[weight].scales].dtype
+        layer.weight_dtype = _dtype_of(layer, *types, linear)
     put_activated(model)
     guard(model)
     return model.eval() if made_here else given
@@ -193,12 +194,20 @@ def layer_of(
     return layer
 
 
-def _dtype_of(layer: Int8Linear, former: str | None, linear: nn.Linear) -> torch.dtype:
-    """Return the type that a weight had: as files record it, of the bias, or of the model."""
-    if former in FLOATS:
-        found: torch.dtype = getattr(torch, FLOATS[former])
-        return found
-    return linear.weight.dtype if layer.bias is None else layer.bias.dtype
+def _dtype_of(
+    layer: Int8Linear, former: str | None, of_scales: str, linear: nn.Linear
+) -> torch.dtype:
+    """Return the type that a weight had.
+
+    As files record it, of the bias, of scales that have 16 bits, as others store them, or of the
+    model.
+    """
+    if former is None and layer.bias is not None:
+        return layer.bias.dtype
+    if former is None and of_scales in ("F16", "BF16"):
+        former = of_scales
+    found: torch.dtype = getattr(torch, FLOATS.get(former or "", ""), linear.weight.dtype)
+    return found
 
 
 # ---- loading -------------------------------------------------------------------------------------

@@ -226,9 +226,10 @@ def _operator_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def watched() -> bool:
-    """Return whether a compiler, a mode, a transform or forward-mode AD has to see operators."""
+    """Return whether a compiler, trace, mode, transform or forward-mode AD has to see operators."""
     return bool(
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # of torch.jit.trace
         or torch._C._len_torch_dispatch_stack() > 0
         or active()
         or forward_mode()

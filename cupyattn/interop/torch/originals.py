@@ -48,6 +48,8 @@ class Original:
 
     Parameters
     ----------
+    layer : Int8Linear or ActivatedInt8Linear
+        Copies of its scales and its bias tell later whether its memory was exchanged.
     call : Call
     name : str
         Of the layer in the model.
@@ -55,11 +57,14 @@ class Original:
         What was replaced; None where it was dropped.
     """
 
-    def __init__(self, call: Call, name: str, module: nn.Module | None) -> None:
+    def __init__(
+        self, layer: nn.Module, call: Call, name: str, module: nn.Module | None
+    ) -> None:
         self.call, self.name, self.module = call, name, module
-        bias = getattr(module, "bias", None)
+        bias, scale = (getattr(layer, name, None) for name in ("bias", "weight_scale"))
         self.bias = None if bias is None else bias.detach().to("cpu", copy=True)
         self.bias_version = None if bias is None else bias._version
+        self.scale = None if scale is None else scale.to("cpu", copy=True)
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -93,4 +98,4 @@ def keep_original(layer: nn.Module, call: Call, name: str, module: nn.Module) ->
         if call.originals == "cpu" and isinstance(module, nn.Linear):
             module.weight.data = module.weight.data.to("cpu")  # not the bias, which both have
     kept = None if call.originals == "drop" else module
-    setattr(layer, _ATTRIBUTE, Original(call, name, kept))
+    setattr(layer, _ATTRIBUTE, Original(layer, call, name, kept))

@@ -63,6 +63,7 @@ class ReadOnlyWeight(Tensor):
             cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
             dtype=like.dtype, device=device,
         )  # fmt: skip
+        torch._C._set_throw_on_mutable_data_ptr(made)  # C++ would read at the address 0
         made._like, made._read = like, read
         return made
 
@@ -152,11 +153,11 @@ def _array(x: Tensor, dtype: Any = None) -> Any:
     return found if dtype is None else found.astype(dtype)
 
 
-def _dlpack(x: Tensor, **kwargs: Any) -> Any:
+def _dlpack(x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return a copy, which a consumer must not have refused."""
     if kwargs.pop("copy", None) is False:
         raise BufferError("the weight of an Int8Linear is made when it is read: allow a copy")
-    return x.__dlpack__(**kwargs)
+    return x.__dlpack__(*args, **kwargs)
 
 
 #: Functions that are no operators: a sentence, and which arguments it refuses.

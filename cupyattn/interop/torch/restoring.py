@@ -63,7 +63,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
             )
     if places:
         check_restorable(model, ((place.original.name, place.layer) for place in places))
-        _check_biases(model, places)
+        _check_memory(model, places)
     parameters = [*model.parameters()]
     restored = {
         layer: _restored(layer, original, parameters)
@@ -103,26 +103,36 @@ def _has_lost_its_own(layer: Int8Linear) -> bool:
     return original is None or original.module is None
 
 
-def _check_biases(model: nn.Module, places: list[_Place]) -> None:
-    """Raise if memory of a bias was exchanged for other memory, whose numbers nothing has written.
+def _check_memory(model: nn.Module, places: list[_Place]) -> None:
+    """Raise if memory of layers was exchanged for other memory, whose numbers nothing has written.
 
     Group offloading to disk does so, and leaves it so when its hooks are removed.
     """
     if not any("_diffusers_hook" in vars(module) for module in model.modules()):
         return
     for *_, layer, original in places:
-        bias, kept = getattr(layer, "bias", None), original.bias
-        if bias is None or kept is None or bias._version != original.bias_version:
+        if not isinstance(layer, Int8Linear):
             continue
-        now = bias.detach().to("cpu")
-        if not any(_same(now, kept.to(dtype)) for dtype in (now.dtype, *_ROUNDED)):
+        if not (_same(layer.weight_scale, original.scale) and _has_its_bias(layer, original)):
             raise RuntimeError(
-                f"the bias of {original.name!r} has lost its numbers, as after group offloading "
-                "to disk whose hooks were removed: load the model again"
+                f"scales or bias of {original.name!r} have other numbers than before, as after "
+                "group offloading to disk whose hooks were removed: load the model again"
             )
 
 
-def _same(now: Tensor, kept: Tensor) -> bool:
+def _has_its_bias(layer: Int8Linear, original: Original) -> bool:
+    """Whether a bias has the numbers that were written to it last, as far as is known."""
+    bias, kept = layer.bias, original.bias
+    if bias is None or kept is None or bias._version != original.bias_version:
+        return True
+    return any(_same(bias, kept.to(dtype)) for dtype in (bias.dtype, *_ROUNDED))
+
+
+def _same(now: Tensor, kept: Tensor | None) -> bool:
+    """Whether a tensor has the numbers of a copy on the host, in its own type."""
+    if kept is None:
+        return True
+    now = now.detach().to("cpu")
     equal: bool = torch.equal(now.float().nan_to_num(), kept.to(now.dtype).float().nan_to_num())
     return equal
 

@@ -1,0 +1,66 @@
+"""INT8 linear layers of torch on a device: the bits of `cupyattn.Int8Linear`, models, weights.
+
+tests/interop/test_interop_torch_layer.py has what needs none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+import cupyattn as ca
+from tests.interop import torch_cases
+
+cupy = pytest.importorskip("cupy")
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("this torch has no CUDA device", allow_module_level=True)
+interop = importlib.import_module("cupyattn.interop.torch")
+
+
+def same_bits(x: Any, y: Any) -> bool:
+    """Whether a tensor has the numbers of a CuPy array."""
+    return torch_cases.same_bits(x.cpu(), cupy.asnumpy(y))
+
+
+@pytest.mark.parametrize("rows", [5, 200])
+def test_int8_linear(rows: int) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 384, dtype=torch.bfloat16).cuda()
+    layer = interop.Int8Linear.from_linear(linear)
+    weight, bias = (cupy.from_dlpack(x.detach()) for x in (linear.weight, linear.bias))
+    core = ca.Int8Linear.from_weight(weight, bias)
+    for _ in range(2):
+        x = torch.randn(rows, 512, dtype=torch.bfloat16).cuda()
+        with torch.no_grad():
+            assert same_bits(layer(x), core(cupy.from_dlpack(x)))
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all() and linear.bias.grad is not None
+    last = torch.nn.Linear(384, 512, dtype=torch.bfloat16).cuda()
+    model = torch.nn.Sequential(linear, torch.nn.ReLU(), last)
+    with interop.replace_linear_with_int8(model) as handle:
+        assert set(handle.replaced) == {"0", "2"}
+        assert not linear.weight.is_cuda and linear.bias.is_cuda
+        y = model(x)
+    assert linear.weight.is_cuda and (y - model(x)).norm() < 0.05 * model(x).norm()
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_the_weight_of_a_layer_is_read_on_its_device(strategy: str) -> None:
+    linear = torch.nn.Linear(512, 384, dtype=torch.bfloat16).cuda()
+    layer = interop.Int8Linear.from_linear(linear, strategy=strategy)
+    weight, codes = layer.weight, cupy.from_dlpack(layer.weight_codes)
+    scales = cupy.from_dlpack(layer.weight_scale)
+    exact = ca.weight_dequant(codes, scales, out_dtype="bfloat16", strategy=strategy)
+    numbers = weight.clone()
+    assert weight.is_cuda and weight.dtype == torch.bfloat16 and same_bits(numbers, exact)
+    x = torch.randn(5, 512, dtype=torch.bfloat16).cuda()
+    assert torch.equal(torch.nn.functional.linear(x, weight), x @ numbers.T)
+    assert all(map(torch.equal, ca.weight_quant(weight), ca.weight_quant(numbers)))
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        weight.data += 1
+    with pytest.raises(RuntimeError, match="has no memory"):
+        weight.data_ptr()
