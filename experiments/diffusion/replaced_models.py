@@ -12,6 +12,7 @@ Run          python -m experiments.diffusion.replaced_models --json FILE [--sequ
              python -m experiments.diffusion.replaced_models --resume FILE     # goes on
              python -m experiments.diffusion.replaced_models --sequence 17     # one again
 
+Needs torch, diffusers, peft and accelerate.
 What a step does without INT8 is seen on a twin of the model, which takes the same steps but those
 that replace, restore or offload. Where a step fails, or a layer is off, a model without INT8 takes
 all steps again, offloading among them: what fails there, too, is the other library's, and ends the
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import output
+from cupyattn.errors import UnsupportedError
 from experiments._harness import recording
 from experiments.diffusion.diffusers_blocks import libraries
 
@@ -399,8 +402,9 @@ def main(arguments: list[str] | None = None) -> int:
     args.quick = True  # nothing is timed
     try:
         torch, _ = libraries()
-    except Exception as error:  # noqa: BLE001
-        print(error, file=sys.stderr)
+        importlib.import_module("experiments._harness.model_worlds")
+    except (ImportError, UnsupportedError) as error:
+        print(f"{error}: pip install torch diffusers peft accelerate", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
     if args.sequence is not None:
