@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +181,32 @@ def test_adapters_are_added_to_int8_layers(kind: str) -> None:
     handle.restore()
     # DoRA began with the norms of the weight that it read.
     assert torch.equal(result(module), exact) == (kind != "dora")
+
+
+@pytest.mark.parametrize("originals", ["cpu", "drop"])
+@pytest.mark.parametrize("whole", [False, True], ids=["a layer", "a module of layers"])
+def test_modules_to_save_get_16_bits_again(whole: bool, originals: str) -> None:
+    """A copy of them is trained, which codes cannot be."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"a": model(), "b": nn.Linear(128, 128)})
+    weight = module["a"].to_k.weight
+    handle = replace(module, originals=originals)
+    stands_for = module["a"].to_k.weight.clone()
+    saved = ["a"] if whole else ["to_k"]
+    config = peft.LoraConfig(r=4, target_modules=["b"], modules_to_save=saved)
+    tuned = peft.get_peft_model(module, config)
+    kept = tuned.base_model.model["a"]
+    kept = kept.original_module.to_k if whole else kept.to_k.original_module
+    assert type(kept) is nn.Linear and not kept.weight.requires_grad
+    assert torch.equal(kept.weight, weight if originals == "cpu" else stands_for)
+    trained = [n for n, p in tuned.named_parameters() if p.requires_grad and "to_k" in n]
+    assert [n.rpartition(".")[2] for n in trained] == ["weight", "bias"]
+    assert isinstance(tuned.base_model.model["b"].base_layer, interop.Int8Linear)
+    if originals == "cpu":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # no layer is missing
+            handle.restore()
+        assert not any(isinstance(m, interop.Int8Linear) for m in tuned.modules())
 
 
 def test_an_adapter_is_trained() -> None:

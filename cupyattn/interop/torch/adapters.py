@@ -28,6 +28,12 @@ _BESIDE = {
 }  # fmt: skip
 
 
+def copies_layers(module: nn.Module) -> bool:
+    """Whether a module of PEFT keeps a layer beside copies that are trained in its place."""
+    kind = _class("peft.utils.other", "AuxiliaryTrainingWrapper")
+    return kind is not None and isinstance(module, kind)
+
+
 def inner_of(module: nn.Module) -> tuple[str, ...]:
     """Return the name of the child that a module of PEFT wraps; all others are PEFT's own.
 

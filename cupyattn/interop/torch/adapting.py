@@ -18,8 +18,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.adapters import inner_of
+from cupyattn.interop.torch.adapters import copies_layers, inner_of
+from cupyattn.interop.torch.fusing import as_linear
 from cupyattn.interop.torch.linear import CODES, Int8Linear
+from cupyattn.interop.torch.originals import original_of
 
 #: Methods that fuse adapters, of models of diffusers and of tuners of PEFT.
 _FUSING = ("fuse_lora", "merge_adapter", "merge_and_unload")
@@ -84,10 +86,33 @@ def _adapt(module: nn.Module) -> None:
             setattr(module, name, functools.partial(_fuse, module, name))
 
 
-def _watch(module: nn.Module, name: str, child: Any) -> None:
-    """Let a tuner fit a model with INT8 layers while it registers that, which all of PEFT do."""
-    if name == "model" and child is not None and _methods(module) and _has_codes(child):
+def _watch(module: nn.Module, name: str, child: Any) -> Any:
+    """Let what PEFT makes fit INT8 layers, while it registers the model or a layer of it.
+
+    A tuner gets what `let_adapt` gives. Of ``modules_to_save`` a copy is trained, so their layers
+    get 16 bits again.
+    """
+    if child is None or name not in ("model", "original_module"):
+        return None
+    if name == "model" and _methods(module) and _has_codes(child):
         _adapt(module)
+    if name == "original_module" and copies_layers(module):
+        return _in_16_bits(child)
+    return None
+
+
+def _in_16_bits(module: nn.Module) -> nn.Module:
+    """Return a module whose INT8 layers, or which itself, are what these replaced."""
+    if isinstance(module, Int8Linear):
+        original = original_of(module)
+        if original is not None:
+            original.call.missing.discard(original.name)
+        return as_linear(module).train(module.training)
+    for parent in [*module.modules()]:
+        for name, layer in parent._modules.items():
+            if isinstance(layer, Int8Linear):
+                parent._modules[name] = _in_16_bits(layer)
+    return module
 
 
 def forget_adapters(model: nn.Module) -> None:

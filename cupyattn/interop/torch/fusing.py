@@ -73,7 +73,7 @@ def _fuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     An adapter of a projection has no part in it, as without INT8.
     """
     own, before = _projections(module), dict(module._modules)
-    module._modules.update({name: _as_linear(layer) for name, layer in own.items()})
+    module._modules.update({name: as_linear(layer) for name, layer in own.items()})
     try:
         result = getattr(type(module), _FUSE)(module, *args, **kwargs)
     finally:
@@ -85,7 +85,7 @@ def _fuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _as_linear(layer: Int8Linear) -> nn.Linear:
+def as_linear(layer: Int8Linear) -> nn.Linear:
     """Return a linear layer of the weight that an INT8 one replaced, where that is known."""
     check_readable(layer, layer.weight_codes)
     original = original_of(layer)
