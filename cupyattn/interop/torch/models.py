@@ -141,7 +141,8 @@ def replace_linear_with_int8(
         Without a checkpoint: which weights become INT8.
     originals : {"cpu", "device", "drop"}
         What becomes of the weights that are replaced: they are moved to the host, which frees
-        memory of the device, stay where they are, or are dropped, and cannot be restored.
+        memory of the device, stay where they are, or are dropped, and cannot be restored. The new
+        layers keep them, so that `cupyattn.interop.restore` needs no handle.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
     again : bool
