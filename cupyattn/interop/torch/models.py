@@ -229,7 +229,7 @@ def replace_linear_with_int8(
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
     put(own, {id(candidates[name]): layer for name, layer in made.items()})
-    call = Call(originals, {p: p.requires_grad for p in own.parameters()})
+    call = Call(originals, {p: p.requires_grad for p in own.parameters()}, {*made})
     for name, layer in made.items():
         keep_original(layer, call, name, candidates[name])
     for _, name, module, unit in put_activated(own):
