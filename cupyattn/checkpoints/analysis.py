@@ -7,14 +7,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.kinds import FINITE_MAX
+from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
+from cupyattn.checkpoints.quantised import check_full_width
 from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import open_checkpoint
@@ -37,6 +39,11 @@ CHANNEL_LIMIT = 1.05
 VERDICTS = ("int8", "16bit", "keep")
 #: Names of 16-bit types by the names of `Int8Config.fallback_dtype`.
 _FALLBACKS = {"bf16": "BF16", "fp16": "F16"}
+#: Why layers of these roles do not become INT8.
+_NOT_INT8 = {
+    "convolution": "convolution: the files have INT8 for linear layers only",
+    "vae": "vae: errors of its decoder are errors of the picture",
+}
 _KIND, _VERSION = "cupyattn analysis", 1
 
 
@@ -300,7 +307,8 @@ def analyze(
     Raises
     ------
     OSError, ValueError, UnsupportedError
-        As `open_checkpoint`, and where a file changes while it is read.
+        As `open_checkpoint`, and where a file changes while it is read; ValueError for a model that
+        is quantised already, and for a pattern of the configuration that fits no name.
     TypeError
         For a `model` that is neither, or another `config`.
     ValueError
@@ -316,11 +324,14 @@ def analyze(
         raise TypeError(f"config must be a cupyattn.Int8Config or None, got {config!r:.60}")
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     config = config or Int8Config()
+    check_full_width(source)
+    check_patterns(config, source.tensors)
+    model = str(read_config(source).get("_class_name", ""))
     samples = _samples(source, activations or {})
     reports = []
     for name, info in source.tensors.items():
         tensor = source.read(name)
-        report = _examine(name, info, tensor, config)
+        report = _examine(name, info, tensor, config, model)
         if name in samples and report.outlier_ratio is not None:
             of_block, of_channel = _layer_errors(tensor, samples[name], config.block_size)
             report = replace(report, block_error=of_block, channel_error=of_channel)
@@ -328,6 +339,16 @@ def analyze(
         if advance is not None:
             advance(name)
     return Analysis(source.path.name, config, tuple(reports))
+
+
+def check_patterns(config: Int8Config, names: Collection[str]) -> None:
+    """Raise ValueError for a pattern of a configuration that no tensor has the name of."""
+    for pattern in config.fp32_patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{pattern!r} of fp32_patterns (--fp32-pattern) is the name of no tensor, the "
+                f"first is {next(iter(names), 'missing')!r}: correct it, or leave it out"
+            )
 
 
 def judge(report: TensorReport, config: Int8Config) -> TensorReport:
@@ -370,7 +391,7 @@ def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
     elif sqnr is not None and sqnr < config.min_sqnr_db:
         why = f"noisy codes: {sqnr:.1f} dB without outliers, below {config.min_sqnr_db:g}"
     elif report.role not in INT8_ROLES:
-        why = f"{report.role}: the files have INT8 for linear layers only"
+        why = _NOT_INT8[report.role]
     else:
         return "int8", "I8", report.role
     return _in_16_bits(report, config, why)
@@ -386,14 +407,16 @@ def _in_16_bits(report: TensorReport, config: Int8Config, why: str) -> tuple[str
     return "16bit", fallback, why
 
 
-def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> TensorReport:
+def _examine(
+    name: str, info: TensorInfo, tensor: Array, config: Int8Config, model: str
+) -> TensorReport:
     """Return what does not depend on the limits of a configuration."""
     errors = None
     if has_codes(info) and tensor.size:
         errors = weight_errors(tensor, config.block_size, config.strategy)
     elif tensor.dtype.kind in "fV" and tensor.size:
         errors = magnitudes(tensor)
-    return report_of(name, info, errors, sha256_of(tensor))
+    return report_of(name, info, errors, model, sha256_of(tensor))
 
 
 def has_codes(info: TensorInfo) -> bool:
@@ -402,7 +425,11 @@ def has_codes(info: TensorInfo) -> bool:
 
 
 def report_of(
-    name: str, info: TensorInfo, errors: WeightErrors | None, sha256: str = ""
+    name: str,
+    info: TensorInfo,
+    errors: WeightErrors | None,
+    model: str = "",
+    sha256: str = "",
 ) -> TensorReport:
     """Return the report of a tensor before it is judged.
 
@@ -412,12 +439,14 @@ def report_of(
     info : TensorInfo
     errors : WeightErrors, optional
         None for a tensor without numbers.
+    model : str
+        As for `role_of`.
     sha256 : str
         Left out where nothing is written.
     """
     nonfinite, largest = (errors.nonfinite, errors.largest) if errors else (0, 0.0)
     report = TensorReport(
-        name, info.dtype, info.shape, role_of(name, info.shape), sha256, nonfinite, largest,
+        name, info.dtype, info.shape, role_of(name, info.shape, model), sha256, nonfinite, largest,
         None, None, None, None, None,
     )  # fmt: skip
     if errors is None or nonfinite or not has_codes(info):

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.files import check_folder
+from cupyattn.measure.words import printable
 from cupyattn.switches import is_on
 from cupyattn.version import __version__
 
@@ -51,7 +52,8 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(unknown[1], COMMANDS, 1)
             guess = f", did you mean {near[0]}?" if near else ""
             message = f"there is no command {unknown[1]!r}{guess}"
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+        said = printable(" ".join(message.split()))
+        self.exit(2, f"{self.prog}: {said} (see {self.prog} --help)\n")
 
 
 def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
@@ -124,5 +126,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = text.partition("\n")[0]
         if isinstance(error, OSError) and error.filename and error.strerror:
             text = f"{error.filename}: {error.strerror}"
-        print(f"cupyattn: {' '.join(text.split())}", file=sys.stderr)
+        print(f"cupyattn: {printable(' '.join(text.split()))}", file=sys.stderr)
         return 2

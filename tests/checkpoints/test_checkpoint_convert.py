@@ -340,8 +340,18 @@ def test_shards_that_were_finished_are_not_made_again(
     assert sorted(steps) == sorted(2 * [t.name for t in known.tensors])
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-8], lambda b: b[:20] + b"?" + b[21:]])
-def test_shards_that_were_damaged_are_made_again(tmp_path: Path, damage: Any) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-8], lambda b: b[:20] + b"?" + b[21:], lambda b: b[:-9] + b"four" + b[-5:],
+        lambda b: b[:-1] + bytes([b[-1] ^ 1]),
+    ],
+    ids=["short", "a byte of the header", "four bytes of a tensor", "the last bit"],
+)  # fmt: skip
+@pytest.mark.parametrize("forgetful", [False, True], ids=["", "without checksums"])
+def test_shards_that_were_damaged_are_made_again(
+    tmp_path: Path, damage: Any, forgetful: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     path, shards = source(tmp_path / "model"), tmp_path / "out.partial" / "model"
     convert(path, tmp_path / "whole", SMALL, max_shard_bytes=20_000)
 
@@ -353,7 +363,11 @@ def test_shards_that_were_damaged_are_made_again(tmp_path: Path, damage: Any) ->
         convert(path, tmp_path / "out", SMALL, max_shard_bytes=20_000, advance=stop)
     (shard,) = shards.glob("*.safetensors")
     shard.write_bytes(damage(shard.read_bytes()))
+    if forgetful:  # as an earlier version, which kept none
+        state = shards.parent / "state.json"
+        state.write_text(json.dumps({"key": json.loads(state.read_bytes())["key"]}))
     convert(path, tmp_path / "out", SMALL, max_shard_bytes=20_000)
+    assert f"{shard} is not what was written: it is written again" in caplog.text
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

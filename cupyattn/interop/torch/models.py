@@ -214,7 +214,7 @@ def replace_linear_with_int8(
     candidates, kept = _candidates(own, selection)
     options = {"arch": arch, "backend": backend}
     if checkpoint is None:
-        made = quantised(candidates, config, options, advance)
+        made = quantised(candidates, config, options, advance, model=type(own).__name__)
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
     call = Call(originals, {}, set())
