@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_projections_are_fused_to_int8_and_back(family: str, strategy: str) -> N
     model.unfuse_qkv_projections()
     assert torch.equal(call(model), native)
     assert not any("fuse_projections" in vars(module) for module in model.modules())
+
+
+def test_fused_layers_that_are_gone_are_not_missed() -> None:
+    """They replaced none of the model's own."""
+    model, call = small.transformer("wan"), small.caller("wan")
+    native, handle = call(model), int8(model)
+    model.fuse_qkv_projections()
+    model.unfuse_qkv_projections()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        handle.restore()
+    assert torch.equal(call(model), native)
 
 
 def test_codes_of_whole_blocks_are_kept() -> None:

@@ -143,7 +143,8 @@ def replace_linear_with_int8(
         Without a checkpoint: which weights become INT8.
     originals : {"cpu", "device", "drop"}
         What becomes of the weights that are replaced: they are moved to the host, which frees
-        memory of the device, stay where they are, or are dropped, and cannot be restored.
+        memory of the device, stay where they are, or are dropped, and cannot be restored. The new
+        layers keep them, so that `cupyattn.interop.restore` needs no handle.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
     again : bool
@@ -229,7 +230,14 @@ def replace_linear_with_int8(
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
+<<<<<<< HEAD
     call.trained |= {p: p.requires_grad for p in own.parameters()}
+=======
+    put(own, {id(candidates[name]): layer for name, layer in made.items()})
+    call = Call(originals, {p: p.requires_grad for p in own.parameters()}, {*made})
+    for name, layer in made.items():
+        keep_original(layer, call, name, candidates[name])
+>>>>>>> offload
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)
