@@ -217,7 +217,7 @@ def replace_linear_with_int8(
         made = quantised(candidates, config, options, advance)
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
-    call = Call(originals, {})
+    call = Call(originals, {}, set())
     reasons, others = put_each(own, candidates, made, call)
     kept |= others
     if not reasons and (chosen := [name for name in before if name in selection]):
@@ -230,14 +230,8 @@ def replace_linear_with_int8(
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
-<<<<<<< HEAD
     call.trained |= {p: p.requires_grad for p in own.parameters()}
-=======
-    put(own, {id(candidates[name]): layer for name, layer in made.items()})
-    call = Call(originals, {p: p.requires_grad for p in own.parameters()}, {*made})
-    for name, layer in made.items():
-        keep_original(layer, call, name, candidates[name])
->>>>>>> offload
+    call.missing |= {*reasons}
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)
