@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         KernelLaunchError,
         UnsupportedError,
     )
-    from cupyattn.kernels.ladder import VARIANTS, Variant, register
+    from cupyattn.kernels.ladder import VARIANTS, Variant
     from cupyattn.kernels.tiles import GemmTiles, Tiles
     from cupyattn.measure.rungs import ladder
     from cupyattn.ops.act_quant import act_quant
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from cupyattn.ops.explain import explain, explain_backward, kernel_form
     from cupyattn.ops.gemm import int8_gemm
     from cupyattn.ops.linear import Int8Linear
+    from cupyattn.ops.own_rungs import register, unregister
     from cupyattn.ops.quantize import quantize, quantize_kv
     from cupyattn.ops.weights import weight_dequant, weight_quant
     from cupyattn.problem.block_mask import BlockMask
@@ -102,6 +103,7 @@ __all__ = [
     "strategies",
     "testing",
     "unfused",
+    "unregister",
     "weight_dequant",
     "weight_quant",
 ]
@@ -194,7 +196,7 @@ __getattr__, __dir__ = lazy_face(
         "errors": (
             "DeviceMemoryError", "KernelCompileError", "KernelLaunchError", "UnsupportedError",
         ),
-        "kernels.ladder": ("VARIANTS", "Variant", "register"),
+        "kernels.ladder": ("VARIANTS", "Variant"),
         "kernels.tiles": ("GemmTiles", "Tiles"),
         "measure.rungs": ("ladder",),
         "ops.act_quant": ("act_quant",),
@@ -203,6 +205,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.explain": ("explain", "explain_backward", "kernel_form"),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear",),
+        "ops.own_rungs": ("register", "unregister"),
         # NOTE: that module gives the record its with_q.
         "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),

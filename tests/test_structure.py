@@ -323,11 +323,11 @@ def test_a_call_is_resolved_in_one_place() -> None:
     # A prepared call is resolved when it is made; again where arrays have to be copied or their
     # values checked, or are not CuPy's.
     # Gradients are of a forward pass, whose record theirs holds, and layers are two operations. A
-    # judge asks which kernel "auto" takes. Inductor has shapes alone, and what they launch is
+    # judge asks which kernels a call may run. Inductor has shapes alone, and what they launch is
     # compiled.
     ask = ("interop.torch.precompile", "ops.attention", "ops.backward", "ops.backward",
            "ops.layers", "ops.layers", "ops.operation", "ops.prepared", "ops.prepared",
-           "testing.verdict")  # fmt: skip
+           "testing.parts")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
     # Ranks that agree, and JAX that traces, check shapes, types and options, and run nothing.
     check = ("distributed.agreement", "distributed.rank_calls", "interop.jax.functional",
@@ -345,7 +345,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
     assert callers("receive_arguments") == [f"cupyattn.{module}" for module in named]
     frames = "cupyattn.distributed.tcp"  # which a channel receives
     receive = [module for module in callers("receive") if module != frames]
-    assert receive == ["cupyattn.problem.received", "cupyattn.testing.verdict"]
+    assert receive == ["cupyattn.problem.received", "cupyattn.testing.parts"]
     assert callers("settle_request") == ["cupyattn.problem.request"]
     # The record of pruning says how keys are read, and the plan is made from it.
     assert callers("reads_keys_once") == ["cupyattn.diffusion.pruning"]

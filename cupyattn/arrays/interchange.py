@@ -158,7 +158,7 @@ def check_not_copied(name: str, array: Any, *, rows: bool) -> None:
         Whether its last axis must be contiguous, too.
     """
     array, _ = _imported(name, array)
-    if not is_aligned(array) or (rows and not _whole_rows(array)):
+    if would_be_copied(array) if rows else not is_aligned(array):
         size = int(array.dtype.itemsize)
         raise ValueError(
             f"{name} must not need a copy while a CUDA graph captures the call, got address "
@@ -278,6 +278,11 @@ def contiguous_last_axis(array: Any) -> Any:
     if _whole_rows(array):
         return array
     return array_namespace(array).ascontiguousarray(array)
+
+
+def would_be_copied(array: Any) -> bool:
+    """Whether a call copies an operand: for misaligned elements, or rows that are not whole."""
+    return not (is_aligned(array) and _whole_rows(array))
 
 
 def _whole_rows(array: Any) -> bool:

@@ -51,7 +51,10 @@ def check_receiver(out: Any, shape: Sequence[int], dtype: str, read: Mapping[str
     if not out.size:
         return  # strides of an array of nothing mean nothing, and it shares no memory
     if out.shape[-1] > 1 and out.strides[-1] != out.dtype.itemsize:
-        raise ValueError(f"out must have a contiguous last axis, got strides {out.strides}")
+        raise ValueError(
+            f"out must have a contiguous last axis, got strides {out.strides}: give an array in C "
+            "order, or a view of whole rows"
+        )
     if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must not be a broadcast view, got strides {out.strides}")
     if not getattr(out.flags, "writeable", True):  # CuPy's arrays have no such flag
@@ -125,3 +128,17 @@ def data_address(array: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
     # NOTE: NumPy's .data is a buffer, which bfloat16 does not have.
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def fresh(shape: tuple[int, ...], dtype: Any, zeros: bool = False) -> np.ndarray[Any, Any]:
+    """Return a NumPy array of zeros, or with all bits set: NaN where a device has anything.
+
+    Examples
+    --------
+    >>> fresh((2,), "float16"), fresh((2,), "int8", True)
+    (array([nan, nan], dtype=float16), array([0, 0], dtype=int8))
+    """
+    array = np.zeros(shape, dtype)
+    if not zeros:
+        array.reshape(-1).view("u1").fill(0xFF)
+    return array

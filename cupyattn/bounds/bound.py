@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from cupyattn.kernels.limits import check_shapes
 from cupyattn.reference.exact import ScoreBlock, softmax_exact
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bound:
     """What an output may differ by, element by element.
 
@@ -37,9 +38,35 @@ class Bound:
         """The bound: (batch, heads, rows, head_dim), float64."""
         return sum(self.terms.values())
 
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.lse.shape))
+        return f"Bound({shape} rows{_summary('O', self.total)}{_summary('lse', self.lse)})"
+
     def dominant(self, index: tuple[int, ...]) -> str:
         """Return the tag with the largest share of one element of `total`."""
         return max(self.terms, key=lambda tag: float(self.terms[tag][index]))
+
+
+def _summary(name: str, bound: Array) -> str:
+    """Return the median and the largest of a bound in words, and how many are infinite."""
+    xp = array_namespace(bound)
+    finite = bound[xp.isfinite(bound)]
+    words = "" if not finite.size else (
+        f": median {float(xp.median(finite)):.3g}, at most {float(finite.max()):.3g}"
+    )  # fmt: skip
+    unbounded = int(bound.size - finite.size)
+    return f", {name}{words}{f', {unbounded:,} unbounded' * (unbounded > 0)}"
+
+
+def widest(bounds: Sequence[Bound]) -> Bound:
+    """Return the largest of several bounds of the same terms, element by element."""
+    first, *others = bounds
+    for other in others:
+        xp = array_namespace(first.lse)
+        larger = other.total > first.total
+        terms = {tag: xp.where(larger, other.terms[tag], term) for tag, term in first.terms.items()}
+        first = Bound(terms, xp.maximum(first.lse, other.lse))
+    return first
 
 
 def empty(

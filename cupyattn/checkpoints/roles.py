@@ -87,10 +87,10 @@ def role_of(name: str, shape: tuple[int, ...], model: str = "") -> str:
     'linear'
     >>> role_of("proj_out.weight", (64, 320))
     'final'
-    >>> role_of("transformer_blocks.0.attn.to_q.lora_A.weight", (16, 64))
-    'adapter'
     >>> role_of("vae.decoder.mid_block.attentions.0.to_q.weight", (512, 512))
     'vae'
+    >>> role_of("transformer_blocks.0.attn.to_q.lora_A.weight", (16, 64))
+    'adapter'
     """
     for role, pattern in _PATTERNS:
         if pattern.search(name):

@@ -9,17 +9,15 @@ import argparse
 import re
 from pathlib import Path
 
-import numpy as np
-
-from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler import target
+from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.measure import device
-from cupyattn.ops.attention import plan
+from cupyattn.ops.own_rungs import own_launches, register
 
 #: The rung whose family, types and tiles are assumed.
 NEAREST = {"unfused": "unfused", "float32": "fa", "tensor_core": "fa_tc"}
@@ -88,7 +86,7 @@ def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
         )
     dtypes = nearest.dtypes if args.dtypes is None else tuple(args.dtypes)
     variant = Variant(name, f"from {path.name}", family, tiles, dtypes=dtypes)
-    return ladder.register(variant, source=path), assumed
+    return register(variant, source=path), assumed
 
 
 def compile_everywhere(variant: Variant) -> tuple[str, ...]:
@@ -100,14 +98,22 @@ def compile_everywhere(variant: Variant) -> tuple[str, ...]:
         If there is no NVRTC.
     KernelCompileError
         With the compiler's first error.
+    KernelLaunchError
+        If its tiles need more shared memory than one of them allows.
     """
     missing = device.compiler_missing()
     if missing:
         raise UnsupportedError(f"{variant.source} was not compiled or run: {missing}")
-    x = np.ones((1, 1, 8, 64), STORAGE[variant.dtypes[0]])
-    prepared = plan(x, x, x, variant=variant.name, backend="interpret")
     archs = target.supported_architectures()
-    for launch in (launch for one in prepared.plans for launch in one.launches):
+    for launch in own_launches(variant):
         for arch in archs:
             compiler.build(launch.module, arch)
+    for head_dim in variant.tiles:  # the largest that its tiles are for
+        for launch in own_launches(variant, head_dim):
+            binary = compiler.translate(launch.module, launch.module.least_arch)
+            for arch in archs:
+                compiler.check_shared_memory(
+                    binary.smem_bytes, shared_memory_of(arch),
+                    f"{launch.entry} at head_dim {head_dim}", arch,
+                )  # fmt: skip
     return archs

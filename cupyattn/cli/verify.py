@@ -24,6 +24,7 @@ from cupyattn.arrays import kinds
 from cupyattn.arrays.interchange import on_host
 from cupyattn.cli import flags, output, own_kernel
 from cupyattn.compiler import disk_cache, target
+from cupyattn.compiler.architectures import LEAST_CAPABILITY
 from cupyattn.files import replacing
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
@@ -40,6 +41,7 @@ from cupyattn.problem import scoring
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference import exact, rounding
 from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.runtime.origins import WORDS
 
 LOG = logging.getLogger("cupyattn")
 
@@ -98,6 +100,7 @@ class Cell:
     judgement: Judgement
     operands_equal: bool | None
     finding: str = ""  #: of the interpreter
+    ran: str = ""  #: device, interpreter or mirror
 
     @property
     def ok(self) -> bool:
@@ -132,6 +135,8 @@ def _run_own(args: argparse.Namespace, variant: Variant, assumed: list[str]) -> 
     return _run(args, [variant])
 
 
+#: The architecture that the interpreter compiles for where none is named.
+INTERPRETED_ARCH = f"sm_{LEAST_CAPABILITY}"
 #: Of each backend, with the reason why there is no device.
 _WHERE = {
     "cuda": "on the device",
@@ -144,8 +149,7 @@ def _backend(variant: Variant, missing: str) -> str:
     """Return where a rung runs: where no device is, a kernel of a user's own is interpreted."""
     if not missing:
         return "cuda"
-    # NOTE: the mirror reads no source, so that it would judge nothing of such a kernel.
-    return "interpret" if variant.source else target.choose(None, np.empty(0))
+    return target.choose(None, np.empty(0), registered=variant.source is not None)
 
 
 def _shapes(variant: Variant, backend: str) -> tuple[Shape, ...]:
@@ -160,9 +164,10 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     dtypes = [args.dtype] if args.dtype else list(DTYPES)
     missing = device.device_missing()
     backends_of = {variant.name: _backend(variant, missing) for variant in variants}
+    limits = {"cuda": "", "mirror": "", "interpret": f", within the limits of {INTERPRETED_ARCH}"}
     for backend in dict.fromkeys(backends_of.values()):
         rungs = ", ".join(name for name, its in backends_of.items() if its == backend)
-        output.say(f"Running {_WHERE[backend].format(missing)}: {rungs}.")
+        output.say(f"Running {_WHERE[backend].format(missing)}{limits[backend]}: {rungs}.")
     output.say()
     plan = [
         (variant, name, dtype, shape)
@@ -259,14 +264,16 @@ def _verify(variant: Variant, name: str, dtype: str, shape: Shape, seed: int, ba
         )
     except KernelFault as fault:
         nothing = Judgement(math.inf, None, math.inf)
-        return Cell(variant.name, name, dtype, shape.name, nothing, None, str(fault))
+        return Cell(
+            variant.name, name, dtype, shape.name, nothing, None, str(fault), WORDS[backend]
+        )
     judged = measure.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z, causal=shape.causal,
         exact=cached_exact,
         **kernel_form(*operands, variant=variant.name, causal=shape.causal, backend=backend),
     )  # fmt: skip
     equal = operands_equal(z, host) if z is not None and backend != "mirror" else None
-    return Cell(variant.name, name, dtype, shape.name, judged, equal)
+    return Cell(variant.name, name, dtype, shape.name, judged, equal, ran=WORDS[backend])
 
 
 def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:

@@ -22,6 +22,26 @@ LEAST_CAPABILITY = 80
 E4M3_CAPABILITY, CLUSTER_CAPABILITY = 89, 90
 
 
+#: Bytes of shared memory that a block may have, by compute capability times ten (CUDA C++
+#: Programming Guide, technical specifications); of a capability that is not here, `LEAST_SHARED`.
+SHARED_MEMORY = {
+    80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10,
+}  # fmt: skip
+#: What every device from compute capability 8.0 on allows.
+LEAST_SHARED = 99 << 10
+
+
+def shared_memory_of(arch: str) -> int:
+    """Return the bytes of shared memory that a block may have on an architecture.
+
+    Examples
+    --------
+    >>> shared_memory_of("sm_90a"), shared_memory_of("sm_86")
+    (232448, 101376)
+    """
+    return SHARED_MEMORY.get(capability_of(arch), LEAST_SHARED)
+
+
 def capability_of(arch: str) -> int:
     """Return the compute capability of an architecture times ten.
 

@@ -25,6 +25,12 @@ from cupyattn.kernels.tiles import GemmTiles, Tiles
 _ASSERT = re.compile(r'^static_assert\(\s*((?:[^;"])*?),\s*"([^"]*)"\s*\);', re.MULTILINE)
 _CONSTANT = re.compile(r"^constexpr (?:int|bool) (\w+)\s*=\s*([^;{]*);", re.MULTILINE)
 _MACRO = re.compile(r"^#define (CFG_\w+) (\d+)", re.MULTILINE)
+#: The shared memory of a block, and in it the type and the extents of fields. Where it is a union
+#: of what several kernels share, nothing is known.
+_STORAGE = re.compile(r"^struct SharedStorage \{(.*?)^\};", re.MULTILINE | re.DOTALL)
+_FIELD = re.compile(r"(?:alignas\([^;]*?\)\s+)?(\w+)\s+(\w+\s*\[[^;]*\]);")
+#: Bytes of the types of fields, beside that of the caller's arrays.
+_SIZES_OF = {"int8_t": 1, "uint8_t": 1, "int": 4, "float": 4, "uint32_t": 4, "elem16_t": 2}
 #: Macros in a sentence, which are fields of the tiles in lower case.
 _SIZES = re.compile(r"\b(?:BLOCK_(?:Q|KV|M|N)|NUM_WARPS|NUM_STAGES|HEAD_DIM)\b")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -81,6 +87,49 @@ def refused_tiles(spec: ModuleSpec, tiles: Tiles | GemmTiles, kernel: str) -> st
         return ""
     said = _SIZES.sub(lambda found: found[0].lower(), sentence)
     return f"{kernel} does not take {tiles}: {said} (tiles=None takes its own)"
+
+
+def least_shared_bytes(spec: ModuleSpec) -> int:
+    """Return how many bytes of shared memory a block of a module needs at least.
+
+    Parameters
+    ----------
+    spec : ModuleSpec
+
+    Returns
+    -------
+    int
+        The fields of its ``SharedStorage`` whose sizes are constant expressions of known types;
+        padding between them, and what only the compiler knows, is left out. 0 if the source has no
+        such struct or cannot be read.
+    """
+    try:
+        return _shared_bytes(read_source(spec), spec)
+    except KernelCompileError:
+        return 0
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_bytes(text: str, spec: ModuleSpec) -> int:
+    storage = _STORAGE.search(_COMMENT.sub("", text))
+    if storage is None:
+        return 0
+    constants, _ = _read(text, spec.path)
+    names = {**constants, **{name: str(value) for name, value in spec.defines}}
+    values: dict[str, Any] = {"WARP_SIZE": 32}
+    wide = names.get("CFG_DTYPE") == "2"  # float32
+    sizes = _SIZES_OF | {"elem_t": 4 if wide else 2}
+    total = 0
+    for kind, declared in _FIELD.findall(storage[1]):
+        for field in re.split(r",(?![^\[(]*[\])])", declared):
+            count = sizes.get(kind, 0)
+            try:
+                for extent in re.findall(r"\[([^\]]*)\]", field):
+                    count *= _evaluate(extent, names, values)
+            except (_Unknown, ArithmeticError, ValueError, TypeError, RecursionError):
+                continue
+            total += count
+    return total
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,11 +8,13 @@ is that of its last use, to the hour; `cupyattn.compiler.size_limit` deletes by 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import hashlib
 import logging
 import os
 import re
 import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -36,11 +38,19 @@ _warned: set[Path] = set()
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache: ``CUPYATTN_CACHE_DIR``, else under the user's cache home."""
-    if os.environ.get("CUPYATTN_CACHE_DIR"):
-        return Path(os.environ["CUPYATTN_CACHE_DIR"]).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "cupyattn"
+    """Return the folder of the cache: ``CUPYATTN_CACHE_DIR``, else under the user's cache home.
+
+    For a user without a home folder it lies in the temporary folder, which a warning tells once.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    given = os.environ.get("CUPYATTN_CACHE_DIR") or os.path.join(home, "cupyattn")
+    found = os.path.expanduser(given)
+    if not (given.startswith("~") and found.startswith("~")):
+        return Path(found)
+    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
+    path = Path(tempfile.gettempdir()) / f"cupyattn-{user}"
+    warn_once(Path(given), f"{given} means nothing without a home folder: the cache is {path}")
+    return path
 
 
 def entries() -> list[Path]:

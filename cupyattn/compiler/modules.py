@@ -92,6 +92,11 @@ class ModuleSpec:
         return self.path.parent.name == "sm90"
 
     @property
+    def least_arch(self) -> str:
+        """The architecture that it is compiled for where none is named."""
+        return "sm_90a" if self.hopper else f"sm_{self.least_capability}"
+
+    @property
     def least_capability(self) -> int:
         """Least compute capability times ten."""
         e4m3 = ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines
@@ -585,7 +590,9 @@ def check_runs_on(arch: str, capability: int) -> None:
         )
 
 
-def check_shared_memory(smem_bytes: int, limit: int, what: str) -> None:
+def check_shared_memory(
+    smem_bytes: int, limit: int, what: str, where: str = "this device"
+) -> None:
     """Raise where a block needs more shared memory than a device has.
 
     Parameters
@@ -596,6 +603,8 @@ def check_shared_memory(smem_bytes: int, limit: int, what: str) -> None:
         Bytes that the device allows a block (``MaxSharedMemoryPerBlockOptin``).
     what : str
         Which kernel, with its tiles.
+    where : str
+        The device or the architecture, for the message.
 
     Raises
     ------
@@ -608,6 +617,6 @@ def check_shared_memory(smem_bytes: int, limit: int, what: str) -> None:
     """
     if smem_bytes > limit:
         raise KernelLaunchError(
-            f"{what} needs {smem_bytes} bytes of shared memory per block, this device allows "
+            f"{what} needs {smem_bytes} bytes of shared memory per block, {where} allows "
             f"{limit}: reduce tiles.block_kv or tiles.num_stages first, then tiles.block_q"
         )

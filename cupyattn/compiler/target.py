@@ -17,7 +17,7 @@ BACKENDS = ("cuda", "mirror", "interpret")
 _KIND = {"cuda": "CuPy", "mirror": "NumPy", "interpret": "NumPy"}
 
 
-def choose(backend: str | None, array: Any) -> str:
+def choose(backend: str | None, array: Any, *, registered: bool = False) -> str:
     """Return the backend of a call.
 
     Parameters
@@ -26,6 +26,9 @@ def choose(backend: str | None, array: Any) -> str:
         What the caller asks for. None: ``cuda`` for CuPy arrays; for NumPy arrays ``mirror``, or
         ``interpret`` where the environment says ``CUPYATTN_INTERPRET=1``.
     array : numpy.ndarray or cupy.ndarray
+    registered : bool
+        Whether the rung is a user's own: the mirror reads no source, so that on NumPy arrays such a
+        rung runs in the interpreter unless ``mirror`` is named.
 
     Raises
     ------
@@ -37,7 +40,7 @@ def choose(backend: str | None, array: Any) -> str:
     if backend is None:
         if kind == "cupy":
             return "cuda"
-        return "interpret" if is_on("CUPYATTN_INTERPRET") else "mirror"
+        return "interpret" if registered or is_on("CUPYATTN_INTERPRET") else "mirror"
     if _KIND[backend].lower() != kind:
         raise ValueError(
             f"backend={backend!r} takes {_KIND[backend]} arrays, got "

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays.memory import fresh
 from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.compiler.modules import Binary, ModuleSpec
 from cupyattn.compiler.ptxas import parse_smem_bytes
 from cupyattn.errors import KernelLaunchError
@@ -53,6 +55,8 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
     ------
     KernelFault
         At the first hazard.
+    KernelLaunchError
+        If a block needs more shared memory than the architecture allows.
     TypeError
         For an array that is not NumPy's.
     UnsupportedError
@@ -65,11 +69,11 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
     held = {**arrays, **results}
     written = set(held)
     for work in plan.workspace:
-        held[work.name] = np.zeros(work.shape, work.dtype)
+        held[work.name] = fresh(work.shape, work.dtype, work.zeros)
         if work.zeros:
             written.add(work.name)
     for one in plan.launches:
-        binary = compiler.translate(one.module, arch or f"sm_{one.module.least_capability}")
+        binary = compiler.translate(one.module, arch or one.module.least_arch)
         run_launch(one, binary, held, written)
     for name, result in results.items():
         arrays[name][...] = result
@@ -102,6 +106,9 @@ def run_launch(
     }
     params, tensors = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
+    compiler.check_shared_memory(
+        ready.shared_bytes + shared, shared_memory_of(binary.arch), str(one.module), binary.arch
+    )
     observers = active()
     for observer in observers:
         observer.launch(one, ready, binary.arch)
@@ -183,7 +190,7 @@ def run_kernel(
     array([0, 2, 4, 6], dtype=int32)
     """
     if isinstance(source, ModuleSpec):
-        ptx = compiler.translate(source, arch or f"sm_{source.least_capability}").ptx
+        ptx = compiler.translate(source, arch or source.least_arch).ptx
     else:
         ptx = source
     ready = program(ptx, entry)

@@ -483,37 +483,3 @@ def lookup(name: str, *, also: tuple[str, ...] = ()) -> Variant:
     except (KeyError, TypeError):  # a list has no hash
         taken = ", ".join((*VARIANTS, *also))
         raise ValueError(f"variant must be one of {taken}, got {shown(name)}") from None
-
-
-def register(variant: Variant, source: str | Path) -> Variant:
-    """Add a rung from a ``.cu`` file of your own.
-
-    Parameters
-    ----------
-    variant : Variant
-        Its name, idea, family and tiles. The kernel's entry point must be ``attn_<name>``.
-    source : path
-        The ``.cu`` file; it may include ``prims/*.cuh``.
-
-    Returns
-    -------
-    Variant
-        The registered variant, now in `VARIANTS` and accepted by `cupyattn.attention`.
-
-    Raises
-    ------
-    TypeError
-        If `variant` is not a `Variant`.
-    ValueError
-        If the name is taken or the file does not exist.
-    """
-    if not isinstance(variant, Variant):
-        raise TypeError(f"variant must be a cupyattn.Variant, got {shown(variant)}")
-    path = Path(source).resolve()
-    if variant.name in VARIANTS:
-        raise ValueError(f"a variant called {variant.name!r} is already registered")
-    if not path.is_file():
-        raise ValueError(f"source must be an existing .cu file, got {str(path)!r}")
-    added = replace(variant, source=path)
-    VARIANTS[added.name] = added
-    return added

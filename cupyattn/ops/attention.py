@@ -130,7 +130,8 @@ def attention(
     return_lse : bool
         Return the log-sum-exp too.
     out : array, optional
-        Receives O; shape and dtype of the result, aligned elements, sharing memory with no input.
+        Receives O; shape and dtype of the result, aligned elements and a contiguous last axis,
+        sharing memory with no input.
     quant : QuantConfig, optional
         How ``fa_int8`` quantises.
     tiles : Tiles, optional
@@ -142,7 +143,8 @@ def attention(
     backend : {"cuda", "mirror", "interpret"}, optional
         ``cuda`` for CuPy arrays. For NumPy arrays ``mirror`` (same blocks and rounding points), or
         ``interpret``: the kernels themselves, compiled and executed on NumPy, every access
-        checked. ``CUPYATTN_INTERPRET=1`` makes that the default.
+        checked. ``CUPYATTN_INTERPRET=1`` makes that the default. A registered rung runs in the
+        interpreter by default: the mirror reads no source.
     check_finite : bool
         Raise if q, k or v holds a NaN or an infinity (waits for the device).
 
@@ -254,7 +256,8 @@ def attention_varlen(
         entry i sequence i takes the top left corner, as far as its lengths reach. Without limits
         they have the longest lengths.
     out : array, optional
-        Receives O; shape and dtype of the result, sharing memory with no input.
+        Receives O; shape and dtype of the result, aligned elements and a contiguous last axis,
+        sharing memory with no input.
     check_finite : bool
         Raise if q, k or v holds a NaN or an infinity, or if the offsets are wrong, wherever they
         lie (waits for the device).

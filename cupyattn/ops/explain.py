@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from cupyattn.arrays.interchange import would_be_copied
 from cupyattn.ops.attention import ATTENTION, resolved
 from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
@@ -38,16 +42,42 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     >>> print(explain(q, q, q).splitlines()[0])
     fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: it runs on no device
     """
-    request = resolved(q, k, v, function="explain", **options)
+    request = described("explain", q, k, v, options)
     where = {
         "cuda": "runs on the device",
         "mirror": "runs in NumPy, with the blocks and the rounding of these launches",
         "interpret": "runs these launches in the interpreter, on NumPy",
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
+    if request.backend != "cuda":
+        lines[1] += f", within the limits of {request.limited_by}"
     lines += score_lines(request)
     found = ATTENTION.plan(request)
     return "\n".join([*lines, *found.memory, *map(str, found.plans)])
+
+
+def described(
+    function: str, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+) -> Request:
+    """Settle what would run, without the copies of q, k and v that a call would read.
+
+    Parameters
+    ----------
+    function : str
+        Whose arguments they are, for messages.
+    q, k, v, options
+        As for `attention`.
+    """
+    if not options.get("check_finite"):
+        q, k, v = map(_as_copied, (q, k, v))
+    return resolved(q, k, v, function=function, **options)
+
+
+def _as_copied(array: Any) -> Any:
+    """Return memory that nothing touches in place of a NumPy array that a call would copy."""
+    if type(array) is np.ndarray and array.dtype.kind in "fV" and would_be_copied(array):
+        return np.empty(array.shape, array.dtype)
+    return array
 
 
 def score_lines(request: Request) -> list[str]:
@@ -125,7 +155,7 @@ def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[st
     >>> ca.testing.judge(o, q, q, q, variant="fa_tc", **form).passed
     True
     """
-    kernel = resolved(q, k, v, function="kernel_form", **options).kernel
+    kernel = described("kernel_form", q, k, v, options).kernel
     return {"form": kernel.form, "tiles": kernel.tiles}
 
 

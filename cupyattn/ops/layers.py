@@ -13,11 +13,13 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
 from cupyattn.ops.gemm import GEMM, GemmSettings
-from cupyattn.ops.operation import problem_of
+from cupyattn.ops.operation import problem_of, run
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.problem.problem import Problem
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
+#: The first architecture on which launches overlap.
+OVERLAPPING = "sm_90"
 #: What quantising makes, as products call it.
 _CODES = {"codes": "a", "scales": "a_scales"}
 
@@ -35,8 +37,8 @@ class _Layers:
     """Activations to codes, once, and their products with the weights of all layers.
 
     Its arrays are "x", and those of each product with the number of its layer behind their names:
-    "b0", "b_scales0", "c0" that receives the result, and so on. Codes and their scales lie in
-    scratch memory between the launches.
+    "b0", "b_scales0", and so on; "c0" receives the result, if it is given. Codes and their scales
+    lie in scratch memory between the launches.
     """
 
     name = "int8_layers"
@@ -53,7 +55,9 @@ class _Layers:
             scales = empty((*x.shape[:-1], blocks), np.float32)
             between = {"a": empty(x.shape, np.int8), "a_scales": scales}
         products: list[Problem] = []
-        operands, received = dict(codes.operands), {}
+        operands = dict(codes.operands)
+        received: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for number, activation in enumerate(settings.activations):
             own = _of_layer(arrays, number)
             how = GemmSettings(
@@ -66,12 +70,13 @@ class _Layers:
                 for name, array in product.operands.items()
                 if name not in between
             }
-            received[f"c{number}"] = product.received["c"]
+            received |= {f"{name}{number}": array for name, array in product.received.items()}
+            results |= {f"{name}{number}": result for name, result in product.results.items()}
         # NOTE: of few rows, some layers alone have the Hopper form; what has not runs there, too.
         arch = next((one.arch for one in products if one.arch), None)
         return replace(
-            codes, what=self.name, arch=arch, operands=operands, results={}, received=received,
-            settled=(codes, products),
+            codes, what=self.name, arch=arch, operands=operands, results=results,
+            received=received, settled=(codes, products),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
@@ -87,7 +92,7 @@ class _Layers:
                 plan = replace(
                     plan, launches=tuple(replace(one, awaits=made) for one in plan.launches)
                 )
-            names = {*product.operands, *product.received} - {*_CODES.values()}
+            names = {*product.operands, *product.received, *product.results} - {*_CODES.values()}
             stages.append(Stage(plan, {name: f"{name}{number}" for name in names}))
         between = ((name, products[0].operands[name]) for name in _CODES.values())
         return Work(
@@ -95,17 +100,19 @@ class _Layers:
         )
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
-        """Write the products from NumPy."""
+        """Return the products from NumPy, those that no array receives."""
         codes, products = problem.settled
         made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes).items()}
-        for product in products:
+        results: dict[str, Any] = {}
+        for number, product in enumerate(products):
             rows = {name: x.reshape(product.operands[name].shape) for name, x in made.items()}
-            GEMM.mirror(replace(product, operands={**product.operands, **rows}))
-        return {}
+            found = GEMM.mirror(replace(product, operands={**product.operands, **rows}))
+            results |= {f"{name}{number}": x for name, x in found.items()}
+        return results
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> list[Any]:
-        """Return the arrays that received the results."""
-        return [x for name, x in arrays.items() if name.startswith("c")]
+        """Return the results, in the arrays that received them where there are such."""
+        return [x for name, x in {**results, **arrays}.items() if name.startswith("c")]
 
 
 def _of_layer(arrays: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -116,3 +123,37 @@ def _of_layer(arrays: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 LAYERS = _Layers()
+
+
+def interpret_layer(
+    x: Any,
+    codes: Any,
+    scales: Any,
+    out_dtype: str,
+    *,
+    activation: str | None = None,
+    arch: str | None = None,
+    out: Any = None,
+    **operands: Any,
+) -> Any:
+    """Interpret a layer as models launch it: its product may begin while codes are made.
+
+    Parameters
+    ----------
+    x : numpy.ndarray
+    codes, scales : numpy.ndarray
+        As for `cupyattn.Int8Linear`.
+    out_dtype, activation, out, **operands
+        As for `cupyattn.int8_gemm`.
+    arch : str, optional
+        The first architecture on which launches overlap, where none is named.
+
+    Returns
+    -------
+    numpy.ndarray
+    """
+    arrays = {"x": x, "b0": codes, "b_scales0": scales}
+    operands |= {"c": out}
+    arrays |= {f"{name}0": array for name, array in operands.items() if array is not None}
+    settings = LayersSettings(out_dtype, (activation or "",), arch or OVERLAPPING, "interpret")
+    return run(LAYERS, settings, arrays)[0]

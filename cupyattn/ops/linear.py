@@ -14,10 +14,11 @@ from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_
 from cupyattn.bounds.products import gated_error, gemm_error
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.compiler.architectures import check_arch
-from cupyattn.compiler.target import check_backend
+from cupyattn.compiler.target import check_backend, choose
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
+from cupyattn.ops.layers import interpret_layer
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
@@ -354,6 +355,8 @@ def quantised_product(
     array, (..., out), out_dtype
     """
     kept = None
+    if outliers is None and choose(backend, x) == "interpret":  # as models launch them
+        return interpret_layer(x, codes, scales, out_dtype, **options)
     if outliers is None:
         strategy = strategy_of_weight(codes.shape, scales.shape)
         codes_x, scales_x = act_quant(x, strategy=strategy, backend=backend)

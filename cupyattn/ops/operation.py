@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -11,9 +12,12 @@ import numpy as np
 from cupyattn.arrays import memory
 from cupyattn.arrays.form import forms_of
 from cupyattn.plans.records import Work
+from cupyattn.runtime import origins
 from cupyattn.runtime.ready import Ready, Receiver
 from cupyattn.runtime.recent import CALLS
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
+
+_log = logging.getLogger("cupyattn")
 
 
 class Operation(Protocol):
@@ -130,10 +134,18 @@ def make_ready(problem: Any, work: Work) -> Ready:
 
 def run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:
     """Run a problem's mirror, or its kernels in the interpreter; return the results by buffer."""
+    made = _run_on_host(operation, problem)
+    origins.note((*made.values(), *problem.received.values()), problem.backend)
+    return made
+
+
+def _run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:
     if problem.backend == "mirror":
         with saying_what_is_needed(needed(problem, None), on_device=False):
             return operation.mirror(problem)
     work = operation.plan(problem)
+    if problem.long_run:
+        _log.warning("%s", problem.long_run)
     with saying_what_is_needed(needed(problem, work), on_device=False):
         return interpret(problem, work)
 
@@ -153,7 +165,7 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
     """Run work in the interpreter on NumPy arrays; return the results by buffer."""
     from cupyattn import interpret as interpreter
 
-    scratch = {one.name: _filled(one.shape, one.dtype, one.zeros) for one in work.between}
+    scratch = {one.name: memory.fresh(one.shape, one.dtype, one.zeros) for one in work.between}
     copies = {}
     for one in work.between:
         if one.cast_of:
@@ -161,7 +173,8 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
         if one.copy_of:
             scratch[one.name][...] = problem.kept[one.copy_of]
             copies[one.copy_of] = scratch[one.name].copy()
-    made = {name: np.empty(one.shape, one.dtype) for name, one in problem.results.items()}
+    # NOTE: a fresh array is often zero, and a store that never happens would not be seen.
+    made = {name: memory.fresh(one.shape, one.dtype) for name, one in problem.results.items()}
     for name, one in problem.results.items():
         if one.fill is not None:
             made[name][...] = one.fill
@@ -171,11 +184,3 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
         own = {inner: buffers[outer] for inner, outer in names.items() if outer in buffers}
         interpreter.run(plan, {**buffers, **own}, problem.arch)
     return made
-
-
-def _filled(shape: tuple[int, ...], dtype: str, zeros: bool) -> Any:
-    """Return an array of zeros, or of NaN, where a device has whatever was there before."""
-    array = np.zeros(shape, dtype)
-    if not zeros:
-        array.reshape(-1).view("u1").fill(0xFF)
-    return array

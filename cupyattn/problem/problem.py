@@ -61,6 +61,11 @@ class Problem:
         """An array that lies where the call runs."""
         return next(iter(self.operands.values()))
 
+    @property
+    def long_run(self) -> str:
+        """What a call says before it runs in the interpreter for long; "" if it need not."""
+        return ""
+
     def needs_none_fused(self, work: Any) -> bool:
         """Whether a form of the rung would need none of the scratch memory of its work."""
         return False

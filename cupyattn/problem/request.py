@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from cupyattn.problem.form import (
     scale_tiles,
     settle_request,
 )
+from cupyattn.problem.kernel_module import kernel_features, module_spec
 from cupyattn.problem.kernel_support import kernel_support
 from cupyattn.problem.operands import Operands
 from cupyattn.problem.problem import Result
@@ -37,6 +39,11 @@ SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 LENGTHS = ("lengths_q", "lengths_kv")
 #: A value of `Request.prepared_when`.
 BEFORE = "in a pass before"
+#: Products of a score with a channel that the interpreter computes in a second, of each family:
+#: lengths of 256 in one head of 64 on one core of a server.
+INTERPRETED = {"unfused": 6e6, "float32": 5e6, "tensor_core": 6e7, "int8": 1.5e7}
+#: Seconds in the interpreter that a call tells of beforehand.
+LONG = 10.0
 _DEFAULT = QuantConfig()
 
 
@@ -168,6 +175,19 @@ class Request:
     def facts(self) -> None:
         """The results say all that handing them over takes."""
 
+    @property
+    def long_run(self) -> str:
+        """What a call says that runs in the interpreter by default, and for long; "" otherwise."""
+        call, settings, name = self.call, self.settings, self.variant.name
+        seconds = math.prod(call.score_shape) * call.head_dim / INTERPRETED[self.variant.family]
+        if self.variant.source is None or settings.backend or seconds < LONG:
+            return ""
+        return (
+            f"{name} runs in the interpreter, as a registered kernel does on NumPy arrays, for "
+            f"about {seconds:.0f} s: backend='mirror' runs the NumPy mirror of its family in its "
+            "place, which does not read the kernel"
+        )
+
     def needs_none_fused(self, work: Any) -> bool:
         """Whether the rung's fused form would need none of the scratch memory of its work."""
         quant, (*passes, last) = self.settings.quant, work.plans
@@ -222,6 +242,14 @@ class Request:
             return settings.arch
         return target.own_arch(self.backend, self.q)
 
+    @property
+    def limited_by(self) -> str:
+        """The architecture whose limits hold where there is no device."""
+        kernel = self.kernel
+        features = kernel_features(kernel, self.places)
+        spec = module_spec(kernel.variant, features, kernel.tiles, kernel.form)
+        return self.architecture or spec.least_arch
+
     @functools.cached_property
     def scale_tiles(self) -> Tiles:
         """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
@@ -245,5 +273,6 @@ class Request:
         ValueError or UnsupportedError, with the reason, if it does not take the call.
         """
         kernel = settle_request(self)
-        kernel_support(kernel, self.places).check()
+        on_device = self.backend == "cuda"
+        kernel_support(kernel, self.places, self.architecture, on_device=on_device).check()
         return kernel

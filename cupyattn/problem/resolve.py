@@ -21,6 +21,7 @@ from cupyattn.compiler.architectures import (
 )
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
+from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.block_mask import BlockMask
@@ -154,8 +155,8 @@ def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
     return Request(
-        settings, arrays, variant, why, call, target.choose(settings.backend, q), q, k, v, mask,
-        bias, preparation, as_given, **_offsets(sequences), **lengths,
+        settings, arrays, variant, why, call, _backend(settings, variant, q), q, k, v, mask, bias,
+        preparation, as_given, **_offsets(sequences), **lengths,
     )  # fmt: skip
 
 
@@ -201,6 +202,11 @@ def _padded(
         given = "lengths_q" in lengths, "lengths_kv" in lengths
         call = checks.check_padded(call, given, **settings.places)
     return call, lengths
+
+
+def _backend(settings: Settings, variant: Variant, q: Any) -> str:
+    """Return where a rung runs."""
+    return target.choose(settings.backend, q, registered=variant.source is not None)
 
 
 def _offsets(sequences: Sequences | None) -> dict[str, Any]:
@@ -251,7 +257,7 @@ def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request
     check_smoothing(call.softcap, quantized.k_mean)
     request = Request(
         settings, arrays, variant, "the rung for quantised operands", call,
-        target.choose(settings.backend, operands[0]), *operands, mask, bias, None,
+        _backend(settings, variant, operands[0]), *operands, mask, bias, None,
         quantized.as_given, quantized=quantized, **of_entries,
     )  # fmt: skip
     return replace(request, kept_blocks=_kept_blocks(request), receiver=_receiver(request))

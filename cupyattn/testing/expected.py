@@ -96,6 +96,8 @@ class Expectation:
         What an output may differ by.
     predicted : Prediction or None
         The output that predicted codes give; None where P is no codes, or tiles are not known.
+    of_exact : (array, array)
+        What `exact` returned for these rows.
     """
 
     rows: Array
@@ -103,6 +105,7 @@ class Expectation:
     lse: Array
     bound: Bound
     predicted: Prediction | None
+    of_exact: tuple[Array, Array]
 
     @property
     def width(self) -> Array:
@@ -159,6 +162,7 @@ def expectation(
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
     codes: bool = True,
+    of_exact: tuple[Array, tuple[Array, Array]] | None = None,
 ) -> Expectation:
     """Compute what outputs of a kernel are held to, once for many outputs of the same operands.
 
@@ -170,6 +174,8 @@ def expectation(
     codes : bool
         Whether form and tiles of `received` are those of the call, as in the record of a plan, so
         that codes of P can be predicted. Those of given `numerics` never are.
+    of_exact : (array, (array, array)), optional
+        Rows, and exact attention in them, of an `Expectation` of the same operands.
     """
     kernel, quantized, multiplied = received.kernel, received.quantized, operands_of(received)
     call = kernel.call
@@ -183,15 +189,19 @@ def expectation(
             f"rows must name at least one of the {call.len_q} query rows, got none: leave it out "
             "to have them chosen"
         )
-    o, lse = exact(*multiplied, return_lse=True, **options_of_exact(received, rows))
+    if of_exact is None:
+        o, lse = exact(*multiplied, return_lse=True, **options_of_exact(received, rows))
+    else:
+        rows, (o, lse) = of_exact
+    known = o, lse
     bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
     if quantized is not None and quantized.k_mean is not None:
         lse = lse + mean_score(multiplied[0], quantized, rows, call.scale)
     predicted = None
-    known = codes and numerics is None and quantized is not None
-    if known and kernel.numerics(quantized.config).by_tile:
+    coded = codes and numerics is None and quantized is not None
+    if coded and kernel.numerics(quantized.config).by_tile:
         predicted = kernel_bounds.predict_kernel(received, rows=rows)
-    return Expectation(rows, o, lse, bound, predicted)
+    return Expectation(rows, o, lse, bound, predicted, known)
 
 
 def options_of_exact(received: Received, rows: Array) -> dict[str, Any]:

@@ -7,7 +7,7 @@ attention alone, against attention of the codes as they are dequantised here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from cupyattn import unfused
 from cupyattn.diffusion import key_importance
 from cupyattn.ops.explain import kernel_form
 from experiments._harness.fuzz_cases import DTYPES, Case, Wrong
+from experiments._harness.fuzz_own_rungs import OWN
 from experiments._harness.fuzz_scores import (
     ROUNDING,
     Scoring,
@@ -38,7 +39,9 @@ from experiments._harness.fuzz_scores import (
 api: Any = ca
 #: Options that the bound takes as the call does.
 BY_NAME = ("scale", "causal", "causal_align", "window", "softcap", "block_mask")
-VARIANTS = ("auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_tc", "fa_int8", "fa_int8")
+VARIANTS = (
+    "auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_tc", "fa_int8", "fa_int8", *OWN,
+)  # fmt: skip
 HEAD_DIMS = (8, 16, 33, 64, 80, 128, 64, 128)
 LENGTHS_Q = (0, 1, 7, 16, 33, 65, 100, 130)
 LENGTHS_KV = (0, 1, 5, 17, 64, 70, 129, 200)
@@ -73,7 +76,7 @@ class Attention:
         self.variant = VARIANTS[case.slot % len(VARIANTS)]
         case.rung = self.variant
         dtypes = tuple(DTYPES)
-        if self.variant in ("fa_tc", "fa_warps") and case.config.chance(0.97):
+        if self.variant in ("fa_tc", "fa_warps", *OWN) and case.config.chance(0.97):
             known = ca.VARIANTS[self.variant].dtypes
             dtypes = tuple(d for d in dtypes if d in known)
         self.q, self.k, self.v = operands(case, dtypes)
@@ -89,6 +92,7 @@ class Attention:
         self.sent = [case.sent(x, turned=self.bshd) for x in (self.q, self.k, self.v)]
         self.options = {"variant": self.variant, "return_lse": True, **self.given,
                         **case.options()}  # fmt: skip
+        self.lengths: dict[str, Any] = {}
 
     def bhsd(self, x: Any) -> Any:
         """Return a view in the layout of the judgement, or back."""
@@ -114,6 +118,9 @@ class Attention:
         case, dtype = self.case, self.q.dtype.name
         found, found_lse = self.bhsd(case.host(o)), case.host(lse)
         Q, K = self.turning.of(f64(q), f64(k))
+        if self.lengths:
+            self.judge_entries(found, found_lse, Q, K, f64(v))
+            return
         V = by_query_head(f64(v), q.shape[1])
         S, size, _ = self.scoring.scores(Q, K)
         off: Any = 0.0
@@ -133,6 +140,30 @@ class Attention:
         largest = np.where(np.isfinite(S), abs(S), 0).max(-1, initial=0)
         near("lse", found_lse, exact_lse, 2.0**-18 * (largest + size) + off + 2.0**-7)
 
+    def judge_entries(
+        self, o: np.ndarray, lse: np.ndarray, Q: np.ndarray, K: np.ndarray, v: np.ndarray
+    ) -> None:
+        """Judge each entry of a padded batch as attention of its rows and keys alone."""
+        counts = [np.full(len(Q), Q.shape[2]), np.full(len(Q), K.shape[2])]
+        for at, name in enumerate(("lengths_q", "lengths_kv")):
+            if name in self.lengths:
+                counts[at] = np.clip(self.case.values(self.lengths[name]), 0, counts[at])
+        dtype = self.q.dtype.name
+        for i, (rows, keys) in enumerate(zip(*counts, strict=True)):
+            if o[i, :, rows:].any() or (lse[i, :, rows:] > -np.inf).any():
+                raise Wrong(f"rows of entry {i} behind its length are not 0 and -inf")
+            x, y = Q[i : i + 1, :, :rows], K[i : i + 1, :, :keys]
+            V = by_query_head(v[i : i + 1, :, :keys], x.shape[1])
+            one = self.scoring.entry(i, rows, keys)
+            S, size, _ = one.scores(x, y)
+            P, exact_lse = softmax(S)
+            off = 4 * ROUNDING[dtype] * size if self.turning.changes else 0.0
+            limit = limits(S, size, V, dtype, off, one.alone)
+            near(f"o of entry {i}", o[i : i + 1, :, :rows], P @ V, limit)
+            largest = np.where(np.isfinite(S), abs(S), 0).max(-1, initial=0)
+            much = 2.0**-18 * (largest + size) + off + 2.0**-7
+            near(f"lse of entry {i}", lse[i : i + 1, :, :rows], exact_lse, much)
+
     def judge_codes(self, o: np.ndarray, z: Any, Q: np.ndarray, K: np.ndarray) -> float:
         """Judge O by the codes, within the library's bound; return what scores lose by them."""
         form = {}
@@ -151,6 +182,16 @@ class Attention:
         sums = [abs(x).sum(-1).max(initial=0) for x in (Q, K)]
         cost = steps[0] * sums[1] + steps[1] * sums[0] + Q.shape[3] * steps[0] * steps[1]
         return float(cost * abs(self.scoring.scale))
+
+
+def draw_lengths(case: Case, q: Sequence[int], k: Sequence[int]) -> dict[str, Any]:
+    """Draw how many rows and keys of each entry count, some of them none or too many."""
+    found = {}
+    for name, most in (("lengths_q", q[2]), ("lengths_kv", k[2])):
+        if case.config.chance(0.7):
+            counts = case.rng.integers(-1, most + 3, q[0]).astype(case.pick("int32", "int64"))
+            found[name] = case.sent(counts)
+    return found
 
 
 def own_blocks(case: Case, quant: Any, given: dict[str, Any]) -> bool:
@@ -184,7 +225,9 @@ def attention(case: Case) -> None:
     """All rungs of `cupyattn.attention`."""
     call = Attention(case)
     shape = call.bhsd(call.q).shape
-    options = {**call.options, "layout": "BSHD" if call.bshd else "BHSD"}
+    if call.variant != "fa_int8" and case.config.chance(0.2):  # codes of rows that count alone
+        call.lengths = draw_lengths(case, call.q.shape, call.k.shape)
+    options = {**call.options, **call.lengths, "layout": "BSHD" if call.bshd else "BHSD"}
     z = None
     if call.variant == "fa_int8":
         z = call.codes(call.sent)
@@ -228,7 +271,7 @@ def plan(case: Case) -> None:
         sent = again
 
 
-def _packed(case: Case, dtypes: Sequence[str]) -> tuple[Any, ...]:
+def draw_packed(case: Case, dtypes: Sequence[str]) -> tuple[Any, ...]:
     """Draw packed operands, their ends, and what changes scores."""
     dtype, dim = case.config.pick(*dtypes), case.config.pick(8, 16, 64)
     counts = [case.rng.choice([0, 1, 5, 17, 33], size=3) for _ in "qk"]
@@ -257,7 +300,7 @@ def varlen(case: Case) -> None:
         _varlen_codes(case)
         return
     known = tuple(DTYPES) if variant == "auto" else ca.VARIANTS[variant].dtypes
-    q, k, v, ends, scoring = _packed(case, known)
+    q, k, v, ends, scoring = draw_packed(case, known)
     options = {"max_len_q": 33, "max_len_k": 33} if case.chance(0.3) and not (
         {"mask", "bias", "block_mask"} & set(scoring.given)) else {}  # fmt: skip
     o, lse = api.attention_varlen(
@@ -279,7 +322,7 @@ def varlen(case: Case) -> None:
 
 def _varlen_codes(case: Case) -> None:
     """Packed sequences as INT8 codes."""
-    q, k, v, ends, scoring = _packed(case, tuple(DTYPES))
+    q, k, v, ends, scoring = draw_packed(case, tuple(DTYPES))
     batch = [np.broadcast_to(f64(x).swapaxes(0, 1)[None], (3, x.shape[1], x.shape[0], x.shape[2]))
              for x in (q, k)]  # fmt: skip
     quant = draw_quant(case, *batch, bool(scoring.softcap))
@@ -356,7 +399,7 @@ def backward(case: Case) -> None:
 
 def varlen_backward(case: Case) -> None:
     """Gradients of packed sequences."""
-    q, k, v, ends, scoring = _packed(case, ("float16", "bfloat16"))
+    q, k, v, ends, scoring = draw_packed(case, ("float16", "bfloat16"))
     d_out = case.normal(*q.shape, dtype=q.dtype.name)
     sent = [case.sent(x) for x in (d_out, q, k, v)]
     places = [case.sent(e) for e in ends]
@@ -555,12 +598,3 @@ def block_mask(case: Case) -> None:
     whole = case.host(found.to_dense(len_q, len_kv))
     if (whole < dense).any() or whole.shape != dense.shape:
         raise Wrong("the blocks lack an element of the mask")
-
-
-FUNCTIONS: dict[str, Callable[[Case], None]] = {
-    "attention": attention, "attention_varlen": varlen, "attention_backward": backward,
-    "attention_varlen_backward": varlen_backward, "plan": plan, "quantize": quantize,
-    "act_quant": act_quant, "weight_quant": weight_quant, "weight_dequant": weight_dequant,
-    "int8_gemm": int8_gemm, "Int8Linear": int8_linear, "key_importance": importance,
-    "unfused": steps, "BlockMask.from_dense": block_mask,
-}  # fmt: skip

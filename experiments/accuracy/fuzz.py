@@ -1,8 +1,9 @@
 """Does every call give the right value or one clear sentence?
 
-Varies       rung, dtype, shape, grouped heads, layout, causal, window, softcap, mask, block mask,
-             bias up to finfo.min, rope, norm, INT8 options, out, strides and addresses of
-             attention; operands and options of the other functions
+Varies       rung, registered ones among them, dtype, shape, grouped heads, layout, lengths of
+             entries, causal, window, softcap, mask, block mask, bias up to finfo.min, rope, norm,
+             INT8 options, out, strides and addresses of attention; operands and options of the
+             other functions; what the judge is told of right outputs
 Holds fixed  the seed; small shapes
 Measures     errors against float64 written in `experiments._harness.fuzz_scores`; exceptions
              that are no refusals; inputs, and memory around results, that were changed
@@ -38,8 +39,9 @@ import numpy as np
 import cupyattn as ca
 from cupyattn.cli import output
 from experiments._harness import recording
-from experiments._harness.fuzz_calls import FUNCTIONS
 from experiments._harness.fuzz_cases import Case, Setup, Wrong
+from experiments._harness.fuzz_functions import FUNCTIONS
+from experiments._harness.fuzz_own_rungs import register_own
 
 #: Kinds of exceptions that are refusals.
 REFUSALS = (ValueError, TypeError, ca.UnsupportedError)
@@ -65,6 +67,7 @@ class Outcome:
 
 def run_case(name: str, number: int, setup: Setup) -> Outcome:
     """Run one case."""
+    register_own()
     case = Case(setup, list(FUNCTIONS).index(name), number, same_kernels=name == "plan")
     kind, said = "right", ""
     try:

@@ -157,7 +157,12 @@ def test_slices_and_fused_projections_of_a_vae() -> None:
         return vae(x).sample
 
     native = call()
-    handle = int8(vae)
+    with pytest.raises(ValueError, match="vae: errors of its decoder are errors of the picture"):
+        int8(vae)  # as `convert` leaves it; whoever insists makes layers by hand
+    for block in (m for m in vae.modules() if hasattr(m, "to_q")):
+        for name in ("to_q", "to_k", "to_v"):
+            layer = interop.Int8Linear.from_linear(getattr(block, name), backend="mirror")
+            setattr(block, name, layer)
     found = call()
     assert 0 < (found - native).norm() / native.norm() < 0.05
     vae.enable_slicing()
@@ -165,13 +170,10 @@ def test_slices_and_fused_projections_of_a_vae() -> None:
         one_by_one = torch.cat([vae(one[None]).sample for one in x])
     assert torch.equal(call(), one_by_one)
     vae.fuse_qkv_projections()
-    assert "to_qkv" in layers(vae, interop.Int8Linear)
     assert (call() - native).norm() / native.norm() < 0.05
     vae.unfuse_qkv_projections()
     vae.disable_slicing()
     assert torch.equal(call(), found)
-    handle.restore()
-    assert torch.equal(call(), native)
 
 
 def test_adapters_of_fused_projections_have_no_part_in_them() -> None:

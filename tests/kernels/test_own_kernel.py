@@ -9,24 +9,17 @@ import pytest
 
 from cupyattn import Tiles, Variant, cli, ladder, register
 from cupyattn.cli import own_kernel, verify
-from cupyattn.compiler.modules import KERNELS
 from cupyattn.errors import KernelCompileError
 from cupyattn.kernels import ladder as kernels
 from cupyattn.measure import device
 from cupyattn.measure.rungs import NOT_RUN
 from tests.faults.fault_patches import FAULTS, Fault
+from tests.support.own_kernels import renamed
 
 pytestmark = pytest.mark.skipif(not device.device_missing(), reason="there is a device")
 
 NORMAL = ("--distribution", "normal", "--dtype", "float16", "--dtypes", "float16")
 PLANTED = [f for f in FAULTS if "fa" in f.variants and not (f.shown_by or f.of_packed)]
-
-
-def renamed(folder: Path, kernels: Path = KERNELS) -> Path:
-    text = (kernels / "attn_fa.cu").read_text().replace("attn_fa(", "attn_mine(")
-    path = folder / "attn_mine.cu"
-    path.write_text(text)
-    return path
 
 
 def of_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +61,7 @@ def test_a_broken_copy_fails(
     """That a file is compiled for every architecture first, `test_a_copy_passes` holds."""
     monkeypatch.setattr(own_kernel, "compile_everywhere", lambda variant: ["sm_80"])
     copy = fault.plant(tmp_path)
-    assert cli.main(["verify", str(renamed(copy, copy)), *NORMAL]) == 1
+    assert cli.main(["verify", str(renamed(copy, kernels=copy)), *NORMAL]) == 1
     assert "FAILED: mine, normal, float16" in capsys.readouterr().out
 
 
@@ -121,12 +114,12 @@ def test_the_ladder_runs_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(table.header) == len(table.cells[0]) == len(table.cells[1])
 
 
-def test_the_ladder_refuses_a_source_that_is_not_cpp(
+def test_the_ladder_refuses_a_source_that_is_no_longer_cpp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "attn_mine.cu"
-    path.write_text("this is not C++")
+    path = renamed(tmp_path)
     of_file(path, monkeypatch)
+    path.write_text("this is not C++")
     with pytest.raises(KernelCompileError, match=r"attn_mine\.cu\(1\): error: "):
         ladder(*inputs(), variants=["fa", "mine"])
 

@@ -347,9 +347,9 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         {"P": WEIGHT, "d": WEIGHT / 8, "v": WEIGHT.T.copy(), "o": WEIGHT @ WEIGHT.T},
         lambda g: bounds.softmax_perturbation(**g),
     ),
-    "testing.judge": ({"o": OUT, **MASKED, "lse": LSE, **ROWS}, _judged),
+    "testing.judge": ({"o": OUT.copy(), **MASKED, "lse": LSE, **ROWS}, _judged),
     "testing.assert_within_bound": (
-        {"o": OUT_OF_FA, **QKV},
+        {"o": OUT_OF_FA.copy(), **QKV},
         lambda g: str(testing.assert_within_bound(**g, variant="fa")),
     ),
     "testing.ratio_to_bound": (
@@ -445,7 +445,7 @@ ON_THE_HOST = {
 WITHOUT_ARRAYS = {
     "DeviceMemoryError", "GemmTiles", "Int8Config", "KernelCompileError", "KernelLaunchError",
     "Tiles", "UnsupportedError", "VARIANTS", "Variant", "__version__", "compute_sigma_schedule",
-    "register",
+    "register", "unregister",
     # Modules:
     "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients", "quant",
     "reference", "strategies", "testing", "unfused",

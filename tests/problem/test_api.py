@@ -11,18 +11,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import attention, attention_varlen, explain, plan, unfused
+from cupyattn import attention, attention_varlen, explain, plan, register, unfused
 from cupyattn.bounds import kernel, quantised
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import Features
-from cupyattn.kernels.ladder import VARIANTS, register
+from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.kernel_module import module_spec
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference import exact as reference
 from tests.support.foreign import Foreign, ForeignWithNamespace
+from tests.support.own_kernels import renamed
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 CELLS = [(name, dtype) for name, variant in VARIANTS.items() for dtype in variant.dtypes]
@@ -374,11 +375,8 @@ def test_arrays_of_a_nameless_library_come_back_as_numpy() -> None:
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ladder.Variant:
     """attn_fa_warps.cu, copied and renamed in a user's own folder, registered in one call."""
     monkeypatch.setattr(ladder, "VARIANTS", ladder.VARIANTS)
-    source = tmp_path / "attn_mine.cu"
-    text = (kc.KERNELS / "attn_fa_warps.cu").read_text()
-    source.write_text(text.replace("void attn_fa_warps(", "void attn_mine("))
     variant = replace(VARIANTS["fa_warps"], name="mine", idea="my own")
-    yield register(variant, source)
+    yield register(variant, renamed(tmp_path, of="fa_warps"))
     del VARIANTS["mine"]
 
 
@@ -388,7 +386,11 @@ def test_a_registered_rung_is_a_rung(mine: ladder.Variant) -> None:
     binary = kc.build(module_spec(mine, features, mine.default_tiles(16)), "sm_80")
     assert list(binary.kernels) == ["attn_mine"]
     assert explain(*inputs, variant="mine").startswith("mine: asked for by name")
-    assert_bits_equal(attention(*inputs, variant="mine"), attention(*inputs, variant="fa_warps"))
+    for backend in ("mirror", "interpret"):
+        assert_bits_equal(
+            attention(*inputs, variant="mine", backend=backend),
+            attention(*inputs, variant="fa_warps", backend=backend),
+        )
 
 
 def test_a_name_is_registered_once_and_from_a_file(mine: ladder.Variant, tmp_path: Path) -> None:

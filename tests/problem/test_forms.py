@@ -25,6 +25,7 @@ from cupyattn.problem.call import AttentionSpec, Packed
 from cupyattn.problem.form import scale_tiles, settle
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
 from cupyattn.quant import QuantConfig
+from tests.support.own_kernels import renamed
 
 #: Every form that the library has, by rung and name.
 ROWS = {
@@ -211,18 +212,20 @@ def test_a_form_of_ones_own_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["made", "copied"])
-def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ca.Variant:
+def own(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ca.Variant:
     """An INT8 rung of one's own, which has one form: a new one, or a copy of fa_int8."""
     monkeypatch.setattr(ladder, "VARIANTS", dict(ladder.VARIANTS))
     made = ca.Variant("own", "one's own", "int8", {256: Tiles(64, 32, 4, 2)})
     copied = replace(ladder.lookup("fa_int8"), name="own")
     variant = {"made": made, "copied": copied}[request.param]
-    return ca.register(variant, KERNELS / "attn_fa_int8.cu")
+    return ca.register(variant, renamed(tmp_path, "own", "fa_int8"))
 
 
 def test_a_rung_of_ones_own_has_one_form(own: ca.Variant) -> None:
     assert list(own.forms) == ["portable"]
-    assert own.forms["portable"].source == own.source == KERNELS / "attn_fa_int8.cu"
+    assert own.forms["portable"].source == own.source
     assert own.forms["portable"].tiles.default is own.tiles
     assert settle(own, CALL, codes=Codes(16, 16)).form == "portable"
     with pytest.raises(ValueError, match="form must be one of 'portable' for own, got 'sm90'"):

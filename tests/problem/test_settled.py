@@ -19,7 +19,6 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.bounds import kernel as kernel_bounds
-from cupyattn.compiler.modules import KERNELS
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import kernel_form
@@ -28,8 +27,9 @@ from cupyattn.problem.received import Received
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.reference import attention as mirror
-from cupyattn.testing import verdict
+from cupyattn.testing import judged, verdict
 from tests.problem.settled_calls import Call, calls
+from tests.support.own_kernels import renamed
 
 #: By the name of a call: form, tiles, note.
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("settled.json").read_text())
@@ -37,11 +37,11 @@ CALLS = list(calls())
 
 
 @pytest.fixture(autouse=True)
-def own_rung(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A rung of one's own, which has one form."""
     monkeypatch.setattr(ladder, "VARIANTS", dict(ladder.VARIANTS))
     own = ca.Variant("settled_own", "one's own", "tensor_core", {256: ca.Tiles(64, 32, 4, 2)})
-    ca.register(own, KERNELS / "attn_fa_tc.cu")
+    ca.register(own, renamed(tmp_path, "settled_own", "fa_tc"))
     yield
 
 
@@ -91,7 +91,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Received]:
 
     monkeypatch.setattr(mirror, "run_kernel", stop)
     monkeypatch.setattr(kernel_bounds, "bound_kernel", stop)
-    monkeypatch.setattr(verdict, "judge_kernel", stop)
+    monkeypatch.setattr(judged, "expectation", stop)
 
     def of(function: Callable[..., Any], *args: Any, **options: Any) -> Received:
         with pytest.raises(Seen) as seen:
@@ -140,8 +140,8 @@ def check_that_one_record_is_taken(call: Call, records: Any) -> None:
         named = {**options, "form": name}
         mirrored = records(mirror.attention_mirror, *(inputs if z is None else (z,)), **named)
         bounded = records(kernel_bounds.attention, *inputs, quantized=z, **named)
-        judged = records(verdict.judge, o, *inputs, quantized=z, **named)
-        for found in (mirrored, bounded, judged):
+        held = records(verdict.judge, o, *inputs, quantized=z, **named)
+        for found in (mirrored, bounded, held):
             assert key(found.kernel) == key(settled), call.name
 
 
@@ -153,9 +153,9 @@ def test_a_judge_takes_the_record_of_a_prepared_call() -> None:
     assert prepared.kernel.stacks and prepared.kernel.call.heads == 16
     o, lse = prepared(q, k, v)
     received = Received(prepared.kernel, (q, k, v), ScoreOptions())
-    report = verdict.judge_kernel(received, o, lse)
+    report = judged.judge_kernel(received, o, lse)
     assert report.passed and report.variant == "fa_tc"
-    assert not verdict.judge_kernel(received, 1.1 * o, lse).passed
+    assert not judged.judge_kernel(received, 1.1 * o, lse).passed
 
 
 def test_form_and_tiles_are_chosen_in_one_place() -> None:
@@ -188,7 +188,7 @@ def test_who_asks_for_form_and_tiles() -> None:
     )  # fmt: skip
     wanted = {
         "settle_request": ["problem/request.py"],
-        "settle": ["problem/form.py", "problem/received.py", "unfused.py"],
+        "settle": ["problem/form.py", "problem/received.py", "testing/parts.py", "unfused.py"],
         "settle_gemm": ["ops/gemm.py"],
         "settle_backward": ["gradients/problem.py", "ops/backward.py"],
     }  # fmt: skip
@@ -207,6 +207,7 @@ def test_what_a_kernel_does_not_take_is_known_before_it_is_planned() -> None:
     )  # fmt: skip
     assert found == {
         ("kernel_support", "problem"): 1, ("refused_tiles", "problem"): 1,
+        ("kernel_support", "testing"): 1,  # of kernels that may have run
         ("refused_tiles", "compiler"): 1,  # by `check_tiles`
         ("check_tiles", "problem"): 1, ("check_tiles", "diffusion"): 1,  # products, and a layer
     }  # fmt: skip

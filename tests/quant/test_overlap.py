@@ -12,7 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.interpret import KernelFault
 from cupyattn.ops.layers import LAYERS, LayersSettings
-from cupyattn.ops.operation import problem_of, run_new
+from cupyattn.ops.operation import problem_of, run, run_new
 from cupyattn.quant.blocks import STRATEGIES
 from cupyattn.runtime import launches, overlapping
 from tests.faults.fault_patches import put_a_line_in_place
@@ -126,3 +126,37 @@ def test_the_driver_gets_what_an_ordinary_launch_gives_it(monkeypatch: pytest.Mo
     assert seen == [(77, one.grid, one.block, 1024, 5, 4096)]
     with pytest.raises(ca.KernelLaunchError, match=f"grid {one.grid}, .*status 1"):
         ready((), 5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_layer_is_interpreted_as_models_launch_it(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain call of `Int8Linear`, and on NumPy: what it gives, and that it needs the wait."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((3, 5, 144)).astype(np.float16)
+    given: dict[str, Any] = {"bias": rng.standard_normal(64).astype(np.float32)}
+    layer = ca.Int8Linear.from_weight(
+        rng.standard_normal((64, 144)).astype(np.float32), strategy=strategy, **given
+    )
+    beside = {"residual": rng.standard_normal((3, 5, 64)).astype(np.float16)}
+    for options in ({}, beside | {"gate": np.ones(64, np.float16)}):
+        codes = ca.act_quant(x, strategy=strategy)
+        alone = ca.int8_gemm(
+            *codes, layer.codes, layer.scales, "float16", backend="interpret", **given, **options
+        )
+        found = layer(x, backend="interpret", **options)
+        assert found.shape == (3, 5, 64) and found.tobytes() == alone.tobytes()
+    source = SOURCES[strategy, "portable"]
+    put_a_line_in_place(source, f"  {WAIT}  // A,", "  // A,", tmp_path, monkeypatch)
+    with pytest.raises(KernelFault, match="before it waits for the launch before it"):
+        layer(x, backend="interpret")
+
+
+def test_layers_make_what_nothing_receives() -> None:
+    settings, arrays = layers("block", None)
+    alone = {name: x for name, x in arrays.items() if not name.startswith("c")}
+    for backend in ("mirror", "interpret"):
+        found = run(LAYERS, settings._replace(backend=backend), alone)
+        run(LAYERS, settings._replace(backend=backend), arrays)
+        assert [x.tobytes() for x in found] == [arrays[f"c{n}"].tobytes() for n in range(2)]

@@ -97,7 +97,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(plugin.WATCHED, "failure", None)
 
     def run_here(folder: Path, *arguments: str, line: str = "") -> tuple[int, str]:
+        # NOTE: at its end that plugin of pytest's visits all objects of this process, in seconds.
         words = f"-p {plugin.__name__} -p no:cacheprovider -p no:timeout --tb=short"
+        words += " -p no:unraisableexception"
         monkeypatch.setenv("PYTEST_ADDOPTS", f"{words} --rootdir={folder} --capture=sys")
         monkeypatch.chdir(folder)
         if line:

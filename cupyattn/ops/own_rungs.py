@@ -1,0 +1,144 @@
+"""Rungs of a user's own: `register` compiles a source and adds it, `unregister` takes it away."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler import nvrtc
+from cupyattn.errors import KernelCompileError, UnsupportedError, shown
+from cupyattn.kernels import ladder
+from cupyattn.kernels.ladder import Variant
+from cupyattn.ops.attention import ATTENTION, resolved
+from cupyattn.plans.records import Launch
+
+#: Head size that a source is compiled for as it is registered.
+HEAD_DIM = 64
+
+_log = logging.getLogger("cupyattn")
+
+
+def register(
+    variant: Variant, source: str | Path, *, replace: bool = False, head_dim: int = HEAD_DIM
+) -> Variant:
+    """Add a rung from a ``.cu`` file of your own, and compile it at once.
+
+    On NumPy arrays the rung runs in the interpreter. Without NVRTC it is registered all the same,
+    and a warning says that nothing was compiled.
+
+    Parameters
+    ----------
+    variant : Variant
+        Its name, idea, family and tiles. The kernel's entry point must be ``attn_<name>``.
+    source : path
+        The ``.cu`` file; it may include ``prims/*.cuh``.
+    replace : bool
+        Take the place of a rung that was registered under this name.
+    head_dim : int
+        Head size that it is compiled for now. Calls compile it for theirs.
+
+    Returns
+    -------
+    Variant
+        The registered variant, now in `VARIANTS` and accepted by `cupyattn.attention`.
+
+    Raises
+    ------
+    TypeError
+        If `variant` is not a `Variant`.
+    ValueError
+        If the name is taken, the file does not exist, or its contracts refuse the tiles.
+    KernelCompileError
+        If it does not compile, or has no entry point of that name. Nothing is registered then.
+    """
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant must be a cupyattn.Variant, got {shown(variant)}")
+    path, before = Path(source).resolve(), ladder.VARIANTS.get(variant.name)
+    if before is not None and before.source is None:
+        raise ValueError(
+            f"{variant.name!r} is a rung of the library: give the variant another name"
+        )
+    if before is not None and not replace:
+        raise ValueError(
+            f"a variant called {variant.name!r} is already registered: add replace=True, or call "
+            f"cupyattn.unregister({variant.name!r}) first"
+        )
+    if not path.is_file():
+        raise ValueError(f"source must be an existing .cu file, got {str(path)!r}")
+    added = dataclasses.replace(variant, source=path)
+    ladder.VARIANTS[added.name] = added
+    try:
+        _compile(added, head_dim)
+    except BaseException:
+        del ladder.VARIANTS[added.name]
+        if before is not None:
+            ladder.VARIANTS[added.name] = before
+        raise
+    return added
+
+
+def unregister(name: str) -> Variant:
+    """Take a rung away that `register` added.
+
+    Parameters
+    ----------
+    name : str
+
+    Returns
+    -------
+    Variant
+        The one that was registered.
+
+    Raises
+    ------
+    ValueError
+        If there is no such rung, or it is one of the library.
+    """
+    variant = ladder.lookup(name)
+    if variant.source is None:
+        raise ValueError(f"{name!r} is a rung of the library: only registered ones can be removed")
+    return ladder.VARIANTS.pop(name)
+
+
+def own_launches(variant: Variant, head_dim: int = HEAD_DIM) -> Iterator[Launch]:
+    """Yield the launches of a registered rung's source in a small call.
+
+    Parameters
+    ----------
+    variant : Variant
+    head_dim : int
+
+    Raises
+    ------
+    ValueError
+        If the source's contracts refuse the tiles.
+    """
+    x = np.ones((1, 1, 8, head_dim), STORAGE[variant.dtypes[0]])
+    request = resolved(x, x, x, function="register", variant=variant.name, backend="interpret")
+    for plan in ATTENTION.plan(request).plans:
+        yield from (one for one in plan.launches if one.module.path == variant.source)
+
+
+def _compile(variant: Variant, head_dim: int) -> None:
+    """Compile a rung and look its entry points up, or warn that there is no compiler."""
+    launches = list(own_launches(variant, head_dim))
+    try:
+        nvrtc.headers(nvrtc.load())
+    except UnsupportedError as error:
+        _log.warning("%s is registered, but nothing was compiled: %s", variant.name, error)
+        return
+    for one in launches:
+        ptx = compiler.translate(one.module, one.module.least_arch).ptx
+        found = re.findall(r"\.entry\s+(\w+)", ptx)
+        if one.entry not in found:
+            raise KernelCompileError(
+                f'{variant.source} must have the entry point extern "C" __global__ void '
+                f"{one.entry}(...), got {', '.join(found) or 'none'}"
+            )

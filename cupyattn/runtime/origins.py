@@ -1,0 +1,63 @@
+"""Which backend made an array: what the judge reads to say what ran.
+
+Only host arrays are noted. The record of an array goes with the array.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.memory import data_address
+
+#: In reports, by the names of backends.
+WORDS = {"cuda": "device", "interpret": "interpreter", "mirror": "mirror"}
+
+#: By the address of memory that is still held.
+_made: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+
+def note(arrays: Iterable[Any], backend: str) -> None:
+    """Remember that a backend wrote NumPy arrays."""
+    for array in arrays:
+        if isinstance(array, np.ndarray) and array.size:
+            owner = _owner(array)
+            address = data_address(owner)
+            _made[address] = weakref.ref(owner, functools.partial(_forget, address)), backend
+
+
+def _forget(address: int, reference: weakref.ref[Any]) -> None:
+    if address in _made and _made[address][0] is reference:
+        del _made[address]
+
+
+def origin(array: Any) -> str:
+    """Return what made an array, of the values of `WORDS`; "" where that is not known.
+
+    Parameters
+    ----------
+    array : array
+        NumPy or CuPy. A view, and memory that another library handed back, count as what was made.
+
+    Examples
+    --------
+    >>> x = np.zeros((2, 3))
+    >>> note([x], "mirror")
+    >>> origin(x.T), origin(x + 1)
+    ('mirror', '')
+    """
+    if not isinstance(array, np.ndarray):
+        return WORDS["cuda"]
+    _, backend = _made.get(data_address(_owner(array)), (None, ""))
+    return WORDS.get(backend, "")
+
+
+def _owner(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the array that holds the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array

@@ -1,0 +1,265 @@
+"""The output of one call, as parts that are judged one by one, and the kernels that may have run.
+
+A part is attention of arrays of layout (batch, heads, len, head_dim): the call itself, or one of
+its packed sequences. Lengths of padded entries become a mask, which admits the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupyattn.arrays.interchange import is_cupy, on_host
+from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import target
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.operation import problem_of
+from cupyattn.problem.form import settle
+from cupyattn.problem.kernel_support import kernel_support
+from cupyattn.problem.operands import Codes
+from cupyattn.problem.received import Received, receive
+from cupyattn.problem.request import Request
+from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.sequences import one_entry, take_lengths, take_sequences
+from cupyattn.problem.settings import NO_WINDOW, Settings
+
+#: Architectures whose forms are tried: None has the portable ones.
+ARCHITECTURES = (None, "sm_90a")
+#: Arrays that say how long sequences or entries are.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_kv")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """An output, and the operands that it is attention of.
+
+    Parameters
+    ----------
+    settings : Settings
+        Of attention on these operands alone.
+    arrays : mapping
+        As `cupyattn.problem.settings.parse` names them.
+    quantized : QuantizedQKV or None
+    o : (batch, heads, len_q, head_dim) array
+    lse : (batch, heads, len_q) array or None
+    given : array
+        The caller's output, which this is or is a part of.
+    entry : int, optional
+        Number of the packed sequence.
+    """
+
+    settings: Settings
+    arrays: Mapping[str, Any]
+    quantized: Any
+    o: Array
+    lse: Array | None
+    given: Array
+    entry: int | None = None
+
+    def received(self, form: str | None, tiles: Tiles | None) -> Received:
+        """Return what a kernel of a form and tiles received."""
+        settings = self.settings._replace(tiles=tiles)
+        return receive(settings, self.arrays, quantized=self.quantized, form=form)
+
+
+def parts_of(
+    settings: Settings,
+    arrays: Mapping[str, Any],
+    quantized: Any,
+    o: Array,
+    lse: Array | None,
+) -> list[Part]:
+    """Return what is judged of a call.
+
+    Parameters
+    ----------
+    settings, arrays
+        Of the call, arrays as NumPy or CuPy has them.
+    quantized : QuantizedQKV or None
+    o, lse
+        As the call returns them.
+    """
+    given = o
+    if quantized is not None and quantized.cu_seqlens_q is not None:
+        return _sequences(settings, arrays, quantized, o, lse)
+    if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
+        return _sequences(settings, arrays, quantized, o, lse)
+    if settings.layout == "BSHD":
+        o = to_bhsd(o, "BSHD")
+        arrays = {n: to_bhsd(a, "BSHD") if n in "qkv" and a is not None else a
+                  for n, a in arrays.items()}  # fmt: skip
+        settings = settings._replace(layout="BHSD")
+    if "lengths_q" in arrays or "lengths_kv" in arrays:
+        settings, arrays = _masked(settings, arrays, quantized)
+    return [Part(settings, arrays, quantized, o, lse, given)]
+
+
+def _masked(
+    settings: Settings, arrays: Mapping[str, Any], quantized: Any
+) -> tuple[Settings, dict[str, Any]]:
+    """Return a call on padded entries as one whose mask admits what their lengths do."""
+    q, k, v = (arrays[name] for name in "qkv")
+    like = q if quantized is None else quantized.q_codes
+    shape = tuple(like.shape) if quantized is None else quantized.shape
+    len_q, len_kv = shape[2], (k if quantized is None else quantized.k_codes).shape[2]
+    xp, lengths = array_namespace(like), take_lengths(like, arrays)
+    full = {"lengths_q": len_q, "lengths_kv": len_kv}
+    counts = [xp.clip(lengths[n], 0, most) if n in lengths else xp.full(shape[0], most)
+              for n, most in full.items()]  # fmt: skip
+    of_q, of_kv = (count[:, None, None, None] for count in counts)
+    row, key = xp.arange(len_q)[:, None], xp.arange(len_kv)
+    at = key - row - (of_kv - of_q if settings.causal_align == "bottom-right" else 0)
+    left, right = settings.window
+    right = 0 if settings.causal else right
+    mask = (row < of_q) & (key < of_kv)
+    mask &= (at >= -left) if left >= 0 else True
+    mask &= (at <= right) if right >= 0 else True
+    rest = {n: a for n, a in arrays.items() if n not in LENGTHS}
+    if rest.get("mask") is not None:
+        mask = mask & xp.asarray(rest["mask"])
+    if rest.get("bias") is not None:  # behind the lengths it may be anything
+        bias = xp.asarray(rest["bias"])
+        rest["bias"] = xp.where((key < of_kv) & (row < of_q), bias, bias.dtype.type(0))
+    for name, count in zip("qkv", (of_q, of_kv, of_kv), strict=True):
+        if (x := rest[name]) is not None:
+            counted = xp.arange(x.shape[2])[:, None] < count
+            rest[name] = xp.where(counted, x, x.dtype.type(0))
+    return settings._replace(causal=False, window=NO_WINDOW), {**rest, "mask": mask}
+
+
+def _sequences(
+    settings: Settings, arrays: Mapping[str, Any], quantized: Any, o: Array, lse: Array | None
+) -> list[Part]:
+    """Return the packed sequences of a call, one by one."""
+    rest = {n: a for n, a in arrays.items() if n not in LENGTHS}
+    alone = settings._replace(layout="BHSD", max_len_q=None, max_len_k=None)
+    if quantized is None:
+        total_q, total_k = arrays["q"].shape[0], arrays["k"].shape[0]
+        asked = {"cu_seqlens_q": None, "cu_seqlens_k": None, **settings._asdict(), **arrays}
+        found = take_sequences(arrays["q"], (total_q, total_k), asked, look=True)
+        ends_q, ends_k, records = found.cu_seqlens_q, found.cu_seqlens_k, None
+        longest = found.max_len_q, found.max_len_k
+    else:
+        ends_q, ends_k, records = (
+            quantized.cu_seqlens_q, quantized.cu_seqlens_k, list(quantized.sequences()),
+        )  # fmt: skip
+        longest = quantized.max_len_q, quantized.max_len_k
+        total_q = int(on_host(ends_q)[-1])
+    if o.ndim != 3 or o.shape[0] != total_q:
+        raise ValueError(
+            f"o of packed sequences must be (total_q, heads, head_dim) with total_q={total_q}, got "
+            f"shape {tuple(o.shape)}"
+        )
+    if lse is not None and tuple(lse.shape) != (o.shape[1], total_q):
+        raise ValueError(
+            f"lse of packed sequences must be (heads, total_q) = {(o.shape[1], total_q)}, got "
+            f"shape {tuple(lse.shape)}"
+        )
+    parts = []
+    of_q, of_k = (on_host(ends).tolist() for ends in (ends_q, ends_k))
+    for i, (a, b, c, d) in enumerate(zip(of_q, of_q[1:], of_k, of_k[1:], strict=False)):
+        if a == b:  # no rows
+            continue
+        own = dict(rest)
+        for name, (first, last) in {"q": (a, b), "k": (c, d), "v": (c, d)}.items():
+            if own[name] is not None:
+                own[name] = one_entry(name, own[name][first:last]).swapaxes(1, 2)
+        for name in ("mask", "bias"):
+            if own.get(name) is not None:
+                own[name] = _corner(own[name], i, (b - a, d - c), longest)
+        if own.get("block_mask") is not None:
+            own["block_mask"] = own["block_mask"].corner(i, b - a, d - c)
+        rows = slice(a, b)
+        parts.append(
+            Part(
+                alone, own, None if records is None else records[i],
+                one_entry("o", o[rows]).swapaxes(1, 2),
+                None if lse is None else lse[None, :, rows], o, i,
+            )
+        )  # fmt: skip
+    return parts
+
+
+def _corner(
+    x: Array, entry: int, lengths: tuple[int, int], longest: tuple[int, int]
+) -> Array:
+    """Return the part of a mask or bias that is of one sequence: its top left corner."""
+    x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+    first = slice(entry, entry + 1) if x.shape[0] > 1 else slice(None)
+    ends = (slice(n if size > 1 or most == 1 else None)
+            for n, size, most in zip(lengths, x.shape[2:], longest, strict=True))  # fmt: skip
+    return x[(first, slice(None), *ends)]
+
+
+def kernels_tried(
+    settings: Settings, arrays: Mapping[str, Any], quantized: Any, form: str | None
+) -> list[tuple[str, Tiles]]:
+    """Return the kernels that this version may run a call with, on any architecture.
+
+    Parameters
+    ----------
+    settings, arrays, quantized
+        Of the call, as for `parts_of`. Tiles of the settings are those of the call.
+    form : str, optional
+        That of the call, if it is known.
+
+    Returns
+    -------
+    list of (str, Tiles)
+        Form and tiles on each architecture, those of the arrays' own device first. Operands count
+        as aligned: copies on a host may lie elsewhere than the arrays of the call did.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        If no kernel takes the call.
+    """
+    request = request_of(settings, arrays, quantized)
+    rung, z = request.variant, request.quantized
+    own = target.own_arch("cuda", request.q) if is_cupy(request.q) else None
+    codes = None if z is None else Codes.of(z)
+    asked = [(codes, form, arch) for arch in (own, *ARCHITECTURES)]
+    if z is not None and codes is not None and z.config.fused and form is None:
+        asked.append((replace(codes, fused=True), "fused", None))
+    places = request.places
+    aligned = {n: _contiguous(x) for n, x in places.rows.items()}
+    tried: list[tuple[str, Tiles]] = []
+    refused: Exception | None = None
+    for kind, name, arch in asked:
+        operands = places._replace(**aligned)
+        try:
+            kernel = settle(
+                rung, request.attended, operands, codes=kind, tiles=settings.tiles, arch=arch,
+                form=name,
+            )  # fmt: skip
+            if kernel.row.on_hopper:
+                kernel_support(kernel, operands).check()
+        except (UnsupportedError, ValueError) as error:  # a form that does not take the call
+            refused = refused or error
+            continue
+        if (kernel.form, kernel.tiles) not in tried:
+            tried.append((kernel.form, kernel.tiles))
+    if not tried and refused is not None:
+        raise refused
+    return tried
+
+
+def request_of(settings: Settings, arrays: Mapping[str, Any], quantized: Any) -> Request:
+    """Return a call as `cupyattn.attention` resolves it where its arrays lie."""
+    if quantized is None:
+        present = {n: a for n, a in arrays.items() if a is not None or n in "qkv"}
+    else:  # whose rows were prepared before
+        names = ("mask", "bias", "block_mask", "lengths_q", "lengths_kv")
+        present = {"q": quantized, "k": None, "v": None}
+        present |= {n: arrays[n] for n in names if arrays.get(n) is not None}
+        settings = settings._replace(layout="BHSD")
+    request: Request = problem_of(ATTENTION, settings, present)
+    return request
+
+
+def _contiguous(x: Operand) -> Operand:
+    return Operand.contiguous(x.shape, x.itemsize)

@@ -1,0 +1,112 @@
+"""Without form and tiles the judge tries the kernels that may have run, and says which it took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.bounds.bound import widest
+from cupyattn.reference import attention_mirror
+from cupyattn.testing import judge
+
+#: Codes whose right outputs in the Hopper form leave the bound of the portable one.
+QUANT = ca.QuantConfig("token", "block", pv="int8", granularity_v="channel")
+
+
+def made(seed: int, arch: str | None = "sm_90a") -> tuple[tuple[np.ndarray, ...], Any, Any]:
+    """Wide inputs, their codes for an architecture, and attention as it runs there."""
+    rng = np.random.default_rng(seed)
+    q = 4 * rng.standard_normal((1, 1, 32, 64))
+    k, v = 4 * rng.standard_normal((2, 1, 1, 384, 64))
+    inputs = tuple(x.astype(np.float16) for x in (q, k, v))
+    z = ca.quantize(*inputs, quant=QUANT, arch=arch)
+    return inputs, z, ca.attention(z, arch=arch)
+
+
+def scaled(o: np.ndarray, factor: float) -> np.ndarray:
+    return (o.astype(np.float64) * factor).astype(o.dtype)
+
+
+def test_outputs_of_the_hopper_form_are_no_false_alarm() -> None:
+    left = 0
+    for seed in range(4):
+        inputs, z, o = made(seed)
+        portable = ca.bounds.attention(*inputs, variant="fa_int8", form="pv8", quantized=z)
+        exact = ca.reference.attention_exact(*z.dequantize("float64"))
+        left += bool((np.abs(o.astype(np.float64) - exact) > portable.total).any())
+        report = judge(o, *inputs, variant="fa_int8", quantized=z)
+        assert report.passed and "form sm90_pv8 on tiles" in report.held_to, str(report)
+        assert "assumed" in report.held_to and report.held_to in str(report)
+        assert not judge(scaled(o, 1.0005), *inputs, variant="fa_int8", quantized=z).passed
+    assert left, "no output leaves the bound of the portable form: draw others"
+
+
+def test_the_sharp_bound_is_the_default() -> None:
+    """Two per cent, which the bound of any tiles lets pass, are not passed."""
+    inputs, z, o = made(0, None)
+    given: dict[str, Any] = {"variant": "fa_int8", "quantized": z}
+    assert judge(o, *inputs, **given).passed
+    for factor in (1.0005, 1.02):
+        report = judge(scaled(o, factor), *inputs, **given)
+        assert not report.passed and report.ratio > 1
+    report = judge(scaled(o, 1.0005), *inputs, **given)
+    assert report.undecided and "UNDECIDED" in str(report)
+    assert "within what any tiles give" in str(report) and "name form and tiles" in str(report)
+    named = ca.kernel_form(z)
+    report = judge(scaled(o, 1.0005), *inputs, **given, **named)
+    assert not report.passed and not report.undecided and "OUTSIDE" in str(report)
+
+
+def test_outside_of_every_form_is_outside() -> None:
+    inputs, z, o = made(0)
+    report = judge(2 * o, *inputs, variant="fa_int8", quantized=z)
+    assert not report.passed and not report.undecided and "OUTSIDE" in str(report)
+    assert "the widest bound of form" in report.held_to
+    of_forms = [
+        ca.bounds.attention(
+            *inputs, variant="fa_int8", quantized=z, **ca.kernel_form(z, arch=arch)
+        ).total[report.index]
+        for arch in (None, "sm_90a")
+    ]
+    assert report.bound == max(of_forms) > min(of_forms)
+
+
+def test_rungs_without_codes_try_their_forms_too() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 1, 64, 32)).astype(np.float16)
+    for form in ("portable", "sm90"):
+        o = attention_mirror(q, k, v, variant="fa_tc", form=form)
+        report = judge(o, q, k, v, variant="fa_tc")
+        assert report.passed and not report.undecided
+    assert not judge(scaled(o, 1.05), q, k, v, variant="fa_tc").passed
+
+
+def test_a_form_that_is_named_is_the_only_one_tried() -> None:
+    inputs, z, o = made(1)
+    report = judge(o, *inputs, variant="fa_int8", quantized=z, form="pv8")
+    assert not report.passed and "form pv8" in report.held_to
+    assert judge(o, *inputs, variant="fa_int8", quantized=z, form="sm90_pv8").passed
+
+
+def test_the_widest_bound_and_its_summary() -> None:
+    x = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float16)
+    one, other = (ca.bounds.attention(x, x, x, variant=name) for name in ("fa", "fa_tc"))
+    wide = widest([one, other])
+    np.testing.assert_array_equal(wide.total, np.maximum(one.total, other.total))
+    np.testing.assert_array_equal(wide.lse, np.maximum(one.lse, other.lse))
+    assert repr(one).startswith("Bound(1 x 2 x 8 rows, O: median ") and len(repr(one)) < 150
+    x[0, 0, 0, 0] = np.inf
+    assert "unbounded" in repr(ca.bounds.attention(x, x, x, variant="fa"))
+
+
+@pytest.mark.parametrize("variant", ["fa", "fa_tc", "auto"])
+def test_a_report_says_what_it_assumed(variant: str) -> None:
+    x = np.ones((1, 1, 8, 16), np.float16)
+    o = ca.attention(x, x, x, variant=variant)
+    assert judge(o, x, x, x, variant=variant).held_to.endswith(", assumed")
+    named = ca.kernel_form(x, x, x, variant=variant)
+    report = judge(o, x, x, x, variant="fa_tc" if variant == "auto" else variant, **named)
+    assert report.held_to.endswith(", as given")
