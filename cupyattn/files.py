@@ -15,6 +15,25 @@ import numpy as np
 
 
 @contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add a file's name to what goes wrong while it is written: a full disk tells none.
+
+    Examples
+    --------
+    >>> with naming("model.json"):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+    OSError: [Errno 28] No space left on device: 'model.json'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise
+
+
+@contextmanager
 def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of another, or a free place, once all is written.
 
@@ -36,7 +55,7 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Bi
     Raises
     ------
     OSError
-        If it cannot be written.
+        If it cannot be written; one that names no file gets the name `path`.
 
     Examples
     --------
@@ -52,7 +71,10 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Bi
     # NOTE: not by tempfile, whose files nobody but the user may read, whatever the umask says.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with (
+            naming(target),
+            open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
+        ):
             yield file
         os.replace(temporary, target)
     finally:

@@ -8,6 +8,7 @@ The picture is made from the imports in the sources, so it cannot differ from th
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,15 @@ ORDER = (
 _ROW, _LEFT, _WIDTH, _HEIGHT, _LANE = 34, 20, 150, 24, 9
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Parse a file once, for the picture and for the tests of the tree."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the packages of cupyattn that a file imports, those for type checkers aside."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     typed = {
         id(child)
         for node in ast.walk(tree)

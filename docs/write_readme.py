@@ -13,11 +13,12 @@ from typing import Any
 from docs.performance_tables import range_of
 from experiments._harness import recording
 from experiments._harness.recording import ROOT
-from experiments.diffusion import diffusers_blocks
+from experiments.diffusion import diffusers_blocks, whole_models
 from experiments.speed import scores
 
 README = ROOT / "README.md"
 SPEED = "<!-- speed: begin -->", "<!-- speed: end -->"
+WHOLE = whole_models.BEGIN, whole_models.END
 INT8 = "<!-- int8: begin -->", "<!-- int8: end -->"
 #: Ways of a block's record, in the order of the table.
 WAYS = ("attention in 16 bits", "INT8 attention", "INT8 linear layers", "both INT8")
@@ -68,6 +69,20 @@ def _by(ratios: Mapping[str, float]) -> str:
     """
     ordered = sorted(ratios.items(), key=lambda item: -item[1])
     return ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ordered)
+
+
+def whole(record: Mapping[str, Any]) -> str:
+    """Return what INT8 wins in whole models, beside FP8."""
+    return "\n".join([
+        "**Whole models.** Times as fast as the same model in bfloat16, at its own depth, with "
+        "random weights and compiled blocks, on an",
+        f"{_device(record)}; 95 % intervals in brackets, *undecided* where one has 1. FP8 is "
+        "torch's product by row, INT8 has a scale for each row and column;",
+        "*full* attends in 16 bits, *balanced* and *aggressive* in INT8. Errors, CUDA graphs, host "
+        "and memory: [docs/INTEROP.md](docs/INTEROP.md#whole-models)",
+        f"({_link(whole_models.NAME)}).", "",
+        *recording.markdown(*whole_models.overview(record)),
+    ])  # fmt: skip
 
 
 def when_int8_pays(blocks: Mapping[str, Any]) -> list[str]:
@@ -157,6 +172,7 @@ def figures() -> dict[tuple[str, str], str]:
     stored = recording.stored
     return {
         SPEED: speed(stored("peers")),
+        WHOLE: whole(stored(whole_models.NAME)),
         INT8: int8(stored("diffusers_blocks"), stored("ladder"), stored("scores_h100")),
     }
 

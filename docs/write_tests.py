@@ -43,7 +43,8 @@ FOLDERS = {
 HEAD = """<!-- Written by python -m docs.write_tests: change the docstrings, and run it. -->
 # Tests
 
-Folders mirror the packages of `cupyattn/`; `test_structure.py` holds the shape of the source tree.
+Folders mirror the packages of `cupyattn/`; `test_structure.py` holds the shape of the source tree,
+`test_budget.py` what a quick test may cost.
 Tests of `gradients` stand in backward/. Those of `ops` stand where the subject of a function does,
 and those of `arrays` in problem/ and interop/, with the calls that take arrays.
 Cases stand beside the test that uses them. `make test` runs everything that takes seconds.

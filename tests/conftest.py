@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret.program import program
 from cupyattn.measure.device import device_missing
+from tests.support.budget import Budget
 from tests.support.runs import hopper_blocks
 
 #: Tests that need a device.
@@ -34,6 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     And to each of several workers one thread of NumPy's and one of torch's: more would take turns
     on the same cores.
     """
+    # NOTE: first runs in a process import frameworks, so that the budget holds where pytest runs
+    # what exceeds it again, as `make test` asks for.
+    if config.getoption("only_rerun", None):
+        config.pluginmanager.register(Budget(), "budget of quick tests")
     # NOTE: workers are children of this process and inherit its variables.
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

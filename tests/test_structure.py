@@ -19,6 +19,7 @@ from cupyattn.compiler.modules import KERNELS
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.problem.resolve import resolve
 from docs import write_api, write_house, write_tests
+from docs.write_house import tree_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupyattn"
@@ -65,9 +66,9 @@ EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    """Parse a file once for all tests."""
-    return ast.parse(path.read_text())
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Walk through a file once for all tests."""
+    return tuple(ast.walk(tree_of(path)))
 
 
 def place(path: Path) -> str:
@@ -81,6 +82,26 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def inside(nodes: Iterable[ast.AST]) -> set[int]:
+    """Identities of the nodes, and of all nodes within them."""
+    found: set[int] = set()
+    for node in nodes:
+        if id(node) not in found:  # otherwise a node around it has been walked through
+            found |= {id(child) for child in ast.walk(node)}
+    return found
+
+
+@functools.cache
+def guarded_and_delayed(path: Path) -> tuple[set[int], set[int]]:
+    """Identities of the nodes of a file under TYPE_CHECKING, and of those inside functions."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    guards = (
+        node for node in nodes_of(path)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )  # fmt: skip
+    return inside(guards), inside(x for x in nodes_of(path) if isinstance(x, functions))
+
+
 @functools.cache
 def imports(path: Path, *, lazy: bool = True, types: bool = False) -> tuple[str, ...]:
     """Return the dotted names of the modules that a file imports.
@@ -88,16 +109,9 @@ def imports(path: Path, *, lazy: bool = True, types: bool = False) -> tuple[str,
     `lazy` includes imports inside functions, `types` gives those under TYPE_CHECKING instead. A
     name of a face counts for where it is defined; "cupyattn." is the package with all its names.
     """
-    tree, found = tree_of(path), []
-    guards = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]  # fmt: skip
-    guarded = {id(child) for guard in guards for child in ast.walk(guard)}
-    inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    functions = [node for node in ast.walk(tree) if isinstance(node, inside)]
-    delayed = {id(child) for function in functions for child in ast.walk(function)}
-    for node in ast.walk(tree):
+    found = []
+    guarded, delayed = guarded_and_delayed(path)
+    for node in nodes_of(path):
         if (id(node) in guarded) != types or (id(node) in delayed and not lazy):
             continue
         if isinstance(node, ast.Call) and called(node).endswith("import_module"):
@@ -209,6 +223,14 @@ def test_extras_are_imported_only_when_asked_for() -> None:
     assert not wrong
 
 
+def test_scipy_is_imported_where_it_is_needed() -> None:
+    """Its import takes longer than that of everything else that a command needs."""
+    top = {dotted(path) for path in MODULES if any(
+        name.partition(".")[0] == "scipy" for name in imports(path, lazy=False)
+    )}  # fmt: skip
+    assert not top, f"{top}: import scipy within the function that calls it"
+
+
 def test_raw_module_is_mentioned_in_one_file() -> None:
     found = [path for path in PYTHON if "RawModule" in path.read_text()]
     assert found == [PACKAGE / "compiler" / "modules.py"]
@@ -231,8 +253,7 @@ def test_the_picture_of_the_house_is_current() -> None:
 
 def test_no_assert_and_no_leftovers_in_the_package() -> None:
     for path in PYTHON:
-        tree = tree_of(path)
-        assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path
+        assert not any(isinstance(node, ast.Assert) for node in nodes_of(path)), path
         assert not re.search(r"\bTO" + r"DO\b|\bFIX" + r"ME\b", path.read_text()), path
 
 
@@ -280,10 +301,8 @@ def callers(name: str) -> list[str]:
     return [
         dotted(path)
         for path in MODULES
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call)
-        and (node.args or node.keywords)
-        and ast.unparse(node.func).rpartition(".")[2] == name
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and (node.args or node.keywords) and called(node) == name
     ]
 
 
@@ -293,7 +312,7 @@ def test_a_method_that_is_called_is_found(
     file = PACKAGE / "ops" / "operation.py"
     tree = ast.parse("OP.resolve(a, b)\nmodules[0].resolve(*a)\nresolve(a)\nPath(a).resolve()")
     monkeypatch.setattr(sys.modules[__name__], "MODULES", [file])
-    monkeypatch.setattr(sys.modules[__name__], "tree_of", lambda _: tree)
+    monkeypatch.setattr(sys.modules[__name__], "nodes_of", lambda _: tuple(ast.walk(tree)))
     assert callers("resolve") == ["cupyattn.ops.operation"] * 3
 
 
@@ -352,7 +371,7 @@ def test_a_prepared_call_reads_straight() -> None:
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield the classes of the package, each with the dotted name of its module."""
     for path in PYTHON:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 yield dotted(path), node
 
@@ -375,41 +394,41 @@ def test_an_option_of_a_call_is_written_once() -> None:
     holders = {"ops.backward", "distributed.agreement", "interop.torch.calls"}
     assert {f"cupyattn.{name}" for name in holders} == {
         module for module, node in classes()
-        if any(ast.unparse(one).startswith("of_call: Settings") for one in node.body)
+        if any(
+            isinstance(one, ast.AnnAssign) and ast.unparse(one).startswith("of_call: Settings")
+            for one in node.body
+        )
     }  # fmt: skip
 
 
 def reads_a_form(node: ast.AST) -> bool:
     """Whether a display has shape, strides and dtype of an array: a part of a key."""
+    if not isinstance(node, ast.Tuple):
+        return False
     read = {
         one.attr
-        for part in getattr(node, "elts", ())
+        for part in node.elts
         for one in ast.walk(part)
         if isinstance(one, ast.Attribute)
     }
-    return (
-        isinstance(node, ast.Tuple)
-        and {"shape", "dtype"} < read
-        and bool(read & {"strides", "stride"})
-    )
+    return {"shape", "dtype"} < read and bool(read & {"strides", "stride"})
 
 
 def test_calls_are_known_in_one_way() -> None:
     """By what `Recent.find` makes of forms: those of arrays, and those of torch's tensors."""
-    trees = {dotted(path): tree_of(path) for path in PYTHON}
-    readers = [name for name, tree in trees.items() if any(map(reads_a_form, ast.walk(tree)))]
+    readers = [dotted(path) for path in PYTHON if any(map(reads_a_form, nodes_of(path)))]
     assert readers == ["cupyattn.arrays.form", "cupyattn.interop.torch.bridge"]
     made = {
-        name: ast.unparse(node)
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Recent"
+        dotted(path): ast.unparse(node)
+        for path in PYTHON
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and called(node) == "Recent"
     }
     assert made == {
         "cupyattn.distributed.group": "Recent(MOST)",
         "cupyattn.runtime.recent": "Recent(MOST_REMEMBERED)",
     }  # fmt: skip
-    texts = {name: ast.unparse(tree) for name, tree in trees.items()}
+    texts = {dotted(path): "".join(path.read_text().split()) for path in PYTHON}
     makes_room = [name for name, text in texts.items() if ".pop(next(iter(" in text]
     assert makes_room == ["cupyattn.runtime.recent"]
     generations = [name for name, text in texts.items() if "generation()" in text]
@@ -446,11 +465,15 @@ def test_what_needs_a_framework_is_run_where_there_is_one() -> None:
         if folder in ("interop", "gpu"):
             continue
         text = path.read_text()
+        if "mark.frameworks" not in text and not asks.search(text):
+            continue
+        lines = text.splitlines()
         for test in ast.parse(text).body:
             if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
                 continue
             is_marked = any("mark.frameworks" in ast.unparse(one) for one in test.decorator_list)
-            assert is_marked or not asks.search(ast.unparse(test)), f"{path.name}: {test.name}"
+            code = "\n".join(lines[test.lineno - 1 : test.end_lineno])
+            assert is_marked or not asks.search(code), f"{path.name}: {test.name}"
             marked |= {folder} if is_marked else set()
     run = (ROOT / "Makefile").read_text().split("-m frameworks ")[1].split("\n")[0].split()
     assert run == [f"tests/{folder}" for folder in sorted(marked)]
@@ -469,6 +492,6 @@ def test_every_file_of_tests_is_listed() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
     assert folders == set(write_tests.FOLDERS)
     assert {path.name for path in (ROOT / "tests").glob("*.py")} == {
-        "__init__.py", "conftest.py", "test_structure.py",
+        "__init__.py", "conftest.py", "test_budget.py", "test_structure.py",
     }  # fmt: skip
     assert write_tests.page() == write_tests.PAGE.read_text(), "run python -m docs.write_tests"

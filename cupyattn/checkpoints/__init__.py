@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from cupyattn import lazy_face
 
 if TYPE_CHECKING:
-    from cupyattn.checkpoints.analysis import OUTLIER_RMS, Analysis, TensorReport, analyze
+    from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze
     from cupyattn.checkpoints.conversion import Conversion, convert, dequantize
     from cupyattn.checkpoints.header import Header, TensorInfo, encode_header, read_header
     from cupyattn.checkpoints.kandinsky import KandinskyModel, open_kandinsky, optimize_kandinsky
     from cupyattn.checkpoints.roles import role_of
     from cupyattn.checkpoints.source import open_checkpoint
+    from cupyattn.checkpoints.weight_errors import OUTLIER_RMS
 
 __all__ = [
     "OUTLIER_RMS",
@@ -39,11 +40,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
-        "checkpoints.analysis": ("Analysis", "OUTLIER_RMS", "TensorReport", "analyze"),
+        "checkpoints.analysis": ("Analysis", "TensorReport", "analyze"),
         "checkpoints.conversion": ("Conversion", "convert", "dequantize"),
         "checkpoints.header": ("Header", "TensorInfo", "encode_header", "read_header"),
         "checkpoints.kandinsky": ("KandinskyModel", "open_kandinsky", "optimize_kandinsky"),
         "checkpoints.roles": ("role_of",),
         "checkpoints.source": ("open_checkpoint",),
+        "checkpoints.weight_errors": ("OUTLIER_RMS",),
     },
 )  # fmt: skip

@@ -7,44 +7,43 @@ import hashlib
 import json
 import math
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.kinds import FINITE_MAX
+from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
+from cupyattn.checkpoints.quantised import check_full_width
 from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import open_checkpoint
+from cupyattn.checkpoints.weight_errors import (
+    PART_ELEMENTS,
+    WeightErrors,
+    magnitudes,
+    weight_errors,
+)
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
 from cupyattn.measure.words import counted, format_bytes, format_share
-from cupyattn.quant.blocks import (
-    STRATEGIES,
-    Int8Config,
-    as_matrix,
-    by_line,
-    panels,
-    scale_shape,
-    strips,
-)
-from cupyattn.reference.act_quant import quantize_rows, row_scales
+from cupyattn.quant.blocks import STRATEGIES, Int8Config, scale_shape, strips
+from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 
-#: An outlier is an element beyond so many times the root mean square of its block. Of normal data
-#: one in 16,000 is; more than one in 16 can never be.
-OUTLIER_RMS = 4.0
 #: Scales of channels are recommended up to so many times the error of blocks: they are faster.
 CHANNEL_LIMIT = 1.05
 #: What may become of a tensor: INT8 codes, 16 bits, or nothing.
 VERDICTS = ("int8", "16bit", "keep")
 #: Names of 16-bit types by the names of `Int8Config.fallback_dtype`.
 _FALLBACKS = {"bf16": "BF16", "fp16": "F16"}
-#: Elements that are looked at at a time.
-PART_ELEMENTS = 2**17
+#: Why layers of these roles do not become INT8.
+_NOT_INT8 = {
+    "convolution": "convolution: the files have INT8 for linear layers only",
+    "vae": "vae: errors of its decoder are errors of the picture",
+}
 _KIND, _VERSION = "cupyattn analysis", 1
 
 
@@ -308,7 +307,8 @@ def analyze(
     Raises
     ------
     OSError, ValueError, UnsupportedError
-        As `open_checkpoint`, and where a file changes while it is read.
+        As `open_checkpoint`, and where a file changes while it is read; ValueError for a model that
+        is quantised already, and for a pattern of the configuration that fits no name.
     TypeError
         For a `model` that is neither, or another `config`.
     ValueError
@@ -316,7 +316,7 @@ def analyze(
 
     Notes
     -----
-    Memory: one tensor, and about ten megabytes.
+    Memory: one tensor, and a few megabytes for each processor.
     """
     if not (isinstance(model, (str, os.PathLike)) or hasattr(model, "tensors")):
         raise TypeError(f"model must be a path or a Source of open_checkpoint, got {model!r:.60}")
@@ -324,11 +324,15 @@ def analyze(
         raise TypeError(f"config must be a cupyattn.Int8Config or None, got {config!r:.60}")
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     config = config or Int8Config()
+    check_full_width(source)
+    check_patterns(config, source.tensors)
+    model = str(read_config(source).get("_class_name", ""))
     samples = _samples(source, activations or {})
     reports = []
     for name, info in source.tensors.items():
         tensor = source.read(name)
         report = _examine(name, info, tensor, config)
+        report = replace(report, role=role_of(name, info.shape, model))
         if name in samples and report.outlier_ratio is not None:
             of_block, of_channel = _layer_errors(tensor, samples[name], config.block_size)
             report = replace(report, block_error=of_block, channel_error=of_channel)
@@ -336,6 +340,16 @@ def analyze(
         if advance is not None:
             advance(name)
     return Analysis(source.path.name, config, tuple(reports))
+
+
+def check_patterns(config: Int8Config, names: Collection[str]) -> None:
+    """Raise ValueError for a pattern of a configuration that no tensor has the name of."""
+    for pattern in config.fp32_patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{pattern!r} of fp32_patterns (--fp32-pattern) is the name of no tensor, the "
+                f"first is {next(iter(names), 'missing')!r}: correct it, or leave it out"
+            )
 
 
 def judge(report: TensorReport, config: Int8Config) -> TensorReport:
@@ -378,7 +392,7 @@ def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
     elif sqnr is not None and sqnr < config.min_sqnr_db:
         why = f"noisy codes: {sqnr:.1f} dB without outliers, below {config.min_sqnr_db:g}"
     elif report.role not in INT8_ROLES:
-        why = f"{report.role}: the files have INT8 for linear layers only"
+        why = _NOT_INT8[report.role]
     else:
         return "int8", "I8", report.role
     return _in_16_bits(report, config, why)
@@ -396,30 +410,42 @@ def _in_16_bits(report: TensorReport, config: Int8Config, why: str) -> tuple[str
 
 def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> TensorReport:
     """Return what does not depend on the limits of a configuration."""
+    errors = None
+    if has_codes(info) and tensor.size:
+        errors = weight_errors(tensor, config.block_size, config.strategy)
+    elif tensor.dtype.kind in "fV" and tensor.size:
+        errors = magnitudes(tensor)
+    return report_of(name, info, errors, sha256_of(tensor))
+
+
+def has_codes(info: TensorInfo) -> bool:
+    """Whether INT8 is tried: for two axes or more of 16- or 32-bit floats."""
+    return info.dtype in FLOATS and len(info.shape) > 1
+
+
+def report_of(
+    name: str, info: TensorInfo, errors: WeightErrors | None, sha256: str = ""
+) -> TensorReport:
+    """Return the report of a tensor before it is judged.
+
+    Parameters
+    ----------
+    name : str
+    info : TensorInfo
+    errors : WeightErrors, optional
+        None for a tensor without numbers.
+    sha256 : str
+        Left out where nothing is written.
+    """
+    nonfinite, largest = (errors.nonfinite, errors.largest) if errors else (0, 0.0)
     report = TensorReport(
-        name, info.dtype, info.shape, role_of(name, info.shape),
-        sha256_of(tensor),
-        0, 0.0, None, None, None, None, None,
+        name, info.dtype, info.shape, role_of(name, info.shape), sha256, nonfinite, largest,
+        None, None, None, None, None,
     )  # fmt: skip
-    if tensor.dtype.kind not in "fV" or not tensor.size:
+    if errors is None or nonfinite or not has_codes(info):
         return report
-    flat = tensor.reshape(-1)
-    nonfinite, largest = 0, 0.0
-    for part in strips(flat.size, PART_ELEMENTS):
-        # NOTE: float32 holds every type but float64.
-        values = flat[part].astype(np.float64 if info.dtype == "F64" else np.float32)
-        np.abs(values, out=values)
-        top = float(values.max())
-        if not math.isfinite(top):
-            finite = np.isfinite(values)
-            nonfinite += values.size - int(np.count_nonzero(finite))
-            top = float(values.max(where=finite, initial=0))
-        largest = max(largest, top)
-    report = replace(report, nonfinite=nonfinite, largest=largest)
-    if nonfinite or info.dtype not in FLOATS or tensor.ndim < 2:
-        return report
-    errors: dict[str, Any] = _int8_error(tensor, config.block_size, config.strategy)
-    return replace(report, **errors)
+    figures: dict[str, Any] = errors.figures()
+    return replace(report, **figures)
 
 
 def sha256_of(tensor: Array) -> str:
@@ -488,53 +514,3 @@ def _errors(some: Sequence[TensorReport]) -> str:
         (t.channel_error or 0.0) / t.block_error if t.block_error else 1.0 for t in some
     ]  # fmt: skip
     return f"{max(ratios):.3g} x the error of blocks"
-
-
-def _int8_error(tensor: Array, block_size: int, strategy: str) -> dict[str, float | None]:
-    """Return outliers and errors of a finite weight as codes; outliers are of its blocks."""
-    matrix = as_matrix(tensor)
-    of_rows = row_scales(matrix) if strategy == "channel" else None
-    outliers, largest, total, noise, signal, loud = 0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for part, _ in panels(matrix.shape, block_size, PART_ELEMENTS):
-        values = matrix[part].astype(np.float32)
-        if of_rows is None:
-            coded = quantize_blocks(values, block_size)
-            error = np.abs(values - dequantize_blocks(*coded, block_size))
-        else:
-            scale, inverse = (x[part[0]] for x in of_rows)
-            rounded = np.rint(values * inverse) * scale
-            error = np.abs(values - rounded)
-        largest = max(largest, float(error.max()))
-        wide = error.reshape(-1).astype(np.float64)
-        total += float(wide.sum())
-        noise += float(np.square(wide, out=wide).sum())
-        squares = values.astype(np.float64)
-        squares *= squares
-        signal += float(squares.sum())
-        far = squares[_outliers(squares, block_size)]
-        outliers += far.size
-        loud += float(far.sum())
-    return {
-        "outlier_ratio": outliers / tensor.size,
-        "max_error": largest,
-        "mean_error": total / tensor.size,
-        "sqnr_db": _decibels(signal, noise),
-        "inlier_sqnr_db": _decibels(signal - loud, noise),
-    }
-
-
-def _decibels(signal: float, noise: float) -> float | None:
-    if not noise:
-        return None
-    return 10 * math.log10(max(signal, sys.float_info.min) / noise)
-
-
-def _outliers(squares: Array, block_size: int) -> Array:
-    """Say which squares of a part that `panels` cut are far above the mean of their block."""
-    columns = squares.shape[1]
-    starts = np.arange(0, columns, block_size)
-    widths = np.diff(np.append(starts, columns))
-    lines = by_line(squares, block_size)
-    mean = np.add.reduceat(lines.sum(axis=1), starts, axis=1) / (widths * lines.shape[1])
-    limit = np.repeat(OUTLIER_RMS**2 * mean, widths, axis=1)
-    return (lines > limit[:, None, :]).reshape(squares.shape)

@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 
 from cupyattn.checkpoints import layout, writer
-from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, sha256_of
+from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, check_patterns, sha256_of
 from cupyattn.checkpoints.codes import check_codes, dequantize_codes
+from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, SCALE_NAMES
+from cupyattn.checkpoints.quantised import check_full_width
+from cupyattn.checkpoints.quantised import layout_of as layout_of
 from cupyattn.checkpoints.schemes import find_codes
 from cupyattn.checkpoints.shards import Array, Source
-from cupyattn.checkpoints.source import SafetensorsCheckpoint, open_checkpoint
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item, Plan
-from cupyattn.measure.words import counted, format_bytes
+from cupyattn.measure.words import counted, format_bytes, printable
 from cupyattn.quant.blocks import (
     Int8Config,
     block_max,
@@ -142,21 +145,20 @@ def convert(
     -----
     The same model, configuration and version give the same bytes. Work that was interrupted, by
     whatever, leaves ``OUTPUT.partial`` beside the output, never a half-written output, and the same
-    call goes on behind the last file that was finished. Memory: at most three times the largest
+    call goes on behind the last file that was finished; files that no longer have the checksum of
+    what was written are written again. Memory: at most three times the largest
     tensor, or a few megabytes.
     """
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     target = _target(output)
     if export not in SCALE_NAMES:
         raise ValueError(f"export must be {' or '.join(map(repr, SCALE_NAMES))}, got {export!r}")
-    record = writer.read_config(source)
-    if QUANTIZATION in record:
-        raise ValueError(
-            f"{source.path} is quantised already: run it with cupyattn.interop.torch.load_int8, or "
-            "dequantize it first"
-        )
+    record = read_config(source)
+    check_full_width(source)
     if analysis is None:
         analysis = analyze(source, config, advance=advance)
+    else:
+        check_patterns(config or analysis.config, source.tensors)
     _same_tensors(source, analysis)
     analysis = analysis.with_config(config or analysis.config)
     if export == "deepseek" and analysis.config.strategy != "block":
@@ -231,28 +233,13 @@ def dequantize(
     wanted = {name: short for short, name in FLOATS.items()}
     if dtype is not None and dtype not in wanted:
         raise ValueError(f"dtype must be {' or '.join(map(repr, wanted))}, got {dtype!r}")
-    record = writer.read_config(source)
+    record = read_config(source)
     work = _FromInt8(source, layout_of(source), None if dtype is None else wanted[dtype])
     had_config = bool(record)
     record.pop(QUANTIZATION, None)
     config = record if had_config else None
     plan = writer.plan(source, work.items(), work, config, max_shard_bytes)
     return _write(plan, work, target, None, dry_run, advance)
-
-
-def layout_of(source: Source) -> layout.Layout:
-    """Return what a model of codes says of itself.
-
-    Raises
-    ------
-    ValueError
-        As `layout.read_layout`.
-    UnsupportedError
-        As `layout.read_layout`.
-    """
-    headers = source.headers.values() if isinstance(source, SafetensorsCheckpoint) else ()
-    records = [h.metadata[RECORD] for h in headers if RECORD in h.metadata]
-    return layout.read_layout(writer.read_config(source), records, str(source.path))
 
 
 def _target(output: str | os.PathLike[str]) -> Path:
@@ -272,7 +259,7 @@ def _write(
     advance: Advance | None,
 ) -> Conversion:
     for name, why in plan.left_out.items():
-        LOG.warning("%s is not copied: %s", name, why)
+        LOG.warning("%s is not copied: %s", printable(name), printable(why))
     done = Conversion(target, plan.files, analysis, not dry_run, plan.left_out)
     if not dry_run:
         writer.write(plan, work, target, advance or (lambda name: None))

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.conversion import Advance, Conversion, convert
 from cupyattn.checkpoints.shards import Source
 from cupyattn.checkpoints.source import SAFETENSORS, open_checkpoint
-from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, read_config
+from cupyattn.checkpoints.writer import MAX_SHARD_BYTES
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
 from cupyattn.quant.blocks import Int8Config

@@ -12,8 +12,9 @@ import re
 PRECISE_ROLES = ("adapter", "norm", "embedding", "modulation", "time", "final")
 #: Roles whose weights may become INT8: those of linear layers.
 INT8_ROLES = ("attention", "feed_forward", "linear")
-#: Roles whose weights may be narrowed. Other libraries read INT8 for linear layers only.
-LAYER_ROLES = (*INT8_ROLES, "convolution")
+#: Roles whose weights may be narrowed to 16 bits. Other libraries read INT8 for linear layers only;
+#: errors of a VAE's decoder are errors of the picture, which no later step mends.
+LAYER_ROLES = (*INT8_ROLES, "convolution", "vae")
 
 _WORD = r"(?:^|[._])(?:{})(?:[._]|$)"
 #: Searched in this order: the linear layer of an adaptive norm is modulation, and no norm.
@@ -47,10 +48,19 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
     r"(?:^|[._])(?:ff|ffn|feed_forward|mlp)(?:[._]|$)|proj_mlp", re.IGNORECASE
 )
+#: A VAE among the parts of a pipeline, or by itself: its encoder and decoder begin and end with
+#: convolutions, and narrow and widen in between.
+_VAE = re.compile(
+    r"(?:^|\.)(?:\w*vae\w*|first_stage_model|autoencoder)\."
+    r"|(?:^|\.)(?:en|de)coder\.(?:conv_(?:in|out)|block_(?:in|out)|mid|middle|mid_block|"
+    r"(?:up|down)(?:_blocks|samples|_temporal)?)\."
+)
+#: Classes of diffusers, as ``config.json`` has them, whose weights are those of a VAE.
+_VAE_CLASS = re.compile(r"Autoencoder|VAE|Vae|VQModel")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
-def role_of(name: str, shape: tuple[int, ...]) -> str:
+def role_of(name: str, shape: tuple[int, ...], model: str = "") -> str:
     """Return what a tensor does.
 
     Parameters
@@ -58,6 +68,8 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
     name : str
         As in the state dict of the model.
     shape : tuple of int
+    model : str
+        Class of the model, as ``config.json`` of diffusers has it; "" if it is not known.
 
     Returns
     -------
@@ -75,6 +87,8 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
     'linear'
     >>> role_of("proj_out.weight", (64, 320))
     'final'
+    >>> role_of("vae.decoder.mid_block.attentions.0.to_q.weight", (512, 512))
+    'vae'
     >>> role_of("transformer_blocks.0.attn.to_q.lora_A.weight", (16, 64))
     'adapter'
     """
@@ -87,6 +101,8 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
         return "vector"
     if not name.endswith(".weight") or not 2 <= len(shape) <= 5:
         return "other"
+    if _VAE.search(name) or _VAE_CLASS.search(model):
+        return "vae"
     if len(shape) > 2:
         return "convolution"
     if _FEED_FORWARD.search(name):

@@ -161,8 +161,10 @@ def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
     if "weight_block_size" not in config:
         return ()
     rows, columns = _pair(config["weight_block_size"], f"{where}: weight_block_size")
-    static = "static scales" if config.get("activation_scheme") == "static" else ""
-    return (Scheme(rows, columns, activations=static),)
+    asked = config.get("activation_scheme", "dynamic")
+    others = {"dynamic": "", "static": "static scales", None: "16 bits"}
+    activations = others[asked] if asked in tuple(others) else f"the scheme {asked!r:.40}"
+    return (Scheme(rows, columns, activations=activations),)
 
 
 def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
@@ -196,8 +198,8 @@ def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
 
 def _activations(settings: Any, scheme: Scheme) -> str:
     """Return what a group asks of activations that no product here does; "" where nothing."""
-    if settings is None:
-        return ""
+    if settings is None:  # W8A16
+        return "16 bits"
     if not isinstance(settings, dict):
         return f"settings {settings!r:.60}"
     if settings.get("type", "int") != "int" or settings.get("num_bits", 8) != 8:

@@ -1,8 +1,9 @@
 """A model written whole or not at all: shards, index and companions, in a folder beside the target.
 
 ``NAME.partial`` holds what is being written; its ``model`` becomes NAME in one step, once
-everything has been read back. A shard that has its final name there was checked, so that the same
-work begun again after a kill goes on behind it, and ends in the same bytes.
+everything has been read back. A shard that has its final name there was checked, and its checksum
+stands in ``state.json``. The same work begun again after a kill keeps the shards that still have
+theirs, goes on behind them, and ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -21,24 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from cupyattn.checkpoints.analysis import sha256_of
+from cupyattn.checkpoints.companions import CONFIG, companions
 from cupyattn.checkpoints.header import Header, TensorInfo, encode_header
 from cupyattn.checkpoints.shards import Array, Source
-from cupyattn.checkpoints.source import (
-    INDEX,
-    PICKLES,
-    SAFETENSORS,
-    SafetensorsCheckpoint,
-    open_checkpoint,
-)
-from cupyattn.files import open_regular
-from cupyattn.measure.words import format_bytes
+from cupyattn.checkpoints.source import INDEX, SAFETENSORS, SafetensorsCheckpoint, open_checkpoint
+from cupyattn.files import naming, open_regular
+from cupyattn.measure.words import format_bytes, printable
 
 #: Largest sum of tensors in a file, where nothing is said.
 MAX_SHARD_BYTES = 5 * 10**9
-#: The file that describes a model, in the convention of transformers and diffusers.
-CONFIG = "config.json"
-#: Endings of weights in other formats, which are not taken along.
-_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx")
 _LOCK, _STATE, _MODEL = "lock", "state.json", "model"
 #: A lock is no link, and no pipe that waits for a reader.
 _LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -195,7 +188,7 @@ def plan(
         total = sum(item.nbytes for item in items)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         texts[f"{stem}{SAFETENSORS}{INDEX}"] = json.dumps(index, indent=2) + "\n"
-    copies, left_out = _companions(source.path)
+    copies, left_out = companions(source.path)
     return Plan(tuple(shards), texts, copies, left_out)
 
 
@@ -205,69 +198,6 @@ def _stem(source: Source) -> str:
     if len(stems) == 1 and source.files[0].suffix == SAFETENSORS:
         return stems.pop()
     return "model"
-
-
-def _companions(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the small files of a model's folder by name, and which entries stay behind and why.
-
-    Small files are tokens, schedules and licences; weights of any format are not among them.
-    """
-    copies: dict[str, Path] = {}
-    left_out: dict[str, str] = {}
-    if not folder.is_dir():
-        return copies, left_out
-    weights = (SAFETENSORS, *PICKLES, *_OTHER_WEIGHTS, INDEX, CONFIG)
-    for file in sorted(folder.iterdir()):
-        if file.name.startswith(".") or file.name.endswith(weights):
-            continue
-        if _leads_out(file):
-            left_out[file.name] = f"it is a link out of the folder, to {os.path.realpath(file)}"
-        elif file.is_file():
-            copies[file.name] = Path(os.path.realpath(file))
-        elif not file.is_dir():
-            left_out[file.name] = "it is no regular file"
-    return copies, left_out
-
-
-def _leads_out(file: Path) -> bool:
-    """Whether a file is a link to a place outside of its folder.
-
-    A snapshot in the cache of Hugging Face consists of links to the folder ``blobs`` of the same
-    model, which therefore counts as a part of the snapshot.
-    """
-    folder, real = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
-    homes = [folder]
-    if folder.parent.name == "snapshots":
-        homes.append(folder.parent.parent / "blobs")
-    return not any(real.is_relative_to(home) for home in homes)
-
-
-def read_config(source: Source) -> dict[str, Any]:
-    """Return the ``config.json`` of a model's folder; nothing where there is none.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read, or is no regular file.
-    ValueError
-        If it is no JSON object, or a link out of the folder.
-    """
-    path = source.path / CONFIG
-    if not source.path.is_dir() or not os.path.lexists(path):
-        return {}
-    if _leads_out(path):
-        raise ValueError(
-            f"{path} is a link out of the folder, to {os.path.realpath(path)}, and its content "
-            "would be copied: replace the link by the file"
-        )
-    try:
-        with open_regular(path) as file:
-            found = json.loads(file.read())
-        if not isinstance(found, dict):
-            raise ValueError("it holds no object")
-        return found
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no configuration of a model: {error}") from error
 
 
 def check_target(target: Path) -> None:
@@ -323,15 +253,14 @@ def write(plan: Plan, work: Work, target: Path, advance: Callable[[str], None]) 
                 f"another process has written {target} meanwhile: this one wrote nothing"
             )
         model = partial / _MODEL
-        _go_on(partial, plan)
+        checksums = _go_on(partial, plan, advance)
         _check_room(plan, partial)
         for shard in plan.shards:
-            if (model / shard.name).exists():
-                for item in shard.items:
-                    advance(item.name)
-                    advance(item.name)
-                continue
-            _write_shard(model / shard.name, shard, work, advance)
+            if shard.name not in checksums:
+                temporary = model / f"{shard.name}.tmp"
+                checksums[shard.name] = _write_shard(temporary, shard, work, advance)
+                _write_state(partial, plan, checksums)
+                os.replace(temporary, model / shard.name)
         for name, text in plan.texts.items():
             _write_text(model / name, text)
         for name, path in plan.copies.items():
@@ -407,35 +336,65 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _go_on(partial: Path, plan: Plan) -> None:
-    """Keep the shards of an earlier attempt at the same model, and nothing else."""
+def _go_on(partial: Path, plan: Plan, advance: Callable[[str], None]) -> dict[str, str]:
+    """Keep the shards of an earlier attempt at the same model, and nothing else.
+
+    Returns
+    -------
+    dict of str to str
+        Checksums of the shards that were kept, by their names.
+    """
     model, state = partial / _MODEL, partial / _STATE
     try:
         known = json.loads(state.read_bytes()) if state.exists() else None
     except ValueError:
         known = None
-    if known == {"key": plan.key} and model.is_dir():
-        shards = {shard.name: shard for shard in plan.shards}
-        for file in model.iterdir():
-            if file.name not in shards or not _is_shard(file, shards[file.name], plan):
-                file.unlink()
-        return
-    if known is not None:
-        LOG.warning("%s is of another model or configuration: starting again", partial)
-    if model.exists():
-        shutil.rmtree(model)
-    state.unlink(missing_ok=True)
-    model.mkdir()
-    _write_text(state, json.dumps({"key": plan.key}))
+    if not isinstance(known, dict) or known.get("key") != plan.key or not model.is_dir():
+        if known is not None:
+            LOG.warning(
+                "%s is of another model or configuration: starting again", printable(str(partial))
+            )
+        if model.exists():
+            shutil.rmtree(model)
+        state.unlink(missing_ok=True)
+        model.mkdir()
+        _write_state(partial, plan, {})
+        return {}
+    shards, written = {shard.name: shard for shard in plan.shards}, known.get("shards")
+    kept: dict[str, str] = {}
+    for file in sorted(model.iterdir()):
+        shard = shards.get(file.name)
+        if shard is not None:
+            checksum = _checksum_of(file, shard)
+            if checksum and isinstance(written, dict) and checksum == written.get(file.name):
+                kept[file.name] = checksum
+                for item in shard.items:
+                    advance(item.name)
+                    advance(item.name)
+                continue
+            LOG.warning("%s is not what was written: it is written again", printable(str(file)))
+        file.unlink()
+    return kept
 
 
-def _is_shard(file: Path, shard: Shard, plan: Plan) -> bool:
-    """Whether a file is as long as a shard and has its header; it was read back when written."""
+def _write_state(partial: Path, plan: Plan, checksums: dict[str, str]) -> None:
+    _write_text(partial / _STATE, json.dumps({"key": plan.key, "shards": checksums}))
+
+
+def _checksum_of(file: Path, shard: Shard) -> str | None:
+    """Return the checksum of a file that should be a shard, None where its header is another's."""
     try:
-        found = SafetensorsCheckpoint(file, [file]).headers[file]
+        found = SafetensorsCheckpoint(file, [file])
+        if found.headers[file] != shard.header:
+            return None
+        return _checksum({name: sha256_of(found.read(name)) for name in found.tensors})
     except (OSError, ValueError):
-        return False
-    return file.stat().st_size == plan.files[shard.name] and found == shard.header
+        return None
+
+
+def _checksum(tensors: Mapping[str, str]) -> str:
+    """Return the checksum of a shard by those of its tensors."""
+    return hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
 
 
 def _check_room(plan: Plan, partial: Path) -> None:
@@ -451,44 +410,48 @@ def _check_room(plan: Plan, partial: Path) -> None:
         )
 
 
-def _write_shard(path: Path, shard: Shard, work: Work, advance: Callable[[str], None]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
+def _write_shard(path: Path, shard: Shard, work: Work, advance: Callable[[str], None]) -> str:
+    """Write a shard, read it back and check it; return its checksum."""
+    checksums: dict[str, str] = {}
+    with open(path, "wb") as file:
         for item in shard.items:
-            _write_item(file, temporary, shard.header, work.make(item))
+            checksums |= _write_item(file, path, shard.header, work.make(item))
             advance(item.name)
-        with _named(temporary):
+        with naming(path):
             file.seek(0)
             file.write(shard.start)
             file.flush()
             os.fsync(file.fileno())
-    written = SafetensorsCheckpoint(temporary, [temporary])
-    if written.headers[temporary] != shard.header:
-        raise ValueError(f"{temporary}: the header that was read back is another")
+    written = SafetensorsCheckpoint(path, [path])
+    if written.headers[path] != shard.header:
+        raise ValueError(f"{path}: the header that was read back is another")
     for item in shard.items:
-        fault = work.check(item, {name: written.read(name) for name in item.outputs})
+        fault = _fault(item, work, {name: written.read(name) for name in item.outputs}, checksums)
         if fault:
-            raise ValueError(f"{temporary}: {item.name!r} was read back, and {fault}")
+            raise ValueError(f"{path}: {item.name!r} was read back, and {fault}")
         advance(item.name)
-    os.replace(temporary, path)
+    return _checksum(checksums)
 
 
-def _write_item(file: BinaryIO, path: Path, header: Header, outputs: Mapping[str, Array]) -> None:
-    with _named(path):
+def _write_item(
+    file: BinaryIO, path: Path, header: Header, outputs: Mapping[str, Array]
+) -> dict[str, str]:
+    """Write tensors to their places; return their checksums."""
+    with naming(path):
         for name, array in outputs.items():
             file.seek(header.data_start + header.tensors[name].begin)
             file.write(array.reshape(-1).view("u1").data)
+    return {name: sha256_of(array) for name, array in outputs.items()}
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to what goes wrong while it is written: a full disk tells none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+def _fault(
+    item: Item, work: Work, found: Mapping[str, Array], checksums: Mapping[str, str]
+) -> str | None:
+    """Say what is wrong with tensors that were read back, None where nothing is."""
+    fault = work.check(item, found)
+    if fault is None and any(sha256_of(x) != checksums[name] for name, x in found.items()):
+        fault = "its bytes are not those that were written"
+    return fault
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -8,11 +8,12 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.files import check_folder
+from cupyattn.measure.words import printable
 from cupyattn.switches import is_on
 from cupyattn.version import __version__
 
@@ -51,11 +52,12 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(unknown[1], COMMANDS, 1)
             guess = f", did you mean {near[0]}?" if near else ""
             message = f"there is no command {unknown[1]!r}{guess}"
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+        said = printable(" ".join(message.split()))
+        self.exit(2, f"{self.prog}: {said} (see {self.prog} --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser of a command line: options of the commands among its arguments alone."""
     top = _Parser(
         prog="cupyattn",
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
@@ -63,8 +65,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"cupyattn {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"cupyattn.cli.{name}")
-        module.configure(commands.add_parser(name, help=summary, description=module.__doc__))
+        command = commands.add_parser(name, help=summary)
+        if name in arguments:
+            module = importlib.import_module(f"cupyattn.cli.{name}")
+            command.description = module.__doc__
+            module.configure(command)
     return top
 
 
@@ -90,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    top = parser()
+    top = parser(arguments)
     args, unknown = top.parse_known_args(arguments)
     if unknown:
         top.prog = " ".join(filter(None, [top.prog, args.command]))
@@ -121,5 +126,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = text.partition("\n")[0]
         if isinstance(error, OSError) and error.filename and error.strerror:
             text = f"{error.filename}: {error.strerror}"
-        print(f"cupyattn: {' '.join(text.split())}", file=sys.stderr)
+        print(f"cupyattn: {printable(' '.join(text.split()))}", file=sys.stderr)
         return 2

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     missing = device.device_missing()
     case = inputs.choose(args, large=not missing)
     if missing:
-        print(f"No device was found: {missing}. The choices run on the mirror, without times.")
+        output.say(f"No device was found: {missing}. The choices run on the mirror, without times.")
     else:
         case = case.on_device()
     qkv, options = (case.q, case.k, case.v), inputs.call_options(args)
@@ -117,20 +117,20 @@ def run(args: argparse.Namespace) -> int:
     if not missing:
         add_times(wanted, found, qkv, options, args.rounds)
     add_errors(found)
-    print(
+    output.say(
         f"\n{case.name}: batch {call.batch}, heads {call.heads}, length {call.len_q}"
         f"{'' if call.len_q == call.len_kv else f' x {call.len_kv}'}, head_dim {call.head_dim}, "
         f"{call.dtype}{', causal' if call.causal else ''}"
     )
     header, lines = table(found, timed=not missing)
     output.print_table(header, lines)
-    print(
+    output.say(
         "\nJ2, J3: largest error of the kernel, and of quantising, as a share of its bound; both "
         "must be\nat most 1. x error, x speed: beside fa_int8's default."
     )
     ok = all(row["ok"] for row in found if row["judgement"])
     if not ok:
-        print("FAILED: a choice misses its bound (J2 or J3 > 1).")
+        output.say("FAILED: a choice misses its bound (J2 or J3 > 1).")
     if args.json:
         problem = {"name": case.name, **asdict(call)}
         output.write_json(

@@ -11,6 +11,7 @@ from cupyattn.checkpoints.analysis import analyze
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
 from cupyattn.files import check_folder
+from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import FALLBACK_DTYPES, STRATEGIES, Int8Config
 
 
@@ -92,11 +93,12 @@ def run(args: argparse.Namespace) -> int:
     with output.progress("analyzing", len(source.tensors)) as advance:
         found = analyze(source, config, activations=samples, advance=advance)
     output.print_table(found.header, found.cells(every=args.tensors))
-    print(f"\n{found.summary()}")
+    output.say(f"\n{found.summary()}")
     if args.output:
         output.write_json(args.output, found.to_dict())
     if args.plot:
         plot.draw_analysis(found, args.plot)
     for t in found.nonfinite:
-        print(f"FAILED: {t.name} has {t.nonfinite} elements that are NaN or infinite")
+        name = printable(t.name)
+        output.say(f"FAILED: {name} has {t.nonfinite} elements that are NaN or infinite")
     return 1 if found.nonfinite else 0

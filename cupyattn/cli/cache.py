@@ -72,19 +72,20 @@ def run(args: argparse.Namespace) -> int:
     limit = _set_limit(args.limit) if args.limit else size_limit.current()
     if args.clear:
         kernels, references = compiler.cache_clear(), verify.clear_references()
-        print(f"forgot {counted(kernels, 'kernel')} and {counted(references, 'reference')}")
+        output.say(f"forgot {counted(kernels, 'kernel')} and {counted(references, 'reference')}")
     if jobs:
         warm(list(dict.fromkeys(jobs)), args.threads)
     if args.limit:
         deleted, size = size_limit.trim(limit.bytes)
-        print(f"deleted {counted(deleted, 'kernel')}, {format_bytes(size)}")
+        output.say(f"deleted {counted(deleted, 'kernel')}, {format_bytes(size)}")
     info = compiler.cache_info()
     references, size = verify.reference_info()
     unused = disk_cache.why_unused(info.folder)
-    print(f"{info.folder}" + (f" is not used: {unused}" if unused else ""))
+    output.say(f"{info.folder}" + (f" is not used: {unused}" if unused else ""))
     most = "no limit" if limit.bytes is None else f"{format_bytes(limit.bytes)} at most"
-    print(f"{counted(info.entries, 'kernel')}, {format_bytes(info.bytes)}; {most} ({limit.source})")
-    print(f"{counted(references, 'reference')}, {format_bytes(size)}")
+    there = f"{counted(info.entries, 'kernel')}, {format_bytes(info.bytes)}"
+    output.say(f"{there}; {most} ({limit.source})")
+    output.say(f"{counted(references, 'reference')}, {format_bytes(size)}")
     if args.json:
         found = {"folder": str(info.folder), "kernels": info.entries, "kernel_bytes": info.bytes}
         found |= {"compiled": info.compiled, "references": references, "reference_bytes": size}
@@ -126,7 +127,7 @@ def warm(jobs: Sequence[tuple[ModuleSpec, str]], threads: int) -> None:
             future.result()
             advance(running[future])
     compiled = compiler.cache_info().compiled - before.compiled
-    print(
+    output.say(
         f"{counted(len(jobs), 'kernel')} for "
         f"{', '.join(dict.fromkeys(a for _, a in jobs))}: "
         f"{compiled} compiled, "

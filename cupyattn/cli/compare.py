@@ -38,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
     compared = _compare_times if timed else _compare_errors
     result = compared(first, second, args.margin)
     if differing:
-        print("\nWhat differs:")
+        output.say("\nWhat differs:")
         output.print_table(["", "A", "B"], [[key, *both] for key, both in differing.items()])
         if "device" in differing:
             what = "speeds" if timed else "errors"
-            print(f"\nThe devices differ: the {what} compare them, not the code alone.")
+            output.say(f"\nThe devices differ: the {what} compare them, not the code alone.")
     else:
-        print("\nDevice, libraries and revision are the same.")
+        output.say("\nDevice, libraries and revision are the same.")
     if args.json:
         output.write_json(
             args.json,
@@ -71,7 +71,7 @@ def _compare_times(first: Record, second: Record, margin: float) -> dict[str, An
         ],
     )  # fmt: skip
     mean, counts = records.summary(found)
-    print(f"\n{_counted(counts)}; geometric mean of the speeds {mean:.3f}")
+    output.say(f"\n{_counted(counts)}; geometric mean of the speeds {mean:.3f}")
     _print_alone(records.cells(first).keys(), records.cells(second).keys())
     return {"geometric_mean": mean, "cells": [one.to_dict() for one in found]}
 
@@ -87,7 +87,7 @@ def _compare_errors(first: Record, second: Record, margin: float) -> dict[str, A
             f"{has[0]!r:.60} and {has[1]!r:.60}: write both with --json of one command, on one "
             "input"
         )
-    print("The records hold no times: errors are compared.\n")
+    output.say("The records hold no times: errors are compared.\n")
     header = ["cell", "J2 of A", "of B", "J3 of A", "of B", "rel. error of A", "of B", "B is"]
     forms = {"j2": "{:.3f}", "j3": "{:.3f}", "relative_error": "{:.2e}"}
     output.print_table(
@@ -106,7 +106,7 @@ def _compare_errors(first: Record, second: Record, margin: float) -> dict[str, A
         ],
     )
     counts = {name: sum(one.verdict == name for one in found) for name in record_errors.VERDICTS}
-    print(f"\n{_counted(counts)}")
+    output.say(f"\n{_counted(counts)}")
     _print_alone(record_errors.judged(first).keys(), record_errors.judged(second).keys())
     return {"cells": [one.to_dict() for one in found]}
 
@@ -119,4 +119,4 @@ def _counted(counts: Mapping[str, int]) -> str:
 def _print_alone(first: Set[str], second: Set[str]) -> None:
     for name, count in (("A", len(first - second)), ("B", len(second - first))):
         if count:
-            print(f"{counted(count, 'cell')} in {name} alone")
+            output.say(f"{counted(count, 'cell')} in {name} alone")

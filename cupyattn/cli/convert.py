@@ -65,8 +65,8 @@ def report(done: Conversion, json_file: str | None) -> None:
     if done.analysis is not None:
         if not done.written:
             output.print_table(done.analysis.header, done.analysis.cells())
-            print()
-        print(done.analysis.summary())
-    print(done.summary())
+            output.say()
+        output.say(done.analysis.summary())
+    output.say(done.summary())
     if json_file:
         output.write_json(json_file, done.to_dict())

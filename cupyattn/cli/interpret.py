@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     options = inputs.call_options(args)
     asked = {"variant": variant.name, "arch": args.arch, "backend": "interpret"}
     asked |= {"return_lse": True, **options}
-    print(f"{given.name}: {q.shape} over {k.shape}, {q.dtype}\n{explain(q, k, v, **asked)}")
+    output.say(f"{given.name}: {q.shape} over {k.shape}, {q.dtype}\n{explain(q, k, v, **asked)}")
     record: dict[str, Any] = {"variant": variant.name, "input": given.name}
     if args.json:
         record["environment"] = device.environment()
@@ -108,8 +108,9 @@ def run(args: argparse.Namespace) -> int:
     words = f"J2 {measure_words.format_ratio(judged.j2)}"
     if judged.j3 is not None:
         words += f", J3 {measure_words.format_ratio(judged.j3)}"
-    print(f"\n{words}, relative error {judged.relative_error:.2e}")
-    print("No findings." if judged.ok else "FAILED: no findings, but the result misses its bound.")
+    output.say(f"\n{words}, relative error {judged.relative_error:.2e}")
+    failed = "FAILED: no findings, but the result misses its bound."
+    output.say("No findings." if judged.ok else failed)
     print_profile(profile)
     if args.json:
         record |= {"j2": judged.j2, "j3": judged.j3, "kernels": profile.to_dict()}
@@ -186,9 +187,9 @@ class _Stops:
         if self._left <= 0:
             return
         self._left -= 1
-        print(f"\n{stop}")
+        output.say(f"\n{stop}")
         for text in stop.instructions:
-            print(f"  {text}")
+            output.say(f"  {text}")
         header = ("registers", "type", "first lane", "min", "max")
         rows = [
             (name, str(x.dtype), _number(x[0]), *_range(x)) for name, x in stop.registers.items()
@@ -217,7 +218,7 @@ def _range(x: Any) -> tuple[str, str]:
 
 
 def _print_finding(finding: Finding, where: _Where) -> None:
-    print(f"\nFINDING: {finding.kind}: {finding.message}")
+    output.say(f"\nFINDING: {finding.kind}: {finding.message}")
     facts = {"meaning": KINDS[finding.kind], "kernel": finding.kernel}
     if finding.location is not None:
         facts["line"] = describe(finding.location)
@@ -233,12 +234,12 @@ def _print_finding(finding: Finding, where: _Where) -> None:
 def print_profile(profile: Profile) -> None:
     """Print what a run cost."""
     kernels = list(profile.kernels.values())
-    print()
+    output.say()
     by_kernel = [k.kinds for k in kernels]
     rows = [(kind, *(f"{b[kind]:,}" for b in by_kernel)) for kind, _ in profile.kinds.most_common()]
     rows.append(("all", *(f"{b.total():,}" for b in by_kernel)))
     output.print_table(("warp instructions", *(k.kernel for k in kernels)), rows)
-    print()
+    output.say()
     moves = sorted(profile.traffic)
     output.print_table(
         ("bytes", *(k.kernel for k in kernels)),
@@ -247,9 +248,9 @@ def print_profile(profile: Profile) -> None:
     accesses = profile.accesses
     if not accesses:
         return
-    print()
+    output.say()
     total = sum(access.passes for access in accesses)
-    print(f"Shared memory: {total:,} passes, {profile.excess:,} of them for bank conflicts")
+    output.say(f"Shared memory: {total:,} passes, {profile.excess:,} of them for bank conflicts")
     output.print_table(
         ("line", "within", "", "accesses", "passes", "excess"),
         [

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     flags.check_whole(args, "tokens", "max_shard_bytes")
     config = limits(args)
     source, found = open_kandinsky(args.model_path, args.config_path)
-    print(found)
+    output.say(found)
     steps = (1 if args.dry_run else 3) * len(source.tensors)
     with output.progress("converting", steps) as advance:
         _, done = optimize_kandinsky(
@@ -62,9 +62,9 @@ def _benchmark(source: Source, found: KandinskyModel, args: argparse.Namespace) 
 
     strategy = limits(args).strategy
     parts = benchmark_block(source, found, cupy, tokens=args.tokens, strategy=strategy)
-    print()
+    output.say()
     output.print_table(HEADER, [part.cells for part in parts])
-    print(total(parts))
+    output.say(total(parts))
     if args.json:
         record = json.loads(Path(args.json).read_text(encoding="utf-8"))
         output.write_json(args.json, {**record, "benchmark": [asdict(part) for part in parts]})

@@ -40,30 +40,30 @@ def run(args: argparse.Namespace) -> int:
     if inputs.is_default(args) and not missing:
         chosen.append(inputs.random(args, large=True))
     if missing:
-        print(f"No device was found: {missing}.")
-        print(
+        output.say(f"No device was found: {missing}.")
+        output.say(
             "The rungs run on the mirror: NumPy, with the kernels' blocks and rounding points, so "
             "errors and bounds mean what they mean on a device. Nothing is timed."
         )
         if without:
-            print(f"The kernels are not interpreted: {without}.")
+            output.say(f"The kernels are not interpreted: {without}.")
     else:
         facts = device.environment()["device"]
-        print(f"{facts['name']}, compute capability {facts['capability'] / 10}")
+        output.say(f"{facts['name']}, compute capability {facts['capability'] / 10}")
     tables: list[tuple[Input, Ladder]] = []
     for case in chosen:
         case = case if missing else case.on_device()
         try:
             table = _measure(args, case, interpret=bool(missing) and not without)
         except KernelFault as fault:
-            print(f"FINDING: {fault}")
+            output.say(f"FINDING: {fault}")
             return 1
         tables.append((case, table))
-        print(f"\n{describe(case, table)}")
+        output.say(f"\n{describe(case, table)}")
         output.print_table(table.header, table.cells)
-    print(f"\n{_legend(tables[0][1])}")
+    output.say(f"\n{_legend(tables[0][1])}")
     ok = all(table.ok for _, table in tables)
-    print(
+    output.say(
         "Every rung holds its bounds." if ok else "FAILED: a rung misses its bound (J2 or J3 > 1)."
     )
     if args.json:

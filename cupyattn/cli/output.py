@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cupyattn.files import replacing
-from cupyattn.measure.words import align
+from cupyattn.measure.words import align, printable
 
 #: Least time between two lines of progress where there is no terminal.
 LINE_SECONDS = 5.0
@@ -28,11 +28,26 @@ def _rich(stream: Any) -> Any:
     return Console(file=stream, markup=False, highlight=False)
 
 
+def say(text: object = "", *, flush: bool = False, error: bool = False) -> None:
+    """Print lines; other control characters than line ends become escapes.
+
+    Parameters
+    ----------
+    text : object
+    flush : bool
+    error : bool
+        Print on standard error.
+    """
+    lines = map(printable, str(text).split("\n"))
+    print("\n".join(lines), file=sys.stderr if error else sys.stdout, flush=flush)
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table at once: aligned columns, or rich's where there is a terminal."""
     console = _rich(sys.stdout)
+    rows = [[printable(cell) for cell in row] for row in rows]
     if console is None:
-        print(align([header, *rows]), flush=True)
+        say(align([header, *rows]), flush=True)
         return
     from rich.table import Table
 
@@ -49,7 +64,7 @@ def print_facts(facts: dict[str, Any]) -> None:
     """Print names and values, one line each."""
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name.ljust(width)}  {value}")
+        say(f"{name.ljust(width)}  {value}")
 
 
 @contextlib.contextmanager
@@ -74,11 +89,14 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
     if console is None:
         yield _Lines(what, total)
         return
+    from rich.markup import escape
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, advance=1, description=f"{what}: {done}")
+        yield lambda done: bar.update(
+            task, advance=1, description=escape(f"{what}: {printable(done)}")
+        )
 
 
 class _Lines:
@@ -94,9 +112,9 @@ class _Lines:
         if now - self._said < LINE_SECONDS:
             return
         self._said = now
-        print(
+        say(
             f"{self._what}: step {self._done}{self._of}, {done}, {now - self._start:.0f} s",
-            file=sys.stderr, flush=True,
+            flush=True, error=True,
         )  # fmt: skip
 
 

@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     operands = shapes_alone(whole, whole.heads, whole.heads_kv, lengths)
     request = resolved(*operands, **options)
     found = stages(request)
-    print("\n".join([f"{request.variant.name}: {request.why}", *map(str, found.plans)]))
+    output.say("\n".join([f"{request.variant.name}: {request.why}", *map(str, found.plans)]))
     record: dict[str, Any] = {"arch": arch, "variant": request.variant.name}
     variant = request.variant.name
     alone = predict(whole, Mesh(1, 1), variant=_rated(variant))
     memory = {**alone.memory, "scratch of the kernels": _scratch(request)}
     if args.devices == 1:
-        print()
+        output.say()
         _print_memory("memory", memory)
         record["memory"] = memory
     else:
@@ -112,13 +112,13 @@ def _on_several(
     every = [predict(whole, mesh, machine, **how) for mesh in choose]
     taken = min(every, key=lambda costs: costs.seconds)
     devices = counted(args.devices, "device")
-    print(f"\n{devices}, {machine.per_host} a host, rows {partition}; predicted:")
+    output.say(f"\n{devices}, {machine.per_host} a host, rows {partition}; predicted:")
     header = ["ulysses x ring", "compute", "sent", "exposed", "merging", "total", "scaling", ""]
     rows = [[*_cells(costs, alone, args.devices), "taken" if costs is taken else ""]
             for costs in every]  # fmt: skip
     output.print_table(header, rows)
     memory = {**taken.memory, "scratch of the kernels": _local_scratch(whole, taken.mesh, options)}
-    print()
+    output.say()
     _print_memory("memory of each device", memory, machine)
     return {
         "devices": args.devices, "partition": partition, "machine": machine.name,

@@ -10,7 +10,8 @@ from typing import Any
 from cupyattn.checkpoints.analysis import Analysis
 from cupyattn.checkpoints.roles import INT8_ROLES
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure.words import format_rate, format_share
+from cupyattn.files import replacing
+from cupyattn.measure.words import format_rate, format_share, printable
 
 #: Colours that people with any colour vision tell apart (Okabe and Ito).
 _RUNG, _PEER, _SECOND = "#0072B2", "#999999", "#E69F00"
@@ -69,7 +70,7 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
         if timed:
             _draw_speed(axes[0], rows)
         _draw_error(axes[-1], rows, labels=not timed)
-        wrapped = textwrap.fill(title, 62 * panels)
+        wrapped = textwrap.fill(printable(title), 62 * panels)
         axes[0].set_title(wrapped, loc="left", fontsize=9)
     save(figure, path)
 
@@ -108,7 +109,7 @@ def draw_analysis(found: Analysis, path: str) -> None:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     left.legend(fontsize=8, frameon=False)
-    figure.suptitle(f"{found.source}: {len(some)} weights of layers", fontsize=9)
+    figure.suptitle(f"{printable(found.source)}: {len(some)} weights of layers", fontsize=9)
     save(figure, path)
 
 
@@ -126,14 +127,15 @@ def save(figure: Any, path: str, *, source: str | None = None) -> None:
     import matplotlib
 
     metadata = {"Date": None, "Source": source} if path.endswith(".svg") else None
-    with matplotlib.rc_context({"svg.hashsalt": "cupyattn"}):
-        figure.savefig(path, dpi=150, metadata=metadata)
+    with matplotlib.rc_context({"svg.hashsalt": "cupyattn"}), replacing(path) as file:
+        figure.savefig(file, format=path.rpartition(".")[2], dpi=150, metadata=metadata)
 
 
 def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], labels: bool) -> list[float]:
     """Prepare an axis with one line for each row, the first on top; return their heights."""
     heights = [float(i) for i in range(len(rows))]
-    axis.set_yticks(heights, [row["variant"] if labels else "" for row in rows], fontsize=9)
+    names = [printable(row["variant"]) if labels else "" for row in rows]
+    axis.set_yticks(heights, names, fontsize=9)
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
     axis.tick_params(axis="x", labelsize=8)

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     call = checks.check_attention(q, k, v, **options)
     z = quantize(q, k, v) if variant.family == "int8" else None
     operands = (q, k, v) if z is None else (z,)
-    print(f"{given.name}\n{explain(*operands, variant=variant.name, **options)}\n")
+    output.say(f"{given.name}\n{explain(*operands, variant=variant.name, **options)}\n")
 
     o, lse = attention(*operands, variant=variant.name, return_lse=True, **options)
     judged = rungs.judge(
@@ -74,15 +74,15 @@ def run(args: argparse.Namespace) -> int:
         **kernel_form(*operands, variant=variant.name, **options),
     )  # fmt: skip
     del o, lse
-    print(f"J2 {words.format_ratio(judged.j2)}, relative error {judged.relative_error:.2e}")
+    output.say(f"J2 {words.format_ratio(judged.j2)}, relative error {judged.relative_error:.2e}")
     if not judged.j2 <= 1:
-        print("FAILED: the rung misses its bound, so it is not timed")
+        output.say("FAILED: the rung misses its bound, so it is not timed")
         return 1
 
     sets = timing.rotated(operands if z is None else (q, k, v))
     if z is not None:
         sets = [(z,)]
-        print("codes and scales are given: quantising is not part of the time")
+        output.say("codes and scales are given: quantising is not part of the time")
 
     def once(i: int) -> Any:
         return attention(*sets[i % len(sets)], variant=variant.name, **options)
@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     operations = 4 * call.head_dim * call.batch * call.heads * rungs.admitted_pairs(call)
     for i, s in enumerate(seconds):
         rate = words.format_rate(operations / s / 1e12)
-        print(f"run {i + 1}: {words.format_seconds(s)}, {rate} TFLOP/s")
+        output.say(f"run {i + 1}: {words.format_seconds(s)}, {rate} TFLOP/s")
     record: dict[str, Any] = {"variant": variant.name, "input": given.name, "seconds": seconds}
     record |= {"operations": operations, "j2": judged.j2, "clocks": device.clocks()}
     if args.energy:
         joules = _joules(once, seconds[-1])
         record["joules"] = joules
-        print(
+        output.say(
             "energy: n/a (NVML is missing or hides its counter)"
             if joules is None
             else f"energy: {joules:.4g} J per call, idle power included"
@@ -177,8 +177,8 @@ def ncu_command(arguments: Sequence[str], variant: str) -> list[str]:
 def _nsight_compute(args: argparse.Namespace) -> int:
     arguments = [a for a in args.arguments[1:] if a not in ("--ncu", "--nvtx", "--energy")]
     command = ncu_command(arguments, args.variant)
-    print(shlex.join(command), flush=True)
+    output.say(shlex.join(command), flush=True)
     if shutil.which("ncu") is None:
-        print("ncu is not on the PATH: run this line where Nsight Compute is installed")
+        output.say("ncu is not on the PATH: run this line where Nsight Compute is installed")
         return 0
     return subprocess.run(command, check=False).returncode

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     with replacing(args.out) as file:
         file.write(pages.page(found).encode())
     count = len(found)
-    print(f"wrote {args.out}: {counted(count, 'record')}")
+    output.say(f"wrote {args.out}: {counted(count, 'record')}")
     return 0
 
 

@@ -126,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
 def _run_own(args: argparse.Namespace, variant: Variant, assumed: list[str]) -> int:
     """Compile and verify a kernel in a file."""
     if assumed:
-        print(f"Assumed: {'; '.join(assumed)}.")
+        output.say(f"Assumed: {'; '.join(assumed)}.")
     archs = own_kernel.compile_everywhere(variant)
-    print(f"attn_{variant.name} compiles for {', '.join(archs)}.")
+    output.say(f"attn_{variant.name} compiles for {', '.join(archs)}.")
     return _run(args, [variant])
 
 
@@ -162,8 +162,8 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     backends_of = {variant.name: _backend(variant, missing) for variant in variants}
     for backend in dict.fromkeys(backends_of.values()):
         rungs = ", ".join(name for name, its in backends_of.items() if its == backend)
-        print(f"Running {_WHERE[backend].format(missing)}: {rungs}.")
-    print()
+        output.say(f"Running {_WHERE[backend].format(missing)}: {rungs}.")
+    output.say()
     plan = [
         (variant, name, dtype, shape)
         for name in names
@@ -185,12 +185,12 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     counted = measure_words.counted
     several = [{getattr(cell, name) for cell in cells} for name in ("dtype", "shape")]
     of_types, of_shapes = map(len, several)
-    print(
+    output.say(
         f"\n{counted(len(cells), 'cell')}: each row shows the worst of up to "
         f"{counted(of_types, 'dtype')} by {counted(of_shapes, 'shape')}."
     )
     for cell in failed:
-        print(
+        output.say(
             f"FAILED: {cell.variant}, {cell.distribution}, {cell.dtype}, {cell.shape}: "
             f"{_verdict(cell)}"
         )
@@ -200,7 +200,7 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
             args.json, {**record, "cells": [{**asdict(c), "ok": c.ok} for c in cells]}
         )
     if not failed:
-        print("Every cell holds its bounds.")
+        output.say("Every cell holds its bounds.")
     return 1 if failed else 0
 
 
@@ -364,7 +364,8 @@ def _write(path: Path, o: Any, lse: Any) -> None:
             disk_cache.own_alone(file)
             np.savez(file, o=o, lse=lse)
     except OSError as error:
-        LOG.warning("cannot keep references in %s: %s", path.parent, error)
+        folder, why = (measure_words.printable(str(x)) for x in (path.parent, error))
+        LOG.warning("cannot keep references in %s: %s", folder, why)
 
 
 def reference_info() -> tuple[int, int]:

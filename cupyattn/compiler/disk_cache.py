@@ -21,7 +21,7 @@ from typing import BinaryIO
 from cupyattn.files import open_regular, replacing, writable_by_others
 
 #: Changes when the layout of an entry, or what goes into its key, changes.
-FORMAT = 2
+FORMAT = 3
 #: Bytes of an entry that are read at most: kernels have a few million.
 MOST = 2**28
 #: Seconds for which an entry that was used is not marked as used again.

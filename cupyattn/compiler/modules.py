@@ -3,21 +3,20 @@
 `build` turns a `ModuleSpec` into a `Binary` with no GPU, no driver and no CuPy; `load` puts that
 binary on the current device. This is the only file that mentions ``cupy.RawModule``.
 
-The cache is keyed by the source, every header that an ``#include`` reaches, the options, the
-version of NVRTC and the architecture, so that an edited header is never answered with an old
-binary. `cupyattn.compiler.disk_cache` keeps the files, `size_limit` their number in bounds.
+An edited source or header is never answered with an old binary, and equal sources in two checkouts
+share one: `cupyattn.compiler.request` makes the keys. `disk_cache` keeps the files, `size_limit`
+their number in bounds, and `places` keeps paths out of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import re
 import tempfile
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,9 @@ from cupyattn.compiler.architectures import (
     check_capability,
 )
 from cupyattn.compiler.architectures import capability_of as capability_of
-from cupyattn.compiler.includes import headers_reached
+from cupyattn.compiler.places import Places
 from cupyattn.compiler.ptxas import Resources, parse_resources, parse_smem_bytes
+from cupyattn.compiler.request import Request, make_request
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.kernels.features import P_TYPES
@@ -138,7 +138,7 @@ class Binary:
 
 # ---- build ---------------------------------------------------------------------------------------
 
-_memory: dict[str, Binary] = {}
+_memory: dict[tuple[str, Places], Binary] = {}
 _key_locks: dict[str, threading.Lock] = {}
 _state_lock = threading.Lock()
 _counts = {"memory_hits": 0, "disk_hits": 0, "compiled": 0}
@@ -196,35 +196,45 @@ def _compiled(
 
     `recompile`: compile whatever the cache holds, and replace it.
     """
-    compiler, folder, source, options, key = _request(spec, arch, target, source)
+    asked = _request(spec, arch, target, source)
     with _state_lock:
-        lock = _key_locks.setdefault(key, threading.Lock())
+        lock = _key_locks.setdefault(asked.key, threading.Lock())
     with lock:
-        binary = None if recompile else _memory.get(key)
+        binary = None if recompile else _memory.get((asked.key, asked.places))
         if binary is not None:
             return _count("memory_hits", binary)
-        binary = None if recompile else _read_entry(key, arch, compiler.version, target == arch)
-        if binary is not None:
-            _count("disk_hits", binary)
+        version = asked.compiler.version
+        kept = None if recompile else _read_entry(asked.key, arch, version, target == arch)
+        if kept is not None:
+            _count("disk_hits", kept)
         else:
             limit = size_limit.current().bytes  # a wrong one is told before the compiler runs
-            binary = _count("compiled", _compile(spec, source, arch, options, compiler, folder))
-            _write_entry(key, binary)
-            size_limit.wrote(limit, key)
-        _memory[key] = binary
+            kept = _count("compiled", _compile(spec, arch, asked))
+            _write_entry(asked.key, kept)
+            size_limit.wrote(limit, asked.key)
+        binary = _located(kept, asked.places)
+        _memory[asked.key, asked.places] = binary
         return binary
+
+
+def _located(kept: Binary, places: Places) -> Binary:
+    """Return a binary of the cache with the paths of these folders in it."""
+    return replace(
+        kept,
+        ptx=places.located(kept.ptx),
+        cubin=places.located_code(kept.cubin),
+        log=places.located(kept.log),
+    )
 
 
 def is_compiled(spec: ModuleSpec, arch: str) -> bool:
     """Return whether `build`, whose parameters and errors these are, has an entry to read."""
-    *_, key = _request(spec, arch, arch, None)
-    return key in _memory or disk_cache.holds(key)
+    asked = _request(spec, arch, arch, None)
+    return (asked.key, asked.places) in _memory or disk_cache.holds(asked.key)
 
 
-def _request(
-    spec: ModuleSpec, arch: str, target: str, source: str | None
-) -> tuple[nvrtc.Nvrtc, Path, str, list[str], str]:
-    """Return compiler, CUDA's headers, source, options and key, or raise what `build` does."""
+def _request(spec: ModuleSpec, arch: str, target: str, source: str | None) -> Request:
+    """Return what to compile, or raise what `build` does."""
     compiler = nvrtc.load()
     if capability_of(arch) not in compiler.capabilities:
         known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
@@ -239,7 +249,7 @@ def _request(
     options += [f"-D{name}={value}" for name, value in spec.defines]
     if is_on("CUPYATTN_DEBUG"):
         options.append("-DCUPYATTN_DEBUG=1")
-    return compiler, folder, source, options, _key(spec, source, options, compiler, folder)
+    return make_request(compiler, spec.path, source, options, KERNELS, folder)
 
 
 def _count(what: str, binary: Binary) -> Binary:
@@ -260,27 +270,15 @@ def read_source(spec: ModuleSpec) -> str:
         raise KernelCompileError(f"cannot read the source of {spec}: {error}") from error
 
 
-def _compile(
-    spec: ModuleSpec,
-    source: str,
-    arch: str,
-    options: list[str],
-    compiler: nvrtc.Nvrtc,
-    folder: Path,
-) -> Binary:
-    includes = [f"-I{path}" for path in (spec.path.parent, KERNELS, folder)]
+def _compile(spec: ModuleSpec, arch: str, asked: Request) -> Binary:
     _log.info("compiling %s for %s", spec, arch)
     try:
-        output = compiler.compile(source, str(spec.path), [*options, *includes])
-        if output.cubin and len(parse_resources(output.log)) < output.ptx.count(".entry "):
-            # NOTE: where a driver is installed NVRTC keeps a cache of its own, and what it answers
-            # from there comes without the report of ptxas.
-            output = compiler.compile(source, str(spec.path), [*options, *includes, "--no-cache"])
+        output = asked.run()
     except nvrtc.NvrtcError as error:
         raise KernelCompileError(
-            f"NVRTC {_dotted(compiler.version)} rejected {spec.source} for {arch}: "
+            f"NVRTC {_dotted(asked.compiler.version)} rejected {spec.source} for {arch}: "
             f"{_first_error(error)}\n  defines: {str(spec).partition(' ')[2]}\n"
-            f"  options: {' '.join(options)}\n{error.log}".rstrip()
+            f"  options: {' '.join(asked.options)}\n{error.log}".rstrip()
         ) from error
     # How long ptxas took is no property of the binary: without it, equal input gives equal entries.
     log = "".join(
@@ -288,7 +286,8 @@ def _compile(
     )
     kernels = parse_resources(log)
     smem_bytes = parse_smem_bytes(output.ptx)
-    return Binary(arch, compiler.version, output.ptx, output.cubin, log, kernels, smem_bytes)
+    version = asked.compiler.version
+    return Binary(arch, version, output.ptx, output.cubin, log, kernels, smem_bytes)
 
 
 def _first_error(error: nvrtc.NvrtcError) -> str:
@@ -297,25 +296,6 @@ def _first_error(error: nvrtc.NvrtcError) -> str:
         if re.search(r"\berror\b", line):
             return line.strip()
     return str(error)
-
-
-# ---- the key -------------------------------------------------------------------------------------
-
-
-def _key(
-    spec: ModuleSpec,
-    source: str,
-    options: list[str],
-    compiler: nvrtc.Nvrtc,
-    folder: Path,
-) -> str:
-    # NOTE: the paths are in the key because -lineinfo writes them into the binary.
-    facts = [disk_cache.FORMAT, compiler.build, options, str(spec.path), str(KERNELS)]
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    digest.update(source.encode())
-    for path, content in headers_reached(spec.path, source, KERNELS, folder):
-        digest.update(f"\0{path}\0{content}".encode())
-    return digest.hexdigest()
 
 
 # ---- the cache -----------------------------------------------------------------------------------

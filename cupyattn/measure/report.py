@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import groupby
 from typing import Any
 
 from cupyattn.measure import records
 from cupyattn.measure.records import Cell
-from cupyattn.measure.words import counted, format_ratio, format_seconds
+from cupyattn.measure.words import counted, format_ratio, format_seconds, printable
 
 #: Rows and columns of a table of numbers beyond which the rest is counted.
 MOST_ROWS, MOST_COLUMNS = 60, 10
@@ -89,6 +89,11 @@ interval, which numbers have in brackets. J2 is the largest error as a share of 
 </body>
 </html>
 """
+
+
+def escape(text: str) -> str:
+    """Return text as HTML shows it, without characters that a reader does not see."""
+    return html.escape(printable(text))
 
 
 def _facts(record: Mapping[str, Any]) -> str:

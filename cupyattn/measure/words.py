@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 
@@ -17,6 +18,26 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def printable(text: str) -> str:
+    """Return text in which every character that is not printed is an escape, as in Python's text.
+
+    Names from files may hold control characters: a terminal would obey them, and some of Unicode's
+    turn the text around.
+
+    Examples
+    --------
+    >>> print(printable("a\\x1b[31m\\u202eb c\\n"))
+    a\\x1b[31m\\u202eb c\\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )  # fmt: skip
 
 
 def counted(count: int, one: str) -> str:

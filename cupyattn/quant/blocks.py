@@ -288,6 +288,8 @@ def rounded_codes(values: Array, inverse: Array) -> Array:
     xp = array_namespace(values)
     values *= inverse
     xp.rint(values, out=values)
+    if xp is np and inverse.all():  # 0 alone is the inverse of a scale that is not finite
+        return values.astype(np.int8)
     return xp.where(xp.isnan(values), np.float32(0), values).astype(np.int8)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace
+from cupyattn.arrays.threads import in_threads, thread_count
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
     as_matrix,
@@ -32,20 +36,28 @@ def quantize_blocks(
     check_block_size(block_size)
     xp = array_namespace(w)
     matrix = as_matrix(w)
-    if strategy == "channel":
-        codes, scales = xp.empty(matrix.shape, np.int8), xp.empty((w.shape[0], 1), np.float32)
-        for rows in row_strips(matrix.shape):
-            codes[rows], scales[rows] = quantize_rows(matrix[rows], strategy=strategy)
-        return codes.reshape(w.shape), scales
     codes = xp.empty(matrix.shape, np.int8)
-    scales = xp.empty(scale_shape(w.shape, block_size), np.float32)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for part, blocks in panels(matrix.shape, block_size):
-            values = by_line(matrix[part].astype(np.float32), block_size)
-            largest = block_max(xp.abs(values).max(axis=1), block_size)
-            scales[blocks], inverse = scale_of_absmax(largest)
-            inverse = by_column(inverse, block_size, values.shape[2])
-            codes[part] = rounded_codes(values, inverse[:, None, :]).reshape(-1, values.shape[2])
+    scales = xp.empty(scale_shape(w.shape, block_size, strategy), np.float32)
+
+    def by_channel(strips_of_rows: Sequence[slice]) -> None:
+        for rows in strips_of_rows:
+            codes[rows], scales[rows] = quantize_rows(matrix[rows], strategy=strategy)
+
+    def by_block(cut: Sequence[tuple[Any, Any]]) -> None:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for part, blocks in cut:
+                values = by_line(matrix[part].astype(np.float32), block_size)
+                largest = block_max(xp.abs(values).max(axis=1), block_size)
+                scales[blocks], inverse = scale_of_absmax(largest)
+                inverse = by_column(inverse, block_size, values.shape[2])
+                made = rounded_codes(values, inverse[:, None, :])
+                codes[part] = made.reshape(-1, values.shape[2])
+
+    threads = thread_count(w.size) if xp is np else 1
+    if strategy == "channel":
+        in_threads(by_channel, [*row_strips(matrix.shape)], threads)
+    else:
+        in_threads(by_block, [*panels(matrix.shape, block_size)], threads)
     return codes.reshape(w.shape), scales
 
 

@@ -202,14 +202,20 @@ CLASSES = {
 
 
 def make(model: Model, where: str, seed: int) -> Any:
-    """Return the transformer on a device, in the types that ``from_pretrained`` gives a model.
+    """Return the transformer on a device, in the types that ``from_pretrained`` gives a model."""
+    _, diffusers = libraries()
+    return drawn(getattr(diffusers, CLASSES[model.family]), model.config, where, seed)
+
+
+def drawn(cls: Any, config: Mapping[str, Any], where: str, seed: int) -> Any:
+    """Return a random model of a class of diffusers, bfloat16 but for what is to stay float32.
 
     Gates that are zero until training opens them are drawn, too.
     """
-    torch, diffusers = libraries()
+    torch, _ = libraries()
     torch.manual_seed(seed)
     with torch.device(where):
-        made = getattr(diffusers, CLASSES[model.family])(**model.config).eval()
+        made = cls(**config).eval()
     wide = set(made._keep_in_fp32_modules or ())
     for name, x in made.named_parameters():
         x.requires_grad_(False)
@@ -418,16 +424,25 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]
     return row | (timed(found, scheduler, latents, arguments, step, row, args) if on_device else {})
 
 
-def output_in_float32(transformer: Any, step: Mapping[str, Any]) -> Any:
+def output_in_float32(
+    transformer: Any,
+    step: Mapping[str, Any],
+    output: Callable[[Any], Any] = lambda returned: returned[0],
+) -> Any:
     """Return what the model gives with its weights and inputs in float32, by torch's own choice."""
     torch, _ = libraries()
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    cast = {n: x.float() if getattr(x, "dtype", None) == torch.bfloat16 else x
-            for n, x in step.items()}  # fmt: skip
+
+    def wide(x: Any) -> Any:
+        if isinstance(x, list):
+            return [wide(one) for one in x]
+        return x.float() if getattr(x, "dtype", None) == torch.bfloat16 else x
+
+    cast = {name: wide(x) for name, x in step.items()}
     backends = torch.nn.attention.SDPBackend
     with torch.nn.attention.sdpa_kernel([backends.EFFICIENT_ATTENTION, backends.MATH]):
-        return widened(transformer)(**cast, return_dict=False)[0]
+        return output(widened(transformer)(**cast, return_dict=False))
 
 
 def timed(

@@ -6,7 +6,7 @@ Holds fixed  32 heads (weak: 16) of head_dim 128, float16; zigzag rows where cau
 Measures     error against its bound, on rows of their own; seconds of the slowest rank; bytes that
              a rank sends; bytes of its memory pool; all but the first beside the model's
 Run          python -m experiments.speed.scaling [--quick] [--devices 1 2 4] [--lengths N N]
-             [--transport auto|nccl|copies ...] [--memory] [--json FILE] [--plot FILE]
+             [--heads N] [--transport auto|nccl|copies ...] [--memory] [--json FILE] [--plot FILE]
              [--update-docs] [--stored]
 
 ``--memory`` runs a million rows once on the most devices, for the bytes of the pool alone.
@@ -276,7 +276,7 @@ def cells(args: argparse.Namespace, counts: Sequence[int]) -> list[tuple[Way, Pr
         return [(way, replace(problem, causal=causal), max(counts)) for way, causal in some]
     lengths = LENGTHS[:1] if args.quick else args.lengths
     shrunk = [recording.quick_length(args, length) for length in lengths]
-    heads = 4 if args.quick else HEADS
+    heads = 4 if args.quick else args.heads
     head_dim = 32 if args.quick else HEAD_DIM
     found = []
     for length in shrunk:
@@ -462,6 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4], metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS[:2]), metavar="N")
+    parser.add_argument("--heads", type=int, default=HEADS, metavar="N", help="of strong scaling")
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=[TRANSPORTS[0]])
     parser.add_argument("--memory", action="store_true", help="bytes of a million rows, no times")
     parser.add_argument("--plot", metavar="FILE", help="draw the shares (.png, .svg or .pdf)")

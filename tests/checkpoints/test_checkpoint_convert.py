@@ -264,9 +264,12 @@ def kill_after(events: int, work: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("direction", ["convert", "dequantize"])
-def test_a_kill_at_any_point_leaves_nothing_half_written(tmp_path: Path, direction: str) -> None:
-    """Killed once after every third step in turn, then again and again in one attempt."""
+def test_a_kill_at_any_point_leaves_nothing_half_written(
+    tmp_path: Path, direction: str, stride: int
+) -> None:
+    """Killed once after every so many steps in turn, then again and again in one attempt."""
     arrays = dict(list(model(blocks=1).items())[3:11])
     path = source(tmp_path / "model", arrays)
     known = analyze(path, SMALL)
@@ -287,7 +290,7 @@ def test_a_kill_at_any_point_leaves_nothing_half_written(tmp_path: Path, directi
     assert sum(name.endswith(".safetensors") for name in whole) >= 3
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     resumed = 0
-    for step in range(0, 1000, 3):
+    for step in range(0, 1000, stride):
         if not kill_after(step, work):
             break
         if out.exists():
@@ -305,7 +308,7 @@ def test_a_kill_at_any_point_leaves_nothing_half_written(tmp_path: Path, directi
     shutil.rmtree(out)
     steps = 1
     while kill_after(steps, work) and not out.exists():
-        steps += 7  # an attempt goes a little further each time
+        steps += 17  # an attempt goes a little further each time
     if partial.exists():
         with pytest.raises(FileExistsError):
             work()
@@ -337,8 +340,18 @@ def test_shards_that_were_finished_are_not_made_again(
     assert sorted(steps) == sorted(2 * [t.name for t in known.tensors])
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-8], lambda b: b[:20] + b"?" + b[21:]])
-def test_shards_that_were_damaged_are_made_again(tmp_path: Path, damage: Any) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-8], lambda b: b[:20] + b"?" + b[21:], lambda b: b[:-9] + b"four" + b[-5:],
+        lambda b: b[:-1] + bytes([b[-1] ^ 1]),
+    ],
+    ids=["short", "a byte of the header", "four bytes of a tensor", "the last bit"],
+)  # fmt: skip
+@pytest.mark.parametrize("forgetful", [False, True], ids=["", "without checksums"])
+def test_shards_that_were_damaged_are_made_again(
+    tmp_path: Path, damage: Any, forgetful: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     path, shards = source(tmp_path / "model"), tmp_path / "out.partial" / "model"
     convert(path, tmp_path / "whole", SMALL, max_shard_bytes=20_000)
 
@@ -350,7 +363,11 @@ def test_shards_that_were_damaged_are_made_again(tmp_path: Path, damage: Any) ->
         convert(path, tmp_path / "out", SMALL, max_shard_bytes=20_000, advance=stop)
     (shard,) = shards.glob("*.safetensors")
     shard.write_bytes(damage(shard.read_bytes()))
+    if forgetful:  # as an earlier version, which kept none
+        state = shards.parent / "state.json"
+        state.write_text(json.dumps({"key": json.loads(state.read_bytes())["key"]}))
     convert(path, tmp_path / "out", SMALL, max_shard_bytes=20_000)
+    assert f"{shard} is not what was written: it is written again" in caplog.text
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

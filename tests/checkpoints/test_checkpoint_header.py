@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from pathlib import Path
@@ -20,6 +21,7 @@ from cupyattn.checkpoints.header import (
     parse_header,
     read_header,
 )
+from cupyattn.checkpoints.source import open_checkpoint
 from tests.checkpoints.checkpoint_files import entry, file_content, model, raw
 
 FILE = Path("model.safetensors")
@@ -60,6 +62,41 @@ def test_what_the_safetensors_library_writes_is_read_here(tmp_path: Path) -> Non
     library.save_file(arrays, tmp_path / "x.safetensors", metadata={"format": "pt"})
     found = read_header(tmp_path / "x.safetensors")
     assert {n: t.shape for n, t in found.tensors.items()} == {n: a.shape for n, a in arrays.items()}
+
+
+def many(folder: Path, count: int) -> Path:
+    """Write a file of so many tensors of one byte."""
+    start, _ = encode_header({f"t.{i}": TensorInfo("I8", (1,)) for i in range(count)}, {})
+    (folder / "many.safetensors").write_bytes(start + bytes(count))
+    return folder / "many.safetensors"
+
+
+def test_the_time_of_a_header_grows_as_its_tensors_do(tmp_path: Path) -> None:
+    """Python's collector of cycles would look at all tensors that there are, again and again."""
+    path, seen = many(tmp_path, 20_000), []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(look)
+    try:
+        header = read_header(path)
+    finally:
+        gc.callbacks.remove(look)
+    assert len(header.tensors) == 20_000 and not seen and gc.isenabled()
+
+
+def test_reading_a_tensor_looks_at_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 400
+    source, ends = open_checkpoint(many(tmp_path, count)), []
+    end = TensorInfo.end.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(TensorInfo, "end", property(lambda t: ends.append(t) or end(t)))
+    for name in source.tensors:
+        assert source.read(name).shape == (1,)
+    assert len(ends) <= 2 * count, "each tensor is looked at for each that is read"
 
 
 def test_the_same_tensors_give_the_same_bytes() -> None:

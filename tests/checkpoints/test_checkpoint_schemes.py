@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from cupyattn import cli
-from cupyattn.checkpoints import dequantize, open_checkpoint
+from cupyattn.checkpoints import codes, dequantize, open_checkpoint
 from cupyattn.errors import UnsupportedError
 from tests.checkpoints.checkpoint_files import BF16, tensors, write
 
@@ -128,10 +128,14 @@ def test_packed_codes_are_read(tmp_path: Path, strategy: str, bits: int, symmetr
     "dtype",
     ["bfloat16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float16", "float32"))],
 )
-def test_wide_weights_are_read_in_parts(tmp_path: Path, dtype: str) -> None:
+def test_wide_weights_are_read_in_parts(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows longer than what is in work at a time, of codes and of the check."""
+    monkeypatch.setattr(codes, "_PART", 2**10)
+    monkeypatch.setattr(codes, "_CHECKED", 2**9)
     rng = np.random.default_rng(0)
-    q = rng.integers(-8, 8, (2, 2**17 + 40)).astype(np.int8)
+    q = rng.integers(-8, 8, (2, 2**10 + 40)).astype(np.int8)
     scales = rng.uniform(0.01, 0.1, (2, 1)).astype(np.float32)
     zeros = np.array([[3], [-5]], np.int8)
     made(

@@ -40,6 +40,12 @@ def status(*arguments: str) -> int:
 # ---- ladder --------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def mirror_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what a ladder says whether its kernels are interpreted, too, or not."""
+    monkeypatch.setattr(device, "compiler_missing", lambda: "NVRTC was not found: install it")
+
+
 @no_device
 def test_ladder_says_that_no_device_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("ladder", *SMALL) == 0
@@ -52,6 +58,7 @@ def test_ladder_says_that_no_device_was_found(capsys: pytest.CaptureFixture[str]
 
 
 @no_device
+@pytest.mark.usefixtures("mirror_alone")
 def test_ladder_takes_the_real_input_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
 
@@ -66,6 +73,7 @@ def test_ladder_takes_the_real_input_by_default(monkeypatch: pytest.MonkeyPatch)
 
 
 @no_device
+@pytest.mark.usefixtures("mirror_alone")
 def test_ladder_writes_json_that_says_what_it_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +97,7 @@ def test_ladder_writes_json_that_says_what_it_printed(
 
 
 @no_device
+@pytest.mark.usefixtures("mirror_alone")
 def test_ladder_fails_where_a_rung_misses_its_bound(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +119,7 @@ def test_ladder_fails_where_a_rung_misses_its_bound(
 
 
 @pytest.mark.parametrize("ending", [".png", pytest.param(".svg", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("mirror_alone")
 def test_ladder_plots(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / f"ladder{ending}"
@@ -472,6 +482,13 @@ def test_help_lists_what_is_there() -> None:
     assert done.returncode == 0
     for name in cli.COMMANDS:
         assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
+
+
+def test_a_command_has_its_options_and_imports_no_other() -> None:
+    (commands,) = (a.choices for a in cli.parser(["info"])._actions if isinstance(a.choices, dict))
+    with_options = {name for name, one in commands.items() if len(one._actions) > 1}
+    assert set(commands) == set(cli.COMMANDS) and with_options <= {"info"}
+    assert commands["info"].description
 
 
 def test_version() -> None:

@@ -298,7 +298,7 @@ import logging, os, sys
 from pathlib import Path
 from cupyattn.compiler import modules as kc
 logging.basicConfig(level=logging.WARNING)
-for turn in range(3):
+for turn in range(2):
     for count in (32, 64, 96, 128):
         binary = kc.build(kc.ModuleSpec(Path(sys.argv[1]), (("CFG_COUNT", count),)), "sm_80")
         assert binary.smem_bytes == 4 * count and binary.cubin.startswith(b"\\x7fELF")
@@ -307,12 +307,11 @@ print("good")
 """
 
 _TRAFFIC = """
-import logging, os, random, sys, time
+import logging, random, sys
 from cupyattn.compiler import disk_cache, size_limit
 logging.basicConfig(level=logging.WARNING)
-seed, end, answered = int(sys.argv[1]), time.monotonic() + 2, 0
-draw = random.Random(seed)
-while time.monotonic() < end:
+answered, draw = 0, random.Random(int(sys.argv[1]))
+for _ in range(200):
     number = draw.randrange(12)
     key, payload = f"{number:064x}", bytes([number]) * (5000 * (number + 1))
     found = disk_cache.read(key)
@@ -344,14 +343,14 @@ def together(cold_cache: Path, script: str, arguments: list[str], **environment:
 
 def test_processes_compile_while_others_delete_what_they_read(cold_cache: Path) -> None:
     """No failure and no warning: an entry that is gone is compiled again."""
-    together(cold_cache, _BUILDS, [str(ADD.path)] * 3, CUPYATTN_CACHE_SIZE="20KiB")
+    together(cold_cache, _BUILDS, [str(ADD.path)] * 2, CUPYATTN_CACHE_SIZE="20KiB")
     sizes = [path.stat().st_size for path in disk_cache.entries()]
     assert 0 < sum(sizes) <= max(20 * 1024, *sizes)
 
 
 def test_entries_are_whole_or_gone_under_heavy_traffic(cold_cache: Path) -> None:
-    """Twelve entries of 390 kB in 150 kB: four processes read, write and delete all the time."""
-    together(cold_cache, _TRAFFIC, ["1", "2", "3", "4"])
+    """Twelve entries of 390 kB in 150 kB: three processes read, write and delete all the time."""
+    together(cold_cache, _TRAFFIC, ["1", "2", "3"])
     assert 0 < sum(path.stat().st_size for path in disk_cache.entries()) <= 150_000
     assert {path.suffix for path in cold_cache.iterdir()} == {".bin"}, "nothing unfinished is left"
 

@@ -18,7 +18,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli, distributed
-from experiments.speed import scaling
+from experiments.speed import ring_timeline, scaling
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "DISTRIBUTED.md").read_text(encoding="utf-8")
@@ -154,6 +154,22 @@ def test_a_record_becomes_a_section_of_the_page(tmp_path: Path) -> None:
     assert written.startswith("before ") and written.endswith(" after")
     assert "| ulysses | 2 | store |" in written and "| transport |" in written
     assert record["environment"]["revision"][:10] in written
+
+
+def test_stages_of_a_ring_are_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "timeline.json"
+    assert ring_timeline.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 8 and {row["transport"] for row in rows} == {"store"}
+    for row in rows:
+        names = [name for name, _, _ in row["stages"]]
+        quantised = {"quantise K, V", "quantise Q"} if row["way"] == "ring of codes" else set()
+        assert {"call", "attention", "merge"} | quantised <= set(names)
+        assert all(0 <= begin <= end <= row["call_ms"] for _, begin, end in row["stages"])
+    assert "ring of codes, store, rank 1" in capsys.readouterr().out
+    assert doctest.testmod(ring_timeline).failed == 0
 
 
 def test_the_experiment_says_that_devices_are_missing(capsys: pytest.CaptureFixture[str]) -> None:

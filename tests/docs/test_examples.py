@@ -80,11 +80,31 @@ def run(name: str, *arguments: str, site: Path = ROOT) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if library == "numpy" else pytest.mark.slow)
+        for name, (library, *_) in SCRIPTS.items()
+    ],
+)
 def test_an_example_runs_from_a_wheel(name: str, wheel: Path) -> None:
+    """Where a framework has to be imported once more, among the slow ones."""
     library, arguments, printed = SCRIPTS[name]
     pytest.importorskip(library)
-    assert re.search(printed, run(name, *arguments, site=wheel))
+    found = run(name, *arguments, site=wheel)
+    assert re.search(printed, found), found
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if SCRIPTS[name][0] != "numpy"])
+def test_an_example_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library, arguments, printed = SCRIPTS[name]
+    pytest.importorskip(library)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    found = capsys.readouterr().out
+    assert re.search(printed, found), found
 
 
 @pytest.mark.parametrize(("name", "library"), WITHOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,13 @@ def test_a_run_goes_on_from_its_record(tmp_path: Path) -> None:
     assert json.loads(part.read_text())["found"] == json.loads(whole.read_text())["found"]
 
 
-def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_two_processes_find_what_one_finds(
+    pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In any order that they end: parts are added in the order of the trials."""
+    if pool == "threads":  # in the place of processes, each of which imports everything
+        monkeypatch.setattr(sensitivity, "ProcessPoolExecutor", lambda n, _: ThreadPoolExecutor(n))
     found = []
     for number in ("1", "2"):
         record = tmp_path / f"{number}.json"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -299,52 +300,112 @@ def test_a_rank_that_raises_ends_those_that_wait_by_nccl() -> None:
     assert time.monotonic() - start < 25
 
 
-#: A message that never comes: its receiver hangs in NCCL until the watch aborts it.
+#: One rank of a group in which rank 1 goes wrong; the group after it, by what is left, is right.
+#: Without a device the arrays are NumPy's.
 SCRIPT = """
-import os, sys
-import cupy
+import os, sys, threading, time
+import numpy as np
 from cupyattn import distributed
 
-rank, port, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-try:
-    with distributed.connect(rank, 2, f"localhost:{port}", device=rank, timeout=10) as group:
-        x = cupy.ones((1, 2, 64, 64), "float16")
-        distributed.parallel_attention(x, x, x, group, "ring")
-        if rank == 1 and fault == "dies":
-            os._exit(9)
-        if rank == 1:
-            import time
-            time.sleep(30)
-        y = cupy.empty(2**20, "uint8")
-        group.exchange([], [(1, y)])
-        group.finish()
-except distributed.RankError as error:
-    print(error)
+rank, first, second, fault, where = int(sys.argv[1]), *sys.argv[2:6]
+device = rank if where == "device" else None
+xp = np
+if device is not None:
+    import cupy as xp
+    xp.cuda.Device(device).use()
+
+def attend(group, **options):
+    x = xp.ones((1, 2, 64, 64), "float16")
+    o = distributed.parallel_attention(x, x, x, group, "ring", **options)
+    group.finish()
+    return float(abs(o - 1).max())
+
+def ring(port, timeout):
+    return distributed.connect(rank, 2, f"localhost:{port}", device=device, timeout=timeout)
+
+held = []
+if fault != "again":
+    try:
+        with ring(first, 60 if fault == "late" else 10) as group:
+            assert attend(group) < 1e-2
+            if rank == 1:
+                if fault == "dies":  # while a message is on its way
+                    threading.Timer(0.5, os._exit, [9]).start()
+                if fault in ("sleeps", "late"):
+                    time.sleep(20)
+                if fault == "other arguments":
+                    attend(group, causal=True)
+                if fault == "full memory":
+                    size = 2**33
+                    while size >= 2**20:
+                        try:
+                            held.append(xp.cuda.alloc(size))
+                        except xp.cuda.memory.OutOfMemoryError:
+                            size //= 2
+            if fault in ("dies", "sleeps"):
+                y = xp.empty(2**20, "uint8")
+                group.exchange([], [(1 - rank, y)])
+                group.finish()
+            if fault == "full memory":
+                x = xp.ones((1, 16, 2048, 128), "float16")
+                distributed.parallel_attention(x, x, x, group, "ring")
+                group.finish()
+            assert attend(group) < 1e-2
+            print("went on")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+sys.stdout.flush()
+held.clear()
+with ring(second, 30) as group:
+    assert attend(group) < 1e-2
+    print("and again")
 """
 
+#: Patterns of what rank 0 says, and rank 1 where it lives on.
+SAID = {
+    "dies": ("RankError: rank 1 ended: ", ""),
+    "sleeps": ("RankError: rank . (waited longer than|did not come to .* within) 10 s",) * 2,
+    "late": ("went on", "went on"),
+    "other arguments": ('RankError: rank 1 called parallel_attention with causal="True", ',) * 2,
+    "full memory": ("RankError: rank 1 ended: ", "OutOfMemoryError: "),
+}
 
-@pytest.mark.parametrize("fault", ["dies", "sleeps"])
-def test_a_process_that_ends_or_sleeps_ends_the_other(fault: str) -> None:
-    devices(2)
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    start = time.monotonic()
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), port, fault],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+        return str(free.getsockname()[1])
+
+
+def start(rank: int, ports: tuple[str, str], fault: str, where: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(rank), *ports, fault, where],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def check_fault(fault: str, where: str) -> None:
+    """Let rank 1 go wrong: what both say, within the timeout, and the next group works."""
+    begin, ports = time.monotonic(), (free_port(), free_port())
+    running = [start(rank, ports, fault, where) for rank in range(2)]
     try:
-        said = running[0].communicate(timeout=90)[0]
+        if fault == "dies":  # another process takes its place
+            assert running[1].wait(timeout=60) == 9
+            running.append(start(1, ports, "again", where))
+        said = [one.communicate(timeout=90)[0].splitlines() for one in (running[0], running[-1])]
     finally:
         for process in running:
             process.kill()
-    expected = {"dies": "rank 1 ended: ", "sleeps": "rank 0 waited longer than 10 s"}
-    assert said.startswith(expected[fault]), said
-    assert time.monotonic() - start < 80
+    for lines, expected in zip(said, SAID[fault], strict=True):
+        assert not expected or re.match(expected, lines[0]), said
+        assert lines[bool(expected) :] == ["and again"], said
+    assert time.monotonic() - begin < 80
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_a_rank_that_goes_wrong_ends_the_other_and_the_next_group_works(fault: str) -> None:
+    devices(2)
+    check_fault(fault, "device")
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copies"])

@@ -250,16 +250,21 @@ def test_a_copy_of_codes_gives_the_same_kind_of_array(array: Any, how: str) -> N
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
-def test_codes_from_a_pickle_import_their_library() -> None:
-    """In a process that has imported nothing but the package."""
+@pytest.mark.parametrize("attend", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_codes_from_a_pickle_import_their_library(attend: bool) -> None:
+    """In a process that has imported nothing but the package: no sooner than it is needed."""
     code = (
         "import pickle, sys\nimport cupyattn as ca\n"
         "z = pickle.load(sys.stdin.buffer)\nassert 'torch' not in sys.modules\n"
-        "pickle.dump(ca.attention(z).numpy(), sys.stdout.buffer)"
     )
+    code += (
+        "pickle.dump(ca.attention(z).numpy(), sys.stdout.buffer)" if attend
+        else "pickle.dump(z.q_codes, sys.stdout.buffer)"
+    )  # fmt: skip
     record = ca.quantize(T, T, T)
     done = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(record), capture_output=True
     )
     assert not done.returncode, done.stderr.decode()[-600:]
-    np.testing.assert_array_equal(pickle.loads(done.stdout), ca.attention(record).numpy())
+    expected = ca.attention(record).numpy() if attend else record.q_codes
+    np.testing.assert_array_equal(pickle.loads(done.stdout), expected)

@@ -154,10 +154,10 @@ def steps(count: int) -> Any:
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "method", "blocks"])
-def test_fifty_steps_through_three_modes_compile_three_graphs(way: str) -> None:
+def test_steps_through_three_modes_compile_three_graphs(way: str) -> None:
     """Each mode in turns, so that a step of a mode that was seen is no reason to compile."""
-    scheduler, x, graphs = steps(50), rows(), Graphs()
-    table = [("aggressive", "balanced", "precision")[n % 3] for n in range(50)]
+    scheduler, x, graphs = steps(9), rows(), Graphs()
+    table = [("aggressive", "balanced", "precision")[n % 3] for n in range(9)]
     model = Model()
     own = copy.deepcopy(model)
     options = {"policy": table, "scheduler": scheduler, **SHORT}
@@ -191,7 +191,10 @@ def test_a_policy_that_follows_noise_is_native_where_no_step_is_seen() -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "method", "blocks"])
+@pytest.mark.parametrize(
+    "way",
+    ["method", *(pytest.param(x, marks=pytest.mark.slow) for x in ("torch.compile", "blocks"))],
+)
 def test_handles_of_one_compiled_model_follow_their_own_policies(way: str) -> None:
     scheduler, model, x, graphs = steps(4), Model(), rows(), Graphs()
     own = copy.deepcopy(model)
@@ -246,7 +249,7 @@ def test_lengths_may_be_symbols() -> None:
     assert graphs == [2, 0] and len(handle.report().layers[0].compiled) == 2
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_exported_program_has_the_operator(strict: bool) -> None:
     model, x, scheduler = Model(), rows(), steps(4)
     with interop.replace_attention_with_int8(model, policy="aggressive", **SHORT) as handle:
@@ -294,7 +297,7 @@ class Plain:
         return torch.sin(attn.to_q(x))
 
 
-@pytest.mark.parametrize("way", ["method", "blocks"])
+@pytest.mark.parametrize("way", ["blocks", pytest.param("method", marks=pytest.mark.slow)])
 def test_calls_in_graphs_are_counted_on_the_device_when_asked(way: str) -> None:
     """Of every layer, those that share a graph too; nothing is compiled for it a second time."""
     model, scheduler, graphs = Model(), steps(4), Graphs()
@@ -361,8 +364,9 @@ def test_the_operator_is_what_it_says(turned: bool, added: str) -> None:
     assert operator.attend(tensors, 0.25, text).stride() == q.stride()
 
 
+@pytest.mark.slow
 def test_another_backend_of_the_module_is_taken_too() -> None:
-    """Of those that call torch's function, such as cuDNN's."""
+    """Of those that call torch's function, such as cuDNN's; eager modules are among the quick."""
     pipe = cases.make("flux", torch.bfloat16)
     model, graphs = pipe.transformer, Graphs()
     model.set_attention_backend("_native_math")

@@ -419,17 +419,26 @@ def test_docstrings(module: Any) -> None:
     assert found.attempted and not found.failed
 
 
-def test_the_examples_of_the_page_run() -> None:
+def blocks_of_the_page() -> tuple[str, str]:
     page = Path(__file__).parents[2] / "docs" / "INTEROP.md"
     section = page.read_text(encoding="utf-8").split("## JAX\n")[1].split("\n## ")[0]
+    attend, multiply = (block.split("```")[0] for block in section.split("```python\n")[1:])
+    return attend, multiply
+
+
+def test_the_example_of_the_page_attends() -> None:
     names: dict[str, Any] = {}
-    blocks = section.split("```python\n")[1:]
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(block.split("```")[0], names)
-    assert names["y"].shape == names["z"].shape == names["dx"].shape == names["x"].shape
+    exec(blocks_of_the_page()[0], names)
     assert names["dk"].shape == names["k"].shape and names["each"].shape == (2, 1, 4, 128, 64)
     assert names["o"].dtype == names["int8"].dtype == jnp.bfloat16
+
+
+def test_the_example_of_the_page_multiplies() -> None:
+    """With the imports and keys of the one before."""
+    attend, multiply = blocks_of_the_page()
+    names: dict[str, Any] = {}
+    exec(attend.partition("\no = ")[0] + multiply, names)
+    assert names["y"].shape == names["z"].shape == names["dx"].shape == names["x"].shape
 
 
 def test_on_a_device_the_buffers_are_cupy_arrays_on_the_stream_of_xla(
@@ -480,7 +489,10 @@ q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 256, 64)).astype(np
 """
 
 
-@pytest.mark.parametrize("kept", ["o = ", ""], ids=["kept", "dropped"])
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param("o = ", id="kept", marks=pytest.mark.slow), pytest.param("", id="dropped")],
+)
 def test_a_script_ends_without_waiting_for_its_results(kept: str) -> None:
     """A thread of XLA that came to Python as Python ended would be waited for without end."""
     subprocess.run([sys.executable, "-c", UNAWAITED.format(kept)], check=True, timeout=120)

@@ -259,9 +259,9 @@ def test_scan_goes_through_stacked_layers() -> None:
     assert bits(np.asarray(found)) == bits(x)
 
 
-#: Run in a process of its own: a layer by the programs that JAX keeps on disk.
+#: Run in a process of its own: layers by the programs that JAX keeps on disk, and their names.
 CACHED = """
-import sys
+import os, sys
 import jax, numpy as np
 import cupyattn as ca
 from cupyattn.interop.jax import Int8Linear
@@ -271,19 +271,23 @@ for name, x in (("compilation_cache_dir", sys.argv[1]),
                 ("persistent_cache_min_entry_size_bytes", -1)):
     jax.config.update(f"jax_{name}", x)
 weight, x = np.random.default_rng(0).standard_normal((2, 40, 300)).astype(np.float16)
-layer = Int8Linear.from_weight(weight, activation=sys.argv[2])
-y = np.asarray(jax.jit(lambda layer, x: layer(x))(layer, x))
-assert y.tobytes() == ca.Int8Linear.from_weight(weight, activation=sys.argv[2])(x).tobytes()
+for activation in sys.argv[2:]:
+    layer = Int8Linear.from_weight(weight, activation=activation)
+    y = np.asarray(jax.jit(lambda layer, x: layer(x))(layer, x))
+    assert y.tobytes() == ca.Int8Linear.from_weight(weight, activation=activation)(x).tobytes()
+    print(*sorted(name for name in os.listdir(sys.argv[1]) if name.endswith("-cache")))
 """
 
 
 def test_a_program_that_jax_kept_on_disk_runs_in_another_process(tmp_path: Path) -> None:
     """The second process finds all that it needs; another activation is another program."""
-    kept = []
-    for activation in ("gelu", "gelu", "silu"):
-        subprocess.run([sys.executable, "-c", CACHED, str(tmp_path), activation], check=True)
-        kept.append({path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")})
-    assert kept[0] and kept[0] == kept[1] and kept[1] < kept[2]
+    lines: list[str] = []
+    for activations in (("gelu",), ("gelu", "silu")):
+        command = [sys.executable, "-c", CACHED, str(tmp_path), *activations]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        lines += done.stdout.splitlines()
+    first, second, third = (set(line.split()) for line in lines)
+    assert first and first == second and second < third, lines
 
 
 def test_a_call_is_one_foreign_function() -> None:

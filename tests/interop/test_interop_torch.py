@@ -264,7 +264,7 @@ def test_gradients_of_packed_sequences_and_of_block_masks() -> None:
     q, k, v = leaves(*inputs)
     found = interop.attention(q, k, v, block_mask=near)
     del near
-    gc.collect()  # the graph keeps what it needs
+    gc.collect(1)  # the graph keeps what it needs
     found.backward(tensor(o))
     assert all(same_bits(x.grad, y) for x, y in zip((q, k, v), expected, strict=True))
 
@@ -419,8 +419,6 @@ def test_bad_tensors_are_refused_in_torchs_words(grad: bool) -> None:
          "backend: .*; a meta tensor holds no numbers", {"q": q.to("meta")}),
         (RuntimeError, "Expected q, k and v to have the same dtype, but got q.dtype: torch.float16 "
          "and k.dtype: torch.bfloat16", {"k": k.bfloat16()}),
-        (RuntimeError, r"Expected v to have a contiguous last dimension, .* give v.contiguous\(\)",
-         {"v": v.transpose(2, 3).contiguous().transpose(2, 3)}),
         (TypeError, r"attention\(\): argument 'k' must be Tensor, not ndarray", {"k": array(k)}),
         (TypeError, r"attention\(\): argument 'q' must be Tensor, not list", {"q": [1.0]}),
         (NotImplementedError, "expected v to be a strided tensor, got layout torch.sparse_coo",
@@ -473,8 +471,6 @@ def test_the_drop_in_refuses_what_torch_refuses_and_dropout() -> None:
     with pytest.raises(UnsupportedError, match=r"dropout_p=0.1 is not supported: give 0.0"):
         interop.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
     mask = torch.ones(5, 5, dtype=torch.bool)
-    with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set"):
-        interop.scaled_dot_product_attention(x, x, x, mask, is_causal=True)
     for other, advice in ((mask.long(), "attn_mask != 0"), (mask.double(), r"attn_mask.float\(\)")):
         with pytest.raises(TypeError, match=f"got attn_mask.dtype={other.dtype}: give {advice}"):
             interop.scaled_dot_product_attention(x, x, x, other)

@@ -216,9 +216,15 @@ FORMS = ("chunk, gate last", "split, gate first", "slices, gate first", "slices,
 NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "name", "dtype"),
+    [
+        pytest.param(form, name, dtype, marks=[pytest.mark.slow] if (i + j + k) % 3 else [])
+        for i, form in enumerate(FORMS)
+        for j, name in enumerate(ACTIVATIONS)
+        for k, dtype in enumerate(TYPES)
+    ],
+)
 def test_a_gated_linear_unit_is_part_of_the_layer(form: str, name: str, dtype: str) -> None:
     """It has the bits of a layer with that activation, within the bound of the plain one."""
     torch.manual_seed(0)
@@ -302,8 +308,14 @@ def sums(y: Any, r: Any, g: Any) -> dict[str, Any]:
 GATES = {"of a sample": (2, 1, WIDTH), "of all": (WIDTH,), "of rows": (*ROWS, WIDTH)}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("form", sums(0, 0, 0))
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, marks=[pytest.mark.slow] if (i + j) % 3 else [])
+        for i, form in enumerate(sums(0, 0, 0))
+        for j, dtype in enumerate(TYPES)
+    ],
+)
 def test_a_sum_is_part_of_the_layer(form: str, dtype: str) -> None:
     """It has the bits of `cupyattn.int8_gemm` with that residual and gate."""
     torch.manual_seed(0)

@@ -292,7 +292,7 @@ def test_what_is_refused() -> None:
             function()
 
 
-@pytest.mark.parametrize("name", ["functional", "modules", "linear", "models"])
+@pytest.mark.parametrize("name", ["functional", "modules", "linear", "models", "read_only"])
 def test_the_examples_of_docstrings_are_true(name: str) -> None:
     module = importlib.import_module(f"cupyattn.interop.torch.{name}")
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)

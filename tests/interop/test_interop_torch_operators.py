@@ -75,6 +75,13 @@ def test_operators_get_the_strides_that_were_traced() -> None:
         assert torch.Tag.needs_exact_strides in tags, name
 
 
+def test_an_operator_itself_copies_no_operand() -> None:
+    q, k, v = (tensor(x) for x in problem("float16"))
+    message = r"Expected v to have a contiguous last dimension, .* give v.contiguous\(\)"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.cupyattn.attention_qkv(q, k, v.mT.contiguous().mT, None, 0, False, "")
+
+
 def test_settings_survive_a_schema() -> None:
     near = BlockMask.from_window(64, 64, (5, 0))
     quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.1, 2.0), pv="fp8")

@@ -406,14 +406,17 @@ def test_packed_calls_prepare_every_sequence() -> None:
             run.check()
 
 
-def test_a_prepared_call_keeps_the_weights() -> None:
+@pytest.mark.parametrize(
+    ("variant", "backend"), [("fa_int8", "interpret"), ("fa_tc", "interpret"), ("fa", "mirror")]
+)
+def test_a_prepared_call_keeps_the_weights(variant: str, backend: str) -> None:
     q, k, v = arrays()
-    options = options_of(16, "both")
-    for variant, backend in (("fa_int8", "interpret"), ("fa_tc", "interpret"), ("fa", "mirror")):
-        where: dict[str, Any] = {"variant": variant, "backend": backend}
-        prepared = plan(q, k, v, **where, **options)
-        for inputs in ((q, k, v), arrays(seed=1)):
-            assert bits(prepared(*inputs)) == bits(attention(*inputs, **where, **options))
+    options: dict[str, Any] = {
+        "variant": variant, "backend": backend, **options_of(16, "both"),
+    }  # fmt: skip
+    prepared = plan(q, k, v, **options)
+    for inputs in ((q, k, v), arrays(seed=1)):
+        assert bits(prepared(*inputs)) == bits(attention(*inputs, **options))
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Needs no bound of its own: every sequence is what `attention` makes of it alone,
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -111,12 +110,12 @@ def assert_as_alone(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Non
 
 
 @pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0, CELLS))
-def test_the_kernels_take_every_sequence_for_itself(rung: str, dtype: str) -> None:
+@pytest.mark.parametrize("turn", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_the_kernels_take_every_sequence_for_itself(rung: str, dtype: str, turn: int) -> None:
     """Features rotate over storage types, so that each rung meets all of them, with the slow."""
-    first = runs.variant_of(rung).dtypes.index(dtype)
-    for seed, options in list(enumerate(OPTIONS))[first::3]:
-        inputs, ends = packed(LENGTHS, 4, 2, head_dim=32, dtype=dtype, seed=seed)
-        assert_as_alone(rung, inputs, ends, backend="interpret", **options)
+    seed = runs.variant_of(rung).dtypes.index(dtype) + 3 * turn
+    inputs, ends = packed(LENGTHS, 4, 2, head_dim=32, dtype=dtype, seed=seed)
+    assert_as_alone(rung, inputs, ends, backend="interpret", **OPTIONS[seed])
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -149,9 +148,10 @@ def test_the_kernels_take_of_masks_and_positions_what_is_of_a_sequence(rung: str
     assert_as_alone(rung, inputs, ends, backend="interpret", **added("all", 2, 16))
 
 
-def test_masks_and_positions_are_within_the_bound() -> None:
+@pytest.mark.parametrize("rung", [*RUNGS, "fa_int8@pv8"])
+def test_masks_and_positions_are_within_the_bound(rung: str) -> None:
     inputs, ends = packed(BLOCKS, 2, 1, head_dim=16)
-    for rung, feature in itertools.product((*RUNGS, "fa_int8@pv8"), (*FEATURES, "all")):
+    for feature in (*FEATURES, "all"):
         for one in runs.run_packed(rung, inputs, ends, **added(feature, 2, 16)):
             one.check()
 
@@ -186,7 +186,9 @@ def test_means_and_scales_are_those_of_a_sequence(granularity: str) -> None:
 def test_given_scales_are_those_of_the_entries_of_a_batch(backend: str, pv: str) -> None:
     inputs, ends = packed(((5, 38), (0, 0), (20, 33)), 2, 1, 16)
     of_heads = np.float32([[[0.02], [0.03]], [[9], [9]], [[0.025], [0.01]]])
-    for scales in ((of_heads, of_heads[:, :1]), (0.02, of_heads[:1, :1])):
+    # The mirror shows both kinds of scales, and the interpreter one.
+    kinds = ((of_heads, of_heads[:, :1]), (0.02, of_heads[:1, :1]))
+    for scales in kinds[: 2 if backend == "mirror" else 1]:
         granularity = "head" if scales[0] is of_heads else "tensor"
         quant = QuantConfig(granularity, "head", scales=scales, pv=pv)
         assert_as_alone("fa_int8", inputs, ends, backend=backend, quant=quant)
@@ -417,20 +419,20 @@ def test_kinds_of_arguments_are_checked() -> None:
         )  # fmt: skip
 
 
-def test_a_sequence_past_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_sequence_past_its_limit_is_cut(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody looked at the offsets, no kernel leaves the arrays that were made for it."""
     monkeypatch.setattr("cupyattn.kernels.limits.check_cu_seqlens", lambda *_: None)
     inputs, ends = packed(((5, 9), (40, 70)), 2, 1)
-    for rung in RUNGS:
-        out = Guarded.empty(inputs[0].shape, "float16")
-        varlen(rung, inputs, ends, backend="interpret", max_len_q=33, max_len_k=40, out=out.array)
-        whole = out.buffer[GUARD:-GUARD].reshape(inputs[0].shape)
-        assert np.isfinite(whole[: 5 + 33]).all() and np.isnan(whole[5 + 33 :]).all()
+    out = Guarded.empty(inputs[0].shape, "float16")
+    varlen(rung, inputs, ends, backend="interpret", max_len_q=33, max_len_k=40, out=out.array)
+    whole = out.buffer[GUARD:-GUARD].reshape(inputs[0].shape)
+    assert np.isfinite(whole[: 5 + 33]).all() and np.isnan(whole[5 + 33 :]).all()
 
 
-def test_offsets_past_the_arrays_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rung", RUNGS)
+def test_offsets_past_the_arrays_are_a_finding(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cupyattn.kernels.limits.check_cu_seqlens", lambda *_: None)
     inputs, ends = packed(((5, 9), (40, 70)), 2, 1)
-    for rung in RUNGS:
-        with pytest.raises(KernelFault, match="out of bounds"):
-            varlen(rung, inputs, (ends[0], ends[1] + 1), backend="interpret")
+    with pytest.raises(KernelFault, match="out of bounds"):
+        varlen(rung, inputs, (ends[0], ends[1] + 1), backend="interpret")

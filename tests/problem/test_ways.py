@@ -4,6 +4,7 @@ packages, and no function gets it from one that stands below."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,9 +63,26 @@ def carries(x: Any, array: Any, depth: int = 0) -> bool:
     return within and any(carries(one, array, depth + 1) for one in x)
 
 
-def is_caller(file: Path) -> bool:
+@functools.cache
+def package_of(file: str) -> str | None:
+    """The package that a file belongs to, None where it is not ours."""
+    path = Path(file)
+    return place(path) if path.is_relative_to(PACKAGE) else None
+
+
+@functools.cache
+def is_caller(file: str) -> bool:
     """Whether a frame of this file counts as a caller: one of ours, and no decorator's."""
-    return file.is_relative_to(PACKAGE) and file != PACKAGE / "problem" / "borrowed_names.py"
+    own = package_of(file) is not None
+    return own and Path(file) != PACKAGE / "problem" / "borrowed_names.py"
+
+
+def place_of_caller(frame: FrameType) -> str:
+    """The package that called a function; an operation, where none of ours did."""
+    caller = frame.f_back
+    while caller and not is_caller(caller.f_code.co_filename):
+        caller = caller.f_back
+    return (package_of(caller.f_code.co_filename) if caller else None) or "ops"
 
 
 def steps(call: Callable[[], object], array: Any) -> list[tuple[str, str]]:
@@ -72,15 +90,14 @@ def steps(call: Callable[[], object], array: Any) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
 
     def watch(frame: FrameType, event: str, _: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event != "call" or not file.is_relative_to(PACKAGE):
+        if event != "call":
             return
+        entered = package_of(frame.f_code.co_filename)
+        if entered is None or entered == "interpret" == place_of_caller(frame):
+            return  # of thousands of instructions, whose operands have entered with the first
         if not any(carries(x, array) for x in list(frame.f_locals.values())):
             return
-        caller = frame.f_back
-        while caller and not is_caller(Path(caller.f_code.co_filename)):
-            caller = caller.f_back
-        found.append((place(Path(caller.f_code.co_filename)) if caller else "ops", place(file)))
+        found.append((place_of_caller(frame), entered))
 
     sys.setprofile(watch)
     try:

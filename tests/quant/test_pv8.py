@@ -120,10 +120,11 @@ def test_codes_and_scales_equal_the_mirrors(head_dim, regime, granularity, dtype
             assert_mean(got.v_mean, v)
 
 
-def test_views_and_empty_arrays_are_quantised_as_the_mirror_does() -> None:
+@pytest.mark.parametrize("granularity", GRANULARITIES_V)
+def test_views_and_empty_arrays_are_quantised_as_the_mirror_does(granularity: str) -> None:
     q, k, v = normal((1, 2, 5, 64), (2, 2, 40, 64))
     views = [v[:, ::-1, ::2], np.broadcast_to(v[:, :1], v.shape), v[:, :, :0], v[:0]]
-    for view, granularity in itertools.product(views, GRANULARITIES_V):
+    for view in views:
         keys, rows = np.ascontiguousarray(view), np.zeros((view.shape[0], 2, 5, 64), np.float16)
         quant = QuantConfig(pv="int8", granularity_v=granularity)
         got = quantize(rows, keys, view, quant=quant, tiles=TILES, backend="interpret")

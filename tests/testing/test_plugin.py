@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
+import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,31 +73,59 @@ def test_known():
 """
 
 
-def run(folder: Path, *arguments: str, line: str = "") -> tuple[int, str]:
+Run = Callable[..., tuple[int, str]]
+
+
+def run_apart(folder: Path, *arguments: str, line: str = "", **more: str) -> tuple[int, str]:
     """Run pytest in a folder, in a process of its own; or a line that it printed."""
     kept = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     words = f"-p {plugin.__name__} -p no:cacheprovider --tb=short --rootdir={folder}"
     done = subprocess.run(
         line or [sys.executable, "-m", "pytest", *arguments],
         cwd=folder,
-        env=kept | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": words},
+        env=kept | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": words} | more,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         shell=bool(line), timeout=240,
     )  # fmt: skip
     return done.returncode, done.stdout
 
 
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run_apart` within this process, which has imported everything."""
+    monkeypatch.setattr(plugin.WATCHED, "test", plugin.WATCHED.test)
+    monkeypatch.setattr(plugin.WATCHED, "failure", None)
+
+    def run_here(folder: Path, *arguments: str, line: str = "") -> tuple[int, str]:
+        # NOTE: at its end that plugin of pytest's visits all objects of this process, in seconds.
+        words = f"-p {plugin.__name__} -p no:cacheprovider -p no:timeout --tb=short"
+        words += " -p no:unraisableexception"
+        monkeypatch.setenv("PYTEST_ADDOPTS", f"{words} --rootdir={folder} --capture=sys")
+        monkeypatch.chdir(folder)
+        if line:
+            *python, _, _ = words_of = shlex.split(line)
+            assert python == ["python", "-m", "pytest"], line
+            arguments = tuple(words_of[3:])
+        with contextlib.redirect_stdout(text := io.StringIO()), contextlib.redirect_stderr(text):
+            status = pytest.main(["--import-mode=importlib", *arguments])
+        sys.modules.pop("test_mine", None)  # the next run reads its file again
+        return int(status), text.getvalue()
+
+    return run_here
+
+
 def replays(text: str) -> list[str]:
     return re.findall(r"^python -m pytest .*--cupyattn-replay=.*$", text, re.MULTILINE)
 
 
-def test_a_failure_leaves_its_smallest_example_and_the_line_that_replays_it(tmp_path: Path) -> None:
-    file = tmp_path / "test_mine.py"
+def check_its_line_replays_it(run: Run, folder: Path, python: str) -> None:
+    """Let a test fail, replay the line that it printed, and once more with the fault mended."""
+    file = folder / "test_mine.py"
     file.write_text(BROKEN)
-    status, text = run(tmp_path, "-k", "test_kernel")
-    assert status == 1 and "OUTSIDE its bound" in text
+    status, text = run(folder, "-k", "test_kernel")
+    assert status == 1 and "OUTSIDE its bound" in text, text
     (line,) = replays(text)
-    (saved,) = (tmp_path / ".cupyattn").iterdir()
+    (saved,) = (folder / ".cupyattn").iterdir()
     assert f".cupyattn/{saved.name}" in line and "test_mine.py::test_kernel" in line
     found = load_counterexample(saved)
     assert found.test == "test_mine.py::test_kernel" and found.message in text.replace("E   ", "")
@@ -101,27 +133,48 @@ def test_a_failure_leaves_its_smallest_example_and_the_line_that_replays_it(tmp_
     report = judge(found.o, found.q, found.k, found.v, **found.options)
     assert str(report) == found.message and found.options["seed"] == 0
     # The line as it stands, then the same once the fault is mended.
-    again = line.replace("python", sys.executable, 1)
-    status, text = run(tmp_path, line=again)
-    assert status == 1 and found.message.splitlines()[0] in text and "1 failed" in text
+    again = line.replace("python", python, 1)
+    status, text = run(folder, line=again)
+    assert status == 1 and found.message.splitlines()[0] in text and "1 failed" in text, text
     file.write_text(BROKEN.replace("FAULT = 1.02", "FAULT = 1"))
-    status, text = run(tmp_path, line=again)
-    assert status == 0 and "1 passed" in text and not replays(text)
+    status, text = run(folder, line=again)
+    assert status == 0 and "1 passed" in text and not replays(text), text
 
 
-def test_several_workers_and_refusals_that_a_test_expects(tmp_path: Path) -> None:
-    (tmp_path / "test_mine.py").write_text(BROKEN)
-    given = tmp_path / "kept here"
-    arguments = ("-n", "2", "-k", "not test_kernel", f"--cupyattn-folder={given}")
-    status, text = run(tmp_path, *arguments)
-    assert status == 1 and "2 failed, 1 passed, 1 xfailed" in text and len(replays(text)) == 2
+def test_a_failure_leaves_its_smallest_example_and_the_line_that_replays_it(
+    tmp_path: Path, run: Run
+) -> None:
+    check_its_line_replays_it(run, tmp_path, "python")
+
+
+@pytest.mark.slow
+def test_the_line_replays_in_a_shell(tmp_path: Path) -> None:
+    check_its_line_replays_it(run_apart, tmp_path, sys.executable)
+
+
+def check_refusals_that_a_test_expects(run: Run, folder: Path, *arguments: str) -> None:
+    (folder / "test_mine.py").write_text(BROKEN)
+    given = folder / "kept here"
+    arguments = (*arguments, "-k", "not test_kernel", f"--cupyattn-folder={given}")
+    status, text = run(folder, *arguments)
+    assert status == 1 and re.search("2 failed, 1 passed,.* 1 xfailed", text), text
+    assert len(replays(text)) == 2, text
     assert "'test_mine.py::test_zeros[a b]'" in text and "'--cupyattn" not in text
     files = list(given.iterdir())
-    assert len(files) == 2 and not (tmp_path / ".cupyattn").exists()
+    assert len(files) == 2 and not (folder / ".cupyattn").exists()
     for one in map(load_counterexample, files):  # the last refusal, none that was expected
         assert (one.o == 2).all() and one.options["seed"] == 5
         assert one.options["window"] == (3, 3)
-    assert run(tmp_path, *arguments)[0] == 1 and sorted(given.iterdir()) == sorted(files)
+    assert run(folder, *arguments)[0] == 1 and sorted(given.iterdir()) == sorted(files)
+
+
+def test_refusals_that_a_test_expects(tmp_path: Path, run: Run) -> None:
+    check_refusals_that_a_test_expects(run, tmp_path)
+
+
+@pytest.mark.slow
+def test_several_workers(tmp_path: Path) -> None:
+    check_refusals_that_a_test_expects(run_apart, tmp_path, "-n", "2")
 
 
 def test_a_run_that_judges_nothing_imports_nothing(tmp_path: Path) -> None:
@@ -130,16 +183,18 @@ def test_a_run_that_judges_nothing_imports_nothing(tmp_path: Path) -> None:
         "m.startswith('cupyattn.') and m.count('.') < 2 and m != 'cupyattn.testing' "
         "and m != 'cupyattn.version']\n"
     )
-    status, text = run(tmp_path)
+    status, text = run_apart(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert status == 0, text
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, run: Run) -> None:
     status, text = run(tmp_path, "--cupyattn-replay=gone.npz")
     assert status == 4 and "must name a counterexample, got no file at 'gone.npz'" in text
 
 
-def test_a_folder_that_cannot_be_made_leaves_the_failure_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_leaves_the_failure_as_it_is(
+    tmp_path: Path, run: Run
+) -> None:
     (tmp_path / "test_mine.py").write_text(BROKEN)
     (tmp_path / "file").write_text("")
     status, text = run(tmp_path, "-k", "zeros and c", "--cupyattn-folder=file")

@@ -72,8 +72,9 @@ def scaled(factor: float) -> Wrong:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.variant}-{form.dtype}-{form.arch}")
 @pytest.mark.parametrize("regime", REGIMES)
-def test_right_outputs_are_within(regime: str, form: Form) -> None:
-    for seed in range(4):
+@pytest.mark.parametrize("seeds", [(0, 1), pytest.param((2, 3), marks=pytest.mark.slow)], ids=str)
+def test_right_outputs_are_within(seeds: tuple[int, ...], regime: str, form: Form) -> None:
+    for seed in seeds:
         arrays = make_regime(regime, (1, 2, 33, 32), (1, 1, 97, 32), form.dtype, seed)
         report = judged(form, arrays, seed=seed, draws=2, causal=seed % 2 == 1)
         assert report.passed, str(report)
@@ -82,10 +83,11 @@ def test_right_outputs_are_within(regime: str, form: Form) -> None:
 
 @pytest.mark.parametrize("form", FORMS[1:2] + FORMS[4:5], ids=lambda form: form.variant)
 def test_a_scale_of_1_002_is_seen_where_the_certain_bound_is_too_wide(form: Form) -> None:
-    arrays = ca.distributions.make("normal", 1, 8, 64, 1024, 64, form.dtype, 3)
-    report = judged(form, arrays, after=scaled(1.002), draws=8)
-    assert report.ratio <= 1 < report.signed.ratio
-    assert judged(form, arrays, draws=8).passed
+    arrays = ca.distributions.make("normal", 1, 1, 64, 1024, 32, form.dtype, 3)
+    report = judged(form, arrays, after=scaled(1.002), draws=4)
+    assert report.ratio <= 1 < report.signed.ratio, str(report)
+    right = judged(form, arrays, draws=4)
+    assert right.passed, str(right)
 
 
 def test_a_wrong_sign_is_seen() -> None:

@@ -27,7 +27,7 @@ def as_array(tensor: Tensor) -> Any:
     numpy.ndarray or cupy.ndarray
         bfloat16 as `ml_dtypes` has it.
     """
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj()  # complex numbers are refused, by their type
     if tensor.is_cuda:
         import cupy
 

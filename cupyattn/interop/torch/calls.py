@@ -92,7 +92,7 @@ def forward(
         if ready is not None:
             return _again(ready, addresses, settings, tensors, out)
     check_tensors("attention", tensors if out is None else {**tensors, "out": out})
-    o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    o = torch.empty_like(q) if out is None else out
     with on_device_of(q):
         arrays = {**_arrays(settings, tensors), "out": as_array(o)}
         found = run_new(ATTENTION, settings.of_call, arrays, key, addresses)
@@ -138,7 +138,7 @@ def _again(
         kept = settings.block_mask.kept_blocks(_array_on(device.index))
         addresses["kept_blocks"] = data_address(kept)
     if out is None:
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        o = torch.empty_like(q)
     else:
         o = out
     addresses["o"] = o.data_ptr()

@@ -42,10 +42,7 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
             raise TypeError(
                 f"{name}(): argument '{argument}' must be Tensor, not {type(x).__name__}"
             )
-        if x.layout != torch.strided:
-            raise NotImplementedError(
-                f"{name}: expected {argument} to be a strided tensor, got layout {x.layout}"
-            )
+        check_strided(name, argument, x)
     devices = {argument: x.device for argument, x in tensors.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{argument} is on {device}" for argument, device in devices.items())
@@ -62,6 +59,19 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
                 f"Expected {argument} to have a contiguous last dimension, but got "
                 f"{argument}.stride()={tuple(x.stride())}: give {argument}.contiguous()"
             )
+
+
+def check_strided(name: str, argument: str, x: Tensor) -> None:
+    """Raise NotImplementedError for a tensor that is sparse or nested."""
+    if x.is_nested:
+        raise NotImplementedError(
+            f"{name}: expected {argument} to be a strided tensor, got a nested one: give its rows "
+            "behind one another and where each sequence ends to attention_varlen, or pad them"
+        )
+    if x.layout != torch.strided:
+        raise NotImplementedError(
+            f"{name}: expected {argument} to be a strided tensor, got layout {x.layout}"
+        )
 
 
 def check_device(name: str, q: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.interop.torch import eager, ops, transforms
+from cupyattn.interop.torch import attn_masks, eager, ops, transforms
 from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
 from cupyattn.problem.checks import check_switch
@@ -40,7 +40,11 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
     RuntimeError, NotImplementedError, UnsupportedError, ValueError, TypeError
         As `cupyattn.interop.torch.attention`.
     """
+    if len(tensors) > 3:
+        settings, tensors = attn_masks.with_causal_bias(settings, tensors)
     tensors = in_region(tensors)
+    if out is not None and not torch.compiler.is_compiling():
+        tensors = _beside(out, tensors)
     differentiable, watched = ops.how_seen(tensors.values())
     lse: Tensor | None
     if not (differentiable or watched):
@@ -64,18 +68,62 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
 
 
 def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors of which q, k and v have the type of a region of ``torch.autocast``.
+    """Return tensors as kernels read them, q, k and v of the type of a region of autocast.
+
+    q, k and v are copied where their last axis is not contiguous, or where they are views that
+    negate.
 
     Raises
     ------
     TypeError, NotImplementedError
-        For a q that is no tensor, or lies where nothing runs.
+        For a q that is no tensor, or lies where nothing runs, and for masks of other classes.
     """
     q = tensors["q"]
     check_device("attention", q)
+    if len(tensors) > 3:
+        for name in attn_masks.MASKS:
+            if name in tensors:
+                attn_masks.check_class(name, tensors[name])
+    if not _are_rows(tensors):
+        tensors = {name: _as_rows(x) if name in "qkv" else x for name, x in tensors.items()}
     kind = "cuda" if q.is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     own = {n: x for n in "qkv" if isinstance(x := tensors[n], Tensor) and x.dtype in _CAST}
     return {**tensors, **{name: x.to(dtype) for name, x in own.items()}}
+
+
+def _are_rows(tensors: dict[str, Any]) -> bool:
+    """Return whether rows of q, k and v are numbers one behind the other, which takes no copy."""
+    try:
+        q, k, v = tensors["q"], tensors["k"], tensors["v"]
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            return False
+        # A compiler cannot trace the question; the operator's dispatcher answers it at run time.
+        return torch.compiler.is_compiling() or not (q.is_neg() or k.is_neg() or v.is_neg())
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return False  # something else, which is refused later
+
+
+def _as_rows(x: Any) -> Any:
+    """Return a tensor as `_are_rows` asks, or a copy that is; what is refused later as it is."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not x.ndim:
+        return x
+    x = x if torch.compiler.is_compiling() else x.resolve_neg()
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _beside(out: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors of a call that writes to `out`: operators, which resolve views, write to none.
+
+    Raises
+    ------
+    RuntimeError
+        Where `out` is a view that negates.
+    """
+    if isinstance(out, Tensor) and out.is_neg():
+        raise RuntimeError(
+            "attention(): out must not be a view that negates: give out.resolve_neg(), a copy"
+        )
+    return {n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in tensors.items()}

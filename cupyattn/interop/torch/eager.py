@@ -37,7 +37,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or ops.watched() or not ops.has_memory(d_out):
             found = ops.backward_of(ctx.settings, tensors, d_out, o, lse)
         else:
-            found = backward_pass(ctx.settings, tensors, d_out, o, lse)
+            found = backward_pass(ctx.settings, tensors, d_out.resolve_neg(), o, lse)
         return (None, None, *found, *[None] * (len(given) - 3))
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch import attn_masks
 from cupyattn.interop.torch.calls import TensorSettings
+from cupyattn.interop.torch.checks import check_strided
 from cupyattn.interop.torch.dispatch import call
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
@@ -16,9 +20,6 @@ from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import NO_WINDOW, Settings, interned
 from cupyattn.quant.config import QuantConfig
-
-#: Types of masks of torch's own function that are taken.
-_MASKS = torch.bool, torch.float16, torch.bfloat16, torch.float32
 
 
 @points_to_our_names
@@ -59,11 +60,13 @@ def attention(
     Parameters
     ----------
     q : Tensor, (batch, heads, len_q, head_dim)
-        float16, bfloat16 or float32, on a CUDA device or a CPU; any strides whose last is 1. Under
-        ``torch.autocast`` q, k and v get its type first.
+        float16, bfloat16 or float32, on a CUDA device or a CPU, of any strides: q, k and v are
+        copied where their last axis is not contiguous. Under ``torch.autocast`` they get its type
+        first.
     k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
     mask, bias, rope, qk_norm : Tensor, or a pair of them, optional
-        As for `cupyattn.attention`, on the device of q. They get no gradient.
+        As for `cupyattn.attention`, on the device of q. They get no gradient. A mask or bias that
+        is a `torch.nn.attention.bias.CausalBias` stands for `causal` and `causal_align`.
     lengths_q, lengths_kv : Tensor, (batch,), int32 or int64, optional
         As for `cupyattn.attention`, on the device of q. int32 needs no copy. There is no gradient
         beside them.
@@ -81,23 +84,25 @@ def attention(
     Returns
     -------
     o : Tensor
-        Shape, dtype and device of q, contiguous, on torch's current stream and from its allocator.
+        Shape, dtype and device of q, strides of ``torch.empty_like(q)``, on torch's current stream
+        and from its allocator.
     lse : Tensor, float32, (batch, heads, len_q)
         With `return_lse`; it passes no gradient on.
 
     Raises
     ------
     RuntimeError
-        For tensors on different devices, of different types, or with a last axis that is not
-        contiguous; and for `out` where a gradient is wanted.
+        For tensors on different devices or of different types, a lower right `CausalBias` of other
+        lengths, and `out` where a gradient is wanted.
     NotImplementedError
-        For other devices, meta among them.
+        For other devices, meta among them, and for sparse and nested tensors.
     UnsupportedError
         For what is not offered; also where float32, or anything but q, k and v, requires a
         gradient, for forward-mode derivatives (``torch.func.jvp``, dual tensors), and for second
         derivatives.
     ValueError, TypeError
-        As `cupyattn.attention`.
+        As `cupyattn.attention`; ValueError for a `CausalBias` beside `causal` or lengths, TypeError
+        for a mask of another subclass of `torch.Tensor`, whose memory need not be a mask.
 
     Notes
     -----
@@ -251,17 +256,18 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : Tensor, (..., heads, len_q, head_dim)
-        Two axes or more; leading axes of key and value broadcast to those of query.
+        Two axes or more. Leading axes of query, key and value broadcast to one another.
     key, value : Tensor, (..., heads_kv, len_kv, head_dim)
     attn_mask : Tensor, optional
-        bool (True: attend), or added to the scores; broadcasts to (..., heads, len_q, len_kv). Not
-        beside `is_causal`.
+        bool (True: attend), or float32 or the dtype of query (added to the scores); broadcasts to
+        (..., heads, len_q, len_kv). Beside `is_causal` both hold. Also a
+        `torch.nn.attention.bias.CausalBias`.
     dropout_p : float
         0.
     is_causal : bool
         Query i attends key j where ``j <= i``: aligned top-left, as torch does.
     scale : float, optional
-        ``head_dim ** -0.5`` when omitted.
+        ``head_dim ** -0.5`` when omitted; may be negative, not 0.
     enable_gqa : bool
         Let key and value have fewer heads than query.
     **options
@@ -270,17 +276,20 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, (..., heads, len_q, head_dim)
-        Rows that may attend to nothing are 0. In Hopper forms rows of nothing but ``finfo.min`` of
-        bfloat16 are 0, too; torch gives their mean of value (`bias` of `cupyattn.attention`).
+        Of four axes with the strides of ``torch.empty_like(query)``, of others contiguous, as in
+        torch. Rows that may attend to nothing are 0. In Hopper forms rows of nothing but
+        ``finfo.min`` of bfloat16 are 0, too; torch gives their mean of value (`bias` of
+        `cupyattn.attention`).
 
     Raises
     ------
     RuntimeError
-        As torch: for `attn_mask` beside `is_causal`, and fewer heads without `enable_gqa`.
+        As torch: for shapes that do not broadcast, fewer heads without `enable_gqa`, and a 16-bit
+        `attn_mask` of another dtype than query.
     UnsupportedError
         For dropout, and a head_dim of value's own.
     RuntimeError, NotImplementedError, ValueError, TypeError
-        As `attention`.
+        As `attention`, for nested tensors too.
 
     Examples
     --------
@@ -290,7 +299,9 @@ def scaled_dot_product_attention(
     """
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, x in given.items():
-        if not isinstance(x, Tensor) and (name != "attn_mask" or x is not None):
+        if isinstance(x, Tensor):
+            check_strided("scaled_dot_product_attention", name, x)
+        elif name != "attn_mask" or x is not None:
             raise TypeError(
                 f"scaled_dot_product_attention(): argument '{name}' must be Tensor, not "
                 f"{type(x).__name__}"
@@ -300,27 +311,31 @@ def scaled_dot_product_attention(
             f"dropout_p={dropout_p!r} is not supported: give 0.0, as a model in eval() does, or "
             "call torch's own scaled_dot_product_attention"
         )
-    if attn_mask is not None and is_causal:
-        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise RuntimeError(
             "Expected query, key and value to be at least 2 dimensional, but got "
             f"{query.dim()}, {key.dim()} and {value.dim()}"
         )
-    q, k, v = (_four_axes(x, query, heads=enable_gqa) for x in (query, key, value))
+    batch, heads = _leading_axes(query, key, value, enable_gqa=enable_gqa)
     if attn_mask is not None:
-        if attn_mask.dtype not in _MASKS:
-            advice = "attn_mask.float()" if attn_mask.is_floating_point() else "attn_mask != 0"
-            raise TypeError(
-                "attn_mask must be bool (True: attend), or float16, bfloat16 or float32 (added to "
-                f"scores), got attn_mask.dtype={attn_mask.dtype}: give {advice}"
-            )
-        name = "mask" if attn_mask.dtype == torch.bool else "bias"
-        options[name] = _mask_of_four_axes(attn_mask, query)
+        if isinstance(attn_mask, CausalBias):
+            options["bias"] = attn_mask
+        else:
+            attn_masks.check_class("attn_mask", attn_mask)
+            name, mask = attn_masks.of_query(attn_mask, query)
+            options[name] = attn_masks.of_four_axes(mask, batch)
+    if isinstance(scale, (int, float)) and -math.inf < scale < 0:
+        query, scale = -query, -scale  # kernels take the maximum of scores before they scale them
+    q, k, v = (
+        _four_axes(x, batch, own) for x, own in zip((query, key, value), heads, strict=True)
+    )
     o: Tensor = attention(
         q, k, v, causal=is_causal, causal_align="top-left", scale=scale, **options
     )
-    return o.reshape(query.shape)
+    axes = max(x.dim() for x in (query, key, value))
+    if axes == 4:
+        return o
+    return o.reshape(*batch, *heads[0], *o.shape[-2:]).contiguous()
 
 
 def named(q: Any, k: Any, v: Any, mask: Any, bias: Any, rope: Any, qk_norm: Any) -> dict[str, Any]:
@@ -352,29 +367,34 @@ def pair(name: str, given: Any) -> tuple[Any, Any]:
     return given[0], given[1]
 
 
-def _four_axes(x: Tensor, query: Tensor, *, heads: bool) -> Tensor:
-    """Return an operand of any number of axes as (batch, heads, len, head_dim).
+def _leading_axes(
+    query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Return the axes that operands have after they broadcast, before the heads, and each's heads.
 
-    Leading axes are broadcast to query's, all but the heads where these may be fewer.
+    Heads broadcast as the axes before them do, unless those of key and value may be fewer.
     """
-    own = x.shape[-3:-2] if heads else query.shape[-3:-2]
-    leading = (*query.shape[:-3], *own)
+    operands = query, key, value
+    leading = [x.shape[:-2] for x in operands]
+    try:
+        if enable_gqa:
+            batch = torch.broadcast_shapes(*[axes[:-1] for axes in leading])
+            return tuple(batch), [tuple(axes[-1:]) for axes in leading]
+        shape = tuple(torch.broadcast_shapes(*leading))
+    except RuntimeError:
+        shapes = ", ".join(f"{tuple(x.shape)}" for x in operands)
+        raise RuntimeError(
+            "Expected query, key and value to broadcast in their leading dimensions, but got "
+            f"shapes {shapes}; fewer heads need enable_gqa=True"
+        ) from None
+    return shape[:-1], [shape[-1:]] * 3
+
+
+def _four_axes(x: Tensor, batch: tuple[int, ...], heads: tuple[int, ...]) -> Tensor:
+    """Return an operand of any number of axes as (batch, heads, len, head_dim)."""
+    leading = (*batch, *heads)
     if tuple(x.shape[:-2]) != leading:
-        try:
-            x = x.expand(*leading, *x.shape[-2:])
-        except RuntimeError:
-            raise RuntimeError(
-                f"Expected key and value to broadcast to the leading dimensions of query, but got "
-                f"query.shape: {tuple(query.shape)} and {tuple(x.shape)}; fewer heads need "
-                "enable_gqa=True"
-            ) from None
+        x = x.expand(*leading, *x.shape[-2:])
     if x.dim() < 4:
         return x[(None,) * (4 - x.dim())]
     return x.flatten(0, -4) if x.dim() > 4 else x
-
-
-def _mask_of_four_axes(mask: Tensor, query: Tensor) -> Tensor:
-    """Return a mask that broadcasts to the scores of `_four_axes`."""
-    if query.dim() <= 4 or mask.dim() <= 3:
-        return mask
-    return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)

@@ -168,19 +168,24 @@ def codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
     return found, parts
 
 
-def layer_of(
-    source: Source, codes: Codes, linear: nn.Linear, options: dict[str, Any]
-) -> Int8Linear:
-    """Return a layer of a checkpoint's codes with the bias of the one that it replaces."""
+def check_shape(source: Source, codes: Codes, linear: nn.Linear) -> None:
+    """Raise ValueError unless codes have the shape of a layer's weight."""
     expected = (linear.out_features, linear.in_features)
     if codes.shape != expected:
         raise ValueError(
             f"{source.path}: {codes.weight!r} has shape {codes.shape}, the model's layer has "
             f"{expected}"
         )
+
+
+def layer_of(
+    source: Source, codes: Codes, linear: nn.Linear, options: dict[str, Any]
+) -> Int8Linear:
+    """Return a layer of a checkpoint's codes with the bias of the one that it replaces."""
+    check_shape(source, codes, linear)
     scales = scales_of(source, codes)
     if codes.scheme.strategy == "tensor":
-        scales = scales.repeat(expected[0], axis=0)
+        scales = scales.repeat(linear.out_features, axis=0)
     home = _home(linear.weight.device)
     layer = Int8Linear(
         *(as_tensor(x).to(home) for x in (source.read(codes.codes), scales)), **options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cupyattn.checkpoints.analysis import analyze
-from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues
 from cupyattn.interop.torch.activated import put_activated
-from cupyattn.interop.torch.bridge import as_array
-from cupyattn.interop.torch.candidates import int8_layers, linear_layers, put, unfit
+from cupyattn.interop.torch.candidates import int8_layers, linear_layers, unfit
 from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import Int8Linear
-from cupyattn.interop.torch.loading import codes_of, layer_of, opened
+from cupyattn.interop.torch.loading import check_shape, codes_of, layer_of, opened
 from cupyattn.interop.torch.offloading import check_not_offloaded
-from cupyattn.interop.torch.originals import Call, keep_original
+from cupyattn.interop.torch.originals import Call, keep_original, original_of
+from cupyattn.interop.torch.placing import Verdict, put_each
+from cupyattn.interop.torch.quantising import quantised
 from cupyattn.interop.torch.restoring import restore_linear
 from cupyattn.quant.blocks import Int8Config
 
@@ -42,6 +42,7 @@ class Replacement(Handle):
     _handle_maker = "replace_linear_with_int8"
     _handle_arguments = (
         "checkpoint", "include", "exclude", "config", "originals", "arch", "backend", "again",
+        "advance",
     )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
@@ -123,6 +124,7 @@ def replace_linear_with_int8(
     arch: str | None = None,
     backend: str | None = None,
     again: bool = False,
+    advance: Callable[[str], None] | None = None,
 ) -> Replacement:
     """Put an `Int8Linear` in the place of linear layers of a model.
 
@@ -147,6 +149,8 @@ def replace_linear_with_int8(
         As for `cupyattn.int8_gemm`.
     again : bool
         Take back first what earlier calls replaced in the model, all of it.
+    advance : callable, optional
+        Called with the name of each layer that was looked at, for a progress bar.
 
     Returns
     -------
@@ -177,6 +181,9 @@ def replace_linear_with_int8(
     stay. Code that reads ``layer.weight`` gets the weight that the codes stand for, and cannot
     write it. A model may be compiled by torch before or after.
     `save_pretrained` is refused until the layers are restored: it would write codes as weights.
+    Layers are quantised one at a time where their weights lie, on a device by its kernels, and
+    originals that leave it do so before the next layer: beside the model there is memory for one.
+    If something fails, the layers come back, unless they were dropped: those stay INT8.
 
     Examples
     --------
@@ -196,7 +203,6 @@ def replace_linear_with_int8(
     if originals not in ORIGINALS:
         raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
     selection = Selection.of(include, exclude)
-    candidates, kept = {}, {}
     own = uncompiled(model)
     before = [*int8_layers(own)]
     if names := [name for name, *_ in linear_layers(own)] + before:
@@ -205,44 +211,41 @@ def replace_linear_with_int8(
     if again:
         restore_linear(own)
         before = []
-    for name, linear, obstacle in linear_layers(own):
-        if name not in selection:
-            kept[name] = "excluded"
-        elif reason := obstacle or unfit(linear):
-            kept[name] = reason
-        else:
-            candidates[name] = linear
+    candidates, kept = _candidates(own, selection)
     options = {"arch": arch, "backend": backend}
     if checkpoint is None:
-        made, reasons, others = _quantised(candidates, config, options)
+        made = quantised(candidates, config, options, advance)
     else:
-        made, reasons, others = _from_checkpoint(candidates, Path(checkpoint), options)
+        made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
+    call = Call(originals, {})
+    reasons, others = put_each(own, candidates, made, call)
     kept |= others
-    if not made and (chosen := [name for name in before if name in selection]):
+    if not reasons and (chosen := [name for name in before if name in selection]):
         raise ValueError(
             f"{chosen[0]} is replaced already: restore() that first, call cupyattn.interop.restore "
             "of the model, or give again=True"
         )
-    if not made:
+    if not reasons:
         why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
-    put(own, {id(candidates[name]): layer for name, layer in made.items()})
-    call = Call(originals, {p: p.requires_grad for p in own.parameters()}, {*made})
-    for name, layer in made.items():
-        keep_original(layer, call, name, candidates[name])
+    call.trained |= {p: p.requires_grad for p in own.parameters()}
+    call.missing |= reasons.keys()
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)
-    return Replacement(model, reasons, kept, call, _saved(own, made, candidates))
+    return Replacement(model, reasons, kept, call, _saved(own, call))
 
 
-def _saved(model: nn.Module, made: dict[str, Int8Linear], before: dict[str, nn.Linear]) -> float:
-    """Return the share of the bytes of a model's weights that INT8 layers have saved."""
+def _saved(model: nn.Module, call: Call) -> float:
+    """Return the share of the bytes of a model's weights that the layers of a call have saved."""
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
     now = sum(map(_bytes, model.parameters())) + sum(map(_bytes_of_codes, layers))
-    saved = sum(_bytes(before[name].weight) - _bytes_of_codes(x) for name, x in made.items())
+    saved = sum(
+        int(x.weight_codes.numel()) * int(x.weight_dtype.itemsize) - _bytes_of_codes(x)
+        for x in layers if (original := original_of(x)) is not None and original.call is call
+    )  # fmt: skip
     return saved / (now + saved)
 
 
@@ -254,57 +257,40 @@ def _bytes(x: Tensor) -> int:
     return int(x.numel()) * int(x.element_size())
 
 
-class _Weights:
-    """Weights of a model in memory, as `analyze` reads them: one at a time, on the host."""
-
-    path = Path("the model")
-    files: tuple[Path, ...] = ()
-
-    def __init__(self, layers: dict[str, nn.Linear]) -> None:
-        names = {text: dtype for dtype, text in FLOATS.items()}
-        self._weights = {f"{name}{WEIGHT}": linear.weight for name, linear in layers.items()}
-        self.tensors = {
-            name: TensorInfo(names.get(str(w.dtype).removeprefix("torch."), "F64"), tuple(w.shape))
-            for name, w in self._weights.items()
-        }
-
-    def file_of(self, name: str) -> Path:
-        return self.path
-
-    def read(self, name: str) -> Any:
-        return as_array(self._weights[name].detach().to("cpu").contiguous())
-
-
-Made = tuple[dict[str, Int8Linear], dict[str, str], dict[str, str]]
-
-
-def _quantised(
-    candidates: dict[str, nn.Linear], config: Int8Config | None, options: dict[str, Any]
-) -> Made:
-    """Return layers for those weights that may be codes, why they may, and why others may not."""
-    made, reasons, kept = {}, {}, {}
-    for report in analyze(_Weights(candidates), config).tensors:
-        name = report.name.removesuffix(WEIGHT)
-        if report.verdict == "int8":
-            strategy = (config or Int8Config()).strategy
-            made[name] = Int8Linear.from_linear(candidates[name], strategy=strategy, **options)
-            reasons[name] = report.reason
+def _candidates(
+    model: nn.Module, selection: Selection
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the layers that may be replaced, and why others may not."""
+    candidates, kept = {}, {}
+    for name, linear, obstacle in linear_layers(model):
+        if name not in selection:
+            kept[name] = "excluded"
+        elif reason := obstacle or unfit(linear):
+            kept[name] = reason
         else:
-            kept[name] = report.reason
-    return made, reasons, kept
+            candidates[name] = linear
+    return candidates, kept
 
 
-def _from_checkpoint(candidates: dict[str, nn.Linear], path: Path, options: dict[str, Any]) -> Made:
-    """Return layers of the codes that a checkpoint has."""
+def _from_checkpoint(
+    candidates: dict[str, nn.Linear],
+    path: Path,
+    options: dict[str, Any],
+    advance: Callable[[str], None] | None,
+) -> Iterator[Verdict]:
+    """Yield each name with a layer of the codes that a checkpoint has, None without, and why."""
     source = opened(path)
     codes, _ = codes_of(source)
-    made, reasons, kept = {}, {}, {}
-    for name, linear in candidates.items():
-        if f"{name}{WEIGHT}" in codes:
-            layer = layer_of(source, codes[f"{name}{WEIGHT}"], linear, options)
-            layer.weight_dtype = linear.weight.dtype
-            made[name] = layer
-            reasons[name] = f"codes of {source.path.name}"
+    found = {name: codes.get(f"{name}{WEIGHT}") for name in candidates}
+    for name, one in found.items():  # before a layer is dropped
+        if one is not None:
+            check_shape(source, one, candidates[name])
+    for name, one in found.items():
+        if one is None:
+            yield name, None, f"{source.path.name} has no codes of it"
         else:
-            kept[name] = f"{source.path.name} has no codes of it"
-    return made, reasons, kept
+            layer = layer_of(source, one, candidates[name], options)
+            layer.weight_dtype = candidates[name].weight.dtype
+            yield name, layer, f"codes of {source.path.name}"
+        if advance is not None:
+            advance(name)

@@ -46,7 +46,7 @@ def _define(name: str, schema: Schema) -> Any:
         tensors, settings = schema.given(arguments), schema.settings(arguments).of_call
         check_tensors("attention", tensors)
         q = tensors["q"]
-        o = q.new_empty(q.shape)
+        o = torch.empty_like(q)
         if not settings.return_lse:
             return o, no_lse(o)
         if "cu_seqlens_q" in tensors:
@@ -149,13 +149,16 @@ def differentiate(
 
 
 def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
-    """Return whether autograd goes through a call on these, and whether operators are watched."""
+    """Return whether autograd goes through a call on these, and whether operators are watched.
+
+    Views that negate count as watched: torch's dispatcher makes numbers of them.
+    """
     differentiable, seen = False, watched()
     for x in arguments:
         if not isinstance(x, Tensor):  # None, a setting, or what is refused later
             continue
         differentiable = differentiable or x.requires_grad
-        seen = seen or type(x) not in PLAIN
+        seen = seen or type(x) not in PLAIN or x.is_neg()
     return differentiable and torch.is_grad_enabled(), seen
 
 

@@ -1,0 +1,62 @@
+"""Parts of a large NumPy array, worked on by several threads: NumPy releases the interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+#: More threads than these wait for memory; each has scratch memory of its own.
+MOST_THREADS = 8
+#: Fewer elements than these are done before a second thread has started.
+THREADED_ELEMENTS = 2**20
+
+
+def thread_count(elements: int) -> int:
+    """Return the number of threads for an array: one for each processor this process may use.
+
+    Examples
+    --------
+    >>> thread_count(1000)
+    1
+    """
+    if elements < THREADED_ELEMENTS:
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(MOST_THREADS, os.cpu_count() or 1)
+
+
+def in_threads(
+    work: Callable[[Sequence[Part]], Result], parts: Sequence[Part], threads: int
+) -> list[Result]:
+    """Give each thread a run of adjacent parts; return what `work` returns, in their order.
+
+    Parameters
+    ----------
+    work : callable
+        Takes some parts. It may not change the state of the thread, NumPy's ``errstate`` for one,
+        which threads do not share.
+    parts : sequence
+    threads : int
+
+    Returns
+    -------
+    list
+        One result for each thread that had parts.
+
+    Examples
+    --------
+    >>> in_threads(sum, [1, 2, 3, 4, 5], 2)
+    [6, 9]
+    """
+    each = -(-len(parts) // max(1, threads))
+    runs = [parts[i : i + each] for i in range(0, len(parts), max(1, each))]
+    if len(runs) < 2:
+        return [work(run) for run in runs]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(work, runs))

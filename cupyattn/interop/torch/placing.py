@@ -1,0 +1,81 @@
+"""INT8 layers put in the places of a model's own as they are made, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from cupyattn.interop.torch.guards import guard
+from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.originals import Call, keep_original
+
+#: A layer's name, what takes its place or None where it stays, and why.
+Verdict = tuple[str, Int8Linear | None, str]
+
+
+def put_each(
+    model: nn.Module, layers: dict[str, nn.Linear], made: Iterator[Verdict], call: Call
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Put layers in their places, and each original where the call wants it before the next.
+
+    Parameters
+    ----------
+    model : Module
+    layers : dict of str to Linear
+        The layers by name; those that are dropped are taken out of it.
+    made : iterator of Verdict
+    call : Call
+
+    Returns
+    -------
+    replaced, kept : dict of str to str
+        Names and reasons.
+
+    Raises
+    ------
+    BaseException
+        Whatever `made` raises. All layers are in their places again then, but for dropped ones: the
+        error has a note of how many of those are INT8 by now.
+    """
+    parents = _parents(model)
+    replaced: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    undo: list[tuple[nn.Module, str, nn.Linear, Any]] = []
+    dropped = call.originals == "drop"
+    try:
+        for name, layer, why in made:
+            if layer is None:
+                kept[name] = why
+                continue
+            linear = layers.pop(name) if dropped else layers[name]
+            layer.train(linear.training)
+            for parent, key in parents[id(linear)]:
+                parent._modules[key] = layer
+                if not dropped:
+                    undo.append((parent, key, linear, linear.weight.device))
+            keep_original(layer, call, name, linear)
+            replaced[name] = why
+            del linear
+    except BaseException as error:
+        for parent, key, linear, device in undo:
+            parent._modules[key] = linear
+            linear.weight.data = linear.weight.data.to(device)
+        if dropped and replaced:
+            guard(model)
+            error.add_note(
+                f"{len(replaced)} layers of the model are INT8, and their originals dropped: make "
+                "it again, or use originals='cpu', which takes back what fails"
+            )
+        raise
+    return replaced, kept
+
+
+def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return the modules that hold a module and its names there, by the identity of the latter."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            found.setdefault(id(child), []).append((parent, key))
+    return found
