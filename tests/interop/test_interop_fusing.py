@@ -145,6 +145,7 @@ def test_models_of_the_older_kind_are_fused(family: str) -> None:
 
 
 def test_slices_and_fused_projections_of_a_vae() -> None:
+    """Which keeps its weights, so that its layers are made by hand; fusing reads what they are."""
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL(
         block_out_channels=(16, 32), down_block_types=("DownEncoderBlock2D",) * 2,
@@ -157,7 +158,13 @@ def test_slices_and_fused_projections_of_a_vae() -> None:
         return vae(x).sample
 
     native = call()
-    handle = int8(vae)
+    with pytest.raises(ValueError, match="no linear layer of the model becomes INT8 .*: vae"):
+        int8(vae)
+    for part in (vae.encoder, vae.decoder):
+        attention = part.mid_block.attentions[0]
+        for name in ("to_q", "to_k", "to_v"):
+            linear = attention.get_submodule(name)
+            setattr(attention, name, interop.Int8Linear.from_linear(linear, backend="mirror"))
     found = call()
     assert 0 < (found - native).norm() / native.norm() < 0.05
     vae.enable_slicing()
@@ -165,13 +172,11 @@ def test_slices_and_fused_projections_of_a_vae() -> None:
         one_by_one = torch.cat([vae(one[None]).sample for one in x])
     assert torch.equal(call(), one_by_one)
     vae.fuse_qkv_projections()
-    assert "to_qkv" in layers(vae, interop.Int8Linear)
+    assert "to_qkv" in layers(vae, torch.nn.Linear)
     assert (call() - native).norm() / native.norm() < 0.05
     vae.unfuse_qkv_projections()
     vae.disable_slicing()
     assert torch.equal(call(), found)
-    handle.restore()
-    assert torch.equal(call(), native)
 
 
 def test_adapters_of_fused_projections_have_no_part_in_them() -> None:
