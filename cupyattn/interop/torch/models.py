@@ -231,7 +231,7 @@ def replace_linear_with_int8(
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
     call.trained |= {p: p.requires_grad for p in own.parameters()}
-    call.missing |= {*reasons}
+    call.missing |= reasons.keys()
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)

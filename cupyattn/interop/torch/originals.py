@@ -31,7 +31,7 @@ class Call:
 
     originals: str
     trained: dict[nn.Parameter, bool] = field(repr=False)
-    missing: set[str]
+    missing: set[str] = field(default_factory=set)
 
     def set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
         """Return to what ``requires_grad`` of all these was set since replacing, None if not.
