@@ -75,12 +75,13 @@ def whole(record: Mapping[str, Any]) -> str:
     """Return what INT8 wins in whole models, beside FP8."""
     return "\n".join([
         "**Whole models.** Times as fast as the same model in bfloat16, at its own depth, with "
-        "random weights and compiled blocks, on an",
-        f"{_device(record)}; 95 % intervals in brackets, *undecided* where one has 1. FP8 is "
-        "torch's product by row, INT8 has a scale for each row and column;",
-        "*full* attends in 16 bits, *balanced* and *aggressive* in INT8. Errors, CUDA graphs, host "
-        "and memory: [docs/INTEROP.md](docs/INTEROP.md#whole-models)",
-        f"({_link(whole_models.NAME)}).", "",
+        "random weights and compiled blocks.",
+        f"Measured on an {_device(record)} ({_link(whole_models.NAME)}), with 95 % intervals: "
+        "*undecided* where one has 1.",
+        "FP8 is torch's product by row. INT8 has a scale for each row and column: *full* attends "
+        "in 16 bits, the others in the INT8 of their accuracy class.",
+        "Errors, CUDA graphs, host and memory are in [docs/INTEROP.md](docs/INTEROP.md"
+        "#whole-models).", "",
         *recording.markdown(*whole_models.overview(record)),
     ])  # fmt: skip
 

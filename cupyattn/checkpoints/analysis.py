@@ -331,8 +331,7 @@ def analyze(
     reports = []
     for name, info in source.tensors.items():
         tensor = source.read(name)
-        report = _examine(name, info, tensor, config)
-        report = replace(report, role=role_of(name, info.shape, model))
+        report = _examine(name, info, tensor, config, model)
         if name in samples and report.outlier_ratio is not None:
             of_block, of_channel = _layer_errors(tensor, samples[name], config.block_size)
             report = replace(report, block_error=of_block, channel_error=of_channel)
@@ -408,14 +407,16 @@ def _in_16_bits(report: TensorReport, config: Int8Config, why: str) -> tuple[str
     return "16bit", fallback, why
 
 
-def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> TensorReport:
+def _examine(
+    name: str, info: TensorInfo, tensor: Array, config: Int8Config, model: str
+) -> TensorReport:
     """Return what does not depend on the limits of a configuration."""
     errors = None
     if has_codes(info) and tensor.size:
         errors = weight_errors(tensor, config.block_size, config.strategy)
     elif tensor.dtype.kind in "fV" and tensor.size:
         errors = magnitudes(tensor)
-    return report_of(name, info, errors, sha256_of(tensor))
+    return report_of(name, info, errors, model, sha256_of(tensor))
 
 
 def has_codes(info: TensorInfo) -> bool:
@@ -424,7 +425,11 @@ def has_codes(info: TensorInfo) -> bool:
 
 
 def report_of(
-    name: str, info: TensorInfo, errors: WeightErrors | None, sha256: str = ""
+    name: str,
+    info: TensorInfo,
+    errors: WeightErrors | None,
+    model: str = "",
+    sha256: str = "",
 ) -> TensorReport:
     """Return the report of a tensor before it is judged.
 
@@ -434,12 +439,14 @@ def report_of(
     info : TensorInfo
     errors : WeightErrors, optional
         None for a tensor without numbers.
+    model : str
+        As for `role_of`.
     sha256 : str
         Left out where nothing is written.
     """
     nonfinite, largest = (errors.nonfinite, errors.largest) if errors else (0, 0.0)
     report = TensorReport(
-        name, info.dtype, info.shape, role_of(name, info.shape), sha256, nonfinite, largest,
+        name, info.dtype, info.shape, role_of(name, info.shape, model), sha256, nonfinite, largest,
         None, None, None, None, None,
     )  # fmt: skip
     if errors is None or nonfinite or not has_codes(info):

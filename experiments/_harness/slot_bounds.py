@@ -113,14 +113,15 @@ def worst(call: Call, twin: nn.Module, quantised: Quantised | None) -> float:
         if factor is None:
             exact, size, error = exact + low, size + low_size, error + low_error
             continue
-        # DoRA: factor times the sum of both. It is made of the weight that the codes stand for.
+        # DoRA: factor times all but the bias. It is made of the weight that the codes stand for.
+        so_far = exact - bias
         if quantised is not None:
             own = weight - quantised.weight.double() + _dequantised(quantised)
             others = factor * (weight + scaling * b @ a).norm(dim=1)
             own_factor = others / (own + scaling * b @ a).norm(dim=1)
-            error = error + (own_factor - factor).abs() * (product.abs() + low_size)
-        exact = exact + (factor - 1) * product + factor * low
-        size = size + (1 + factor.abs()) * (product.abs() + low_size)
+            error = error + (own_factor - factor).abs() * (so_far.abs() + low_size)
+        exact = exact + (factor - 1) * so_far + factor * low
+        size = size + (1 + factor.abs()) * (size + low_size)
         error = (2 + factor.abs()) * error + factor.abs() * low_error
     error = error + _ROUNDINGS * eps * size
     if call.activation:

@@ -43,6 +43,8 @@ from cupyattn.measure import device, timing
 from cupyattn.measure.words import format_bytes, format_seconds
 from cupyattn.quant import Int8Config
 from experiments._harness import merging, recording
+from experiments._harness.diffusers_models import drawn
+from experiments._harness.diffusers_models import libraries as libraries
 from experiments._harness.others import format_comparison
 
 PAGE = recording.ROOT / "docs" / "INTEROP.md"
@@ -162,27 +164,6 @@ QUICK_MODELS["Wan 1.3B"] = QUICK_MODELS["Wan 14B"]
 # ---- libraries -----------------------------------------------------------------------------------
 
 
-def libraries() -> tuple[Any, Any]:
-    """Return torch and diffusers.
-
-    Raises
-    ------
-    UnsupportedError
-        Where one is missing, which is named.
-    """
-    try:
-        import diffusers
-        import torch
-
-        diffusers.FluxTransformer2DModel  # noqa: B018  what diffusers needs by itself shows here
-    except (ImportError, RuntimeError) as error:  # the latter: a module that it loads lazily
-        raise UnsupportedError(
-            f"this needs torch and diffusers with what they need ({error}): pip install torch "
-            "diffusers"
-        ) from error
-    return torch, diffusers
-
-
 def forced_cudnn(torch: Any, *, on_device: bool) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which torch's attention is cuDNN's, or nobody's."""
     if not on_device:
@@ -205,25 +186,6 @@ def make(model: Model, where: str, seed: int) -> Any:
     """Return the transformer on a device, in the types that ``from_pretrained`` gives a model."""
     _, diffusers = libraries()
     return drawn(getattr(diffusers, CLASSES[model.family]), model.config, where, seed)
-
-
-def drawn(cls: Any, config: Mapping[str, Any], where: str, seed: int) -> Any:
-    """Return a random model of a class of diffusers, bfloat16 but for what is to stay float32.
-
-    Gates that are zero until training opens them are drawn, too.
-    """
-    torch, _ = libraries()
-    torch.manual_seed(seed)
-    with torch.device(where):
-        made = cls(**config).eval()
-    wide = set(made._keep_in_fp32_modules or ())
-    for name, x in made.named_parameters():
-        x.requires_grad_(False)
-        if not x.any():
-            x.normal_(std=0.1)
-        if wide.isdisjoint(name.split(".")):
-            x.data = x.data.to(torch.bfloat16)
-    return made
 
 
 def shared(transformer: Any) -> Any:

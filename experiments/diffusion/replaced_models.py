@@ -12,6 +12,7 @@ Run          python -m experiments.diffusion.replaced_models --json FILE [--sequ
              python -m experiments.diffusion.replaced_models --resume FILE     # goes on
              python -m experiments.diffusion.replaced_models --sequence 17     # one again
 
+Needs torch, diffusers, peft and accelerate.
 What a step does without INT8 is seen on a twin of the model, which takes the same steps but those
 that replace, restore or offload. Where a step fails, or a layer is off, a model without INT8 takes
 all steps again, offloading among them: what fails there, too, is the other library's, and ends the
@@ -22,9 +23,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib
 import importlib.metadata
 import json
 import logging
+import multiprocessing
 import random
 import re
 import sys
@@ -32,11 +36,13 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import output
+from cupyattn.errors import UnsupportedError
 from experiments._harness import recording
 from experiments.diffusion.diffusers_blocks import libraries
 
@@ -374,6 +380,7 @@ class Record:
 def run(seed: int, number: int) -> Outcome:
     """Run one sequence."""
     torch, _ = libraries()
+    torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -381,6 +388,16 @@ def run(seed: int, number: int) -> Outcome:
             return Run(draw(seed, number)).go()
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _outcomes(args: argparse.Namespace, numbers: range) -> Iterator[Outcome]:
+    """Yield what comes of sequences, in their order."""
+    one = functools.partial(run, args.seed)
+    if args.jobs == 1:
+        yield from map(one, numbers)
+        return
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        yield from pool.imap(one, numbers)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -392,17 +409,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="number of the first sequence")
     parser.add_argument("--sequence", type=int, help="run this one, and say what comes of it")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, help="end after so many, to be resumed")
     parser.add_argument("--json", metavar="FILE", type=Path, help="where to write the record")
     parser.add_argument("--resume", metavar="FILE", type=Path, help="a record to go on from")
     args = parser.parse_args(arguments)
     args.quick = True  # nothing is timed
     try:
-        torch, _ = libraries()
-    except Exception as error:  # noqa: BLE001
-        print(error, file=sys.stderr)
+        libraries()
+        importlib.import_module("experiments._harness.model_worlds")
+    except (ImportError, UnsupportedError) as error:
+        print(f"{error}: pip install torch diffusers peft accelerate", file=sys.stderr)
         return 2
-    torch.set_num_threads(1)
     if args.sequence is not None:
         sequence = draw(args.seed, args.sequence)
         print(sequence.family, sequence.dtype, *sequence.steps, sep="\n")
@@ -415,10 +433,10 @@ def main(arguments: list[str] | None = None) -> int:
         for name in SETTINGS:
             setattr(args, name, stored[name])
     record = Record(args, stored)
-    while record.done < args.sequences:
-        number = args.start + record.done
-        record.add(number, run(args.seed, number))
-        if args.minutes and time.monotonic() - record.began > 60 * args.minutes:
+    todo = range(args.start + record.done, args.start + args.sequences)
+    for number, outcome in zip(todo, _outcomes(args, todo), strict=True):
+        record.add(number, outcome)
+        if args.minutes is not None and time.monotonic() - record.began > 60 * args.minutes:
             break
     record.write()
     rows = [[kind, str(count)] for kind, count in record.counts.most_common()]

@@ -43,10 +43,10 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device, records, timing
 from cupyattn.measure.words import format_bytes, format_seconds
 from cupyattn.quant import Int8Config
-from experiments._harness import merging, recording
+from experiments._harness import merging, recording, whole_families
+from experiments._harness.diffusers_models import libraries
+from experiments._harness.whole_families import FAMILIES, Family
 from experiments.diffusion import diffusers_blocks as blocks
-from experiments.diffusion import whole_families
-from experiments.diffusion.whole_families import FAMILIES, Family
 
 NAME = "whole_models"
 BEGIN, END = "<!-- whole: begin -->", "<!-- whole: end -->"
@@ -83,7 +83,7 @@ class Stage:
     def __init__(self, family: Family, args: argparse.Namespace) -> None:
         self.family, self.args = family, args
         self.where = "cpu" if args.quick else "cuda"
-        self.torch, self.diffusers = blocks.libraries()
+        self.torch, self.diffusers = libraries()
         self.latents, self.arguments = whole_families.inputs(family, self.where, args.seed)
         # As a step of a loop has it.
         self.step = self.arguments(self.latents, self.at(700.0))
@@ -377,7 +377,7 @@ def new_row(name: str, family: Family) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Measure the cells that the file lacks, and write it after each."""
     recording.check_rounds(args)
-    torch, diffusers = blocks.libraries()
+    torch, diffusers = libraries()
     if not args.quick and not torch.cuda.is_available():
         raise UnsupportedError(f"torch {torch.__version__} has no CUDA device; --quick needs none")
     rows, record = begun(args), {}

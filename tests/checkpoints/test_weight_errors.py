@@ -108,7 +108,7 @@ def test_an_error_in_a_thread_is_raised() -> None:
 
 @pytest.mark.slow
 def test_processor_time_of_codes_and_verdicts() -> None:
-    """An eighth of 1.2 billion weights in layers of Flux's shapes; 4 s and 8 s on two cores."""
+    """A part of 1.2 billion weights in Flux's shapes, which may take 4 s and 8 s on two cores."""
     layers = [weight(shape, BF16) for shape in ((3072, 3072), (12288, 3072), (3072, 15360))]
     billions = sum(w.size for w in layers) / 1.2e9
     for limit, work in ((4, ca.weight_quant), (8, _with_verdicts)):

@@ -295,7 +295,7 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def moved(x: torch.Tensor, pipe: Any) -> torch.Tensor:
-    return x.to(pipe.device, pipe.dtype if x.is_floating_point() else x.dtype)
+    return x.to(pipe._execution_device, pipe.dtype if x.is_floating_point() else x.dtype)
 
 
 def generate(pipe: Any, family: str, steps: int = 4) -> torch.Tensor:

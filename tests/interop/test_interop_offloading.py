@@ -194,6 +194,18 @@ def test_a_bias_that_was_converted_or_trained_has_its_numbers() -> None:
     assert model.blocks[0].attn1.to_q.bias is bias
 
 
+def test_the_weight_of_an_offloaded_layer_is_not_read(tmp_path: Path) -> None:
+    """Outside of calls there are no codes, or other numbers in their place."""
+    offloads = (by_layer(with_buffers=True), "hooks first"), (ON_DISK["leaves"], "to disk by diff")
+    for offload, said in offloads:
+        model = small.transformer("wan")
+        replaced(model)
+        assert model.blocks[0].attn1.to_q.weight.isfinite().all()
+        offload(model, tmp_path)
+        with pytest.raises(RuntimeError, match=f"weight of this Int8Linear is offloaded.* {said}"):
+            model.blocks[0].attn1.to_q.weight  # noqa: B018
+
+
 # ---- layerwise casting ---------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from cupyattn.checkpoints import analyze
 from cupyattn.checkpoints.analysis import judge, report_of
 from cupyattn.checkpoints.header import TensorInfo
 from cupyattn.checkpoints.weight_errors import weight_errors
-from cupyattn.interop.torch import Int8Linear, replace_linear_with_int8
+from cupyattn.interop.torch import Int8Linear, quantising, replace_linear_with_int8
 from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.quantising import coded
@@ -40,6 +40,8 @@ WEIGHTS: dict[str, Any] = {
     "blocks.2.attn.to_v.weight": lambda w: torch.zeros_like(w),
     "blocks.2.skipped.weight": lambda w: w,
     "proj_out.weight": lambda w: w,
+    "vae.decoder.mid_block.to_q.weight": lambda w: w,
+    "vae.decoder.mid_block.to_k.weight": lambda w: w.index_fill(1, torch.tensor([3]), 4000.0),
 }
 
 
@@ -55,7 +57,7 @@ def test_verdicts_and_codes_are_those_of_analyze(tmp_path, strategy: str) -> Non
     path = write(tmp_path / "x.safetensors", {n: as_array(w.contiguous()) for n, w in own.items()})
     expected = {t.name: t for t in analyze(path, config).tensors}
     kinds = {t.reason.partition(":")[0] for t in expected.values()}
-    assert {"attention", "outliers", "not finite", "small", "modulation"} <= kinds
+    assert {"attention", "outliers", "not finite", "small", "modulation", "vae"} <= kinds
     for name, w in own.items():
         report, made = coded(name, w, config)
         assert (report.verdict, report.reason) == (expected[name].verdict, expected[name].reason)
@@ -83,6 +85,37 @@ def test_errors_by_operations_of_torch_are_at_the_worst_those_of_the_host(shape,
             a, b = getattr(worst, name), getattr(exact, name)
             assert b <= a <= b * (1 + 1e-4)
         assert exact.signal * (1 - 1e-4) <= worst.signal <= exact.signal
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_what_a_device_decides_is_what_the_host_would(strategy: str) -> None:
+    """The operations of the device, on the CPU: they answer for good weights, and for no other."""
+    config, answered = ca.Int8Config(strategy=strategy), 0
+    for name, w in weights().items():
+        expected, codes = coded(name, w, config)
+        if w.dtype == torch.float64:
+            continue
+
+        def judged(errors: Any, name: str = name, info: Any = expected.info) -> Any:
+            return judge(report_of(name, info, errors), config)
+
+        found = quantising._on_device(w, config, judged)
+        if found is not None and codes is not None:
+            answered += 1
+            assert (found[0].verdict, found[0].reason) == ("int8", expected.reason)
+            assert all(torch.equal(a, b) for a, b in zip(found[1], codes, strict=True))
+        assert found is None or codes is not None
+        largest = quantising._finite(w)
+        assert largest == (None if expected.nonfinite else expected.largest)
+    assert answered >= 5
+
+
+def test_a_pattern_that_fits_no_layer_is_refused_before_any_is_replaced() -> None:
+    own = model()
+    layers = list(own)
+    with pytest.raises(ValueError, match="'nothing' of fp32_patterns"):
+        replace_linear_with_int8(own, config=ca.Int8Config(fp32_patterns=("nothing",)))
+    assert list(own) == layers
 
 
 @pytest.mark.parametrize("change", ["a NaN", "an infinity", "tiny", "huge"])

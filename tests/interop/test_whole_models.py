@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments._harness import recording
-from experiments.diffusion import whole_families, whole_models
+from experiments._harness import recording, whole_families
+from experiments.diffusion import whole_models
 from experiments.diffusion.whole_models import BALANCED, FP8_OURS, NATIVE, WAYS
 
 

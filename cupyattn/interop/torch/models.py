@@ -143,7 +143,8 @@ def replace_linear_with_int8(
         Without a checkpoint: which weights become INT8.
     originals : {"cpu", "device", "drop"}
         What becomes of the weights that are replaced: they are moved to the host, which frees
-        memory of the device, stay where they are, or are dropped, and cannot be restored.
+        memory of the device, stay where they are, or are dropped, and cannot be restored. The new
+        layers keep them, so that `cupyattn.interop.restore` needs no handle.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
     again : bool
@@ -213,10 +214,10 @@ def replace_linear_with_int8(
     candidates, kept = _candidates(own, selection)
     options = {"arch": arch, "backend": backend}
     if checkpoint is None:
-        made = quantised(candidates, config, options, advance)
+        made = quantised(candidates, config, options, advance, model=type(own).__name__)
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
-    call = Call(originals, {})
+    call = Call(originals, {}, set())
     reasons, others = put_each(own, candidates, made, call)
     kept |= others
     if not reasons and (chosen := [name for name in before if name in selection]):
@@ -230,6 +231,7 @@ def replace_linear_with_int8(
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
     call.trained |= {p: p.requires_grad for p in own.parameters()}
+    call.missing |= reasons.keys()
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)

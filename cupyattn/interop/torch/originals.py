@@ -26,7 +26,7 @@ class Call:
     trained : dict of Parameter to bool
         ``requires_grad`` of the model's parameters when the layers were replaced.
     missing : set of str
-        Names of the layers that were not put back yet.
+        Names of the layers that were replaced and not put back yet.
     """
 
     originals: str
@@ -93,9 +93,7 @@ def keep_original(layer: nn.Module, call: Call, name: str, module: nn.Module) ->
         Of the layer in the model.
     module : Module
     """
-    if isinstance(layer, Int8Linear):
-        call.missing.add(name)
-        if call.originals == "cpu" and isinstance(module, nn.Linear):
-            module.weight.data = module.weight.data.to("cpu")  # not the bias, which both have
+    if call.originals == "cpu" and isinstance(module, nn.Linear):
+        module.weight.data = module.weight.data.to("cpu")  # not the bias, which both have
     kept = None if call.originals == "drop" else module
     setattr(layer, _ATTRIBUTE, Original(layer, call, name, kept))

@@ -13,15 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cupyattn.checkpoints.analysis import TensorReport, has_codes, judge, report_of
+from cupyattn.checkpoints.analysis import (
+    TensorReport,
+    check_patterns,
+    has_codes,
+    judge,
+    report_of,
+)
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
+from cupyattn.checkpoints.roles import PRECISE_ROLES
 from cupyattn.checkpoints.weight_errors import WeightErrors, made_for, magnitudes, weight_errors
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.ops.weights import weight_quant
-from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
+from cupyattn.quant.blocks import Int8Config
 
 #: Short names of the types that weights may have; others have no codes.
 _NAMES = {text: short for short, text in FLOATS.items()}
@@ -36,6 +43,8 @@ def quantised(
     config: Int8Config | None,
     options: Mapping[str, Any],
     advance: Callable[[str], None] | None = None,
+    *,
+    model: str = "",
 ) -> Iterator[tuple[str, Int8Linear | None, str]]:
     """Yield the name of each layer, an INT8 layer where its weight may be codes, and why.
 
@@ -48,15 +57,23 @@ def quantised(
         For `Int8Linear`.
     advance : callable, optional
         Called with each name when its layer is done.
+    model : str
+        Class of the model, as for `cupyattn.checkpoints.role_of`.
+
+    Raises
+    ------
+    ValueError
+        For a pattern of the configuration that fits no name.
 
     Notes
     -----
     Memory beside the codes: on a device less than a large layer, on the host a few megabytes.
     """
     config = config or Int8Config()
+    check_patterns(config, [f"{name}{WEIGHT}" for name in layers])
     for name in list(layers):
         linear = layers[name]
-        report, made = coded(f"{name}{WEIGHT}", linear.weight.detach(), config)
+        report, made = coded(f"{name}{WEIGHT}", linear.weight.detach(), config, model)
         layer = None
         if made is not None:
             layer = Int8Linear(*made, linear.bias, **options)
@@ -67,7 +84,9 @@ def quantised(
             advance(name)
 
 
-def coded(name: str, w: Tensor, config: Int8Config) -> tuple[TensorReport, Made | None]:
+def coded(
+    name: str, w: Tensor, config: Int8Config, model: str = ""
+) -> tuple[TensorReport, Made | None]:
     """Return the verdict on a weight, and its codes and scales where that is INT8.
 
     The report has no hash, and of a weight on a device whose codes were good at their worst it has
@@ -75,46 +94,46 @@ def coded(name: str, w: Tensor, config: Int8Config) -> tuple[TensorReport, Made 
     """
     dtype = _NAMES.get(str(w.dtype).removeprefix("torch."), _OTHER)
     info = TensorInfo(dtype, tuple(w.shape))
-    faultless = judge(report_of(name, info, WeightErrors(max(1, info.elements))), config)
+
+    def judged(errors: WeightErrors | None) -> TensorReport:
+        return judge(report_of(name, info, errors, model), config)
+
+    # The verdict on a weight whose codes have no error.
+    faultless = judged(WeightErrors(max(1, info.elements)))
     may_be = has_codes(info) and info.elements > 0 and faultless.verdict == "int8"
     if w.is_cuda and w.numel():
-        found = (_on_device if may_be else _finite)(name, info, w, config)
-        if found is not None:
-            return found
+        made = _on_device(w, config, judged) if may_be else None
+        if made is not None:
+            return made
+        if faultless.role in PRECISE_ROLES and (largest := _finite(w)) is not None:
+            return judged(WeightErrors(info.elements, 0, largest)), None
     array = as_array(w.to("cpu").contiguous())
-    if not may_be:
-        errors = magnitudes(array) if array.size else None
-        return judge(report_of(name, info, errors), config), None
-    made = made_for(info.shape, config.block_size, config.strategy)
-    errors = weight_errors(array, config.block_size, config.strategy, made)
-    report = judge(report_of(name, info, errors), config)
-    if report.verdict != "int8":
+    if not array.size:
+        return judged(None), None
+    if not has_codes(info) or faultless.role in PRECISE_ROLES:
+        return judged(magnitudes(array)), None
+    on_host = made_for(info.shape, config.block_size, config.strategy) if may_be else None
+    report = judged(weight_errors(array, config.block_size, config.strategy, on_host))
+    if on_host is None or report.verdict != "int8":
         return report, None
-    codes, scales = (as_tensor(x).to(w.device) for x in made)
+    codes, scales = (as_tensor(x).to(w.device) for x in on_host)
     return report, (codes, scales)
 
 
 def _on_device(
-    name: str, info: TensorInfo, w: Tensor, config: Int8Config
+    w: Tensor, config: Int8Config, judged: Callable[[WeightErrors], TensorReport]
 ) -> tuple[TensorReport, Made] | None:
     """Return the verdict INT8 and codes; None where the host has to look at the weight."""
-    if config.block_size != BLOCK_SIZE:
-        return None
     with on_device_of(w):
         codes, scales = map(as_tensor, weight_quant(as_array(w), strategy=config.strategy))
     errors = worst_errors(w, codes, scales, config.strategy)
     if errors is None:
         return None
-    report = judge(report_of(name, info, errors), config)
+    report = judged(errors)
     return (report, (codes, scales)) if report.verdict == "int8" else None
 
 
-def _finite(
-    name: str, info: TensorInfo, w: Tensor, config: Int8Config
-) -> tuple[TensorReport, None] | None:
-    """Return the verdict on a weight that its name or size keeps; None if it is not finite."""
+def _finite(w: Tensor) -> float | None:
+    """Return the largest magnitude of a weight, None if it is not finite."""
     least, most = (float(x) for x in torch.stack(torch.aminmax(w)).tolist())
-    largest = max(-least, most)
-    if not math.isfinite(least + most):
-        return None
-    return judge(report_of(name, info, WeightErrors(info.elements, 0, largest)), config), None
+    return max(-least, most) if math.isfinite(least + most) else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.diffusion import diffusers_blocks as blocks
+from experiments._harness.diffusers_models import drawn, libraries
 
 #: Makes the arguments of a model of latents and a timestep.
 Arguments = Callable[[Any, Any], dict[str, Any]]
@@ -72,13 +72,13 @@ class Family:
 
 def make(family: Family, where: str, seed: int) -> Any:
     """Return the transformer on a device, in the types that ``from_pretrained`` gives a model."""
-    _, diffusers = blocks.libraries()
-    return blocks.drawn(getattr(diffusers, family.cls), family.config, where, seed)
+    _, diffusers = libraries()
+    return drawn(getattr(diffusers, family.cls), family.config, where, seed)
 
 
 def inputs(family: Family, where: str, seed: int) -> tuple[Any, Arguments]:
     """Return latents (bfloat16), and what makes of latents and a timestep a model's arguments."""
-    torch, _ = blocks.libraries()
+    torch, _ = libraries()
     random = torch.Generator(where).manual_seed(seed + 1)
 
     def noise(*shape: int) -> Any:
@@ -91,7 +91,7 @@ def inputs(family: Family, where: str, seed: int) -> tuple[Any, Arguments]:
 
 
 def _flux(family: Family, noise: Callable[..., Any], where: str) -> tuple[Any, Arguments]:
-    torch, _ = blocks.libraries()
+    torch, _ = libraries()
     rows, columns = family.grid
     places = torch.zeros(rows, columns, 3, device=where)
     places[..., 1] = torch.arange(rows, device=where)[:, None]
@@ -114,7 +114,7 @@ def _wan(family: Family, noise: Callable[..., Any], where: str) -> tuple[Any, Ar
 
 
 def _kandinsky(family: Family, noise: Callable[..., Any], where: str) -> tuple[Any, Arguments]:
-    torch, _ = blocks.libraries()
+    torch, _ = libraries()
     frames, rows, columns = family.grid
     latents = noise(1, frames, 2 * rows, 2 * columns, 16)
     given = {
@@ -152,7 +152,7 @@ def _sd3(family: Family, noise: Callable[..., Any], where: str) -> tuple[Any, Ar
 
 
 def _hunyuan(family: Family, noise: Callable[..., Any], where: str) -> tuple[Any, Arguments]:
-    torch, _ = blocks.libraries()
+    torch, _ = libraries()
     frames, rows, columns = family.grid
     given = {
         "encoder_hidden_states": noise(1, family.prompt, family.config["text_embed_dim"]),
@@ -166,7 +166,7 @@ def _hunyuan(family: Family, noise: Callable[..., Any], where: str) -> tuple[Any
 
 
 def _ltx(family: Family, noise: Callable[..., Any], where: str) -> tuple[Any, Arguments]:
-    torch, _ = blocks.libraries()
+    torch, _ = libraries()
     frames, rows, columns = family.grid
     given = {
         "encoder_hidden_states": noise(1, family.prompt, family.config["caption_channels"]),
