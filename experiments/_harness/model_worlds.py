@@ -118,6 +118,10 @@ class World:
                 r=rank, target_modules=targets, use_dora=dora, init_lora_weights=False
             )
             self.model.add_adapter(config, name)
+            for parameter, x in self.model.named_parameters():
+                if f"lora_magnitude_vector.{name}." in parameter:
+                    # As of a file: peft begins with norms of the weights, which INT8 changes.
+                    x.data.copy_(torch.rand(x.shape) + 0.5)
         self.made += 1
         self.adapters.append(name)
         if by_accelerate:

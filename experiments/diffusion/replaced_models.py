@@ -192,8 +192,6 @@ class Run:
             self.outcome.refused[f"{kind}: {' '.join(str(error).split()[-9:])}"] += 1
             return
         self.twin.do(kind, arguments)
-        if kind == "load":
-            self._give_magnitudes()
         if kind in ("replace", "restore"):
             self._check_weights()
         self.outcome.taken[kind] += 1
@@ -246,13 +244,6 @@ class Run:
                 continue
             if a.dtype != b.dtype or not (a.float() == b.float()).all():
                 raise Wrong(f"{key} is not what it was")
-
-    def _give_magnitudes(self) -> None:
-        """Give DoRA the twin's magnitudes, as a file would: new ones are norms of the weights."""
-        others = dict(self.twin.model.named_parameters())
-        for name, x in self.world.model.named_parameters():
-            if "lora_magnitude_vector" in name and not x.is_meta:
-                x.data.copy_(others[name].data)
 
     def _restore_what_is_lost(self) -> None:
         """Take back layers whose memory has other numbers: their weights come back, or a sentence.

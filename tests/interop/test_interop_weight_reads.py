@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.checkpoints.layout import quantization_config
 from tests.checkpoints.checkpoint_files import write
 from tests.interop.torch_cases import same_bits
 
@@ -240,12 +241,8 @@ def test_a_file_of_a_state_dict_is_loaded_under_both_names(
     }
     folder = write(tmp_path / "model.safetensors", state).parent
     if name == "weight":
-        weights = {"strategy": strategy, "num_bits": 8}
-        if strategy == "block":
-            weights["block_structure"] = [128, 128]
-        groups = {"g": {"targets": ["Linear"], "weights": weights}}
-        config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-        text = json.dumps({"quantization_config": {**config, "config_groups": groups}})
+        config = quantization_config("compressed-tensors", 128, ["fc"], [], strategy)
+        text = json.dumps({"quantization_config": config})
         (folder / "config.json").write_text(text)
     found = interop.load_int8(nn.ModuleDict({"fc": nn.Linear(160, 136)}), folder, backend="mirror")
     assert found["fc"].strategy == strategy and found["fc"].weight.dtype == torch.bfloat16
