@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from tests.interop.test_interop_torch_quantising import weights
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("this torch has no CUDA device", allow_module_level=True)
+from tests.interop.test_interop_torch_quantising import weights  # noqa: E402 - imports torch
+
 interop = importlib.import_module("cupyattn.interop.torch")
 quantising = importlib.import_module("cupyattn.interop.torch.quantising")
 
