@@ -98,7 +98,11 @@ def test_what_is_given_comes_back(case: str, kind: str) -> None:
 @pytest.mark.parametrize("case", TOLD)
 def test_the_same_is_told_of_every_kind(case: str, kind: str) -> None:
     arrays, call = TOLD[case]
-    assert call({name: KINDS[kind][0](array) for name, array in arrays.items()}) == call(arrays)
+    told = call({name: KINDS[kind][0](array) for name, array in arrays.items()})
+    expected = call(arrays)
+    if kind == "jax" and isinstance(expected, str):  # it copies, so what made an array is not known
+        expected = expected.replace("\n  run by: mirror", "")
+    assert told == expected
 
 
 #: Calls on one array of bfloat16, whose results are of it.
