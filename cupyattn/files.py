@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -55,7 +56,8 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Bi
     Raises
     ------
     OSError
-        If it cannot be written; one that names no file gets the name `path`.
+        If it cannot be written, or is a device or a pipe; one that names no file gets the name
+        `path`.
 
     Examples
     --------
@@ -68,6 +70,9 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Bi
     ('hello', 1)
     """
     target = Path(path)
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        # A device or a pipe would be gone afterwards, and a file in its place.
+        raise OSError(errno.EINVAL, "is no regular file: name one to write to", os.fspath(target))
     # NOTE: not by tempfile, whose files nobody but the user may read, whatever the umask says.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:

@@ -50,6 +50,9 @@ def restore(pipe_or_model: Any) -> None:
     'Linear'
     """
     models = _models(target_of(pipe_or_model))
+    if (home := _RESTORE["restore_linear"]) in sys.modules:
+        for model in models:  # all of them before the first is modified
+            importlib.import_module(home).check_linear(model)
     for name, home in _RESTORE.items():
         if home in sys.modules:
             take_back = getattr(importlib.import_module(home), name)

@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -206,7 +207,8 @@ def experiment(args: argparse.Namespace) -> int:
     ).stdout.strip()
     learnt = sorted(learn(revision, args.map), key=lambda line: line[1])
     record: dict[str, Any] = {
-        "question": "which planted faults do the quick tests notice?",
+        "experiment": "noticed_faults",
+        "command": shlex.join(["python", "-m", __spec__.name, "--revision", args.revision]),
         "revision": revision,
         "size": SIZE,
         "quick_tests": len(learnt),

@@ -470,3 +470,24 @@ def test_a_state_dict_answers_for_weights_that_it_does_not_hold() -> None:
         with pytest.raises(KeyError, match=re.escape(name)):
             copied[name]
     assert type(plain.transformer.state_dict()) is type(copy.copy(state))
+
+
+def test_layers_whose_parameters_an_adapter_replaces_keep_16_bits() -> None:
+    """With ``target_parameters`` PEFT looks for a parameter of the base layer in each call."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to_q, self.to_k = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
+
+        def forward(self, x: Any) -> Any:
+            return self.to_q(x)
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["to_q.weight"])
+    model = peft.get_peft_model(Two(), config)
+    x = torch.randn(3, 256)
+    expected = model(x)
+    handle = interop.replace_linear_with_int8(model)
+    assert torch.equal(model(x), expected)
+    assert "target_parameters" in str(handle.report())

@@ -153,7 +153,7 @@ def test_a_bias_that_was_written_does_not_hide_that_memory_was_exchanged(
     for x in (*model.parameters(), *model.buffers()):
         x.data.fill_(100)
     remove_groups(model)
-    with pytest.raises(RuntimeError, match="^scales or bias of '.*' have other numbers than"):
+    with pytest.raises(RuntimeError, match="'.*' ha(ve|s) other numbers than"):
         handle.restore()
 
 
@@ -173,7 +173,7 @@ def test_groups_on_disk_work_and_are_not_restored_to_garbage(level: str, tmp_pat
         for x in module.parameters(recurse=False):
             x.data.fill_(-3940.0)  # what is left there is whatever the memory held
     remove_groups(model)
-    with pytest.raises(RuntimeError, match="^scales or bias of '.*' have other numbers than"):
+    with pytest.raises(RuntimeError, match="'.*' ha(ve|s) other numbers than"):
         handle.restore()
 
 

@@ -214,3 +214,27 @@ def test_a_pattern_that_is_wrong_takes_nothing_back() -> None:
         with pytest.raises(ValueError, match="'nowhere' of include is found in the name of no"):
             replace(model, include="nowhere", again=True)
     assert torch.equal(call(model), found)
+
+
+def test_codes_of_another_model_are_not_taken_for_those_of_the_originals() -> None:
+    """Nor is anything modified: old weights would stand beside the new biases."""
+    models = [torch.nn.Sequential(torch.nn.Linear(256, 256)) for _ in range(2)]
+    for one in models:
+        of_torch.replace_linear_with_int8(one)
+    loaded, other = models
+    loaded.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match="^scales of '0' have other numbers than when it was"):
+        interop.restore(loaded)
+    assert isinstance(loaded[0], of_torch.Int8Linear)
+    interop.restore(other)
+    assert type(other[0]) is torch.nn.Linear
+
+
+def test_all_models_of_a_pipeline_are_looked_at_before_one_is_restored() -> None:
+    kept, dropped = (torch.nn.Sequential(torch.nn.Linear(256, 256)) for _ in range(2))
+    of_torch.replace_linear_with_int8(kept)
+    of_torch.replace_linear_with_int8(dropped, originals="drop")
+    pipe = type("Pipe", (), {"components": {"one": kept, "two": dropped}})()
+    with pytest.raises(RuntimeError, match="INT8 without the layer that it replaced"):
+        interop.restore(pipe)
+    assert isinstance(kept[0], of_torch.Int8Linear)

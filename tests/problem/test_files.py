@@ -83,3 +83,15 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"), replacing(tmp_path / "nowhere" / "x"):
         pass
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """Nor is a device, as where ``--json /dev/null`` is given by root."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        refused = pytest.raises(OSError, match="is no regular file: name one to write to")
+        with refused, replacing(tmp_path / name) as file:
+            file.write(b"x")
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"] and (tmp_path / "pipe").is_fifo()

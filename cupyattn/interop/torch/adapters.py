@@ -19,6 +19,7 @@ _WRAPPERS = {
     ("peft.peft_model", "PeftModel"): "base_model",
     ("peft.mixed_model", "PeftMixedModel"): "base_model",
     ("peft.tuners.tuners_utils", "BaseTuner"): "model",
+    ("peft.tuners.xlora.model", "XLoraModel"): "lora_model",
 }
 #: Modules of `peft.tuners` whose linear layers add to what the base layer returns, or change its
 #: input or its result. All others may read its weight in each call.
@@ -64,6 +65,9 @@ def obstacle_of(module: nn.Module) -> str:
         return ""
     if getattr(module, "merged", False):
         return "an adapter is merged into its weight: unmerge it to replace the layer"
+    of_parameters = _class("peft.tuners.lora.layer", "ParamWrapper")
+    if of_parameters is not None and isinstance(module, of_parameters):
+        return "its adapter (target_parameters) replaces the parameter in each call"
     kind = type(module).__module__.removeprefix("peft.tuners.").partition(".")[0]
     variants = [*getattr(module, "lora_variant", {}).values()]
     if kind in _BESIDE and not variants:

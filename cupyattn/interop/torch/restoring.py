@@ -52,18 +52,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
     UserWarning
         Names the layers of the call that are not in the model any more.
     """
-    places = [*_places(model, call)]
-    if call is not None and call.originals == "drop":
-        raise RuntimeError("the layers were dropped: replace with originals='cpu' to restore them")
-    for name, module in model.named_modules() if call is None else ():
-        if isinstance(module, Int8Linear) and _has_lost_its_own(module):
-            raise RuntimeError(
-                f"{name!r} is INT8 without the layer that it replaced, as those of load_int8, of "
-                "originals='drop' and of copies are: load the model's own weights again"
-            )
-    if places:
-        check_restorable(model, ((place.original.name, place.layer) for place in places))
-        _check_memory(model, places)
+    places = check_linear(model, call)
     parameters = [*model.parameters()]
     restored = {
         layer: _restored(layer, original, parameters)
@@ -88,6 +77,23 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
         )  # fmt: skip
 
 
+def check_linear(model: nn.Module, call: Call | None = None) -> list[_Place]:
+    """Return what `restore_linear` takes out, or raise what it does; nothing is modified."""
+    places = [*_places(model, call)]
+    if call is not None and call.originals == "drop":
+        raise RuntimeError("the layers were dropped: replace with originals='cpu' to restore them")
+    for name, module in model.named_modules() if call is None else ():
+        if isinstance(module, Int8Linear) and _has_lost_its_own(module):
+            raise RuntimeError(
+                f"{name!r} is INT8 without the layer that it replaced, as those of load_int8, of "
+                "originals='drop' and of copies are: load the model's own weights again"
+            )
+    if places:
+        check_restorable(model, ((place.original.name, place.layer) for place in places))
+        _check_memory(model, places)
+    return places
+
+
 def _places(model: nn.Module, call: Call | None) -> Iterator[_Place]:
     for parent in model.modules():
         for name, child in parent._modules.items():
@@ -104,19 +110,25 @@ def _has_lost_its_own(layer: Int8Linear) -> bool:
 
 
 def _check_memory(model: nn.Module, places: list[_Place]) -> None:
-    """Raise if memory of layers was exchanged for other memory, whose numbers nothing has written.
+    """Raise if layers have other codes than those that were made of what they replaced.
 
-    Group offloading to disk does so, and leaves it so when its hooks are removed.
+    A state dict may have brought others. Group offloading to disk exchanges memory for other
+    memory, whose numbers nothing has written, and leaves it so when its hooks are removed.
     """
-    if not any("_diffusers_hook" in vars(module) for module in model.modules()):
-        return
+    hooked = any("_diffusers_hook" in vars(module) for module in model.modules())
     for *_, layer, original in places:
         if not isinstance(layer, Int8Linear):
             continue
-        if not (_same(layer.weight_scale, original.scale) and _has_its_bias(layer, original)):
+        if not _same(layer.weight_scale, original.scale):
             raise RuntimeError(
-                f"scales or bias of {original.name!r} have other numbers than before, as after "
-                "group offloading to disk whose hooks were removed: load the model again"
+                f"scales of {original.name!r} have other numbers than when it was replaced, as "
+                "after a state dict with other codes, or after group offloading to disk whose "
+                "hooks were removed: load the model's own weights again"
+            )
+        if hooked and not _has_its_bias(layer, original):
+            raise RuntimeError(
+                f"the bias of {original.name!r} has other numbers than before, as after group "
+                "offloading to disk whose hooks were removed: load the model's own weights again"
             )
 
 
