@@ -18,7 +18,7 @@ _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def read_config(source: Source) -> dict[str, Any]:
-    """Return the ``config.json`` of a model's folder; nothing where there is none.
+    """Return the ``config.json`` of a model's folder, an empty dict if it is missing.
 
     Raises
     ------

@@ -86,9 +86,9 @@ class Places:
 PLACEHOLDER = "/cupyattn".ljust(LENGTH, "-")
 
 
-def shareable(folder: str | None = None) -> bool:
+def shareable() -> bool:
     """Return whether links of `LENGTH` characters fit into the temporary folder."""
-    return len(folder or tempfile.gettempdir()) + len("/cupyattn-12345678/-") <= LENGTH
+    return len(tempfile.gettempdir()) + len("/cupyattn-12345678/-") <= LENGTH
 
 
 def anonymous(text: str, folder: str) -> str:
