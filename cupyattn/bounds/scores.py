@@ -122,9 +122,12 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
 
 
 def _range(scale: Array) -> tuple[float, float]:
-    """Return the least and the largest usable scale; a NaN makes its rows NaN and nothing else."""
+    """Return the least and the largest usable scale.
+
+    A NaN makes its rows NaN and nothing else. Packed sequences of no rows have 0, for no row.
+    """
     xp = array_namespace(scale)
-    usable = as_float64(scale)[xp.isfinite(scale)]
+    usable = as_float64(scale)[xp.isfinite(scale) & (scale > 0)]
     return (float(usable.min()), float(usable.max())) if usable.size else (1.0, 1.0)
 
 

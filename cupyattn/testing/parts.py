@@ -122,13 +122,18 @@ def _masked(
     if rest.get("mask") is not None:
         mask = mask & xp.asarray(rest["mask"])
     if rest.get("bias") is not None:  # behind the lengths it may be anything
-        bias = xp.asarray(rest["bias"])
-        rest["bias"] = xp.where((key < of_kv) & (row < of_q), bias, bias.dtype.type(0))
+        rest["bias"] = _kept((key < of_kv) & (row < of_q), xp.asarray(rest["bias"]))
     for name, count in zip("qkv", (of_q, of_kv, of_kv), strict=True):
         if (x := rest[name]) is not None:
-            counted = xp.arange(x.shape[2])[:, None] < count
-            rest[name] = xp.where(counted, x, x.dtype.type(0))
+            rest[name] = _kept(xp.arange(x.shape[2])[:, None] < count, x)
     return settings._replace(causal=False, window=NO_WINDOW), {**rest, "mask": mask}
+
+
+def _kept(where: Array, x: Array) -> Array:
+    """Return x with 0 elsewhere."""
+    # NOTE: CuPy's where makes float32 of bfloat16; its values stay, and become bfloat16 again.
+    zeroed: Array = array_namespace(x).where(where, x, x.dtype.type(0))
+    return zeroed.astype(x.dtype, copy=False)
 
 
 def _sequences(

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cupyattn import distributions
+from cupyattn import attention, distributions
 from cupyattn.bounds import kernel
 from cupyattn.quant import quantize
 from cupyattn.reference.attention import attention_mirror
@@ -40,3 +40,17 @@ def test_bounds_and_judge_on_the_device(variant: str) -> None:
     )
     assert report_there.index == report.index and report_there.passed
     assert report_there.ratio == pytest.approx(report.ratio, rel=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["unfused", "fa_tc"])
+def test_the_judge_of_padded_entries_keeps_their_dtype(variant: str) -> None:
+    """CuPy's where makes float32 of bfloat16, whose bound is far too narrow for a bfloat16 O."""
+    cupy = pytest.importorskip("cupy")
+    q, k, v = distributions.make("normal", 2, 2, 33, 70, 24, "bfloat16", seed=0)
+    sent = [cupy.asarray(x) for x in (q, k, v)]
+    lengths = {"lengths_q": cupy.asarray([20, 33]), "lengths_kv": cupy.asarray([70, 9])}
+    bias = cupy.asarray(distributions.make("normal", 1, 1, 33, 70, 70, "bfloat16", seed=1)[0])
+    options = {"variant": variant, "causal": True, "bias": bias, **lengths}
+    o, lse = attention(*sent, return_lse=True, **options)
+    assert judge(o, *sent, lse=lse, **options).passed
+    assert not judge(o * 1.05, *sent, lse=lse, **options).passed

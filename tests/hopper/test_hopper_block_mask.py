@@ -67,6 +67,18 @@ def check_judgements(rung: str = "fa_tc@sm90", **options: Any) -> None:
     assert (one.o[:, 1, :128] == 0).all() and (one.lse[:, 1, :128] == -np.inf).all()
 
 
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows_without_a_block_read_their_bias_at_whole_16_bytes(variant: str, rows: int) -> None:
+    """Their one step lies behind the last key: behind an odd one, a box was an illegal fetch."""
+    inputs, bias = arrays(len_q=7, len_kv=17), np.zeros((1, 1, rows, 24), np.float16)
+    o, lse = attention(
+        *inputs, variant=variant, arch="sm_90a", backend="interpret", return_lse=True,
+        bias=bias[..., :17], block_mask=BlockMask(np.zeros((1, 1, 1, 1), bool), 128, 64),
+    )  # fmt: skip
+    assert not o.any() and np.isneginf(lse).all()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (70, 20), "causal_align": "top-left"}]
 )
