@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cupyattn import attention, distributions
+from cupyattn import attention, distributions, kernel_form
 from cupyattn.bounds import kernel
 from cupyattn.quant import quantize
 from cupyattn.reference.attention import attention_mirror
@@ -29,15 +29,17 @@ def test_bounds_and_judge_on_the_device(variant: str) -> None:
         operands = (quantized,)
     o, lse = attention_mirror(*operands, variant=variant, causal=True, return_lse=True)
     options = {"variant": variant, "causal": True}
+    ran = kernel_form(*operands, **options)  # the judge assumes another kernel on a device
     here = kernel.attention(q, k, v, quantized=quantized, **options)
     there = kernel.attention(*on_device, quantized=quantized_there, **options)
     for tag in kernel.TERMS:
         np.testing.assert_allclose(there.terms[tag].get(), here.terms[tag], rtol=1e-6, atol=1e-18)
     np.testing.assert_allclose(there.lse.get(), here.lse, rtol=1e-6)
-    report = judge(o, q, k, v, lse=lse, quantized=quantized, **options)
+    report = judge(o, q, k, v, lse=lse, quantized=quantized, **options, **ran)
     report_there = judge(
-        cupy.asarray(o), *on_device, lse=cupy.asarray(lse), quantized=quantized_there, **options
-    )
+        cupy.asarray(o), *on_device, lse=cupy.asarray(lse), quantized=quantized_there, **options,
+        **ran,
+    )  # fmt: skip
     assert report_there.index == report.index and report_there.passed
     assert report_there.ratio == pytest.approx(report.ratio, rel=1e-4)
 
