@@ -260,8 +260,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         // mask or bias lose by that.
         if (SCORES_UNEVEN && step == tile.steps) next = ask();
         const int V_kv0 = kv0;
-        // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box of
-        // a bias begins at whole 16 bytes, or is an illegal instruction.
+        // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
+        // of a bias begins at whole 16 bytes, or is an illegal instruction.
         kv0 = BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
         const int step_word = MASKED ? listed.take() : kv0;
         if (MASKED) kv0 = first_key(step_word);

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupyattn.bounds import kernel, quantised
+from cupyattn import distributions
+from cupyattn.bounds import kernel, quantised, scores
 from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.kernels.numerics import numerics
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
@@ -88,3 +91,12 @@ def test_keys_about_700_below_the_maximum_are_charged(pv: str) -> None:
         bound = quantised.quantisation(q, k, v, z, bias=bias).total
         assert ratio_to_bound(codes, exact, bound).max() <= 1, below
         assert bound.max() < 1e-290, below
+
+
+def test_the_scale_of_no_rows_is_no_least_scale() -> None:
+    """Packed sequences without rows have scale 0 from a device: nothing divides by it."""
+    q, k, v = distributions.make("normal", 1, 2, 8, 8, 16, "float16", seed=0)
+    z = quantize(q, k, v, quant=QuantConfig(granularity_q="head"))
+    empty = replace(z, q_codes=z.q_codes[:, :, :0], q_scale=0 * z.q_scale)
+    n = numerics("int8", "portable", "float16")
+    assert np.isfinite(scores.scaling_errors(n, 0.3, empty).common)
