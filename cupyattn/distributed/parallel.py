@@ -192,4 +192,4 @@ def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str
     result = call.restore(o)
     if not return_lse:
         return result
-    return result, call.described.as_given(lse[0] if call.calls.offsets else lse)
+    return result, call.as_given(lse[0] if call.calls.offsets else lse)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.arrays.memory import check_receiver
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import SCALE_MIN, as_float, check_shapes
@@ -339,13 +338,3 @@ def _with_own_shifts(
     lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
     first, last = check_limits(causal, "top-left", window, *lengths)
     return replace(call, causal_shift=last or 0, window_shift=first or 0)
-
-
-def check_out(out: Any, call: AttentionSpec, inputs: tuple[Any, ...]) -> None:
-    """Check an array given to receive O, as `check_receiver` does.
-
-    `inputs` are q, k, v and, where there are such, mask and bias (None where not).
-    """
-    named = zip(("q", "k", "v", "mask", "bias"), inputs, strict=False)
-    read = {name: array for name, array in named if array is not None}
-    check_receiver(out, call.output_shape, call.dtype, read)

@@ -1,6 +1,7 @@
 """What a kernel receives: the record that mirror, bounds and judge take.
 
-A call that runs is a `cupyattn.problem.request.Request`. Here are operands beside the name of a
+A call that runs is a `cupyattn.problem.attention.AttentionProblem`. Here are
+operands beside the name of a
 rung, wherever they lie. Nothing is launched, so a form may be named that no device here runs.
 """
 
@@ -110,7 +111,7 @@ def receive(
     call = check_options(check_shapes(*shapes), dtype, settings.scale, taken, return_lse=True)
     kernel = settle(rung, call, codes=codes, tiles=settings.tiles, form=form)
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
-    preparation = Preparation.of(settings.rows(arrays), sizes)
+    preparation = Preparation.of_arrays(settings.rows(arrays), sizes)
     return Received(kernel, (q, k, v), scores, quantized, preparation)
 
 

@@ -11,6 +11,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
 from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import CodeFacts
 
 #: Arguments of `cupyattn.attention` and `attention_varlen` that are arrays or hold some, beside
 #: q, k and v.
@@ -83,6 +84,23 @@ class Settings(NamedTuple):
             variant="fa_tc", accuracy="full", quant=None, tiles=None, check_finite=False,
             return_lse=True, qk_norm_eps=EPS,
         )  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """What a call of attention asks for, beside the arrays that its kernels read.
+
+    Parameters
+    ----------
+    of_call : Settings
+    codes : CodeFacts, optional
+        Of operands that are quantised already.
+    blocks : (int, int)
+        Rows and keys of a block of the block mask; (0, 0): there is none.
+    """
+
+    of_call: Settings
+    codes: CodeFacts | None = None
+    blocks: tuple[int, int] = (0, 0)
 
 
 class _Interned(Settings):

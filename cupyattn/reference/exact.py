@@ -289,7 +289,7 @@ def attention_exact(
     q, k, v = operands(q=q, k=k, v=v)
     xp = array_namespace(q, k, v)
     batch, heads, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
-    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    turn = Rope.of_arrays(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
     if turn is not None:
         q, k = turn.exact(q, k)
     num_rows = len_q if rows is None else len(rows)

@@ -25,7 +25,7 @@ from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import judged
 from cupyattn.testing.counterexamples import keep
 from cupyattn.testing.judged import Further
-from cupyattn.testing.parts import kernels_tried, parts_of, request_of
+from cupyattn.testing.parts import kernels_tried, parts_of, problem_of_call
 from cupyattn.testing.report import Report as Report
 from cupyattn.testing.report import merged
 from cupyattn.testing.signed import SignedRun
@@ -193,7 +193,7 @@ def judge(
     settings = settings._replace(return_lse=lse is not None)
     if variant == "auto":
         settings = settings._replace(
-            variant=request_of(settings, arrays, quantized).variant.name
+            variant=problem_of_call(settings, arrays, quantized).variant.name
         )
     parts = parts_of(settings, arrays, quantized, o, lse)
     settled = form is not None and settings.tiles is not None

@@ -187,8 +187,7 @@ def test_who_asks_for_form_and_tiles() -> None:
         and node.func.id.startswith("settle")
     )  # fmt: skip
     wanted = {
-        "settle_request": ["problem/request.py"],
-        "settle": ["problem/form.py", "problem/received.py", "testing/parts.py", "unfused.py"],
+        "settle": ["problem/attention.py", "problem/received.py", "testing/parts.py", "unfused.py"],
         "settle_gemm": ["ops/gemm.py"],
         "settle_backward": ["gradients/problem.py", "ops/backward.py"],
     }  # fmt: skip
