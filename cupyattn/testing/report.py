@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from cupyattn.testing.functionals import FunctionalRatio
 from cupyattn.testing.signed import SignedRatio
 
-
 #: What ran, where an output is a copy or another library's: JAX copies what a kernel wrote.
 NOBODY = "not known, as o is not the array that a call of this library returned"
 
