@@ -16,7 +16,7 @@ from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.offloading import check_readable
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
-from cupyattn.interop.torch.read_only import ReadOnlyWeight, refuse_write
+from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.linear import LayerArrays, LayerSettings, check_given, check_layer
 from cupyattn.ops.weights import weight_quant
@@ -159,8 +159,8 @@ class Int8Linear(torch.nn.Linear):
     to x and to the bias, through the weight that the codes stand for.
 
     `weight` is what other libraries read: a tensor of the type `weight_dtype`, whose numbers are
-    made of the codes whenever something reads them. Every write to it is refused. In compiled code
-    it is a copy.
+    made of the codes whenever something reads them. Every write to it is refused, in
+    compiled code as well. Under ``torch.export`` it is a copy.
 
     Examples
     --------
@@ -226,7 +226,8 @@ class Int8Linear(torch.nn.Linear):
         codes, scales, dtype = self.weight_codes, self.weight_scale, self.weight_dtype
         check_readable(self, codes)
         if torch.compiler.is_compiling():
-            return dequantised(codes, scales, dtype)
+            numbers = dequantised(codes, scales, dtype)
+            return numbers if torch.compiler.is_exporting() else compiled_weight(numbers)
         like = torch.empty(codes.shape, dtype=dtype, device="meta")
         read = functools.partial(dequantised, codes, scales, dtype)
         found: Tensor = ReadOnlyWeight(like, codes.device, read)
