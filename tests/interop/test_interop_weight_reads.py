@@ -286,8 +286,10 @@ def test_codes_that_accelerate_has_offloaded_are_not_read() -> None:
     accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     assert model[0].weight_codes.is_meta
     said = "^the weight of this Int8Linear is offloaded, .*: remove the offloading hooks first"
+    w = model[0].weight
+    assert (w.device.type, w.dtype, w.shape) == ("cpu", torch.bfloat16, (136, 160))  # of its calls
     with pytest.raises(RuntimeError, match=said):
-        _ = model[0].weight
+        w.clone()
     assert torch.equal(model(x), expected)
     accelerate.hooks.remove_hook_from_submodules(model)
     assert torch.equal(model[0].weight.clone(), weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
-from cupyattn.interop.torch.offloading import check_readable
+from cupyattn.interop.torch.offloading import check_readable, home_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
@@ -221,16 +220,20 @@ class Int8Linear(torch.nn.Linear):
         Raises
         ------
         RuntimeError
-            If the codes are offloaded, and for every write.
+            For every write, and when numbers are read of codes that are offloaded.
         """
         codes, scales, dtype = self.weight_codes, self.weight_scale, self.weight_dtype
-        check_readable(self, codes)
         if torch.compiler.is_compiling():
+            check_readable(self, codes)
             numbers = dequantised(codes, scales, dtype)
             return numbers if torch.compiler.is_exporting() else compiled_weight(numbers)
         like = torch.empty(codes.shape, dtype=dtype, device="meta")
-        read = functools.partial(dequantised, codes, scales, dtype)
-        found: Tensor = ReadOnlyWeight(like, codes.device, read)
+
+        def read() -> Tensor:
+            check_readable(self, codes)
+            return dequantised(codes, scales, dtype)
+
+        found: Tensor = ReadOnlyWeight(like, home_of(self, codes), read)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:

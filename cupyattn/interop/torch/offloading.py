@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 #: Names of the hooks of diffusers.
@@ -57,6 +58,23 @@ def check_readable(layer: nn.Module, codes: Tensor) -> None:
             "the weight of this Int8Linear is offloaded to disk by diffusers: read it before "
             "enable_group_offload()"
         )
+
+
+def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
+    """Return where the codes of an INT8 layer are when it is called.
+
+    Parameters
+    ----------
+    layer : Int8Linear
+    codes : Tensor
+        Of the layer. On the meta device if accelerate offloads it.
+    """
+    if codes.is_meta:
+        for hook in _hooks_of_accelerate(layer):
+            device = getattr(hook, "execution_device", None)
+            if isinstance(device, torch.device | str | int):
+                return torch.device(device)
+    return codes.device
 
 
 def check_not_offloaded(model: nn.Module) -> None:
@@ -141,6 +159,10 @@ def move_casting(layer: nn.Module, to: nn.Module) -> None:
 
 def _is_placed(module: nn.Module) -> bool:
     """Whether a hook of accelerate moves a module's own tensors or its inputs in each call."""
+    return any(hasattr(one, "weights_map") for one in _hooks_of_accelerate(module))
+
+
+def _hooks_of_accelerate(module: nn.Module) -> tuple[Any, ...]:
+    """Return the hooks that accelerate has put on a module."""
     hook = vars(module).get("_hf_hook")
-    hooks = getattr(hook, "hooks", (hook,))  # of one that holds several
-    return any(hasattr(one, "weights_map") for one in hooks)
+    return tuple(getattr(hook, "hooks", (hook,)))  # of one that holds several
