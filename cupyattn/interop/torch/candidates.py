@@ -45,10 +45,10 @@ def _layers(
     if module in seen:
         return
     seen.add(module)
-    if isinstance(module, nn.Linear) and name:
+    inner = inner_of(module)
+    if isinstance(module, nn.Linear) and name and not inner:  # some adapters are linear layers, too
         yield name, module, obstacle
     obstacle = obstacle or obstacle_of(module)
-    inner = inner_of(module)
     for part in inner or module._modules:
         child = module._modules[part]
         if child is not None:
