@@ -32,11 +32,11 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
             yield name, layer, obstacle
 
 
-def int8_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the layers of a model that are INT8, as `linear_layers` names others."""
+def int8_layers(model: nn.Module) -> Iterator[tuple[str, Int8Linear]]:
+    """Yield the layers of a model that are INT8, by names as `linear_layers` gives to others."""
     for name, layer, _ in _layers("", model, "", set()):
         if isinstance(layer, Int8Linear):
-            yield name
+            yield name, layer
 
 
 def _layers(

@@ -47,7 +47,7 @@ def check_readable(layer: nn.Module, codes: Tensor) -> None:
     ------
     RuntimeError
     """
-    if codes.is_meta:
+    if codes.is_meta and "_hf_hook" in vars(layer):
         raise RuntimeError(
             "the weight of this Int8Linear is offloaded, its codes are on the meta device: "
             "remove the offloading hooks first, or read it within a call of the layer"
@@ -134,9 +134,15 @@ def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) 
             f"the weights of {where} are offloaded in groups by diffusers: remove the offloading "
             f"hooks first, with {_WAY_OF_GROUPS}"
         )
+    offloaded = any(map(_is_placed, model.modules()))
     for name, layer in layers:
-        tensors = (*layer.parameters(), *layer.buffers())
-        if _is_placed(layer) or any(x.is_meta for x in tensors):
+        on_meta = any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))
+        if on_meta and not offloaded:
+            raise RuntimeError(
+                f"{name!r} is on the meta device, and so holds no numbers of its own any more: "
+                "make the model again, or call restore() before to('meta')"
+            )
+        if _is_placed(layer) or on_meta:
             raise RuntimeError(
                 f"the weights of {name!r} are offloaded by accelerate: remove the offloading hooks "
                 f"first, with {_WAY_OF_ACCELERATE}"
