@@ -6,6 +6,8 @@ import copy
 import doctest
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,12 @@ peft = pytest.importorskip("peft")
 from experiments._harness import small_transformers as small  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 of_torch = importlib.import_module("cupyattn.interop.torch")
 of_diffusers = importlib.import_module("cupyattn.interop.diffusers")
 nn = torch.nn
 SMALL = ca.Int8Config(min_elements_for_int8=0)
 LORA = {"r": 4, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def int8(model: Any, **options: Any) -> Any:
@@ -244,6 +239,15 @@ def test_what_is_neither_a_pipeline_nor_a_module_is_refused() -> None:
 def test_docstrings() -> None:
     assert doctest.testmod(restoring).failed == 0
     assert "restore" in dir(interop)
+
+
+def test_the_package_has_it_after_one_import() -> None:
+    """And imports no framework for it."""
+    code = (
+        "import sys, cupyattn as ca; ca.interop.restore; assert 'interop' in dir(ca); "
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- again ---------------------------------------------------------------------------------------

@@ -58,14 +58,14 @@ def _layers(
 
 def unfit(linear: nn.Linear) -> str:
     """Say why a layer cannot be replaced, whatever its numbers are; empty where it can."""
+    if nn.utils.parametrize.is_parametrized(linear):
+        return "is parametrised, so that its weight is made in each call"
     if type(linear) is not nn.Linear:
         return f"a {type(linear).__name__}"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
         return "has hooks"
     if has_own_forward(linear):  # as libraries put it there that move weights in each call
         return "has a forward of its own"
-    if nn.utils.parametrize.is_parametrized(linear):
-        return "is parametrised"
     for name, tensor in (("weight", linear.weight), ("bias", linear.bias)):
         if tensor is not None and type(tensor) is not nn.Parameter:
             return f"its {name} is a {type(tensor).__name__}"

@@ -417,6 +417,31 @@ class Int8Linear(torch.nn.Linear):
         UnsupportedError
             For a gradient with `activation` or beside `residual`, and for forward-mode derivatives.
         """
+        traced = isinstance(x, torch.fx.Proxy)  # which has neither shape nor type
+        if not traced:
+            x = self._checked(x)
+        given = x, self.weight_codes, self.weight_scale, self.bias
+        options = activation or self.activation or "", self.arch, self.backend
+        if torch.compiler.is_compiling():
+            epilogues.register()
+        y: Tensor
+        if residual is not None or gate is not None:
+            if residual is None:
+                raise ValueError(
+                    "gate goes with residual, got residual=None: give zeros to add nothing"
+                )
+            beside = *given, residual, gate
+            seen = traced or any(how_seen(beside))
+            operator = linear_parts.layer if seen else linear_parts.run_layer
+            y = operator(*beside, *options)
+            return y
+        if traced or any(how_seen(given)):
+            y = int8_linear(*given, *options)
+            return y
+        return run(*given, *options)
+
+    def _checked(self, x: Any) -> Tensor:
+        """Return an input that fits the layer, in the type of a region of autocast."""
         if not isinstance(x, Tensor):
             raise TypeError(f"Int8Linear(): argument 'x' must be Tensor, not {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -430,24 +455,7 @@ class Int8Linear(torch.nn.Linear):
             )
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        given = x, self.weight_codes, self.weight_scale, self.bias
-        options = activation or self.activation or "", self.arch, self.backend
-        if torch.compiler.is_compiling():
-            epilogues.register()
-        y: Tensor
-        if residual is not None or gate is not None:
-            if residual is None:
-                raise ValueError(
-                    "gate goes with residual, got residual=None: give zeros to add nothing"
-                )
-            beside = *given, residual, gate
-            operator = linear_parts.layer if any(how_seen(beside)) else linear_parts.run_layer
-            y = operator(*beside, *options)
-            return y
-        if any(how_seen(given)):
-            y = int8_linear(*given, *options)
-            return y
-        return run(*given, *options)
+        return x
 
     def extra_repr(self) -> str:
         """Name sizes, what shares a scale, the type that codes stand for, and settings."""
