@@ -21,6 +21,7 @@ from cupyattn.problem import support
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import (
     Kernel,
+    code_rows,
     kernel_features,
     kernel_support,
     module_spec,
@@ -35,7 +36,7 @@ from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.quantizers import group_count, padded_columns, padded_length
+from cupyattn.quant.quantizers import group_count, padded_length
 from cupyattn.quant.static_scales import check_static_scales, static_scales
 
 #: Operands that say what happens to the scores.
@@ -224,9 +225,9 @@ class AttentionProblem(Problem):
         q, k, v = self.given_places.values()
         if z is not None:
             if z.has_nibbles:
-                q, k = (_code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
+                q, k = (code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
         elif self.variant.family == "int8" and not self.quant.fused:
-            q, k = _code_rows(q), _code_rows(k)
+            q, k = code_rows(q), code_rows(k)
             if self.quant.form == "pv8":
                 v = _value_codes(v, call)
             elif call.dtype == "float32":  # P.V takes float16
@@ -302,12 +303,6 @@ def results_of(call: AttentionSpec, layout: str, *, receives: bool) -> dict[str,
     if call.return_lse:
         found["lse"] = Result(call.lse_shape, STORAGE["float32"])
     return found
-
-
-def _code_rows(x: Operand) -> Operand:
-    """Describe codes of a byte each that are made of rows, which are padded."""
-    whole = Operand.contiguous((*x.shape[:3], padded_columns(x.shape[3])), 1)
-    return replace(whole, shape=x.shape)
 
 
 def _value_codes(v: Operand, call: AttentionSpec) -> Operand:

@@ -30,6 +30,7 @@ from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
 from cupyattn.problem.support import SUPPORTED, Support, grid_support
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantizers import padded_columns
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,17 @@ def _tiles(
         rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
         options=support.options_of(call),
     )  # fmt: skip
+
+
+def fresh_rows(x: Operand) -> Operand:
+    """Describe rows as this library allocates them: contiguous, and those of codes padded."""
+    return code_rows(x) if x.itemsize == 1 else Operand.contiguous(x.shape, x.itemsize)
+
+
+def code_rows(x: Operand) -> Operand:
+    """Describe codes of a byte each that are made of rows, which are padded."""
+    whole = Operand.contiguous((*x.shape[:3], padded_columns(x.shape[3])), 1)
+    return replace(whole, shape=x.shape)
 
 
 def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str | None) -> Tiles:

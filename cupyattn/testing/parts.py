@@ -6,6 +6,7 @@ its packed sequences. Lengths of padded entries become a mask, which admits the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,22 +14,19 @@ from typing import Any
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import Array, array_namespace
-from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import described
 from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.form import kernel_support, settle
+from cupyattn.problem.form import fresh_rows, kernel_support, settle
 from cupyattn.problem.operands import Codes
-from cupyattn.problem.received import Received, receive
+from cupyattn.problem.received import ARCHITECTURES, Received, receive
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import LENGTHS as COUNTS
 from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one_entry
 from cupyattn.problem.settings import NO_WINDOW, Settings
 
-#: Architectures whose forms are tried: None has the portable ones.
-ARCHITECTURES = (None, "sm_90a")
 #: Arrays that say how long sequences or entries are.
 LENGTHS = (*SEQUENCES, *COUNTS)
 
@@ -220,7 +218,8 @@ def kernels_tried(
     -------
     list of (str, Tiles)
         Form and tiles on each architecture, those of the arrays' own device first. Operands count
-        as aligned: copies on a host may lie elsewhere than the arrays of the call did.
+        as aligned, with the strides that they have and with those of fresh arrays: copies on a
+        host may lie elsewhere than the arrays of the call did.
 
     Raises
     ------
@@ -235,11 +234,12 @@ def kernels_tried(
     if z is not None and codes is not None and z.config.fused and form is None:
         asked.append((replace(codes, fused=True), "fused", None))
     places = problem.places
-    aligned = {n: _contiguous(x) for n, x in places.rows.items()}
+    as_they_lie = {n: replace(x, misalignment=0) for n, x in places.rows.items()}
+    fresh = {n: fresh_rows(x) for n, x in places.rows.items()}
     tried: list[tuple[str, Tiles]] = []
     refused: Exception | None = None
-    for kind, name, arch in asked:
-        operands = places._replace(**aligned)
+    for (kind, name, arch), rows in itertools.product(asked, (as_they_lie, fresh)):
+        operands = places._replace(**rows)
         try:
             kernel = settle(
                 rung, problem.attended, operands, codes=kind, tiles=settings.tiles, arch=arch,
@@ -269,7 +269,3 @@ def problem_of_call(
         present |= {n: arrays[n] for n in names if arrays.get(n) is not None}
         settings = settings._replace(layout="BHSD")
     return described(settings, present)
-
-
-def _contiguous(x: Operand) -> Operand:
-    return Operand.contiguous(x.shape, x.itemsize)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from cupyattn.testing.functionals import FunctionalRatio
 from cupyattn.testing.signed import SignedRatio
 
+#: What ran, where an output is a copy or another library's: JAX copies what a kernel wrote.
+NOBODY = "not known, as o is not the array that a call of this library returned"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -145,7 +148,7 @@ class Report:
             )
         elif self.held_to:
             lines.append(f"  held to {self.held_to}")
-        lines += [f"  run by: {self.ran}"] if self.ran else []
+        lines += [f"  run by: {self.ran or NOBODY}"]
         return "\n".join(lines)
 
 

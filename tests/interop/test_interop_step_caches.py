@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 of_torch = importlib.import_module("cupyattn.interop.torch")
 of_diffusers = importlib.import_module("cupyattn.interop.diffusers")
 STEPS = 4
@@ -37,14 +38,6 @@ CACHES: dict[str, Callable[[Any], Any]] = {
         num_inference_steps=STEPS, mag_ratios=torch.ones(2 * STEPS), threshold=1.0
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def flux() -> Any:

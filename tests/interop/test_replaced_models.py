@@ -12,6 +12,7 @@ import pytest
 from experiments._harness import recording
 from experiments.diffusion import replaced_models as experiment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 torch = pytest.importorskip("torch")
 for name in ("diffusers", "peft", "accelerate"):
     pytest.importorskip(name)
@@ -21,14 +22,6 @@ worlds = importlib.import_module("experiments._harness.model_worlds")
 
 #: Seed of the sequences of the suite; the record has others.
 SEED = 1
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequences(count: int) -> list[Any]:
