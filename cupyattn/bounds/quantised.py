@@ -20,8 +20,7 @@ from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.checks import ScoreOptions, check_scale
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.reference.exact import ScoreBlock, blocks_of

@@ -29,8 +29,7 @@ from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.backward_form import BackwardKernel
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.checks import ScoreOptions, check_backward, check_scale
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")

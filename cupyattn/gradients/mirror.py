@@ -18,8 +18,7 @@ from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.backward_form import NO_DQ, BackwardKernel
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.checks import ScoreOptions, check_backward, check_scale
 from cupyattn.problem.scoring import Scoring
 from cupyattn.reference.attention import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,33 @@ from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import SCALE_MIN, as_float, check_shapes
 from cupyattn.problem.call import AttentionSpec, Packed, Padded
-from cupyattn.problem.score_options import ScoreOptions
 
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreOptions:
+    """What changes and masks scores: options of `cupyattn.attention`, which documents them."""
+
+    causal: bool = False
+    causal_align: str = "bottom-right"
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    mask: Any = None
+    bias: Any = None
+    block_mask: Any = None
+
+    def __post_init__(self) -> None:
+        # NOTE: by an attribute, as a block mask imports this module.
+        if self.block_mask is not None and not hasattr(self.block_mask, "blocks"):
+            raise TypeError(
+                f"block_mask must be a cupyattn.BlockMask or None, got {shown(self.block_mask)}"
+            )
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and keys of a block of the block mask; (0, 0): there is none."""
+        return (0, 0) if self.block_mask is None else self.block_mask.blocks
 
 
 def check_dtype(q: Any, k: Any, v: Any) -> str:
@@ -209,7 +233,7 @@ def check_attention(
         Softmax scale; ``head_dim ** -0.5`` when omitted.
     return_lse : bool
     **scores
-        Fields of `cupyattn.problem.score_options.ScoreOptions`.
+        Fields of `cupyattn.problem.checks.ScoreOptions`.
 
     Returns
     -------

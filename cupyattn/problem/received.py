@@ -20,12 +20,11 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import check_kind
-from cupyattn.problem.checks import check_dtype, check_options
+from cupyattn.problem.checks import ScoreOptions, check_dtype, check_options
 from cupyattn.problem.form import Kernel, fresh_rows, kernel_support, settle
 from cupyattn.problem.operands import Codes, Operands
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import Preparation
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings, of_arguments
 from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 

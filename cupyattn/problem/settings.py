@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import CodeFacts
 

@@ -21,9 +21,8 @@ from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, c
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import check_scale
+from cupyattn.problem.checks import ScoreOptions, check_scale
 from cupyattn.problem.rope import Rope
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import Scoring
 
 #: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few

@@ -13,8 +13,7 @@ from cupyattn.arrays.kinds import STORAGE, Array
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import numerics
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.checks import ScoreOptions, check_scale
 from cupyattn.problem.scoring import Scoring
 from cupyattn.reference.attention import require_numpy, storage_name
 from cupyattn.reference.rounding import round_to

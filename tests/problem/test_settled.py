@@ -22,9 +22,9 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import kernel_form
+from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.received import Received
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.reference import attention as mirror
 from cupyattn.testing import judged, verdict
