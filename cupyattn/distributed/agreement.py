@@ -37,7 +37,7 @@ from cupyattn.ops.call_operands import arguments_of
 from cupyattn.problem import checks
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.sequences import SEQUENCES, one_entry
+from cupyattn.problem.sequences import SEQUENCES, check_offsets, one_entry
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -434,11 +434,7 @@ def _offsets(arrays: Mapping[str, Any]) -> dict[str, Any]:
     for name in "qk":
         given = arrays[f"cu_seqlens_{name}"]
         taken = interchange.on_host(interchange.take(f"cu_seqlens_{name}", given)[0])
-        if taken.ndim != 1 or taken.size < 1 or str(taken.dtype) not in ("int32", "int64"):
-            raise ValueError(
-                f"cu_seqlens_{name} must be int32 or int64 of shape (batch + 1,), "
-                f"got {taken.dtype} of shape {taken.shape}"
-            )
+        check_offsets(f"cu_seqlens_{name}", taken)
         found[f"cu_seqlens_{name}"] = taken.astype(np.int64)  # checked before 32 bits cut them
         found[f"max_len_{name}"] = int(np.diff(taken).max(initial=0))
     counts = {n: a.size - 1 for n, a in found.items() if n.startswith("cu_seqlens")}

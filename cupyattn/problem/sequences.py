@@ -73,7 +73,7 @@ def longest(name: str, offsets: Any, total: int | None) -> int:
     total : int, optional
         Rows of all sequences, to check the offsets by.
     """
-    _check_form(f"cu_seqlens_{name}", offsets)
+    check_offsets(f"cu_seqlens_{name}", offsets)
     found = on_host(offsets)
     most = int(np.diff(found).max(initial=0))
     if total is not None:
@@ -81,7 +81,8 @@ def longest(name: str, offsets: Any, total: int | None) -> int:
     return most
 
 
-def _check_form(name: str, offsets: Any) -> None:
+def check_offsets(name: str, offsets: Any) -> None:
+    """Raise ValueError for what is no array of offsets."""
     if offsets.ndim != 1 or offsets.shape[0] < 1 or str(offsets.dtype) not in ("int32", "int64"):
         raise ValueError(
             f"{name} must be int32 or int64 of shape (batch + 1,), "
@@ -131,7 +132,7 @@ def describe_sequences(
                 f"{cu_seqlens} must be a NumPy or CuPy array, or have __dlpack__, got NoneType"
             )
         limit[max_len] = limits.check_length(max_len, longest_of)
-        _check_form(cu_seqlens, given)
+        check_offsets(cu_seqlens, given)
         offsets[cu_seqlens] = given.whole().cast(np.int32).beside(q)
         if look or given.device < 0:
             looks.append(Look(_check_values, (given,), (name, total, limit[max_len])))
