@@ -156,8 +156,6 @@ def module_now(name: str) -> str:
     --------
     >>> module_now("experiments.gemm"), module_now("experiments.gone")
     ('experiments.speed.gemm', 'experiments.gone')
-    >>> module_now("experiments.channel_race")
-    'experiments.tuning.channel_product.channel_race'
     """
     files = list((ROOT / "experiments").rglob(f"{name.rpartition('.')[2]}.py"))
     if len(files) != 1:
