@@ -22,14 +22,8 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import (
-    STEPS,
-    Part,
-    block_rows,
-    operand_parts,
-    plan_quantize,
-    value_columns,
-)
+from cupyattn.plans.quantize import STEPS, Part, operand_parts, plan_quantize
+from cupyattn.plans.quantize_blocks import block_rows, value_columns
 from cupyattn.plans.records import Plan
 from cupyattn.plans.structs import QUANTIZE_PARAMS, pack
 from cupyattn.problem.row_preparation import Preparation
