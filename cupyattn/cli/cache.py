@@ -20,7 +20,7 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.cli import flags, output, verify
 from cupyattn.compiler import architectures as compiler_architectures
-from cupyattn.compiler import disk_cache, size_limit, target
+from cupyattn.compiler import devices, disk_cache, size_limit, target
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.compiler.target import HOPPER_CAPABILITY
@@ -114,7 +114,7 @@ def _architectures() -> list[str]:
     import cupy
 
     capability = int(cupy.cuda.Device().compute_capability)
-    own = [compiler.device_architecture(capability)]
+    own = [devices.device_architecture(capability)]
     return own if capability != HOPPER_CAPABILITY else [*own, "sm_90a"]
 
 

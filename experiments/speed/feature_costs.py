@@ -31,6 +31,7 @@ from cupyattn.cli import cache, output
 from cupyattn.cli.plan import own_arch
 from cupyattn.compiler import architectures
 from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.devices import device_architecture
 from cupyattn.measure import rungs as measure
 from cupyattn.measure import timing, words
 from cupyattn.ops.attention import resolved
@@ -131,7 +132,7 @@ def kernels(
             found += planned(rung, feature, **{**given, "return_lse": True})[:-1]
     modules = (one.module for plan in found for one in plan.launches)
     return [
-        (module, compiler.device_architecture(capability, module.hopper))
+        (module, device_architecture(capability, module.hopper))
         for module in dict.fromkeys(modules)
     ]
 

@@ -12,6 +12,7 @@ import pytest
 
 from cupyattn import attention_varlen, attention_varlen_backward, explain_backward, interpret
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients
 from cupyattn.kernels.backward_tiles import SUMMED
@@ -86,7 +87,7 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
         taken = binary.kernels[entry]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{module}: {taken}"
         assert SERIALISED not in binary.log, module
-        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, entry)
+        devices.check_shared_memory(binary.smem_bytes, 227 * 1024, entry)
 
 
 @pytest.mark.parametrize(

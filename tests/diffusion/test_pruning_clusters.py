@@ -11,6 +11,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -400,6 +401,6 @@ def test_no_launch_spills(dtype: Any, head_dim: int, len_kv: int) -> None:
         binary = kc.build(one.module, "sm_90a")
         taken = binary.kernels["key_importance"]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), str(taken)
-        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
+        devices.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
         if one.block <= 256 and head_dim <= 128:  # two blocks to a multiprocessor
             assert taken.registers <= 128 and binary.smem_bytes <= 113 * 1024

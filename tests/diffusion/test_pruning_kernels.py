@@ -12,6 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import kept_keys, key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -424,7 +425,7 @@ def test_no_launch_spills(dtype: Any, head_dim: int, arch: str) -> None:
         taken = binary.kernels[one.entry]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{one.entry}: {taken}"
         assert taken.registers <= 168 or one.block > 128  # three blocks to an SM
-        kc.check_shared_memory(binary.smem_bytes, 99 * 1024, one.entry)
+        devices.check_shared_memory(binary.smem_bytes, 99 * 1024, one.entry)
 
 
 def test_few_heads_and_many_fill_a_device() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -124,7 +125,7 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles) -> None:
         binary = kc.build(one.module, "sm_90a")
         taken = binary.kernels["gemm_int8"]
         assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
-        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, str(one.module))
+        devices.check_shared_memory(binary.smem_bytes, 227 * 1024, str(one.module))
 
 
 def test_boxes_are_the_slices_of_a_tile() -> None:

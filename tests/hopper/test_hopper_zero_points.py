@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cupyattn import BlockMask, Tiles, attention, attention_varlen, explain
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels import tile_pieces
@@ -289,7 +290,7 @@ def test_default_tiles_spill_nothing(form: str, head_dim: int, causal: bool, var
     binary = kc.build(kernel_module.module_spec(variant, features, tiles, form), "sm_90a")
     (taken,) = binary.kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), taken
-    kc.check_shared_memory(binary.smem_bytes, 227 * 1024, str(tiles))
+    devices.check_shared_memory(binary.smem_bytes, 227 * 1024, str(tiles))
 
 
 # ---- what it leaves to the portable form ---------------------------------------------------------

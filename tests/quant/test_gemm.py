@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import architectures, target
+from cupyattn.compiler import architectures, devices, target
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -244,7 +244,7 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
         binary = kc.build(one.module, arch)
         taken = binary.kernels["gemm_int8"]
         assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
-        kc.check_shared_memory(binary.smem_bytes, 99 * 1024, str(one.module))
+        devices.check_shared_memory(binary.smem_bytes, 99 * 1024, str(one.module))
 
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000))

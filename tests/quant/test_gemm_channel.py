@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -268,7 +269,7 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
     assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
     assert "C75" not in binary.log  # ptxas would say that products are serialised
     room = 227 if arch == "sm_90a" else 99
-    kc.check_shared_memory(binary.smem_bytes, room * 1024, str(one.module))
+    devices.check_shared_memory(binary.smem_bytes, room * 1024, str(one.module))
 
 
 def test_columns_whose_scales_lie_apart_are_read_one_by_one() -> None:
