@@ -28,6 +28,7 @@ from tests.distributed.distributed_cases import (
     packed,
     partitions,
 )
+from tests.support.ranks import in_threads
 from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits, normal
 
@@ -450,12 +451,7 @@ def test_a_rank_that_dies_anywhere_is_named_by_all(data: Any) -> None:
         except (distributed.RankError, SystemExit) as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(mesh.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(15)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(on_rank, mesh.size, 15)
     if not died.is_set():
         assert set(found.values()) == {"a result"}
         return

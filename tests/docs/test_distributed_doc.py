@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import cli, distributed
 from experiments.speed import ring_timeline, scaling
+from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "DISTRIBUTED.md").read_text(encoding="utf-8")
@@ -26,12 +26,6 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 MODULES = [path.stem for path in (ROOT / "cupyattn" / "distributed").glob("[a-z]*.py")]
 #: The one that is a file of its own.
 (ATTEND,) = (block for block in BLOCKS if "from_environment" in block)
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
 
 
 def test_the_examples_run_one_after_the_other() -> None:

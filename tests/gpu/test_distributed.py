@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from cupyattn.plans.stages import stages
 from cupyattn.problem.call import AttentionSpec
 from tests.distributed.distributed_cases import asked_for, entry, packed
 from tests.kernels.test_merge_partials import assert_within, exactly, parts_of
+from tests.support.ranks import free_port
 from tests.support.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
@@ -369,12 +369,6 @@ SAID = {
     "other arguments": ('RankError: rank 1 called parallel_attention with causal="True", ',) * 2,
     "full memory": ("RankError: rank 1 ended: ", "OutOfMemoryError: "),
 }
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
 
 
 def start(rank: int, ports: tuple[str, str], fault: str, where: str) -> subprocess.Popen[str]:

@@ -25,6 +25,8 @@ from cupyattn.interop.diffusers import backends  # noqa: E402
 from cupyattn.interop.diffusers.noise import Noise, kind_of  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: Calls of these tests are short.
 SHORT = {"min_length": 32}
 #: What INT8 may change, as a share of what the replaced attention contributes at all. Codes of 8
@@ -32,15 +34,6 @@ SHORT = {"min_length": 32}
 #: their norm; those of Q, of K and of V or P are independent: 1.6 % together.
 SHARE = 0.02
 MODULES = ("diffusers.replace", "diffusers.report", "selection")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Workers share the cores; threads of torch's would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

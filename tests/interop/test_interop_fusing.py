@@ -21,20 +21,14 @@ from experiments._harness import small_transformers as small  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
 interop = importlib.import_module("cupyattn.interop.torch")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 #: Layers that diffusers makes, by family.
 FUSED = {
     "flux": {"to_qkv", "to_added_qkv"},
     "sd3": {"to_qkv", "to_added_qkv"},
     "wan": {"to_qkv", "to_kv"},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def int8(model: Any, strategy: str = "block", **options: Any) -> Any:

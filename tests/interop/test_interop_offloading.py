@@ -20,17 +20,11 @@ from experiments._harness import small_transformers as small  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
 interop = importlib.import_module("cupyattn.interop.torch")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 SMALL = ca.Int8Config(min_elements_for_int8=0)
 Offload = Callable[[Any, Path], None]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def replaced(model: Any, **options: Any) -> Any:

@@ -22,17 +22,11 @@ from tests.interop import diffusers_cases as cases  # noqa: E402
 
 of_torch = importlib.import_module("cupyattn.interop.torch")
 of_diffusers = importlib.import_module("cupyattn.interop.diffusers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 nn = torch.nn
 SMALL = ca.Int8Config(min_elements_for_int8=0)
 LORA = {"r": 4, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def int8(model: Any, **options: Any) -> Any:

@@ -17,6 +17,8 @@ from tests.interop import diffusers_cases as cases  # noqa: E402
 
 of_torch = importlib.import_module("cupyattn.interop.torch")
 of_diffusers = importlib.import_module("cupyattn.interop.diffusers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4
 #: Configurations under which the small models leave out some of their blocks or attention.
 CACHES: dict[str, Callable[[Any], Any]] = {
@@ -37,14 +39,6 @@ CACHES: dict[str, Callable[[Any], Any]] = {
         num_inference_steps=STEPS, mag_ratios=torch.ones(2 * STEPS), threshold=1.0
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def flux() -> Any:

@@ -19,16 +19,10 @@ restoring = importlib.import_module("cupyattn.interop.torch.restoring")
 linear = importlib.import_module("cupyattn.interop.torch.linear")
 worlds = importlib.import_module("experiments._harness.model_worlds")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: Seed of the sequences of the suite; the record has others.
 SEED = 1
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequences(count: int) -> list[Any]:
