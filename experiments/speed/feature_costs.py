@@ -469,8 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="compilations at a time"
     )
-    parser.add_argument("--update-docs", action="store_true", help="rewrite docs/FEATURES.md")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    recording.add_page_arguments(parser)
     parser.add_argument(
         "--merge",
         nargs="+",
