@@ -13,7 +13,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig, UnsupportedError
-from tests.interop.torch_cases import same_bits
+from tests.interop.torch_cases import compiled, same_bits
 from tests.support.runs import normal
 
 torch = pytest.importorskip("torch")
@@ -40,11 +40,6 @@ def rope_tables(length: int = 73) -> tuple[np.ndarray, np.ndarray]:
 
 def layer(**options: Any) -> Any:
     return interop.Int8Attention(4, 16, num_timesteps=50, backend="mirror", **options)
-
-
-def compiled(module: Any, backend: Any = "aot_eager") -> Any:
-    torch._dynamo.reset()
-    return torch.compile(module, backend=backend, fullgraph=True)
 
 
 # ---- Attention -----------------------------------------------------------------------------------

@@ -124,6 +124,12 @@ class Product:
         return replace(self, **fields)
 
 
+def run(p: Product, tiles: GemmTiles) -> np.ndarray:
+    """Run a product in the interpreter, on the architecture that tiles of this size are for."""
+    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
+    return p.run(backend="interpret", tiles=tiles, arch=arch)
+
+
 def product(
     seed: int,
     shape: tuple[int, int, int],

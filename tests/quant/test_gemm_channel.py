@@ -24,7 +24,7 @@ from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import MOST_CHANNEL_CODES
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, Product, product, run
 from tests.quant.quant_inputs import DTYPES, operand
 from tests.quant.test_gemm import planned
 
@@ -39,11 +39,6 @@ TAIL = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=2)
 
 def by_channel(seed: int, shape: tuple[int, int, int], regime: str = "normal", **more) -> Product:  # type: ignore[no-untyped-def]
     return product(seed, shape, regime, strategy="channel", **more)
-
-
-def run(p: Product, tiles: GemmTiles) -> np.ndarray:
-    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
-    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 # ---- what it is ----------------------------------------------------------------------------------

@@ -21,18 +21,13 @@ from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import STRATEGIES, scale_shape
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, Product, product, run
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 #: Of four tiles of 8 columns to a warp, whose rows all lanes of it store.
 WIDE = GemmTiles(32, 64, num_warps=2, num_stages=2)
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 LARGE = GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=2)
-
-
-def run(p: Product, tiles: GemmTiles) -> np.ndarray:
-    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
-    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 # ---- what it is ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, product, run
 from tests.quant.test_gemm import planned
 
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
@@ -25,11 +25,6 @@ HOPPER = GemmTiles(64, 64, num_warps=8, num_stages=2, splits=4)
 #: Two warpgroups of two chunks of columns, as no default has them.
 WIDE = GemmTiles(128, 256, num_warps=12, num_stages=3, splits=2)
 EIGHT = GemmTiles(64, 128, num_warps=8, num_stages=2, splits=8)
-
-
-def run(p: Product, tiles: GemmTiles) -> np.ndarray:
-    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
-    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 # ---- what it computes ----------------------------------------------------------------------------
