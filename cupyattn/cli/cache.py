@@ -149,7 +149,7 @@ def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
     >>> [spec.source for spec in parse_spec("fa_tc:hd128:fp16:causal")]
     ['attn_fa_tc.cu']
     >>> [spec.source for spec in parse_spec("fa_tc:hd128:fp16", "sm_90a")]
-    ['sm90/attn_fa_tc.cu']
+    ['sm90/attn_fa_tc.cu', 'merge/sm90/merge_pieces.cu']
     """
     name, _, rest = text.partition(":")
     size, dtype, *flags = (rest or ":").split(":")

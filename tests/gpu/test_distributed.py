@@ -380,7 +380,7 @@ def start(rank: int, ports: tuple[str, str], fault: str, where: str) -> subproce
 
 def check_fault(fault: str, where: str) -> None:
     """Let rank 1 go wrong: what both say, within the timeout, and the next group works."""
-    begin, ports = time.monotonic(), (free_port(), free_port())
+    begin, ports = time.monotonic(), (str(free_port()), str(free_port()))
     running = [start(rank, ports, fault, where) for rank in range(2)]
     try:
         if fault == "dies":  # another process takes its place

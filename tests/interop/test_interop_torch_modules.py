@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import importlib
 import pickle
 from typing import Any
@@ -285,13 +284,6 @@ def test_what_is_refused() -> None:
     for error, message, function in cases:
         with pytest.raises(error, match=message):
             function()
-
-
-@pytest.mark.parametrize("name", ["functional", "modules", "linear", "models", "read_only"])
-def test_the_examples_of_docstrings_are_true(name: str) -> None:
-    module = importlib.import_module(f"cupyattn.interop.torch.{name}")
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    assert result.attempted and not result.failed
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
