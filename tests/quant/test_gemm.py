@@ -15,7 +15,6 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import architectures, devices, target
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
-from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles, settle_gemm
@@ -192,11 +191,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     a, b = (np.full((x.shape[0], 400), 127, np.int8) for x in (p.a, p.b))
     a[:, :392], b[:, :392] = p.a, p.b
     p = p.but(a=a[:, :392], b=b[:, :392])
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            p.run(backend="interpret", tiles=SMALL)
-    else:
-        assert p.share_of_bound(p.run(backend="interpret", tiles=SMALL)) > 10
+    p.check_theft(lambda: p.run(backend="interpret", tiles=SMALL), finding)
 
 
 # ---- what is compiled ----------------------------------------------------------------------------

@@ -228,14 +228,8 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     a[:, :k], b[:, :k] = p.a, p.b
     p = p.but(a=a[:, :k], b=b[:, :k])
 
-    def found() -> np.ndarray:  # of the Hopper form, a block takes both tiles
-        return p.run_on(1, tiles) if tiles is HOPPER else run(p, tiles)
-
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            found()
-    else:
-        assert p.share_of_bound(found()) > 10
+    # Of the Hopper form, a block takes both tiles.
+    p.check_theft(lambda: p.run_on(1, tiles) if tiles is HOPPER else run(p, tiles), finding)
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
