@@ -28,6 +28,7 @@ from tests.distributed.distributed_cases import (
     packed,
     partitions,
 )
+from tests.support.marks import slow
 from tests.support.ranks import in_threads
 from tests.support.resolved import watch_calls, watch_resolving
 from tests.support.runs import bits, normal
@@ -111,10 +112,7 @@ QUANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [Mesh(3, 1), *(pytest.param(m, marks=pytest.mark.slow) for m in (Mesh(4, 2), Mesh(2, 2)))],
-)
+@pytest.mark.parametrize("mesh", [Mesh(3, 1), *slow((Mesh(4, 2), Mesh(2, 2)))])
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda q: "default" if q is None else f"{q.pv}")
 def test_codes_go_round_a_ring(mesh: Mesh, quant: Any) -> None:
     """J2 of what the codes say; in bfloat16, whose names NumPy does not know."""

@@ -19,6 +19,7 @@ from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
+from tests.support.marks import slow_unless
 from tests.support.runs import bits, normal
 
 LN2 = math.log(2.0)
@@ -132,13 +133,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param(what, marks=[pytest.mark.slow] if number else [])
-        for number, what in enumerate(WRONG)
-    ],
-)
+@pytest.mark.parametrize("what", slow_unless(lambda number, _: not number, WRONG))
 def test_what_goes_wrong_is_seen(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

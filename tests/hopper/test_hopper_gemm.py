@@ -20,6 +20,7 @@ from cupyattn.problem.gemm_form import HOPPER_TILES, settle_gemm
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import Product, product
 from tests.quant.test_gemm import planned
+from tests.support.marks import slow_unless
 
 SMALL = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
 LARGE = GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=2)
@@ -89,13 +90,7 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [
-        pytest.param(name, marks=[] if number % 2 else [pytest.mark.slow])
-        for number, name in enumerate(THEFTS)
-    ],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda number, _: number % 2, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
     put_a_line_in_place("linear/sm90/gemm_int8.cu", line, instead, tmp_path, monkeypatch)

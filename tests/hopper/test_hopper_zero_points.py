@@ -23,6 +23,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.kernels.test_kernels_compile import features_of
 from tests.quant.test_zero_points import moved
 from tests.support import runs
+from tests.support.marks import slow
 from tests.support.runs import bits, hopper_blocks, normal, packed, sequences
 
 RUNG, FP8 = "fa_int8@sm90", "fa_int8@sm90_fp8"
@@ -181,10 +182,7 @@ def test_block_masks(granularity) -> None:
     one.check()
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    ["thread", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "head"))],
-)
+@pytest.mark.parametrize("granularity", ["thread", *slow(("tensor", "head"))])
 def test_packed_sequences_have_zero_points_of_their_own(granularity) -> None:
     inputs, ends = packed(((5, 9), (0, 7), (6, 0), (35, 40)), 2, 1)
     inputs = tuple(a + np.float16(1) for a in inputs)

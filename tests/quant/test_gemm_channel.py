@@ -27,6 +27,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, Product, product, run
 from tests.quant.quant_inputs import DTYPES, operand
 from tests.quant.test_gemm import planned
+from tests.support.marks import slow, slow_unless
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
@@ -138,9 +139,7 @@ def test_a_shared_last_wave_has_the_same_bits() -> None:
     assert p.run_on(1, alone).tobytes() == p.mirror().tobytes()
 
 
-@pytest.mark.parametrize("activation", [ACTIVATIONS[1], *(
-    pytest.param(x, marks=pytest.mark.slow) for x in ACTIVATIONS[2:]
-)])  # fmt: skip
+@pytest.mark.parametrize("activation", [ACTIVATIONS[1], *slow(ACTIVATIONS[2:])])
 @pytest.mark.parametrize("tiles", [SMALL, pytest.param(HOPPER, marks=pytest.mark.slow)], ids=str)
 def test_activations_of_the_kernel(activation: str, tiles: GemmTiles) -> None:
     p = by_channel(5, (33, 40, 160), out_dtype="float32", bias=True, activation=activation)
@@ -212,13 +211,7 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [
-        pytest.param(name, marks=[] if number % 3 == 0 else [pytest.mark.slow])
-        for number, name in enumerate(THEFTS)
-    ],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda number, _: number % 3 == 0, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     source, line, instead, tiles, finding = THEFTS[theft]
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)

@@ -17,6 +17,7 @@ from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, product, run
 from tests.quant.test_gemm import planned
+from tests.support.marks import slow_unless
 
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 FOUR = GemmTiles(16, 64, num_warps=2, num_stages=3, splits=4)
@@ -113,13 +114,7 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [
-        pytest.param(name, marks=[] if number < 2 else [pytest.mark.slow])
-        for number, name in enumerate(THEFTS)
-    ],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda number, _: number < 2, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     file, line, instead, finding = THEFTS[theft]
     put_a_line_in_place(file, line, instead, tmp_path, monkeypatch)

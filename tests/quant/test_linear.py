@@ -25,6 +25,7 @@ from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand
 from tests.support.foreign import ForeignWithNamespace
+from tests.support.marks import slow
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 seeds = st.integers(0, 2**32 - 1)
@@ -129,9 +130,7 @@ def test_the_kernel_quantises_as_numpy_does(dtype: np.dtype, channels: int, step
         assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
 
 
-@pytest.mark.parametrize(
-    "dtype", [DTYPES[2], *(pytest.param(t, marks=pytest.mark.slow) for t in DTYPES[:2])], ids=str
-)
+@pytest.mark.parametrize("dtype", [DTYPES[2], *slow(DTYPES[:2])], ids=str)
 def test_the_kernel_keeps_columns(dtype: np.dtype) -> None:
     x = activations(4, dtype, 21, 200, "outlier channel")
     columns = np.int32([150, 3, 127, 128])
@@ -168,9 +167,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
         assert [a.tobytes() for a in found] != [a.tobytes() for a in expected]
 
 
-@pytest.mark.parametrize(
-    "dtype", [DTYPES[0], *(pytest.param(t, marks=pytest.mark.slow) for t in DTYPES[1:])], ids=str
-)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *slow(DTYPES[1:])], ids=str)
 def test_quantising_activations_is_one_launch_without_spills(dtype: np.dtype) -> None:
     for outliers in (0, 8):
         plan = plan_act_quant(

@@ -29,6 +29,7 @@ from cupyattn.plans.structs import QUANTIZE_PARAMS, pack
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.quantizers import rows_of_mean
+from tests.support.marks import slow
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
 
@@ -335,9 +336,7 @@ def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
 
 
 @NO_SPILLS
-@pytest.mark.parametrize(
-    "head_dim", [256, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 40, 255))]
-)
+@pytest.mark.parametrize("head_dim", [256, 7, *slow((64, 128, 40, 255))])
 def test_quantising_values_spills_nothing(head_dim, arch) -> None:
     for dtype, group, p_type in (
         ("float16", 32, "u8"), ("bfloat16", GROUP_ALL, "s8"), ("float32", 64, "e4m3"),
@@ -369,10 +368,7 @@ def test_enough_blocks_share_a_multiprocessor(head_dim: int, dtype: str, symmetr
         assert (used.spill_stores, used.spill_loads) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "float32"))],
-)
+@pytest.mark.parametrize("dtype", ["float16", *slow(("bfloat16", "float32"))])
 def test_two_blocks_of_prepared_rows_share_a_multiprocessor(dtype: str) -> None:
     """They stay numbers from their maxima to their codes: 128 registers, and none spills."""
     table, weight = np.zeros((500, 64), np.float32), np.ones(128, np.float32)
