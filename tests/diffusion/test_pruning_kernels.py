@@ -23,7 +23,7 @@ from cupyattn.interpret import KernelFault
 from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
-from tests.support.marks import slow_unless
+from tests.support.marks import slow, slow_unless
 
 F16, BF16, F32 = (STORAGE[name] for name in ("float16", "bfloat16", "float32"))
 
@@ -202,15 +202,7 @@ def test_importance_may_lie_anywhere() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize(
     "view",
-    [
-        "plain",
-        "shifted",
-        "backwards",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("BSHD", "last axis apart", "a head again and again")
-        ),
-    ],
+    ["plain", "shifted", "backwards", *slow(("BSHD", "last axis apart", "a head again and again"))],
 )
 def test_keys_quantised_where_they_lie_have_the_bits_of_those_that_moved(
     dtype: Any, quant: Any, view: str

@@ -23,7 +23,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.kernels.test_kernels_compile import features_of
 from tests.quant.test_zero_points import moved
 from tests.support import runs
-from tests.support.marks import slow
+from tests.support.marks import slow, slow_rows
 from tests.support.runs import bits, hopper_blocks, normal, packed, sequences
 
 RUNG, FP8 = "fa_int8@sm90", "fa_int8@sm90_fp8"
@@ -260,12 +260,7 @@ def test_a_mistake_in_pieces_is_noticed(source, line, instead, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("causal", "varlen"),
-    [
-        (True, False),
-        pytest.param(True, True, marks=pytest.mark.slow),
-        pytest.param(False, False, marks=pytest.mark.slow),
-    ],
+    ("causal", "varlen"), [(True, False), *slow_rows(((True, True), (False, False)))]
 )
 @pytest.mark.parametrize(
     ("form", "head_dim"),

@@ -29,7 +29,7 @@ from cupyattn.plans.structs import QUANTIZE_PARAMS, pack
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.quantizers import rows_of_mean
-from tests.support.marks import slow
+from tests.support.marks import slow, slow_unless
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
 
@@ -306,10 +306,7 @@ def resources(plan: Plan, arch: str) -> list[Resources]:
 
 @pytest.mark.parametrize(
     "arch",
-    [
-        pytest.param(x, marks=[] if x in ("sm_80", "sm_90a", "sm_120") else [pytest.mark.slow])
-        for x in architectures.ARCHITECTURES
-    ],
+    slow_unless(lambda _, x: x in ("sm_80", "sm_90a", "sm_120"), architectures.ARCHITECTURES),
 )
 def test_compiles_for_every_architecture(arch) -> None:
     dtype, head_dim, group = CELLS[architectures.ARCHITECTURES.index(arch) % len(CELLS)]

@@ -17,3 +17,8 @@ def slow_unless(quick: Callable[[int, Any], object], cases: Iterable[Any]) -> li
     """Return the cases, slow all but those for which `quick`, of number and case, is true."""
     mark = pytest.mark.slow
     return [x if quick(n, x) else pytest.param(x, marks=mark) for n, x in enumerate(cases)]
+
+
+def slow_rows(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the cases of a test of several parameters, each marked as slow."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
