@@ -114,6 +114,18 @@ def test_replace_and_unregister(tmp_path: Path) -> None:
             change()
 
 
+def test_names_and_head_sizes_that_are_none(tmp_path: Path) -> None:
+    source = doubled(tmp_path)
+    with pytest.raises(ValueError, match="'auto' means that a call chooses its rung"):
+        ca.register(replace(ladder.VARIANTS["fa"], name="auto"), source=source)
+    for head_dim in ("x", 0, True):
+        with pytest.raises(ValueError, match="head_dim must be a positive int, got"):
+            ca.register(
+                replace(ladder.VARIANTS["fa"], name="own"), source=source, head_dim=head_dim
+            )
+    assert "auto" not in ladder.VARIANTS and "own" not in ladder.VARIANTS
+
+
 def test_a_long_run_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
