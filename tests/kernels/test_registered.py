@@ -56,6 +56,11 @@ def test_a_report_says_nothing_of_arrays_from_elsewhere() -> None:
     assert judge(o.copy(), q, k, v, variant="fa").ran == ""
     interpreted = ca.attention(q, k, v, variant="fa", backend="interpret", out=np.empty_like(q))
     assert judge(interpreted, q, k, v, variant="fa").ran == "interpreter"
+    both = np.empty((2, *q.shape), q.dtype)  # each part has its own record
+    ca.attention(q, k, v, variant="fa", backend="interpret", out=both[0])
+    ca.attention(q, k, v, variant="fa", out=both[1])
+    ran = [judge(o, q, k, v, variant="fa").ran for o in both]
+    assert ran == ["interpreter", "mirror"]
 
 
 @pytest.mark.parametrize(
