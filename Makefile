@@ -69,7 +69,8 @@ test-slow: $(READY)
 # What torch, JAX and diffusers do with cupyattn, and other readers with its checkpoints: without
 # them these tests are skipped. SLOW= runs those of every model family, too.
 SLOW ?= $(QUICK)
-FRAMEWORKS ?= torch jax diffusers transformers accelerate compressed-tensors peft
+# Tests know private modules of diffusers and PEFT by name, hence those versions.
+FRAMEWORKS ?= torch jax diffusers~=0.42.1 transformers accelerate compressed-tensors peft~=0.21.2
 ifdef NO_VENV
 FRAMEWORKS_READY :=
 BROWSER_READY :=

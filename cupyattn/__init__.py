@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         distributed,
         distributions,
         gradients,
+        interop,
         quant,
         reference,
         strategies,
@@ -90,6 +91,7 @@ __all__ = [
     "explain_backward",
     "gradients",
     "int8_gemm",
+    "interop",
     "kernel_form",
     "ladder",
     "plan",
@@ -134,7 +136,7 @@ __getattr__, __dir__ = lazy_face(
     },
     modules=(
         "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients",
-        "quant", "reference", "strategies", "testing", "unfused",
+        "interop", "quant", "reference", "strategies", "testing", "unfused",
     ),
 )  # fmt: skip
 

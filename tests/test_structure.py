@@ -344,7 +344,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
     assert callers("run_new") == [f"cupyattn.{module}" for module in new]
     # Mirror, bounds and judge take a record, which their public functions ask for.
     assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.request"]
-    named = ("bounds.kernel", "reference.attention")
+    named = ("bounds.kernel", *2 * ("problem.received",), "reference.attention")
     assert callers("receive_arguments") == [f"cupyattn.{module}" for module in named]
     frames = "cupyattn.distributed.tcp"  # which a channel receives
     receive = [module for module in callers("receive") if module != frames]

@@ -21,7 +21,7 @@ from cupyattn.arrays.groups import merge_heads, value_scale_of_key
 from cupyattn.arrays.interchange import as_it_is, operands
 from cupyattn.arrays.kinds import Array, as_float64, check_values
 from cupyattn.bounds import codes
-from cupyattn.bounds.bound import Bound, assemble, empty, of_block
+from cupyattn.bounds.bound import Bound, assemble, empty, of_block, widest
 from cupyattn.bounds.foreign import bound_foreign
 from cupyattn.bounds.rows import TERMS as TERMS
 from cupyattn.bounds.rows import Shared, block_bound
@@ -32,7 +32,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.received import Received, receive_arguments
+from cupyattn.problem.received import Received, receive_arguments, receive_in_every_form
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
@@ -77,8 +77,8 @@ def attention(
     tiles : Tiles, optional
         Block sizes; only ``block_kv`` counts, the keys between two rescalings.
     form : {"portable", "sm90", "split"}, optional
-        Form of the kernel; the one that takes calls of these lengths and tiles when omitted, the
-        Hopper form aside, which needs its tiles alone.
+        Form of the kernel. When omitted, and `numerics` with it, the bound is the widest of the
+        forms that this version runs for such operands on any architecture.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
     rope, rope_interleaved, rope_offset_q
@@ -118,8 +118,10 @@ def attention(
     check_values("rows", rows)
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    received = receive_arguments(locals())
-    return bound_kernel(received, rows=rows, numerics=numerics)
+    given = locals()
+    if form is not None or numerics is not None:
+        return bound_kernel(receive_arguments(given), rows=rows, numerics=numerics)
+    return widest([bound_kernel(one, rows=rows) for one in receive_in_every_form(given)])
 
 
 def bound_kernel(

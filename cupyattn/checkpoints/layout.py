@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyattn.checkpoints.schemes import Scheme, by_channel, read_schemes, square
@@ -145,4 +145,7 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
     if strategy not in RECORD_VERSIONS:
         raise ValueError(f"{where}: its record of {RECORD!r} is damaged: strategy {strategy!r:.40}")
     scheme = by_channel() if strategy == "channel" else square(size)
-    return Layout((scheme,), dtypes, ours=True)
+    # config.json may have been edited since: what it asks of activations holds.
+    asked = [one.activations for one in read_schemes(config.get(QUANTIZATION), where)]
+    activations = next(filter(None, asked), "")
+    return Layout((replace(scheme, activations=activations),), dtypes, ours=True)

@@ -20,6 +20,9 @@ from cupyattn.files import open_regular
 SAFETENSORS = ".safetensors"
 #: Endings of files that torch pickles.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+#: The file of a pipeline of diffusers, and how the folders of its denoisers begin.
+PIPELINE = "model_index.json"
+DENOISERS = ("transformer", "unet", "prior")
 INDEX = ".index.json"
 
 
@@ -123,6 +126,14 @@ def _open_folder(folder: Path) -> Source:
         if files:
             return _open_files(folder, files)
     parts = [n for n in names if (folder / n).is_dir() and _holds_checkpoint(folder / n)]
+    denoisers = [n for n in parts if n.startswith(DENOISERS)]
+    if denoisers and (folder / PIPELINE).is_file():
+        models = " or ".join(str(folder / n) for n in denoisers)
+        others = ", ".join(n for n in parts if n not in denoisers)
+        raise ValueError(
+            f"{folder} is a pipeline, whose models are read one at a time: give {models}"
+            + (f" ({others} can be read in the same way)" if others else "")
+        )
     raise ValueError(
         f"{folder} holds no {SAFETENSORS} files"
         + (f"; its folders {', '.join(parts)} do: name one of them" if parts else "")

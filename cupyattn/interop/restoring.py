@@ -29,8 +29,8 @@ def restore(pipe_or_model: Any) -> None:
     TypeError
         For what is neither.
     RuntimeError
-        If a linear layer has lost what it replaced, as those of ``load_int8``, of
-        ``originals="drop"`` and of copies have, and if hooks of offloading stand in the way.
+        If a linear layer has lost what it replaced, as layers from ``load_int8``, after
+        ``originals="drop"`` and in copies have, and if hooks of offloading stand in the way.
         Then nothing is taken back.
 
     Notes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from cupyattn.errors import shown
+from cupyattn.measure.words import printable
 
 #: A regular expression, or several, of which one is to be found in a name; None: not given.
 Patterns: TypeAlias = "str | Sequence[str] | None"
@@ -107,4 +108,4 @@ def some_of(names: Collection[str]) -> str:
     >>> some_of(["a", "b", "c", "d"]), some_of([])
     ('a, b, c, ...', 'none')
     """
-    return (", ".join([*names][:3]) or "none") + (", ..." if len(names) > 3 else "")
+    return (", ".join(map(printable, [*names][:3])) or "none") + (", ..." if len(names) > 3 else "")

@@ -101,7 +101,6 @@ class Store:
     group: int
     granules: Ints
     write: Callable[[], None]
-    read: bool = False  # whether shared memory has been read
 
 
 class Engine:
@@ -259,6 +258,13 @@ class Engine:
             else:
                 left.append(store)
         self._stores = left
+
+    def check_idle(self) -> None:
+        """Report copies that nobody waited for: shared memory is another's once a block ends."""
+        if self._stores:
+            lanes = np.array([store.lane for store in self._stores])
+            message = "a block ends while the copy engine still reads its shared memory"
+            self._machine.report("in flight", message, lanes, np.ones(len(lanes), np.bool_))
 
 
 def _corner(operand: Operand) -> tuple[Callable[[Machine], Ints], list[Callable[[Machine], Ints]]]:

@@ -206,6 +206,7 @@ class Machine:
                 self.report("no end", message, self.lane, self.alive)
         if self.alive.any():
             self._report_deadlock()
+        self.engine.check_idle()
 
     def release(self) -> None:
         """Let go of all parts, and be of no use any more.

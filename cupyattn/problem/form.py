@@ -274,6 +274,11 @@ def request_places(request: Request) -> Operands:
     return Operands(q, k, v, _output(request), **described)
 
 
+def fresh_rows(x: Operand) -> Operand:
+    """Describe rows as this library allocates them: contiguous, and those of codes padded."""
+    return _code_rows(x) if x.itemsize == 1 else Operand.contiguous(x.shape, x.itemsize)
+
+
 def _code_rows(x: Operand) -> Operand:
     """Describe codes of a byte each that are made of rows, which are padded."""
     whole = Operand.contiguous((*x.shape[:3], padded_columns(x.shape[3])), 1)

@@ -6,19 +6,23 @@ rung, wherever they lie. Nothing is launched, so a form may be named that no dev
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyattn.arrays.interchange import operands
-from cupyattn.errors import shown
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem.checks import check_dtype, check_options
-from cupyattn.problem.form import Kernel, settle
-from cupyattn.problem.operands import Codes
+from cupyattn.problem.form import Kernel, fresh_rows, settle
+from cupyattn.problem.kernel_support import kernel_support
+from cupyattn.problem.operands import Codes, Operands
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.score_options import ScoreOptions
@@ -26,6 +30,9 @@ from cupyattn.problem.settings import Settings, of_arguments
 from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 
 Array = Any
+
+#: Architectures that have forms of their own; None has the portable ones.
+ARCHITECTURES = (None, "sm_90a")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +72,7 @@ def receive(
     *,
     quantized: Quantized | None = None,
     form: str | None = None,
+    arch: str | None = None,
 ) -> Received:
     """Settle the kernel of arrays or quantised operands, wherever they lie.
 
@@ -78,8 +86,8 @@ def receive(
         rows.
     quantized : QuantizedQKV, optional
         Operands that are quantised already.
-    form : str, optional
-        As for `cupyattn.problem.form.settle`.
+    form, arch : str, optional
+        As for `cupyattn.problem.form.settle`. Operands count as fresh arrays of an architecture.
 
     Returns
     -------
@@ -94,8 +102,9 @@ def receive(
     rung, codes = ladder.lookup(settings.variant), None
     rung.check_form(form)
     q, k, v = (arrays[name] for name in "qkv")
+    rows = q, k, v
     if quantized is None:
-        dtype, shapes = check_dtype(q, k, v), [tuple(x.shape) for x in (q, k, v)]
+        dtype, shapes = check_dtype(q, k, v), [tuple(x.shape) for x in rows]
     else:
         if not isinstance(quantized, Quantized):
             raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
@@ -104,17 +113,28 @@ def receive(
         z = quantized.unpacked()
         dtype, codes = z.out_dtype, Codes.of(z)
         shapes = [tuple(x.shape) for x in (z.q_codes, z.k_codes, z.k_codes)]
+        rows = z.q_codes, z.k_codes, z.v if z.v_codes is None else z.v_codes
     scores = settings.scores(arrays)
     mask, bias = operands(mask=scores.mask, bias=scores.bias)
     taken = replace(scores, mask=mask, bias=bias)
     call = check_options(check_shapes(*shapes), dtype, settings.scale, taken, return_lse=True)
-    kernel = settle(rung, call, codes=codes, tiles=settings.tiles, form=form)
+    places = None
+    if arch is not None:
+        o = Operand.contiguous(call.output_shape, STORAGE[dtype].itemsize)
+        at = [fresh_rows(Operand.of(x)) for x in rows]
+        of_bias = None if bias is None else Operand.of(bias)
+        places = Operands(at[0], at[1], at[2], o, bias=of_bias)
+    kernel = settle(
+        rung, call, places, codes=codes, tiles=settings.tiles, arch=arch, form=form
+    )
+    if places is not None:
+        kernel_support(kernel, places, arch).check()
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
     preparation = Preparation.of(settings.rows(arrays), sizes)
     return Received(kernel, (q, k, v), scores, quantized, preparation)
 
 
-def receive_arguments(arguments: Mapping[str, Any]) -> Received:
+def receive_arguments(arguments: Mapping[str, Any], *, arch: str | None = None) -> Received:
     """Settle the kernel of what a mirror or a bound is given.
 
     Parameters
@@ -122,6 +142,8 @@ def receive_arguments(arguments: Mapping[str, Any]) -> Received:
     arguments : mapping
         Of `cupyattn.problem.settings.of_arguments`, with ``quantized`` and ``form`` as for
         `receive`.
+    arch : str, optional
+        As for `receive`.
 
     Returns
     -------
@@ -134,7 +156,34 @@ def receive_arguments(arguments: Mapping[str, Any]) -> Received:
     """
     settings, arrays = of_arguments(arguments)
     quantized = arguments["quantized"]
-    received = receive(settings, arrays, quantized=quantized, form=arguments["form"])
+    received = receive(settings, arrays, quantized=quantized, form=arguments["form"], arch=arch)
     if received.preparation is not None:
         check_turned_before(quantized)
     return received
+
+
+def receive_in_every_form(arguments: Mapping[str, Any]) -> list[Received]:
+    """Settle each kernel that this version runs for what a bound is given, on any architecture.
+
+    Parameters
+    ----------
+    arguments
+        As for `receive_arguments`.
+
+    Returns
+    -------
+    list of Received
+        One for each form and its tiles, the portable one first.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `receive_arguments`, of operands that no form takes.
+    """
+    portable, *own = ARCHITECTURES
+    found = [receive_arguments(arguments, arch=portable)]
+    for arch in own:
+        with contextlib.suppress(UnsupportedError, ValueError):  # which none of its forms takes
+            found.append(receive_arguments(arguments, arch=arch))
+    kernels = {(one.kernel.form, one.kernel.tiles): one for one in found}
+    return list(kernels.values())

@@ -6,29 +6,29 @@ its packed sequences. Lengths of padded entries become a mask, which admits the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from cupyattn.arrays.interchange import is_cupy, on_host
 from cupyattn.arrays.kinds import Array, array_namespace
-from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.operation import problem_of
-from cupyattn.problem.form import settle
+from cupyattn.problem.form import fresh_rows, settle
 from cupyattn.problem.kernel_support import kernel_support
 from cupyattn.problem.operands import Codes
-from cupyattn.problem.received import Received, receive
+from cupyattn.problem.received import ARCHITECTURES, Received, receive
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry, take_lengths, take_sequences
 from cupyattn.problem.settings import NO_WINDOW, Settings
 
-#: Architectures whose forms are tried: None has the portable ones.
-ARCHITECTURES = (None, "sm_90a")
 #: Arrays that say how long sequences or entries are.
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_kv")
 
@@ -189,6 +189,24 @@ def _sequences(
     return parts
 
 
+def with_longest(settings: Settings, arrays: Mapping[str, Any]) -> Settings:
+    """Return settings of packed sequences that may be as long as mask and bias have room for.
+
+    Parameters
+    ----------
+    settings : Settings
+    arrays : mapping
+        Of the call, by name.
+    """
+    longest: list[int | None] = []
+    for axis, name in ((-2, "cu_seqlens_q"), (-1, "cu_seqlens_k")):
+        sizes = [arrays[n].shape[axis] for n in ("mask", "bias") if arrays.get(n) is not None]
+        ends, most = arrays.get(name), max(sizes, default=0)
+        larger = ends is not None and most > np.diff(on_host(ends)).max(initial=1)
+        longest.append(most if larger else None)
+    return settings._replace(max_len_q=longest[0], max_len_k=longest[1])
+
+
 def _corner(
     x: Array, entry: int, lengths: tuple[int, int], longest: tuple[int, int]
 ) -> Array:
@@ -216,7 +234,8 @@ def kernels_tried(
     -------
     list of (str, Tiles)
         Form and tiles on each architecture, those of the arrays' own device first. Operands count
-        as aligned: copies on a host may lie elsewhere than the arrays of the call did.
+        as aligned, with the strides that they have and with those of fresh arrays: copies on a
+        host may lie elsewhere than the arrays of the call did.
 
     Raises
     ------
@@ -231,11 +250,12 @@ def kernels_tried(
     if z is not None and codes is not None and z.config.fused and form is None:
         asked.append((replace(codes, fused=True), "fused", None))
     places = request.places
-    aligned = {n: _contiguous(x) for n, x in places.rows.items()}
+    as_they_lie = {n: replace(x, misalignment=0) for n, x in places.rows.items()}
+    fresh = {n: fresh_rows(x) for n, x in places.rows.items()}
     tried: list[tuple[str, Tiles]] = []
     refused: Exception | None = None
-    for kind, name, arch in asked:
-        operands = places._replace(**aligned)
+    for (kind, name, arch), rows in itertools.product(asked, (as_they_lie, fresh)):
+        operands = places._replace(**rows)
         try:
             kernel = settle(
                 rung, request.attended, operands, codes=kind, tiles=settings.tiles, arch=arch,
@@ -264,7 +284,3 @@ def request_of(settings: Settings, arrays: Mapping[str, Any], quantized: Any) ->
         settings = settings._replace(layout="BHSD")
     request: Request = problem_of(ATTENTION, settings, present)
     return request
-
-
-def _contiguous(x: Operand) -> Operand:
-    return Operand.contiguous(x.shape, x.itemsize)

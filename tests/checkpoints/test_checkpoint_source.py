@@ -138,6 +138,22 @@ def test_a_pipeline_names_its_parts(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("denoisers", [("transformer", "transformer_2"), ("unet",)])
+def test_a_pipeline_of_diffusers_names_the_folder_to_give(
+    tmp_path: Path, denoisers: tuple[str, ...]
+) -> None:
+    for name in (*denoisers, "text_encoder", "vae"):
+        write(tmp_path / name / "model.safetensors", ARRAYS)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    models = " or ".join(str(tmp_path / name) for name in denoisers)
+    with pytest.raises(ValueError) as caught:
+        open_checkpoint(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} is a pipeline, whose models are read one at a time: give {models} "
+        "(text_encoder, vae can be read in the same way)"
+    )
+
+
 def test_a_folder_of_nothing_and_other_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no \.safetensors files$"):
         open_checkpoint(tmp_path)

@@ -39,6 +39,7 @@ def test_one_tile_after_another(rung: str, options: dict[str, Any]) -> None:
     run(rung, **options).check()
 
 
+AT_THE_END = "  if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();"
 #: What is changed of which source, and what the interpreter says of it.
 HAZARDS = {
     "scales that another thread loads": (
@@ -50,6 +51,14 @@ HAZARDS = {
         BY_TILE, BY_TILE_KERNEL, "    cp_async_wait_group<0>();\n", "in flight"),
     "scales of a step that nobody counts": (
         BY_TILE, BY_TILE_KERNEL, " + V_SCALE_BYTES", "deadlock"),
+    **{
+        f"the block ends while the copy engine reads O, {form}": (
+            rung, f"sm90/attn_fa_int8{form}.cu", AT_THE_END, "in flight")
+        for rung, form in ((INT8, ""), (PV8, "_pv8"), (BY_TILE, "_pv8_by_tile"), (FP8, "_fp8"))
+    },
+    "the block ends while the copy engine reads O, fa_tc": (
+        "fa_tc@sm90", "sm90/attn_fa_tc.cu",
+        "  if (leaving && lane_id() == 0) cp_async_bulk_wait_group_read();", "in flight"),
     "O over what the copy engine reads": (
         INT8, OUTPUT, "      if (lane_id() == 0) cp_async_bulk_wait_group_read();\n", "in flight"),
 }  # fmt: skip

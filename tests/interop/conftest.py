@@ -1,4 +1,4 @@
-"""What tests with torch begin with, if they ask for it."""
+"""Fixtures that several modules of these tests ask for by `pytestmark`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Workers share the cores; threads of torch's would wait for each other."""
+    """Let torch have one thread: workers share the cores, and threads would wait for each other."""
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 from typing import Any
@@ -94,6 +95,15 @@ def test_a_handle_restores_no_module_that_another_replaced_since(pipe: Any) -> N
     assert second.report().modes == {"balanced": 2}
     second.restore()
     assert torch.equal(cases.generate(pipe, "sd3", 1), native)
+
+
+def test_control_characters_of_names_are_written_as_escapes(pipe: Any) -> None:
+    handle = replaced(pipe)
+    report = handle.report()
+    layers = tuple(dataclasses.replace(layer, name="\x1b[31m\u202ea") for layer in report.layers)
+    lines = str(dataclasses.replace(report, layers=layers)).split("\n")
+    assert len(lines) > len(layers) and all(map(str.isprintable, lines))
+    assert lines[1].startswith(r"\x1b[31m\u202ea: ")
 
 
 # ---- copies --------------------------------------------------------------------------------------

@@ -188,6 +188,20 @@ def test_masks_are_operands_of_the_operator(kind: str, dynamic: bool) -> None:
         assert tuple(mask.shape[1:3]) == (1, 1)
 
 
+@pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
+def test_a_causal_mask_of_torchs_own_stays_native_in_compiled_code(variant: str) -> None:
+    model, x = Masked(), torch.randn(1, 64, WIDTH)
+    model.attn.set_processor(Given())
+    mask = getattr(torch.nn.attention.bias, variant)(64, 64)
+    expected = model(x, mask)
+    handle = interop.replace_attention_with_int8(model, policy="balanced", **INT8)
+    assert torch.equal(model(x, mask), expected)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(x, mask)
+    assert torch.allclose(found, expected, atol=1e-5) and not handle.report().modes
+    assert handle.report().layers[0].compiled == ("native: attention mask of type CausalBias",)
+
+
 class Given:
     """A processor that hands its mask over as it is."""
 

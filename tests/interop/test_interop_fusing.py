@@ -20,9 +20,9 @@ accelerate = pytest.importorskip("accelerate")
 from experiments._harness import small_transformers as small  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 interop = importlib.import_module("cupyattn.interop.torch")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 #: Layers that diffusers makes, by family.
 FUSED = {
     "flux": {"to_qkv", "to_added_qkv"},

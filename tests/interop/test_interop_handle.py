@@ -237,3 +237,28 @@ def test_a_model_of_linear_layers_is_used_through_its_handle() -> None:
     assert torch.equal(twice(x), handle(x))
     handle.restore()
     assert type(model[0]) is torch.nn.Linear and handle[0] is model[0]
+
+
+def test_control_characters_of_names_are_written_as_escapes() -> None:
+    """A terminal would obey them, in reports and in errors."""
+    torch = pytest.importorskip("torch")
+    interop = importlib.import_module("cupyattn.interop.torch")
+    names = ["\x1b[31mfc", "\u202eother"]
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(256, 256) for name in names})
+    handle = interop.replace_linear_with_int8(model, include="fc", backend="mirror")
+    lines = handle.report().split("\n")
+    assert lines[1].startswith(r"\x1b[31mfc: INT8") and lines[2] == r"\u202eother: kept, excluded"
+    assert [*handle.replaced] == names[:1]
+    said = []
+    none = Int8Config(min_elements_for_int8=10**9)
+    for options in ({"include": "fc"}, {"include": "gone"}, {"include": "other", "config": none}):
+        with pytest.raises(ValueError) as caught:
+            interop.replace_linear_with_int8(model, **options)
+        said.append(str(caught.value))
+    model[names[0]] = torch.nn.Linear(256, 256)
+    with pytest.warns(UserWarning) as warned:
+        handle.restore()
+    said.append(str(warned[0].message))
+    assert r"\x1b[31mfc is replaced already" in said[0]
+    assert all(text.isprintable() and r"\x1b[31mfc" in text for text in (said[1], said[3]))
+    assert said[2].isprintable() and r"\u202eother: " in said[2]

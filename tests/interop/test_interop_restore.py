@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,10 @@ peft = pytest.importorskip("peft")
 from experiments._harness import small_transformers as small  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 of_torch = importlib.import_module("cupyattn.interop.torch")
 of_diffusers = importlib.import_module("cupyattn.interop.diffusers")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 nn = torch.nn
 SMALL = ca.Int8Config(min_elements_for_int8=0)
 LORA = {"r": 4, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
@@ -44,6 +47,39 @@ def make(family: str = "wan") -> tuple[Any, Any, Any]:
     """Return a model, what calls it, and its output."""
     model, call = small.transformer(family), small.caller(family)
     return model, call, call(model)
+
+
+def test_a_weight_that_another_module_has_stays_where_that_needs_it() -> None:
+    """An embedding on a device would have been moved to the host with the original."""
+    placing = importlib.import_module("cupyattn.interop.torch.placing")
+    originals = importlib.import_module("cupyattn.interop.torch.originals")
+    codes = torch.zeros(128, 128, dtype=torch.int8), torch.ones(1, 1)
+
+    def put(names: str) -> Any:
+        model = nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in names})
+        model.to("meta")  # nothing can be moved from there
+        for layer in model.values():
+            layer.weight = model[names[0]].weight
+        layers = {name: model[name] for name in "ab"}
+        made = ((name, of_torch.Int8Linear(*codes), "") for name in "ab")
+        placing.put_each(model, layers, made, originals.Call("cpu", {}))
+        return model
+
+    model = put("eab")
+    assert int8_layers(model) == ["a", "b"] and model["e"].weight.is_meta
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        put("ab")  # moved with the last of them
+
+
+def test_what_was_moved_to_the_meta_device_is_not_restored() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    handle = int8(model)
+    model.to("meta")
+    said = r"^'0' is on the meta device, .*: make the model again, or call restore\(\) before to"
+    for restore in (handle.restore, lambda: interop.restore(model)):
+        with pytest.raises(RuntimeError, match=said):
+            restore()
+    assert model[0].weight.device.type == "meta" and (model[0].weight + 0).is_meta
 
 
 # ---- adapters that come and go -------------------------------------------------------------------
@@ -159,8 +195,38 @@ def test_what_cannot_be_restored_is_said_and_nothing_is_taken_back(tmp_path: Pat
     source.save_pretrained(tmp_path / "model")
     ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8", config=SMALL)
     loaded = of_torch.load_int8(type(source), tmp_path / "int8", backend="mirror")
-    with pytest.raises(RuntimeError, match="is INT8 without the layer .* as those of load_int8"):
+    with pytest.raises(RuntimeError, match="is INT8 without the .* as layers from load_int8, "):
         interop.restore(loaded)
+    said = "is INT8 already: make the model again, and load into that$"
+    with pytest.raises(ValueError, match=said):
+        of_torch.load_int8(loaded, tmp_path / "int8")
+    handle = int8(source, include="blocks.0")
+    with pytest.raises(ValueError, match=r"INT8 already: call cupyattn.interop.restore\(model\) f"):
+        of_torch.load_int8(source, tmp_path / "int8")
+    handle.restore()
+    of_torch.load_int8(source, tmp_path / "int8", backend="mirror")
+    assert torch.equal(call(source), call(loaded))
+
+
+@pytest.mark.parametrize("export", ["compressed-tensors", "deepseek"])
+def test_a_folder_of_ours_that_asks_for_16_bit_activations_is_refused(
+    export: str, tmp_path: Path
+) -> None:
+    source = small.transformer("wan")
+    source.save_pretrained(tmp_path / "model")
+    ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8", SMALL, export=export)
+    path = tmp_path / "int8" / "config.json"
+    config = json.loads(path.read_text())
+    asked = config["quantization_config"]
+    if export == "deepseek":
+        asked["activation_scheme"] = None
+    else:
+        asked["config_groups"]["group_0"]["input_activations"] = None
+    path.write_text(json.dumps(config))
+    for load in (of_torch.load_int8, lambda *given: int8(given[0], checkpoint=given[1])):
+        with pytest.raises(ca.UnsupportedError, match="are to have 16 bits: dequantize the model"):
+            load(source, tmp_path / "int8")
+    ca.checkpoints.dequantize(tmp_path / "int8", tmp_path / "back")
 
 
 def test_what_is_neither_a_pipeline_nor_a_module_is_refused() -> None:
@@ -171,6 +237,15 @@ def test_what_is_neither_a_pipeline_nor_a_module_is_refused() -> None:
 
 def test_the_face_names_it() -> None:
     assert "restore" in dir(interop)
+
+
+def test_the_package_has_it_after_one_import() -> None:
+    """And imports no framework for it."""
+    code = (
+        "import sys, cupyattn as ca; ca.interop.restore; assert 'interop' in dir(ca); "
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- again ---------------------------------------------------------------------------------------

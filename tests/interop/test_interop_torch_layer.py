@@ -103,6 +103,32 @@ def test_the_layer_is_an_operator_where_torch_compiles() -> None:
         assert layer(x.float()).dtype == torch.bfloat16
 
 
+def test_a_model_is_traced_by_symbols() -> None:
+    """``torch.fx`` calls the layer with proxies, of which it makes operators."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (
+                interop.Int8Linear.from_linear(torch.nn.Linear(128, 128), backend="mirror")
+                for _ in range(2)
+            )
+
+        def forward(self, x: Any, gate: Any) -> Any:
+            y = self.a(x) @ self.a.weight.T
+            return self.b(y, residual=x, gate=gate) + self.b(x, activation="gelu")
+
+    model = Gated().requires_grad_(False)
+    x, gate = torch.randn(3, 128), torch.randn(3, 128)
+    traced = torch.fx.symbolic_trace(model)
+    assert torch.equal(traced(x, gate), model(x, gate))
+    named = [str(node.target) for node in traced.graph.nodes]
+    assert named.count("cupyattn.int8_linear.default") == 2
+    assert named.count("cupyattn.int8_layer.default") == 1
+    other = torch.randn(7, 128)
+    assert torch.equal(traced(other, other), model(other, other))
+
+
 def test_calls_are_operators_of_a_trace() -> None:
     """Other calls leave ``torch.jit.trace`` with memory that nothing wrote."""
     layer = interop.Int8Linear.from_linear(linear(dtype="float16"), backend="mirror")

@@ -168,6 +168,8 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "reset": lambda layer, x: layer.reset_parameters(),
     "attribute": lambda layer, x: setattr(layer, "weight", x),
     "parameter": lambda layer, x: setattr(layer, "weight", nn.Parameter(x)),
+    "swap": lambda layer, x: torch.utils.swap_tensors(layer.weight, x),
+    "swapped": lambda layer, x: torch.utils.swap_tensors(x, layer.weight),
 }
 
 
@@ -179,6 +181,68 @@ def test_every_write_is_refused_and_changes_nothing(name: str, inference: bool) 
     with torch.inference_mode(inference), pytest.raises(RuntimeError, match=WRITE):
         WRITES[name](layer, other)
     assert torch.equal(layer(x), before) and torch.equal(other, torch.ones_like(other))
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_every_write_in_compiled_code_is_refused(name: str) -> None:
+    layer, x = made().requires_grad_(False), torch.randn(3, 160, dtype=torch.bfloat16)
+    before, other = layer(x), torch.ones(136, 160, dtype=torch.bfloat16)
+
+    def function(other: Any) -> Any:
+        WRITES[name](layer, other)
+        return other + 1
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=WRITE.strip("^$")):
+        torch.compile(function, backend="aot_eager")(other)
+    assert torch.equal(layer(x), before) and torch.equal(other, torch.ones_like(other))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_weight_that_leaves_compiled_code_cannot_be_written(backend: str) -> None:
+    layer, x = made(), torch.randn(3, 160, dtype=torch.bfloat16)
+
+    def function(x: Any) -> Any:
+        w = layer.weight.T
+        torch._dynamo.graph_break()
+        return w, x @ w
+
+    torch._dynamo.reset()
+    w, y = torch.compile(function, backend=backend)(x)
+    assert torch.equal(y, x @ layer.weight.T) and torch.equal(w.clone(), layer.weight.T.clone())
+    with pytest.raises(RuntimeError, match=WRITE):
+        w.zero_()
+    with pytest.raises(RuntimeError, match=WRITE):
+        w.data = x
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_code_that_reads_it_is_exported(strict: bool) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = made()
+
+        def forward(self, x: Any) -> Any:
+            return self.fc(x) + x @ self.fc.weight.T
+
+    module, x = Reads(), torch.randn(3, 160, dtype=torch.bfloat16)
+    exported = torch.export.export(module, (x,), strict=strict).module()
+    assert torch.equal(exported(x), module(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_becomes_no_other_tensors_memory(device: str) -> None:
+    """It has none: what reads the other tensor would read at the address 0."""
+    layer = made()
+    other = nn.Parameter(torch.ones(136, 160, dtype=torch.bfloat16, device=device))
+    for w in (layer.weight, layer.weight.data, layer.weight[:]):
+        with pytest.raises(RuntimeError, match="have incompatible tensor type"):
+            other.data = w
+    w = layer.weight
+    assert (w.is_cpu, w.is_meta, w.device.type) == (True, False, "cpu")
+    other = nn.Parameter(w, requires_grad=False)  # a parameter that is read so, too
+    assert torch.equal(other + 0, w.clone())
 
 
 def test_what_is_no_write_and_refused() -> None:
@@ -220,8 +284,10 @@ def test_codes_that_accelerate_has_offloaded_are_not_read() -> None:
     accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     assert model[0].weight_codes.is_meta
     said = "^the weight of this Int8Linear is offloaded, .*: remove the offloading hooks first"
+    w = model[0].weight
+    assert (w.device.type, w.dtype, w.shape) == ("cpu", torch.bfloat16, (136, 160))  # of its calls
     with pytest.raises(RuntimeError, match=said):
-        _ = model[0].weight
+        w.clone()
     assert torch.equal(model(x), expected)
     accelerate.hooks.remove_hook_from_submodules(model)
     assert torch.equal(model[0].weight.clone(), weight)

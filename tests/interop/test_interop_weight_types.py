@@ -11,6 +11,7 @@ import pytest
 import cupyattn as ca
 
 torch = pytest.importorskip("torch")
+prune = importlib.import_module("torch.nn.utils.prune")
 interop = importlib.import_module("cupyattn.interop.torch")
 
 nn = torch.nn
@@ -65,3 +66,31 @@ def test_distributed_weights_are_kept(mesh: Any) -> None:
     model = nn.Sequential(sharded, nn.Linear(128, 128))
     handle = interop.replace_linear_with_int8(model, config=ALL, backend="mirror")
     assert handle.kept == {"0": "its weight is a DTensor"} and [*handle.replaced] == ["1"]
+
+
+#: Weights that are made in each call, and why their layers are kept.
+MADE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "weight_norm": (nn.utils.parametrizations.weight_norm, "is parametrised, so that its weight is "
+                    "made in each call"),
+    "spectral_norm": (nn.utils.parametrizations.spectral_norm, "is parametrised, so that its "
+                      "weight is made in each call"),
+    "former spectral_norm": (nn.utils.spectral_norm, "has hooks"),
+    "pruned": (lambda linear: prune.l1_unstructured(linear, "weight", 0.3), "has hooks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_layers_whose_weight_is_made_in_each_call_are_kept(kind: str) -> None:
+    change, reason = MADE[kind]
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).eval()
+    change(model[0])
+    x = torch.randn(5, 128)
+    expected = model(x)
+    with interop.replace_linear_with_int8(model, config=ALL, backend="mirror") as handle:
+        assert handle.kept == {"0": reason} and [*handle.replaced] == ["1"]
+        found = model(x)
+        assert 0 < (found - expected).norm() < 0.02 * expected.norm()
+        with torch.no_grad():
+            for p in model[0].parameters():
+                p.mul_(0.5)  # as training changes it
+        assert not torch.equal(model(x), found)

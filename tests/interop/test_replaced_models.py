@@ -12,6 +12,7 @@ import pytest
 from experiments._harness import recording
 from experiments.diffusion import replaced_models as experiment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 torch = pytest.importorskip("torch")
 for name in ("diffusers", "peft", "accelerate"):
     pytest.importorskip(name)
@@ -19,7 +20,6 @@ restoring = importlib.import_module("cupyattn.interop.torch.restoring")
 linear = importlib.import_module("cupyattn.interop.torch.linear")
 worlds = importlib.import_module("experiments._harness.model_worlds")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Seed of the sequences of the suite; the record has others.
 SEED = 1

@@ -165,7 +165,12 @@ def _traced(layer: Layer, forward: Callable[..., Any], module: Any, args: Any, k
             o = _attend(layer.attend_in_graph, *operands, **options)
             if o is not None:
                 return o
-        return own(*operands, **options)
+        # NOTE: a mask of torch's own, CausalBias, knows the function by what has its name.
+        torch.nn.functional.scaled_dot_product_attention = own
+        try:
+            return own(*operands, **options)
+        finally:
+            torch.nn.functional.scaled_dot_product_attention = attention
 
     torch.nn.functional.scaled_dot_product_attention = attention
     try:

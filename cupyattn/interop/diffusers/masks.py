@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupyattn.interop.torch.ops import PLAIN
+
 #: Types of a bias; the kernels take each beside operands of any type.
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 #: Bytes at a time in which Hopper forms copy a bias.
@@ -27,7 +29,7 @@ def obstacle(mask: Any, q: Tensor, k: Tensor) -> str | None:
     """
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
+    if not isinstance(mask, Tensor) or type(mask) not in PLAIN:  # CausalBias is a class of tensors
         return f"attention mask of type {type(mask).__name__}"
     if mask.dtype != torch.bool and mask.dtype not in _BIASES:
         return f"attention mask of dtype {str(mask.dtype).removeprefix('torch.')}"

@@ -23,6 +23,7 @@ from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, some_of
+from cupyattn.measure.words import printable
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.quant.config import QuantConfig
 
@@ -312,9 +313,9 @@ def _check_not_replaced(chosen: Sequence[tuple[str, str, Any]]) -> None:
     for _, name, module in chosen:
         if interception.layer_of(module) is not None:
             raise ValueError(
-                f"{name} is replaced already: restore() that first, call cupyattn.interop.restore "
-                "of the pipeline or model, or give again=True; a copy of a replaced model stays "
-                "INT8, so copy the model after restore()"
+                f"{printable(name)} is replaced already: restore() that first, call "
+                "cupyattn.interop.restore of the pipeline or model, or give again=True; a copy of "
+                "a replaced model stays INT8, so copy the model after restore()"
             )
 
 

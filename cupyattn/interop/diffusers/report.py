@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cupyattn.measure.words import counted
+from cupyattn.measure.words import counted, printable
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Report:
             lines.append(f"{layer.name}: {'; '.join(said) or 'not called'}")
         if self.compiled_fallbacks:
             lines.append(f"compiled code, in its own type: {_listed(self.compiled_fallbacks)}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def _totals(self) -> str:
         """Return calls of all layers; eager ones are left out if there are compiled ones alone."""

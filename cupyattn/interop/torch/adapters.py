@@ -20,13 +20,45 @@ _WRAPPERS = {
     ("peft.mixed_model", "PeftMixedModel"): "base_model",
     ("peft.tuners.tuners_utils", "BaseTuner"): "model",
     ("peft.tuners.xlora.model", "XLoraModel"): "lora_model",
+    ("peft.tuners.adaption_prompt.model", "AdaptionPromptModel"): "model",
+    ("peft.tuners.adaption_prompt.layer", "_BaseAdaptedAttention"): "model",
 }
 #: Modules of `peft.tuners` whose linear layers add to what the base layer returns, or change its
 #: input or its result. All others may read its weight in each call.
 _BESIDE = {
     "adalora", "c3a", "delora", "fourierft", "gralora", "ia3", "loha", "lokr", "lora", "oft",
-    "psoft", "pvera", "randlora", "road", "tinylora", "unilora", "vblora", "vera", "waveft",
+    "pvera", "randlora", "road", "tinylora", "unilora", "vblora", "vera", "waveft",
 }  # fmt: skip
+#: Modules of `peft.tuners` that begin with the numbers of the weight, and what for. Adapters that
+#: were trained beside 16 bits are wrong beside codes then, by more than the codes are.
+_NUMBERS = {
+    "ln_tuning": "trains a copy of the layer",
+    "osf": "begins with a decomposition of the weight",
+    "psoft": "begins with a decomposition of the weight",
+}
+#: Those that begin with the weights of all their layers, before the first has its adapter.
+_ALL_NUMBERS = {"frod": "begins with a decomposition of all weights"}
+
+
+def needs_numbers(module: nn.Module, *, of_all: bool = False) -> str:
+    """Say what an adapter needs the numbers of the weight for; empty if the codes will do.
+
+    Parameters
+    ----------
+    module : Module
+        A layer with an adapter, or a tuner.
+    of_all : bool
+        Of all weights at once.
+    """
+    kind = _kind(module)
+    reasons = _ALL_NUMBERS if of_all else _NUMBERS
+    return f"its adapter ({kind}) {reasons[kind]}" if kind in reasons else ""
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the name of the module of `peft.tuners` that a class is of."""
+    home = type(module).__module__
+    return home.removeprefix("peft.tuners.").partition(".")[0] if "peft." in home else ""
 
 
 def copies_layers(module: nn.Module) -> bool:
@@ -68,7 +100,9 @@ def obstacle_of(module: nn.Module) -> str:
     of_parameters = _class("peft.tuners.lora.layer", "ParamWrapper")
     if of_parameters is not None and isinstance(module, of_parameters):
         return "its adapter (target_parameters) replaces the parameter in each call"
-    kind = type(module).__module__.removeprefix("peft.tuners.").partition(".")[0]
+    if reason := needs_numbers(module):
+        return reason
+    kind = _kind(module)
     variants = [*getattr(module, "lora_variant", {}).values()]
     if kind in _BESIDE and not variants:
         return ""

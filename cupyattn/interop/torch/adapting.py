@@ -12,13 +12,13 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.adapters import copies_layers, inner_of
+from cupyattn.interop.torch.adapters import copies_layers, inner_of, needs_numbers
 from cupyattn.interop.torch.fusing import as_linear
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.originals import original_of
@@ -89,16 +89,30 @@ def _adapt(module: nn.Module) -> None:
 def _watch(module: nn.Module, name: str, child: Any) -> Any:
     """Let what PEFT makes fit INT8 layers, while it registers the model or a layer of it.
 
-    A tuner gets what `let_adapt` gives. Of ``modules_to_save`` a copy is trained, so their layers
-    get 16 bits again.
+    A tuner gets what `let_adapt` gives. Layers of ``modules_to_save``, of which a copy is trained,
+    and of adapters that begin with the weight's numbers get 16 bits again.
     """
-    if child is None or name not in ("model", "original_module"):
+    if child is None or name not in ("model", "original_module", "base_layer"):
         return None
     if name == "model" and _methods(module) and _has_codes(child):
+        if reason := needs_numbers(module, of_all=True):
+            _refuse_numbers("the model has INT8 layers", reason)
         _adapt(module)
     if name == "original_module" and copies_layers(module):
         return _in_16_bits(child)
+    if name == "base_layer" and (reason := needs_numbers(module)) and isinstance(child, Int8Linear):
+        original = original_of(child)
+        if original is None or original.module is None:
+            _refuse_numbers("the layer is INT8 without the one that it replaced", reason)
+        return _in_16_bits(child)
     return None
+
+
+def _refuse_numbers(there: str, reason: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{there}, but {reason}: load the adapter into the 16-bit model, then call "
+        "replace_linear_with_int8"
+    )
 
 
 def _in_16_bits(module: nn.Module) -> nn.Module:

@@ -32,11 +32,11 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
             yield name, layer, obstacle
 
 
-def int8_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the layers of a model that are INT8, as `linear_layers` names others."""
+def int8_layers(model: nn.Module) -> Iterator[tuple[str, Int8Linear]]:
+    """Yield the layers of a model that are INT8, by names as `linear_layers` gives to others."""
     for name, layer, _ in _layers("", model, "", set()):
         if isinstance(layer, Int8Linear):
-            yield name
+            yield name, layer
 
 
 def _layers(
@@ -45,10 +45,10 @@ def _layers(
     if module in seen:
         return
     seen.add(module)
-    if isinstance(module, nn.Linear) and name:
+    inner = inner_of(module)
+    if isinstance(module, nn.Linear) and name and not inner:  # some adapters are linear layers, too
         yield name, module, obstacle
     obstacle = obstacle or obstacle_of(module)
-    inner = inner_of(module)
     for part in inner or module._modules:
         child = module._modules[part]
         if child is not None:
@@ -58,14 +58,14 @@ def _layers(
 
 def unfit(linear: nn.Linear) -> str:
     """Say why a layer cannot be replaced, whatever its numbers are; empty where it can."""
+    if nn.utils.parametrize.is_parametrized(linear):
+        return "is parametrised, so that its weight is made in each call"
     if type(linear) is not nn.Linear:
         return f"a {type(linear).__name__}"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
         return "has hooks"
     if has_own_forward(linear):  # as libraries put it there that move weights in each call
         return "has a forward of its own"
-    if nn.utils.parametrize.is_parametrized(linear):
-        return "is parametrised"
     for name, tensor in (("weight", linear.weight), ("bias", linear.bias)):
         if tensor is not None and type(tensor) is not nn.Parameter:
             return f"its {name} is a {type(tensor).__name__}"

@@ -6,6 +6,7 @@ from torch import nn
 
 from cupyattn.interop.torch.adapting import forget_adapters, let_adapt
 from cupyattn.interop.torch.fusing import keep_fused, let_fuse
+from cupyattn.interop.torch.parameters import answer_for_parameters, forget_parameters
 from cupyattn.interop.torch.saving import allow_saving, refuse_saving
 
 
@@ -19,6 +20,7 @@ def guard(model: nn.Module) -> None:
     refuse_saving(model)
     keep_fused(model)
     let_adapt(model)
+    answer_for_parameters(model)
 
 
 def unguard(model: nn.Module) -> None:
@@ -31,3 +33,4 @@ def unguard(model: nn.Module) -> None:
     allow_saving(model)
     let_fuse(model)
     forget_adapters(model)
+    forget_parameters(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
-from cupyattn.interop.torch.offloading import check_readable
+from cupyattn.interop.torch.offloading import check_readable, home_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
-from cupyattn.interop.torch.read_only import ReadOnlyWeight, refuse_write
+from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.linear import LayerArrays, LayerSettings, check_given, check_layer
 from cupyattn.ops.weights import weight_quant
@@ -159,8 +158,8 @@ class Int8Linear(torch.nn.Linear):
     to x and to the bias, through the weight that the codes stand for.
 
     `weight` is what other libraries read: a tensor of the type `weight_dtype`, whose numbers are
-    made of the codes whenever something reads them. Every write to it is refused. In compiled code
-    it is a copy.
+    made of the codes whenever something reads them. Every write to it is refused, in
+    compiled code as well. Under ``torch.export`` it is a copy.
 
     Examples
     --------
@@ -221,15 +220,20 @@ class Int8Linear(torch.nn.Linear):
         Raises
         ------
         RuntimeError
-            If the codes are offloaded, and for every write.
+            For every write, and when numbers are read of codes that are offloaded.
         """
         codes, scales, dtype = self.weight_codes, self.weight_scale, self.weight_dtype
-        check_readable(self, codes)
         if torch.compiler.is_compiling():
-            return dequantised(codes, scales, dtype)
+            check_readable(self, codes)
+            numbers = dequantised(codes, scales, dtype)
+            return numbers if torch.compiler.is_exporting() else compiled_weight(numbers)
         like = torch.empty(codes.shape, dtype=dtype, device="meta")
-        read = functools.partial(dequantised, codes, scales, dtype)
-        found: Tensor = ReadOnlyWeight(like, codes.device, read)
+
+        def read() -> Tensor:
+            check_readable(self, codes)
+            return dequantised(codes, scales, dtype)
+
+        found: Tensor = ReadOnlyWeight(like, home_of(self, codes), read)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -413,6 +417,31 @@ class Int8Linear(torch.nn.Linear):
         UnsupportedError
             For a gradient with `activation` or beside `residual`, and for forward-mode derivatives.
         """
+        traced = isinstance(x, torch.fx.Proxy)  # which has neither shape nor type
+        if not traced:
+            x = self._checked(x)
+        given = x, self.weight_codes, self.weight_scale, self.bias
+        options = activation or self.activation or "", self.arch, self.backend
+        if torch.compiler.is_compiling():
+            epilogues.register()
+        y: Tensor
+        if residual is not None or gate is not None:
+            if residual is None:
+                raise ValueError(
+                    "gate goes with residual, got residual=None: give zeros to add nothing"
+                )
+            beside = *given, residual, gate
+            seen = traced or any(how_seen(beside))
+            operator = linear_parts.layer if seen else linear_parts.run_layer
+            y = operator(*beside, *options)
+            return y
+        if traced or any(how_seen(given)):
+            y = int8_linear(*given, *options)
+            return y
+        return run(*given, *options)
+
+    def _checked(self, x: Any) -> Tensor:
+        """Return an input that fits the layer, in the type of a region of autocast."""
         if not isinstance(x, Tensor):
             raise TypeError(f"Int8Linear(): argument 'x' must be Tensor, not {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -426,24 +455,7 @@ class Int8Linear(torch.nn.Linear):
             )
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        given = x, self.weight_codes, self.weight_scale, self.bias
-        options = activation or self.activation or "", self.arch, self.backend
-        if torch.compiler.is_compiling():
-            epilogues.register()
-        y: Tensor
-        if residual is not None or gate is not None:
-            if residual is None:
-                raise ValueError(
-                    "gate goes with residual, got residual=None: give zeros to add nothing"
-                )
-            beside = *given, residual, gate
-            operator = linear_parts.layer if any(how_seen(beside)) else linear_parts.run_layer
-            y = operator(*beside, *options)
-            return y
-        if any(how_seen(given)):
-            y = int8_linear(*given, *options)
-            return y
-        return run(*given, *options)
+        return x
 
     def extra_repr(self) -> str:
         """Name sizes, what shares a scale, the type that codes stand for, and settings."""

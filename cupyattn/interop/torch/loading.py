@@ -22,10 +22,11 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import target_of, uncompiled
 from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.bridge import as_tensor
-from cupyattn.interop.torch.candidates import linear_layers, put
+from cupyattn.interop.torch.candidates import int8_layers, linear_layers, put
 from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.offloading import check_not_offloaded
+from cupyattn.interop.torch.originals import original_of
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 
@@ -87,9 +88,17 @@ def load_int8(
             f"{type(model).__name__}"
         )
     layers = {name: layer for name, layer, _ in linear_layers(model)}
+    before = dict(int8_layers(model))
     replaced: dict[int, Int8Linear] = {}
     for weight in codes:
         name = weight.removesuffix(WEIGHT)
+        if name in before:
+            raise ValueError(
+                f"{name!r} of the model is INT8 already: " + (
+                    "make the model again, and load into that" if original_of(before[name]) is None
+                    else "call cupyattn.interop.restore(model) first"
+                )
+            )
         if name not in layers:
             raise ValueError(
                 f"{source.path}: {weight!r} is codes, but {name!r} is no torch.nn.Linear of the "

@@ -24,6 +24,7 @@ from cupyattn.interop.torch.originals import Call, keep_original, original_of
 from cupyattn.interop.torch.placing import Verdict, put_each
 from cupyattn.interop.torch.quantising import quantised
 from cupyattn.interop.torch.restoring import restore_linear
+from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import Int8Config
 
 #: What becomes of the weights that are replaced.
@@ -110,7 +111,7 @@ class Replacement(Handle):
         lines += [f"{name}: kept, {why}" for name, why in self.kept.items()]
         if epilogues.obstacle:
             lines.append(f"compiled: nothing becomes part of products, {epilogues.obstacle}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def replace_linear_with_int8(
@@ -204,7 +205,7 @@ def replace_linear_with_int8(
         raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
     selection = Selection.of(include, exclude)
     own = uncompiled(model)
-    before = [*int8_layers(own)]
+    before = [name for name, _ in int8_layers(own)]
     if names := [name for name, *_ in linear_layers(own)] + before:
         selection.check(names, "linear layer")
     check_not_offloaded(own)
@@ -222,11 +223,11 @@ def replace_linear_with_int8(
     kept |= others
     if not reasons and (chosen := [name for name in before if name in selection]):
         raise ValueError(
-            f"{chosen[0]} is replaced already: restore() that first, call cupyattn.interop.restore "
-            "of the model, or give again=True"
+            f"{printable(chosen[0])} is replaced already: restore() that first, call "
+            "cupyattn.interop.restore of the model, or give again=True"
         )
     if not reasons:
-        why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
+        why = "; ".join(printable(f"{n}: {reason}") for n, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 #: Names of the hooks of diffusers.
@@ -46,7 +47,7 @@ def check_readable(layer: nn.Module, codes: Tensor) -> None:
     ------
     RuntimeError
     """
-    if codes.is_meta:
+    if codes.is_meta and "_hf_hook" in vars(layer):
         raise RuntimeError(
             "the weight of this Int8Linear is offloaded, its codes are on the meta device: "
             "remove the offloading hooks first, or read it within a call of the layer"
@@ -57,6 +58,23 @@ def check_readable(layer: nn.Module, codes: Tensor) -> None:
             "the weight of this Int8Linear is offloaded to disk by diffusers: read it before "
             "enable_group_offload()"
         )
+
+
+def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
+    """Return where the codes of an INT8 layer are when it is called.
+
+    Parameters
+    ----------
+    layer : Int8Linear
+    codes : Tensor
+        Of the layer. On the meta device if accelerate offloads it.
+    """
+    if codes.is_meta:
+        for hook in _hooks_of_accelerate(layer):
+            device = getattr(hook, "execution_device", None)
+            if isinstance(device, torch.device | str | int):
+                return torch.device(device)
+    return codes.device
 
 
 def check_not_offloaded(model: nn.Module) -> None:
@@ -116,9 +134,15 @@ def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) 
             f"the weights of {where} are offloaded in groups by diffusers: remove the offloading "
             f"hooks first, with {_WAY_OF_GROUPS}"
         )
+    offloaded = any(map(_is_placed, model.modules()))
     for name, layer in layers:
-        tensors = (*layer.parameters(), *layer.buffers())
-        if _is_placed(layer) or any(x.is_meta for x in tensors):
+        on_meta = any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))
+        if on_meta and not offloaded:
+            raise RuntimeError(
+                f"{name!r} is on the meta device, and so holds no numbers of its own any more: "
+                "make the model again, or call restore() before to('meta')"
+            )
+        if _is_placed(layer) or on_meta:
             raise RuntimeError(
                 f"the weights of {name!r} are offloaded by accelerate: remove the offloading hooks "
                 f"first, with {_WAY_OF_ACCELERATE}"
@@ -141,6 +165,10 @@ def move_casting(layer: nn.Module, to: nn.Module) -> None:
 
 def _is_placed(module: nn.Module) -> bool:
     """Whether a hook of accelerate moves a module's own tensors or its inputs in each call."""
+    return any(hasattr(one, "weights_map") for one in _hooks_of_accelerate(module))
+
+
+def _hooks_of_accelerate(module: nn.Module) -> tuple[Any, ...]:
+    """Return the hooks that accelerate has put on a module."""
     hook = vars(module).get("_hf_hook")
-    hooks = getattr(hook, "hooks", (hook,))  # of one that holds several
-    return any(hasattr(one, "weights_map") for one in hooks)
+    return tuple(getattr(hook, "hooks", (hook,)))  # of one that holds several

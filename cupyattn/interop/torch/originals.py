@@ -82,7 +82,9 @@ def original_of(layer: Any) -> Original | None:
     return found
 
 
-def keep_original(layer: nn.Module, call: Call, name: str, module: nn.Module) -> None:
+def keep_original(
+    layer: nn.Module, call: Call, name: str, module: nn.Module, *, shared: bool = False
+) -> None:
     """Let a layer know what it replaced; the weight moves to where the call wants it.
 
     Parameters
@@ -92,8 +94,10 @@ def keep_original(layer: nn.Module, call: Call, name: str, module: nn.Module) ->
     name : str
         Of the layer in the model.
     module : Module
+    shared : bool
+        Another module of the model still has its weight, which stays where that module needs it.
     """
-    if call.originals == "cpu" and isinstance(module, nn.Linear):
+    if call.originals == "cpu" and isinstance(module, nn.Linear) and not shared:
         module.weight.data = module.weight.data.to("cpu")  # not the bias, which both have
     kept = None if call.originals == "drop" else module
     setattr(layer, _ATTRIBUTE, Original(layer, call, name, kept))

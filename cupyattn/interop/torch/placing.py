@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ def put_each(
     kept: dict[str, str] = {}
     undo: list[tuple[nn.Module, str, nn.Linear, Any]] = []
     dropped = call.originals == "drop"
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     try:
         for name, layer, why in made:
             if layer is None:
@@ -55,7 +57,8 @@ def put_each(
                 parent._modules[key] = layer
                 if not dropped:
                     undo.append((parent, key, linear, linear.weight.device))
-            keep_original(layer, call, name, linear)
+            owners[id(linear.weight)] -= 1
+            keep_original(layer, call, name, linear, shared=owners[id(linear.weight)] > 0)
             replaced[name] = why
             del linear
     except BaseException as error:

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree
 
 #: What a write is told.
@@ -54,21 +56,28 @@ class ReadOnlyWeight(Tensor):
     """
 
     _like: Tensor
+    _device: torch.device
     _read: Callable[[], Tensor]
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> Any:
         """Make a tensor that has a form and no memory."""
+        # The dispatch key is that of the meta device: ``other.data = made`` would otherwise give
+        # `other` a null pointer.
         made = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
-            dtype=like.dtype, device=device,
+            dtype=like.dtype, device="meta", dispatch_device=True,
         )  # fmt: skip
         torch._C._set_throw_on_mutable_data_ptr(made)  # C++ would read at the address 0
-        made._like, made._read = like, read
+        made._like, made._device, made._read = like, device, read
         return made
 
     def __init__(self, *_: Any) -> None:
         """Accept the arguments of ``__new__``."""
+
+    def _use_count(self) -> NoReturn:
+        """Refuse ``torch.utils.swap_tensors``, which asks this before it modifies anything."""
+        refuse_write()
 
     def __repr__(self, **_: Any) -> str:
         return f"read from INT8 codes: {self._read()!r}"
@@ -95,6 +104,8 @@ class ReadOnlyWeight(Tensor):
     ) -> Any:
         """Run an operator on the numbers; a view stays unread, and a write is refused."""
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0]._device
         if any(isinstance(x, cls) for x in _written(func, args, kwargs)):
             refuse_write()
         if func.is_view and isinstance(args[0], cls):
@@ -115,6 +126,71 @@ class ReadOnlyWeight(Tensor):
             type(self)(one, self.device, lambda number=number: function(self._read())[number])
             for number, one in enumerate(found)
         ]
+
+
+class CompiledWeight(Tensor):
+    """A weight while torch traces code that reads it: writes are refused there, too.
+
+    Parameters
+    ----------
+    numbers : Tensor
+        The dequantised weight, or a view of it. A compiler leaves it out where nothing reads it.
+    """
+
+    _numbers: Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> Any:
+        """Make a tensor of the form of the numbers."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, numbers.shape, strides=numbers.stride(), storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype, device=numbers.device,
+        )  # fmt: skip
+        made._numbers = numbers
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        """Accept the arguments of ``__new__``."""
+
+    def __repr__(self, **_: Any) -> str:
+        return f"read from INT8 codes: {self._numbers!r}"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Name the tensor within."""
+        return ["_numbers"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: None, size: Any, stride: Any
+    ) -> Tensor:
+        """Make the tensor of what is within."""
+        return _read_only(inner["_numbers"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on the numbers; a view is read-only, too, and a write is refused."""
+        kwargs = kwargs or {}
+        if any(isinstance(x, cls) for x in _written(func, args, kwargs)):
+            refuse_write()
+        is_view = func.is_view and isinstance(args[0], cls)
+        args, kwargs = _pytree.tree_map_only(cls, lambda x: x._numbers, (args, kwargs))
+        found = func(*args, **kwargs)
+        return _pytree.tree_map_only(Tensor, cls, found) if is_view else found
+
+
+def _read_only(numbers: Tensor) -> Tensor:
+    """Return a tensor that cannot be written, of numbers that are traced or that are there."""
+    if isinstance(numbers, FakeTensor | FunctionalTensor):
+        return CompiledWeight(numbers)
+    return ReadOnlyWeight(numbers.to("meta"), numbers.device, lambda: numbers)
+
+
+#: Returns a dequantised weight that cannot be written. Code that is compiled may call it.
+compiled_weight = torch._dynamo.allow_in_graph(_read_only)
 
 
 def _call(func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Any:

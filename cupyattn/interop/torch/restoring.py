@@ -18,6 +18,7 @@ from cupyattn.interop.torch.guards import unguard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.offloading import check_restorable, move_casting
 from cupyattn.interop.torch.originals import Call, Original, original_of
+from cupyattn.measure.words import printable
 
 #: Types that a bias may have been converted to and back.
 _ROUNDED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -67,7 +68,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
             parent._modules[name] = original.module.train(unit.training)
     unguard(model)
     if call is not None and call.missing:
-        names, count = ", ".join(sorted(call.missing)[:3]), len(call.missing)
+        names, count = ", ".join(map(printable, sorted(call.missing)[:3])), len(call.missing)
         call.missing.clear()
         warnings.warn(
             f"{count} of the layers that were replaced {'is' if count == 1 else 'are'} not in the "
@@ -85,8 +86,8 @@ def check_linear(model: nn.Module, call: Call | None = None) -> list[_Place]:
     for name, module in model.named_modules() if call is None else ():
         if isinstance(module, Int8Linear) and _has_lost_its_own(module):
             raise RuntimeError(
-                f"{name!r} is INT8 without the layer that it replaced, as those of load_int8, of "
-                "originals='drop' and of copies are: load the model's own weights again"
+                f"{name!r} is INT8 without the layer that it replaced, as layers from load_int8, "
+                "after originals='drop' and in copies are: load the model's own weights again"
             )
     if places:
         check_restorable(model, ((place.original.name, place.layer) for place in places))

@@ -1,0 +1,58 @@
+"""Let ``next(module.parameters())`` find a type and a device where INT8 layers left no parameter.
+
+Libraries ask a module's first parameter for both, and the iterator of a module that has none stops
+them. INT8 layers hold buffers, so that attention without biases may be such a module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.offloading import home_of
+
+_PARAMETERS = "parameters"
+
+
+def answer_for_parameters(model: nn.Module) -> None:
+    """Let modules of a model that hold INT8 layers have a parameter when they have none.
+
+    Parameters
+    ----------
+    model : Module
+        Its modules get an attribute that hides their class's method.
+    """
+    for module in model.modules():
+        if _PARAMETERS not in vars(module) and _first_codes(module) is not None:
+            setattr(module, _PARAMETERS, functools.partial(_parameters, module))
+
+
+def forget_parameters(model: nn.Module) -> None:
+    """Undo `answer_for_parameters` of modules that have no INT8 layers left.
+
+    Parameters
+    ----------
+    model : Module
+    """
+    for module in model.modules():
+        found = vars(module).get(_PARAMETERS)
+        if getattr(found, "func", None) is _parameters and _first_codes(module) is None:
+            delattr(module, _PARAMETERS)
+
+
+def _first_codes(module: nn.Module) -> Int8Linear | None:
+    return next((one for one in module.modules() if isinstance(one, Int8Linear)), None)
+
+
+def _parameters(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """Yield a module's parameters; if it has none, one without elements that is frozen."""
+    found = [*type(module).parameters(module, recurse)]
+    if not found and (layer := _first_codes(module)) is not None and recurse:
+        device = home_of(layer, layer.weight_codes)
+        empty = torch.empty(0, dtype=layer.weight_dtype, device=device)
+        found.append(nn.Parameter(empty, requires_grad=False))
+    yield from found
