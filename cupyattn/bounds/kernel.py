@@ -14,49 +14,19 @@ follow as factors 1 + theta.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from cupyattn.arrays.groups import merge_heads, value_scale_of_key
 from cupyattn.arrays.interchange import as_it_is, operands
-from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
-from cupyattn.bounds import codes, tensor_core, values
-from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block, widest
+from cupyattn.arrays.kinds import Array, as_float64, check_values
+from cupyattn.bounds import codes
+from cupyattn.bounds.bound import Bound, assemble, empty, of_block, widest
 from cupyattn.bounds.foreign import bound_foreign
-from cupyattn.bounds.perturbation import (
-    gamma,
-    rounding_of_mean,
-    softmax_perturbation,
-    sum_of_operand,
-    weight_shift,
-)
-from cupyattn.bounds.scores import (
-    ABOVE_BY_SHIFTS,
-    EX2_LOG_ERROR,
-    LN2,
-    LOG2E,
-    MAX_FLOAT,
-    REFERENCE,
-    U64,
-    Perturbed,
-    Scaling,
-    U,
-    perturb,
-    products,
-    scaling_errors,
-)
-from cupyattn.kernels.numerics import (
-    EX2_FLUSH,
-    HALF_SUBNORMAL,
-    LEAST_NORMAL,
-    MOST_PIECES,
-    UNIT_ROUNDOFF,
-    Numerics,
-    check_features,
-)
-from cupyattn.kernels.splits import Splits
+from cupyattn.bounds.rows import TERMS as TERMS
+from cupyattn.bounds.rows import Shared, block_bound
+from cupyattn.bounds.scores import perturb, scaling_errors
+from cupyattn.kernels.numerics import MOST_PIECES, Numerics, check_features
 from cupyattn.kernels.tile_pieces import share_out
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
@@ -66,16 +36,6 @@ from cupyattn.problem.received import Received, receive_arguments, receive_in_ev
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
-
-#: The terms of `attention`, in the order in which a kernel rounds.
-TERMS = ("R2", "R3", "R4", "R5", "R6", "R7")
-
-#: [L29] What flushing and underflow may take from the weight of one key: the flush of ex2, once for
-#: p and once for alpha, times a p of at most 2^8.
-FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
-#: Relative error of log2f: 1 ulp from the correctly rounded result (CUDA C++ Programming Guide,
-#: mathematical functions), hence 3/2 ulp.
-LOG2F_ERROR = 1.5 * 2.0**-23
 
 
 @points_to_our_names
@@ -180,7 +140,7 @@ def bound_kernel(
     (q, k, v), shared = taken_by(received, numerics)
     terms, lse = empty(q, k, v, rows, TERMS)
     for block in blocks_of(q, k, v, shared.sigma, received.scores, rows):
-        found, lse[block.index] = _block_bound(block, shared)
+        found, lse[block.index] = block_bound(block, shared)
         for tag, term in found.items():
             terms[tag][block.index] = term
     return assemble(terms, lse)
@@ -284,37 +244,6 @@ def _scales_by_key(quantized: Any, block: ScoreBlock) -> Array:
     return as_float64(value_scale_of_key(scale, quantized.group_v, keys))[:, :, None]
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What the bounds of all blocks of a call share.
-
-    Parameters
-    ----------
-    n : Numerics
-    tiles : Tiles
-    sigma : float
-        Softmax scale.
-    scaling : Scaling
-        R3.
-    mean : (batch, heads_kv, head_dim) array or None
-        What smoothing took from the keys.
-    v_mean : (batch, heads_kv, head_dim) array or None
-        The same of V, where the kernel sums codes of V.
-    v_scale : (batch, heads_kv, head_dim) array or None
-        The largest scale of each channel of V, where the kernel drops bits of its sums.
-    cut : Splits or None
-    """
-
-    n: Numerics
-    tiles: Tiles
-    sigma: float
-    scaling: Scaling
-    mean: Any
-    v_mean: Any
-    v_scale: Any
-    cut: Splits | None
-
-
 def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     """Return the operands that an INT8 kernel multiplies: dequantised, in float64, without mean.
 
@@ -326,201 +255,3 @@ def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     check_one_sequence(quantized)
     q, k, v = replace(quantized, k_mean=None, as_given=as_it_is).dequantize("float64")
     return q, k, v
-
-
-def _block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], Array]:
-    """R2 to R7 of one block of rows: the terms of O, and the bound of lse."""
-    n, tiles, sigma, cut = shared.n, shared.tiles, shared.sigma, shared.cut
-    xp = array_namespace(block.S)
-    if block.S.shape[-1] == 0:
-        zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))
-        return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1])
-    P, lse, v, o, spoilt = exact(block)
-    score = perturb(block, n, tiles, sigma, shared.scaling, cut)
-    count = block.admitted.sum(axis=-1).astype(np.float64)
-    magnitude = xp.abs(v)
-    total_v = magnitude.sum(axis=-2, keepdims=True)
-    delta_o, P_plus, delta_lse, Z_minus = softmax_perturbation(P, score.d, v, o)
-
-    l_least = least_sum(score, lse, Z_minus)
-    inverse_l = (1.0 / l_least)[..., None]
-
-    # R5: P as an operand: half a unit in its last place, or half a subnormal, at most P [L34].
-    rho = xp.zeros_like(P)
-    if n.shifts:
-        unit = values.units(P_plus, n.shifts, tiles)
-        rho = values.shifted_rounding(P_plus, unit, tiles)
-    elif n.by_tile:
-        rho = values.code_rounding(P_plus, n, tiles, score.slack)
-    elif n.p_type != "float32":
-        rho = operand_rounding(P_plus, n, score, inverse_l)
-    weighted = P_plus @ magnitude
-    r5 = rho @ magnitude
-
-    # R4: weights flushed to zero; then R6: the sums, in any order [L35].
-    flushed = FLUSHED_WEIGHT * total_v * inverse_l
-    if n.shifts:
-        theta_o = xp.zeros_like(count)  # whole numbers
-    elif n.by_tile:
-        theta_o = values.accumulation(count, block.S.shape[-1], n, tiles)
-    else:
-        theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
-    further = (not n.online) + max(0, (n.pieces if cut is None else cut.slices) - 1)  # sums
-    of_products, of_rises = theta_o, gamma(score.rises + further, U)
-    theta_o = (1 + of_products) * (1 + of_rises) - 1
-    theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises + n.by_tile, U)
-    theta_l = xp.minimum(theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least, 1.0)
-    least = 2.0**-142 if n.by_tile else 2.0**-148
-    underflow = (count + score.rises + further + 2)[..., None] * least
-    lost = (count * FLUSHED_WEIGHT + underflow[..., 0]) / l_least
-    theta_n, rounded, share = theta_l, r5, xp.ones_like(count)
-    if n.sums_operand and n.by_tile and not n.shifts:  # of codes, by the roundings of O
-        r5, share = rounding_of_mean(rho, v, o, delta_o)
-        theta_n = theta_o + (1 + theta_o) * lost / share
-        theta_n = xp.where(rho.sum(axis=-1) < 1, xp.minimum(theta_n, 1.0), 1.0)
-    elif n.sums_operand:  # in P.V itself, or of codes, step by step
-        if n.shifts:
-            lost = lost + values.dropped_of_l(unit, n.shifts)
-        theta = theta_l if n.shifts else theta_o + (1 + theta_o) * U  # the factor is divided out
-        theta_n = sum_of_operand(P_plus, rho, theta, lost)
-    share = share[..., None]
-    with np.errstate(divide="ignore"):
-        by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_n) - 1.0
-    underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
-    flushed = flushed / share
-    multiplied = weighted + rounded
-    if n.values == "fp8":
-        step = values.code_step(P_plus, n, tiles, score.slack)
-        scale = of_block(shared.v_scale, block)
-        multiplied = values.aligned_products(P_plus + rho, step, magnitude, scale)
-    multiplied = multiplied / share + flushed
-    r6 = theta_o[..., None] * multiplied
-    if n.values == "tensor_core" and n.p_type in LEAST_NORMAL:
-        moved = weight_shift(P, P_plus, score.d, delta_lse) @ magnitude + r5 + flushed
-        lost_bits = tensor_core.cut_off(
-            P, v, moved, multiplied, score.rises, from_first=cut is None and not n.pieces
-        )
-        rescaled = ((1 + of_products) * of_rises)[..., None] * multiplied
-        r6 = xp.fmin(r6, (1 + of_rises)[..., None] * lost_bits + rescaled)
-        r6 = r6 + tensor_core.cut_off_beside_small(count, v, inverse_l, n)
-    r6 = r6 + underflow / share
-    if n.shifts:
-        r6 = r6 + values.dropped_by_shifts(unit, of_block(shared.v_scale, block))
-    size = xp.abs(o) + delta_o + flushed + r5 + r6
-    r6 = r6 + by_l[..., None] * size
-    size = size + by_l[..., None] * size
-
-    # R7: 1/l, times 1/l, and the store.
-    r7, stored = xp.zeros_like(o), size
-    block_mean = of_block(shared.v_mean, block)
-    if n.by_tile:
-        r7, stored = values.with_mean(size, block_mean, n.pieces)
-    elif n.online:
-        r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
-        stored = size + r7
-    # NOTE: the number that is stored has the mean of V, o has not.
-    exact_o = o if block_mean is None else o + block_mean
-    cost, fits = values.store(exact_o, stored, n)
-    r7 = r7 + cost
-    if n.pieces > 1 and n.shifts and block_mean is not None:  # a piece leaves l times the mean
-        fits &= xp.abs(block_mean) * 2.0**n.shifts.sum_bits <= MAX_FLOAT
-
-    of_score_errors = _shares(P, score)
-    terms = {tag: share * delta_o for tag, share in zip(TERMS, of_score_errors, strict=False)}
-    terms["R4"] = terms["R4"] + flushed
-    terms |= {"R5": r5, "R6": r6, "R7": r7}
-
-    delta_lse = delta_lse + score.shift - xp.log1p(-xp.minimum(theta_l, 1 - U64))
-    delta_lse = _lse_bound(block, lse, delta_lse, score, shared)
-    overflows = xp.isinf(delta_lse)
-
-    # Non-finite and out of range: no promise, under the tag of what breaks first.
-    attends = count > 0
-    usable = score.usable & (l_least > 0)
-    largest_weight = xp.maximum(xp.minimum(score.slack, 99.0), n.headroom)
-    codes = 256.0 if n.by_tile else 1.0  # sums of codes are that much larger than of P
-    fits &= total_v * codes * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
-    for tag, term in terms.items():
-        terms[tag] = xp.where((attends & usable)[..., None], term, 0.0)
-    terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
-    terms["R6"] = xp.where(spoilt, xp.inf, terms["R6"])
-    terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
-    delta_lse = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
-    return terms, xp.where(overflows, xp.inf, delta_lse)
-
-
-def least_sum(score: Perturbed, lse: Array, Z_minus: Array) -> Array:
-    """Bound l from below, in units of its final maximum [L33].
-
-    The largest key has weight 2^-slack, and the sum cannot be less than e^(lse - s_max) but for the
-    perturbations.
-    """
-    xp = array_namespace(lse)
-    with np.errstate(invalid="ignore", over="ignore"):
-        drop = xp.where(lse > NEG_INF, lse - score.reach, 0.0) - LN2 * score.slack
-    by_sum = Z_minus * xp.exp(xp.where(xp.isfinite(drop), xp.minimum(drop, 60.0), -60.0))
-    by_max = 0.999 * xp.exp2(-2.0 * xp.minimum(score.slack, 99.0))
-    return xp.maximum(by_sum, by_max) * xp.exp(-EX2_LOG_ERROR * score.rises) / REFERENCE
-
-
-def operand_rounding(P_plus: Array, n: Numerics, score: Perturbed, inverse_l: Array) -> Array:
-    """R5: bound what rounding P to 16 bits does to each probability [L34]."""
-    xp = array_namespace(P_plus)
-    subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
-    # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
-    known = n.online and not n.headroom
-    relative = UNIT_ROUNDOFF[n.p_type] * (_mantissa_share(score) if known else 1.0)
-    return xp.maximum(relative * P_plus, xp.minimum(subnormal, P_plus))
-
-
-def _mantissa_share(score: Perturbed) -> Array:
-    """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known [L34].
-
-    p lies within a factor 2^±uncertain of 2^exponent, in the units of its own step.
-    """
-    xp = array_namespace(score.drift)
-    uncertain = (score.d + score.drift) / LN2 + score.slack[..., None]
-    upper = score.exponent + uncertain
-    share = xp.exp2(xp.minimum(2 * uncertain - (upper - xp.floor(upper)), 0.0))
-    return share * REFERENCE
-
-
-def _shares(P: Array, score: Perturbed) -> list[Array]:
-    """Split the effect of the scores' perturbation among R2, R3 and R4, by Σ p_j d_j."""
-    xp = array_namespace(P)
-    errors = [(P * r).sum(axis=-1, keepdims=True) for r in (score.r2, score.r3, score.r4)]
-    whole = sum(errors)
-    return [xp.where(whole > 0, part / xp.where(whole > 0, whole, 1.0), 1 / 3) for part in errors]
-
-
-def _lse_bound(
-    block: ScoreBlock,
-    lse: Array,
-    delta: Array,
-    score: Perturbed,
-    shared: Shared,
-) -> Array:
-    """R7 of the log-sum-exp [L38]: fl(fl(M + log2 l) LN2), and what smoothing gives back [L17].
-
-    Where M is in natural units: fl(fma(log2 l, LN2, M)). `delta` is what perturbed scores and the
-    rounding of l do to it.
-    """
-    xp = array_namespace(lse)
-    n, sigma, mean, scaling = shared.n, shared.sigma, shared.mean, shared.scaling
-    lse = xp.where(xp.isfinite(lse), lse, 0.0)
-    log_l = xp.abs(lse - score.top) + delta + score.shift + score.top_drift  # |log l|
-    lower_M = n.headroom + (0 if n.subtracts_first else n.code_log2)
-    if n.shifts:  # M is whole, below the largest score or above it [L59]
-        lower_M = ABOVE_BY_SHIFTS
-    log_l = log_l + LN2 * (score.slack + lower_M * REFERENCE)
-    size, roundings = xp.abs(lse) + (log_l if n.subtracts_first else 0.0), 3
-    if mean is not None:
-        mu = of_block(mean, block)
-        dot = sigma * xp.abs((block.q * mu).sum(axis=-1))
-        back = sigma * (xp.abs(block.q) * xp.abs(mu)).sum(axis=-1)
-        # NOTE: the kernel adds to M, others to lse: both orders are covered.
-        delta = delta + (gamma(block.q.shape[-1] + 8, U) + scaling.common) * back
-        delta = xp.where(back * LOG2E <= MAX_FLOAT, delta, xp.inf)
-        size, roundings = size + log_l + dot + back * U, 5
-    delta = delta + LOG2F_ERROR * log_l
-    return (delta + ((1 + U) ** roundings - 1) * (size + delta)) * REFERENCE

@@ -11,17 +11,10 @@ from dataclasses import dataclass
 
 from cupyattn.arrays.groups import merge_heads
 from cupyattn.arrays.kinds import Array, array_namespace
-from cupyattn.bounds.bound import Bound, empty, exact
-from cupyattn.bounds.kernel import (
-    FLUSHED_WEIGHT,
-    Shared,
-    bound_kernel,
-    least_sum,
-    operand_rounding,
-    taken_by,
-)
-from cupyattn.bounds.perturbation import softmax_perturbation
-from cupyattn.bounds.scores import REFERENCE, perturb
+from cupyattn.bounds.bound import Bound, empty
+from cupyattn.bounds.kernel import bound_kernel, taken_by
+from cupyattn.bounds.rows import FLUSHED_WEIGHT, Rows, Shared
+from cupyattn.bounds.scores import REFERENCE
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.received import Received
 from cupyattn.reference.exact import ScoreBlock, blocks_of
@@ -122,19 +115,13 @@ class WeightErrors:
 
 def weight_errors(block: ScoreBlock, shared: Shared) -> WeightErrors:
     """Bound the error of each weight of a row, for a kernel without codes of P [L75]."""
-    n = shared.n
-    P, lse, v, o, _ = exact(block)
+    rows = Rows.of(block, shared)
+    P = rows.P
     xp = array_namespace(P)
-    score = perturb(block, n, shared.tiles, shared.sigma, shared.scaling, shared.cut)
-    _, P_plus, _, Z_minus = softmax_perturbation(P, score.d, v, o)
-    inverse_l = (1.0 / least_sum(score, lse, Z_minus))[..., None]
-    delta = P * xp.expm1(xp.minimum(score.d, 300.0))
+    delta = P * xp.expm1(xp.minimum(rows.score.d, 300.0))
     total = delta.sum(axis=-1, keepdims=True)
     of_scores = xp.where(total < 1, delta / xp.where(total < 1, 1.0 - total, 1.0), xp.inf)
-    rounding = xp.zeros_like(P)
-    if n.p_type != "float32":
-        rounding = operand_rounding(P_plus, n, score, inverse_l)
-    return WeightErrors(P, of_scores, rounding, inverse_l)
+    return WeightErrors(P, of_scores, rows.rounding(), rows.inverse_l)
 
 
 def _of_block(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.cli import flags, output, verify
 from cupyattn.compiler import architectures as compiler_architectures
-from cupyattn.compiler import disk_cache, size_limit, target
+from cupyattn.compiler import devices, disk_cache, size_limit, target
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.compiler.target import HOPPER_CAPABILITY
@@ -113,7 +113,7 @@ def _architectures() -> list[str]:
     import cupy
 
     capability = int(cupy.cuda.Device().compute_capability)
-    own = [compiler.device_architecture(capability)]
+    own = [devices.device_architecture(capability)]
     return own if capability != HOPPER_CAPABILITY else [*own, "sm_90a"]
 
 
@@ -148,7 +148,7 @@ def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
     >>> [spec.source for spec in parse_spec("fa_tc:hd128:fp16:causal")]
     ['attn_fa_tc.cu']
     >>> [spec.source for spec in parse_spec("fa_tc:hd128:fp16", "sm_90a")]
-    ['sm90/attn_fa_tc.cu']
+    ['sm90/attn_fa_tc.cu', 'merge/sm90/merge_pieces.cu']
     """
     name, _, rest = text.partition(":")
     size, dtype, *flags = (rest or ":").split(":")

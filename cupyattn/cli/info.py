@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import output
-from cupyattn.compiler import architectures, nvrtc, target
+from cupyattn.compiler import architectures, devices, nvrtc, target
 from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device
@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
             f"L2 {format_bytes(found['l2_bytes'])}"
         )
         facts["driver"] = f"{found['driver'] or 'unknown'} (CUDA {_cuda(found['driver_cuda'])})"
-        facts["kernels for"] = compiler.device_architecture(found["capability"])
+        facts["kernels for"] = devices.device_architecture(found["capability"])
         if "sm_clock_mhz" in found:
             facts["clocks"] = (
                 f"SM {found['sm_clock_mhz']:.0f} of {found['sm_clock_max_mhz']:.0f} MHz"

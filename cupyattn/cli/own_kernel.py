@@ -9,8 +9,8 @@ import argparse
 import re
 from pathlib import Path
 
+from cupyattn.compiler import devices, target
 from cupyattn.compiler import modules as compiler
-from cupyattn.compiler import target
 from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
@@ -112,7 +112,7 @@ def compile_everywhere(variant: Variant) -> tuple[str, ...]:
         for launch in own_launches(variant, head_dim):
             binary = compiler.translate(launch.module, launch.module.least_arch)
             for arch in archs:
-                compiler.check_shared_memory(
+                devices.check_shared_memory(
                     binary.smem_bytes, shared_memory_of(arch),
                     f"{launch.entry} at head_dim {head_dim}", arch,
                 )  # fmt: skip

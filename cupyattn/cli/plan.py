@@ -12,7 +12,7 @@ from typing import Any
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.cli import flags, output
-from cupyattn.compiler.modules import device_architecture
+from cupyattn.compiler.devices import device_architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, Costs, Machine, meshes, predict

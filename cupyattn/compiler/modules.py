@@ -11,12 +11,11 @@ their number in bounds, and `places` keeps paths out of them.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import tempfile
 import threading
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,11 +28,13 @@ from cupyattn.compiler.architectures import (
     check_capability,
 )
 from cupyattn.compiler.architectures import capability_of as capability_of
+from cupyattn.compiler.binary import Binary as Binary
+from cupyattn.compiler.binary import read_entry, write_entry
+from cupyattn.compiler.devices import check_runs_on, check_shared_memory, device_architecture
 from cupyattn.compiler.places import Places
-from cupyattn.compiler.ptxas import Resources, parse_resources, parse_smem_bytes
+from cupyattn.compiler.ptxas import parse_resources, parse_smem_bytes
 from cupyattn.compiler.request import Request, make_request
-from cupyattn.compiler.target import HOPPER_CAPABILITY
-from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+from cupyattn.errors import KernelCompileError, UnsupportedError
 from cupyattn.kernels.features import P_TYPES
 from cupyattn.switches import is_on
 
@@ -109,38 +110,6 @@ class ModuleSpec:
         return f"{self.source} [{' '.join(f'{name}={value}' for name, value in self.defines)}]"
 
 
-@dataclass(frozen=True)
-class Binary:
-    """A compiled source.
-
-    Parameters
-    ----------
-    arch : str
-        Architecture, for example ``"sm_90a"``.
-    nvrtc_version : (int, int)
-        Compiler that made it.
-    ptx : str
-        PTX text.
-    cubin : bytes
-        Machine code, complete: drivers load it and disassemblers read it. Empty from `translate`.
-    log : str
-        The compiler's messages, ptxas' report among them.
-    kernels : dict of str to Resources
-        By entry point; none from `translate`.
-    smem_bytes : int
-        Dynamic shared memory that the source asks for
-        (``extern "C" __device__ int smem_bytes = sizeof(SharedStorage);``), 0 where it names none.
-    """
-
-    arch: str
-    nvrtc_version: tuple[int, int]
-    ptx: str
-    cubin: bytes
-    log: str
-    kernels: dict[str, Resources] = field(hash=False)
-    smem_bytes: int
-
-
 # ---- build ---------------------------------------------------------------------------------------
 
 _memory: dict[tuple[str, Places], Binary] = {}
@@ -209,13 +178,13 @@ def _compiled(
         if binary is not None:
             return _count("memory_hits", binary)
         version = asked.compiler.version
-        kept = None if recompile else _read_entry(asked.key, arch, version, target == arch)
+        kept = None if recompile else read_entry(asked.key, arch, version, target == arch)
         if kept is not None:
             _count("disk_hits", kept)
         else:
             limit = size_limit.current().bytes  # a wrong one is told before the compiler runs
             kept = _count("compiled", _compile(spec, arch, asked))
-            _write_entry(asked.key, kept)
+            write_entry(asked.key, kept)
             size_limit.wrote(limit, asked.key)
         binary = _located(kept, asked.places)
         _memory[asked.key, asked.places] = binary
@@ -244,7 +213,7 @@ def _request(spec: ModuleSpec, arch: str, target: str, source: str | None) -> Re
     if capability_of(arch) not in compiler.capabilities:
         known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
         raise UnsupportedError(
-            f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
+            f"{compiler} does not know {arch}, only {known}: "
             "install a newer nvidia-cuda-nvrtc"
         )
     check_capability(arch, spec.least_capability)
@@ -263,10 +232,6 @@ def _count(what: str, binary: Binary) -> Binary:
     return binary
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
 def read_source(spec: ModuleSpec) -> str:
     """Return the text of a spec's file, or raise `KernelCompileError`."""
     try:
@@ -281,7 +246,7 @@ def _compile(spec: ModuleSpec, arch: str, asked: Request) -> Binary:
         output = asked.run()
     except nvrtc.NvrtcError as error:
         raise KernelCompileError(
-            f"NVRTC {_dotted(asked.compiler.version)} rejected {spec.source} for {arch}: "
+            f"{asked.compiler} rejected {spec.source} for {arch}: "
             f"{_first_error(error)}\n  defines: {str(spec).partition(' ')[2]}\n"
             f"  options: {' '.join(asked.options)}\n{error.log}".rstrip()
         ) from error
@@ -353,56 +318,6 @@ def cache_clear(*, disk: bool = True) -> int:
             path.unlink(missing_ok=True)
             deleted += 1
     return deleted
-
-
-#: What an entry raises that is not what `_write_entry` wrote.
-_RUBBISH = (
-    ValueError, TypeError, KeyError, AttributeError, RecursionError, KernelCompileError,
-)  # fmt: skip
-
-
-def _read_entry(key: str, arch: str, version: tuple[int, int], machine: bool) -> Binary | None:
-    """Return an entry of the cache, None where there is none or it is no kernel of this kind."""
-    payload = disk_cache.read(key)
-    if payload is None:
-        return None
-    try:
-        return _parse_entry(payload, arch, version, machine)
-    except _RUBBISH as error:
-        _log.warning("the cache's entry %s is no kernel (%s): compiling again", key, error)
-        return None
-
-
-def _parse_entry(payload: bytes, arch: str, version: tuple[int, int], machine: bool) -> Binary:
-    """Return the binary of an entry; ValueError and others where it cannot be one.
-
-    Everything that the compiler's output tells is compared with it.
-    """
-    head, _, cubin = payload.partition(b"\n")
-    facts = json.loads(head)
-    facts["nvrtc_version"] = tuple(facts["nvrtc_version"])
-    facts["kernels"] = {name: Resources(**values) for name, values in facts["kernels"].items()}
-    binary = Binary(cubin=cubin, **facts)
-    if (binary.arch, binary.nvrtc_version) != (arch, version):
-        raise ValueError(f"made by {binary.nvrtc_version} for {binary.arch}")
-    entries = set(re.findall(r"^\s*(?:\.visible )?\.entry ([\w$]+)\(", binary.ptx, re.MULTILINE))
-    if ".version " not in binary.ptx or f".target {arch}" not in binary.ptx or not entries:
-        raise ValueError("its PTX has no version, target or entry point")
-    if binary.smem_bytes != parse_smem_bytes(binary.ptx):
-        raise ValueError("its shared memory is not that of its PTX")
-    known = entries if machine else set()
-    if binary.kernels != parse_resources(binary.log) or not set(binary.kernels) <= known:
-        raise ValueError("its kernels are not those of its PTX and its log")
-    if cubin.startswith(b"\x7fELF") != machine or (cubin and not machine):
-        raise ValueError("its machine code is no ELF file" if machine else "it has machine code")
-    if missing := [name for name in entries if machine and name.encode() not in cubin]:
-        raise ValueError(f"its machine code lacks {missing[0]}")
-    return binary
-
-
-def _write_entry(key: str, binary: Binary) -> None:
-    facts = {name: value for name, value in asdict(binary).items() if name != "cubin"}
-    disk_cache.write(key, json.dumps(facts).encode() + b"\n" + binary.cubin)
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -529,94 +444,3 @@ def _load_module(binary: Binary) -> Module:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.cubin)
         return Module(binary, cupy.RawModule(path=str(path)))
-
-
-def device_architecture(capability: int, hopper: bool = False) -> str:
-    """Return what to compile for a device.
-
-    Parameters
-    ----------
-    capability : int
-        Compute capability times ten: 90 for an H100 or H200.
-    hopper : bool
-        Whether the source uses instructions that exist on compute capability 9.0 alone.
-
-    Returns
-    -------
-    str
-        The newest architecture of the same generation, not newer than the device, that the NVRTC
-        of this environment knows; its binary runs on the device.
-
-    Raises
-    ------
-    UnsupportedError
-        If the device is too old, or too new for this NVRTC, or not a Hopper where one is needed.
-    """
-    _check_supported(capability)
-    if hopper:
-        if capability != HOPPER_CAPABILITY:
-            raise UnsupportedError(
-                f"the Hopper form runs on compute capability 9.0 alone, this device has "
-                f"{capability / 10:.1f}: use the portable form"
-            )
-        return "sm_90a"
-    compiler = nvrtc.load()
-    usable = [c for c in compiler.capabilities if c // 10 == capability // 10 and c <= capability]
-    if not usable:
-        raise UnsupportedError(
-            f"NVRTC {_dotted(compiler.version)} does not know compute capability "
-            f"{capability / 10:.1f}: install a newer nvidia-cuda-nvrtc"
-        )
-    return f"sm_{max(usable)}"
-
-
-def _check_supported(capability: int) -> None:
-    if capability < LEAST_CAPABILITY:
-        raise UnsupportedError(
-            f"compute capability {capability / 10:.1f} is not supported, 8.0 and newer are: "
-            "call with NumPy arrays to run the mirror"
-        )
-
-
-def check_runs_on(arch: str, capability: int) -> None:
-    """Raise where a device cannot run the machine code of an architecture."""
-    needed = capability_of(arch)
-    exact = arch.endswith("a")
-    same_generation = needed // 10 == capability // 10 and needed <= capability
-    if needed != capability and (exact or not same_generation):
-        raise UnsupportedError(
-            f"machine code for {arch} does not run on compute capability {capability / 10:.1f}: "
-            "leave arch out to compile for the device"
-        )
-
-
-def check_shared_memory(
-    smem_bytes: int, limit: int, what: str, where: str = "this device"
-) -> None:
-    """Raise where a block needs more shared memory than a device has.
-
-    Parameters
-    ----------
-    smem_bytes : int
-        Bytes that a block needs.
-    limit : int
-        Bytes that the device allows a block (``MaxSharedMemoryPerBlockOptin``).
-    what : str
-        Which kernel, with its tiles.
-    where : str
-        The device or the architecture, for the message.
-
-    Raises
-    ------
-    KernelLaunchError
-        Naming both numbers and the tile to reduce.
-
-    Examples
-    --------
-    >>> check_shared_memory(49152, 101376, "attn_fa.cu")
-    """
-    if smem_bytes > limit:
-        raise KernelLaunchError(
-            f"{what} needs {smem_bytes} bytes of shared memory per block, {where} allows "
-            f"{limit}: reduce tiles.block_kv or tiles.num_stages first, then tiles.block_q"
-        )

@@ -96,6 +96,9 @@ class Nvrtc:
             what = self._library.nvrtcGetErrorString(status).decode()
             raise NvrtcError(f"{name}: {what}")
 
+    def __str__(self) -> str:
+        return f"NVRTC {'.'.join(map(str, self.version))}"
+
     @cached_property
     def version(self) -> tuple[int, int]:
         """Version of the compiler, for example ``(13, 0)``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cupyattn import lazy_face
+from cupyattn.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from cupyattn.diffusion.attention import Int8Attention

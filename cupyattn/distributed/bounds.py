@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupyattn.arrays.kinds import FINITE_MAX, Array
-from cupyattn.bounds.kernel import LOG2F_ERROR
 from cupyattn.bounds.perturbation import gamma, half_ulp
+from cupyattn.bounds.rows import LOG2F_ERROR
 from cupyattn.bounds.scores import EX2_LOG_ERROR, REFERENCE, U
 
 #: Distance of two log-sum-exps past which the lesser one's weight is below `FLUSHED`.

@@ -6,7 +6,7 @@
 
 from typing import TYPE_CHECKING
 
-from cupyattn import lazy_face
+from cupyattn.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from cupyattn.interop.restoring import restore

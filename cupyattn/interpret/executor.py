@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.arrays.memory import fresh
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.compiler.modules import Binary, ModuleSpec
@@ -106,7 +107,7 @@ def run_launch(
     }
     params, tensors = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
-    compiler.check_shared_memory(
+    devices.check_shared_memory(
         ready.shared_bytes + shared, shared_memory_of(binary.arch), str(one.module), binary.arch
     )
     observers = active()

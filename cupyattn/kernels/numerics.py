@@ -234,6 +234,11 @@ class Numerics:
         return (*tags, "R6", "R7")
 
 
+#: Forms with P and V in 8 bits, and all forms of kernels.
+_OF_CODES = ("pv8", "pv8_whole", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
+_FORMS = ("portable", "sm90", "split", *_OF_CODES, "fused")
+
+
 def numerics(
     family: str,
     form: str,
@@ -279,52 +284,59 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    of_codes = ("pv8", "pv8_whole", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
-    forms = ("portable", "sm90", "split", *of_codes, "fused")
-    if form not in forms:
-        raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
+    if form not in _FORMS:
+        raise ValueError(f"form must be one of {', '.join(_FORMS)}, got {form!r}")
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
+    changed, stored = softcap or bias, (dtype,) * 4
     features: dict[str, Any] = {"softcap": softcap, "bias": bias, "splits": form == "split"}
-    folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
-    scored = form.startswith("sm90") and (softcap or bias)
-    lags = scored or (form != "split" and not (softcap or bias))
-    if family == "unfused":
-        return Numerics(
-            dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False, **features
-        )
-    if family == "float32":
-        return Numerics(
-            dtype, dtype, dtype, dtype, "fma", folded, "float32", "fma", True, **features
-        )
-    if family == "tensor_core":
-        return Numerics(
-            dtype, dtype, dtype, dtype, "tensor_core", "folded" if scored else folded, dtype,
-            "tensor_core", True, **features, scored=scored, headroom=HEADROOM if lags else 0,
-            pieces=MOST_PIECES + 1 if form == "sm90" else 0,
-        )  # fmt: skip
-    if family == "int8" and form in of_codes:
-        by_form = "e4m3" if form == "sm90_fp8" else "u8"
-        p_type = by_form if quant is None else quant.p_type
-        fp8 = p_type == "e4m3"
-        one_scale = quant is not None and quant.granularity_v == "channel"
-        return Numerics(
-            "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
-            "fp8" if fp8 else "int32", True, **features, scored=scored,
-            sums_operand=not fp8, shifts={"sm90_pv8": Shifts(), "pv8_whole": WHOLE}.get(form),
-            pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
-            scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
-        )  # fmt: skip
-    if family == "int8":
-        value = "float16" if dtype == "float32" else dtype
-        return Numerics(
-            "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features, scored=scored, headroom=HEADROOM if lags else 0,
-            sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
-        )  # fmt: skip
+    scored = {**features, "scored": form.startswith("sm90") and changed}
+    lags = {**scored, **_lagging(form, changed)}
+    folded: Literal["natural", "folded"] = "natural" if changed else "folded"
+    match family:
+        case "unfused":
+            return Numerics(*stored, "fma", "natural", "float32", "fma", False, **features)
+        case "float32":
+            return Numerics(*stored, "fma", folded, "float32", "fma", True, **features)
+        case "tensor_core":
+            scaling: Literal["natural", "folded"] = "folded" if scored["scored"] else folded
+            return Numerics(
+                *stored, "tensor_core", scaling, dtype, "tensor_core", True, **lags
+            )
+        case "int8" if form in _OF_CODES:
+            return _of_codes(form, dtype, quant, scored)
+        case "int8":
+            value = "float16" if dtype == "float32" else dtype
+            return Numerics(
+                "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
+                sums_operand=form == "sm90", **lags,
+            )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"
     )
+
+
+def _lagging(form: str, changed: bool) -> dict[str, int]:
+    """Return by how much M lags in kernels with 16-bit P, and where their sums are cut."""
+    lags = form.startswith("sm90") if changed else form != "split"
+    return {
+        "headroom": HEADROOM if lags else 0, "pieces": MOST_PIECES + 1 if form == "sm90" else 0
+    }  # fmt: skip
+
+
+def _of_codes(form: str, dtype: str, quant: Any, features: dict[str, Any]) -> Numerics:
+    """Compose the rounding points of a form with P and V in 8 bits."""
+    by_form = "e4m3" if form == "sm90_fp8" else "u8"
+    p_type = by_form if quant is None else quant.p_type
+    fp8 = p_type == "e4m3"
+    one_scale = quant is not None and quant.granularity_v == "channel"
+    return Numerics(
+        "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
+        "fp8" if fp8 else "int32", True, **features, sums_operand=not fp8,
+        shifts={"sm90_pv8": Shifts(), "pv8_whole": WHOLE}.get(form),
+        pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
+        scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
+    )  # fmt: skip
 
 
 def check_features(n: Numerics, softcap: float, bias: object) -> Numerics:

@@ -62,7 +62,7 @@ def attention(
     >>> q, k, v = rng.standard_normal((3, 1, 1, 16, 16)).astype(np.float16)
     >>> seen = []
     >>> o, lse, profile = attention(
-    ...     q, k, v, variant="fa", break_at=("online_softmax.cuh", 28), callback=seen.append
+    ...     q, k, v, variant="fa", break_at=("online_softmax.cuh", 31), callback=seen.append
     ... )
     >>> seen[0].kernel, profile.kinds["fma"] > 0
     ('attn_fa', True)

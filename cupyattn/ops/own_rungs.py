@@ -36,7 +36,8 @@ def register(
     Parameters
     ----------
     variant : Variant
-        Its name, idea, family and tiles. The kernel's entry point must be ``attn_<name>``.
+        Its name, idea, family and tiles. Entry points must have the names of its
+        family: ``attn_<name>``, or for a family of several kernels these with their suffixes.
     source : path
         The ``.cu`` file; it may include ``prims/*.cuh``.
     replace : bool
@@ -61,6 +62,10 @@ def register(
     if not isinstance(variant, Variant):
         raise TypeError(f"variant must be a cupyattn.Variant, got {shown(variant)}")
     path, before = Path(source).resolve(), ladder.VARIANTS.get(variant.name)
+    if variant.name == "auto":
+        raise ValueError("'auto' means that a call chooses its rung: give the variant another name")
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim must be a positive int, got {shown(head_dim)}")
     if before is not None and before.source is None:
         raise ValueError(
             f"{variant.name!r} is a rung of the library: give the variant another name"

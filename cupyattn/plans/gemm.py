@@ -216,66 +216,28 @@ def plan_gemm(
     UnsupportedError
         For more tiles than a grid has blocks.
     """
-    (m, k), n = at.a.shape, at.b.shape[0]
+    (m, _), n = at.a.shape, at.b.shape[0]
     form, tiles = kernel.form, kernel.tiles
-    operands = {"a": (at.a, "int8"), "b": (at.b, "int8")}
-    if outliers is not None:
-        operands["a_16"] = outliers.a_16, outliers.dtype
-        operands["b_16"] = outliers.b_16, outliers.dtype
     if kernel.note:
         _log.info("int8_gemm: %s", kernel.note)
-    halves = 2 if activation in GLU else 1
-    straddles = halves_straddle(n, kernel.strategy, activation)
-    features = GemmFeatures(
-        out_dtype,
-        min(_bytes_per_access(x) for x, _ in operands.values()),
-        _elements_per_access(at),
-        bias,
-        activation,
-        outliers.dtype if outliers else "",
-        at.residual is not None,
-        "" if at.gate is None else "float32" if at.gate.itemsize == 4 else out_dtype,
-        straddles,
-        form == "sm90" and not straddles and _takes_neighbours(at, n // halves, bias),
-    )
+    features = _features(kernel, at, out_dtype, bias, activation, outliers)
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=kernel.note)
-    params: dict[str, Any] = {
-        "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
-        "bias": "bias" if bias else None,
-        "A_16": "a_16" if outliers else None, "B_16": "b_16" if outliers else None,
-        "A_stride": row_bytes(at.a), "B_stride": row_bytes(at.b),
-        "A_scale_stride": at.a_scales.row_strides[0], "B_scale_stride": at.b_scales.row_strides[0],
-        "C_stride": at.c.row_strides[0],
-        "A_16_stride": row_bytes(outliers.a_16) if outliers else 0,
-        "B_16_stride": row_bytes(outliers.b_16) if outliers else 0,
-        "residual": "residual" if at.residual else None, "gate": "gate" if at.gate else None,
-        "residual_stride": at.residual.row_strides[0] if at.residual else 0,
-        "gate_stride": at.gate.row_strides[0] if at.gate else 0,
-        "gate_rows": m // at.gate.shape[0] if at.gate else m,
-        "m": m, "n": n // halves, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
-    }  # fmt: skip
     alone = tiles_alone(m, n, tiles, blocks)
     shared = tile_count(m, n, tiles) - alone
     if not shared:  # then nothing is launched in clusters, whose blocks a grid would have to fill
         tiles = replace(tiles, tail_splits=1)
-    params["alone"] = alone
     grid = alone + shared * tiles.cluster
     # NOTE: a block that stays goes on to a part past the last, whose number is an int as well.
     if grid > INT32_MAX - HOPPER_BLOCKS:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
     defines = {**tiles.defines(), **features.defines()}
     spec = ModuleSpec(kernel.source, tuple(sorted(defines.items())))
+    params = {**_params(at, features, outliers), "alone": alone}
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
-        rows = {"a": (1, tiles.block_m), "b": (halves, tiles.block_n // halves)}
-        maps = [
-            _map_of_neighbours(name, dtype, x, tiles.block_n // halves)
-            if features.neighbours and name[0] == "b"
-            else _map_of(name, dtype, x, *rows[name[0]])
-            for name, (x, dtype) in operands.items()
-        ]
+        maps = _maps(at, outliers, features, tiles)
         # In blocks without outliers their maps are not looked at, and say something that holds.
         structs += tuple(maps if outliers or kernel.strategy == "channel" else maps * 2)
         grid = min(grid, blocks_at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
@@ -286,6 +248,89 @@ def plan_gemm(
     )  # fmt: skip
     _log.debug("%s", plan)
     return plan
+
+
+def _multiplied(
+    at: ProductOperands, outliers: OutlierOperands | None
+) -> dict[str, tuple[Operand, str]]:
+    """Return the matrices that are multiplied, and their storage types, by name."""
+    codes = {"a": (at.a, "int8"), "b": (at.b, "int8")}
+    if outliers is None:
+        return codes
+    of_16 = {"a_16": (outliers.a_16, outliers.dtype), "b_16": (outliers.b_16, outliers.dtype)}
+    return codes | of_16
+
+
+def _features(
+    kernel: GemmKernel,
+    at: ProductOperands,
+    out_dtype: str,
+    bias: str,
+    activation: str,
+    outliers: OutlierOperands | None,
+) -> GemmFeatures:
+    """Return what is compiled in, with the widest accesses that all operands allow."""
+    n, halves = at.b.shape[0], 2 if activation in GLU else 1
+    gate = at.gate and ("float32" if at.gate.itemsize == 4 else out_dtype)
+    straddles = halves_straddle(n, kernel.strategy, activation)
+    return GemmFeatures(
+        out_dtype,
+        min(_bytes_per_access(x) for x, _ in _multiplied(at, outliers).values()),
+        _elements_per_access(at),
+        bias,
+        activation,
+        outliers.dtype if outliers else "",
+        at.residual is not None,
+        gate or "",
+        straddles,
+        kernel.form == "sm90" and not straddles and _takes_neighbours(at, n // halves, bias),
+    )
+
+
+def _params(
+    at: ProductOperands, features: GemmFeatures, outliers: OutlierOperands | None
+) -> dict[str, Any]:
+    """Return the fields of GEMM_PARAMS, but for how many tiles have a block of their own."""
+    (m, k), n = at.a.shape, at.b.shape[0]
+    params: dict[str, Any] = {
+        "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
+        "bias": "bias" if features.bias else None,
+        "A_stride": row_bytes(at.a), "B_stride": row_bytes(at.b),
+        "A_scale_stride": at.a_scales.row_strides[0], "B_scale_stride": at.b_scales.row_strides[0],
+        "C_stride": at.c.row_strides[0],
+        "A_16": None, "B_16": None, "A_16_stride": 0, "B_16_stride": 0, "outliers": 0,
+        "residual": None, "residual_stride": 0, "gate": None, "gate_stride": 0, "gate_rows": m,
+        "m": m, "n": n // 2 if features.activation in GLU else n, "k": k,
+    }  # fmt: skip
+    if outliers:
+        params |= {
+            "A_16": "a_16", "A_16_stride": row_bytes(outliers.a_16),
+            "B_16": "b_16", "B_16_stride": row_bytes(outliers.b_16),
+            "outliers": outliers.a_16.shape[1],
+        }  # fmt: skip
+    if at.residual:
+        params |= {"residual": "residual", "residual_stride": at.residual.row_strides[0]}
+    if at.gate:
+        params |= {"gate": "gate", "gate_stride": at.gate.row_strides[0]}
+        params["gate_rows"] = m // at.gate.shape[0]
+    return params
+
+
+def _maps(
+    at: ProductOperands,
+    outliers: OutlierOperands | None,
+    features: GemmFeatures,
+    tiles: GemmTiles,
+) -> list[TensorMap]:
+    """Describe the matrices that the copy engine reads."""
+    halves = 2 if features.activation in GLU else 1
+    rows = {"a": (1, tiles.block_m), "b": (halves, tiles.block_n // halves)}
+    return [
+        _map_of_neighbours(name, dtype, x, tiles.block_n // halves)
+        if features.neighbours and name[0] == "b"
+        else _map_of(name, dtype, x, *rows[name[0]])
+        for name, (x, dtype) in _multiplied(at, outliers).items()
+    ]
 
 
 def _map_of(name: str, dtype: str, x: Operand, halves: int, rows: int) -> TensorMap:

@@ -14,6 +14,7 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.prepare_rows import Prepares
+from cupyattn.plans.quantize_blocks import Blocks
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import PREPARED_QUANTIZE_PARAMS, QUANTIZE_PARAMS, TURN_PARAMS
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
@@ -38,13 +39,6 @@ _OWN_LENGTHS = ("packed", "padded")
 
 #: ``enum class Step`` of kernels_cu/prims/config.cuh, in its order.
 STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values")
-
-#: Warps of a block, and registers of a thread that hold rows, in the order in which they are tried:
-#: the first that holds whole groups reads the operands once. Rows that are prepared become floats,
-#: for which 64 registers leave no room.
-_BLOCKS = ((8, 32), (8, 64), (16, 32))
-_PREPARED_REGISTERS = _VALUE_REGISTERS = 32
-_PASS_REGISTERS = 4  # of a row, or more
 
 #: Slices of a head that are summed side by side: so short, where they are no more than that; but
 #: about two in all for every SM of an H200, where heads are few. None is shorter than what a block
@@ -199,74 +193,6 @@ def operand_parts(
     return found
 
 
-def block_rows(
-    group: int,
-    head_dim: int,
-    itemsize: int,
-    vec: int,
-    num_warps: int,
-    registers: int,
-    *,
-    pairs: bool = False,
-) -> int:
-    """Return how many rows a thread block takes: whole groups, or else a part of one.
-
-    Parameters
-    ----------
-    group : int
-        Rows per scale.
-    head_dim, itemsize : int
-        Elements of a row, bytes of an element.
-    vec : int
-        Elements per global access.
-    num_warps : int
-        Warps of a block, which holds its rows in registers.
-    registers : int
-        Registers of a thread that hold rows.
-    pairs : bool
-        A lane takes an access to either half of the pairs of columns, as rows that are prepared
-        want it.
-
-    Examples
-    --------
-    >>> [block_rows(group, 128, 2, 8, 8, 32) for group in (16, 128, 256, 2**30)]
-    [128, 128, 128, 128]
-    """
-    sides = 2 if pairs else 1
-    lanes, of_access = _lanes(head_dim // sides, itemsize, vec)
-    of_row = sides * -(-head_dim // (sides * vec * lanes)) * of_access
-    passes = min(registers // _PASS_REGISTERS, 1 << (registers // of_row).bit_length() - 1)
-    rows = passes * num_warps * 32 // lanes
-    return rows - rows % group or math.gcd(rows, group)
-
-
-def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
-    """Return how many columns of VALUES_PAD keys a thread block transposes.
-
-    No more than 128: with those of 256, codes, ends and zero points would not fit in 48 KB.
-
-    Parameters
-    ----------
-    head_dim, itemsize, vec, num_warps
-        As for `block_rows`, with 32 registers.
-
-    Examples
-    --------
-    >>> [value_columns(head_dim, 2, 8, 8) for head_dim in (40, 64, 128, 256)]
-    [64, 64, 128, 128]
-    >>> value_columns(256, 2, 8, 16)
-    128
-    """
-    lanes, of_access = _lanes(head_dim, itemsize, vec)
-    held = _VALUE_REGISTERS // of_access * num_warps * 32 // VALUES_PAD
-    return min(128, vec * min(lanes, held))
-
-
-def _lanes(head_dim: int, itemsize: int, vec: int) -> tuple[int, int]:
-    """Return how many lanes share a row, and the registers of an access."""
-    return min(32, 1 << (head_dim // vec - 1).bit_length()), max(1, vec * itemsize // 4)
-
-
 @functools.lru_cache(maxsize=1024)
 def plan_quantize(
     dtype: str,
@@ -306,81 +232,116 @@ def plan_quantize(
         If a grid would be too large.
     """
     present = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
-    (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in present.values()}
-    pairs = any(part.prepares for part in present.values())
-    vec = max(
-        w
-        for w in (1, 2, 4, 8)
-        if all(part.x.allows(w) for part in present.values()) and not (pairs and head_dim // 2 % w)
-    )
-    packed, padded = (any(getattr(p, name) for p in present.values()) for name in _OWN_LENGTHS)
-    features = Features(dtype, head_dim, vec=vec, varlen=packed, padded=padded)
-    groups = [p.group for name, p in present.items() if name != "v" and p.group != GROUP_ALL]
-    shape = head_dim, itemsize, vec
-    num_warps, registers = next(
-        (
-            (n, r)
-            for n, r in _BLOCKS
-            if not (pairs and r > _PREPARED_REGISTERS)
-            and all(block_rows(g, *shape, n, r, pairs=pairs) % g == 0 for g in groups)
-        ),
-        _BLOCKS[0],
-    )
-    of_block = functools.partial(block_rows, num_warps=num_warps, registers=registers, pairs=pairs)
-    tiles = Tiles(1, 1, num_warps)
-    columns = value_columns(*shape, num_warps)
-    held = of_block(GROUP_ALL, *shape)
+    blocks = _blocks_of(present)
     work = {
-        name: _Work(name, part, of_block(part.group, *shape), held, columns)
+        name: _Work(name, part, blocks.rows(part.group), blocks.rows(GROUP_ALL), blocks.columns)
         for name, part in present.items()
         if math.prod(part.x.shape)
     }
+    packed, padded = (any(getattr(p, name) for p in present.values()) for name in _OWN_LENGTHS)
+    features = Features(dtype, blocks.head_dim, vec=blocks.vec, varlen=packed, padded=padded)
+    tiles = Tiles(1, 1, blocks.num_warps)
+    steps, first = _shared_out(work)
+    launches = []
+    for now in steps:
+        of_now = {name: work[name] for name in now}
+        # What is done with slices depends neither on groups nor on codes.
+        coded = {n: work[n] for n, step in now.items() if step not in ("sums", "extrema")}
+        block_q, block_kv = (coded[n].rows if n in coded else 1 for n in "qk")
+        tiles = Tiles(block_q, block_kv, blocks.num_warps)
+        features = _features_of(features, of_now, coded, p_type)
+        defines = _defines(now, first, of_now, qk_bits) | tiles.defines() | features.defines()
+        defines["CFG_BLOCK_COLS"] = blocks.columns
+        turns = _Turns.of(of_now, now, first)
+        launches.append(_launch(of_now, turns, tiles, defines, makes_codes=now is steps[-1]))
+    note = "; ".join(f"{name}: {', then '.join(one.steps)}" for name, one in work.items())
+    workspace = _workspace(work, first)
+    return Plan("quantize", "portable", tiles, features, tuple(launches), workspace, note)
+
+
+def _blocks_of(parts: Mapping[str, Part]) -> Blocks:
+    """Return the blocks that hold the rows of all operands."""
+    groups = [p.group for name, p in parts.items() if name != "v" and p.group != GROUP_ALL]
+    pairs = any(part.prepares for part in parts.values())
+    return Blocks.of([part.x for part in parts.values()], groups, pairs)
+
+
+def _workspace(work: Mapping[str, _Work], first: Mapping[str, str]) -> tuple[Workspace, ...]:
+    """Return what the launches, and the blocks of the last one, leave to one another."""
+    found = [w for one in work.values() for w in one.workspace]
+    if first:
+        found.append(Workspace("next_piece", (1,), "int32", zeros=True))
+    heads = {name: work[name].heads for name in first}
+    found += [Workspace(f"{n}_summed_slices", (h,), "int32", zeros=True) for n, h in heads.items()]
+    return tuple(found)
+
+
+def _shared_out(work: Mapping[str, _Work]) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Return the steps of each launch, by operand, and those that the last one does before.
+
+    The last steps of all operands go together, and so do those before them.
+    """
     steps = {name: one.steps for name, one in work.items()}
-    first: dict[str, str] = {}  # what the launch of the codes does before them
+    first: dict[str, str] = {}
     if all("reach" not in some for some in steps.values()):
         first = {name: some[0] for name, some in steps.items() if len(some) > 1}
         steps = {name: some[-1:] for name, some in steps.items()}
     count = max(map(len, steps.values()), default=0)
-    launches = []
-    for number in range(-count, 0):  # the last steps of all operands go together, and so on
-        now = {name: some[number] for name, some in steps.items() if len(some) >= -number}
-        # What is done with slices depends neither on groups nor on codes.
-        how = next((p for n in now if (p := work[n].part.prepares)), None)
-        coded = {n: work[n] for n, step in now.items() if step not in ("sums", "extrema")}
-        of_groups = {n: one.part.group for n, one in coded.items()}
-        block_q, block_kv = (coded[n].rows if n in coded else 1 for n in "qk")
-        tiles = Tiles(block_q, block_kv, num_warps)
-        features = replace(
-            features, group_q=of_groups.get("q", 0), group_kv=of_groups.get("k", 0),
-            group_v=of_groups.get("v", 0), p_type=p_type if "v" in coded else "",
-            zero_points=any(one.part.zero_points for one in coded.values()),
-            **(how.features if how else {"rope": "", "qk_norm": False}),
-        )  # fmt: skip
-        turns = _Turns.of({n: work[n] for n in now}, now, first)
-        what = " and ".join(str(work[n].part.x.shape) for n in now)
-        grid = check_grid(f"quantising {what}", turns.grid)
-        defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
-        defines |= {f"CFG_FIRST_{n.upper()}": STEPS.index(first.get(n, "none")) for n in "qkv"}
-        defines |= {"CFG_BLOCK_COLS": columns, **tiles.defines(), **features.defines()}
-        defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
-        defines |= {"CFG_GATHERED": 1} if any(work[n].part.gathered for n in now) else {}
-        entry = "quantize" if number == -1 else "quantize_reduce"
-        spec = ModuleSpec(f"prepare/{entry}.cu", tuple(sorted(defines.items())))
-        struct = PREPARED_QUANTIZE_PARAMS if how else QUANTIZE_PARAMS
-        structs = tuple(
-            (struct, {**work[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"
-        )
-        if entry == "quantize":
-            structs += ((TURN_PARAMS, turns.params),)
-        launches.append(Launch(spec, entry, grid, tiles.num_threads, False, structs))
-    workspace = [w for one in work.values() for w in one.workspace]
-    if first:
-        workspace += [Workspace("next_piece", (1,), "int32", zeros=True)]
-        for name in first:
-            heads = work[name].heads
-            workspace += [Workspace(f"{name}_summed_slices", (heads,), "int32", zeros=True)]
-    note = "; ".join(f"{name}: {', then '.join(one.steps)}" for name, one in work.items())
-    return Plan("quantize", "portable", tiles, features, tuple(launches), tuple(workspace), note)
+    launches = [
+        {name: some[-left] for name, some in steps.items() if len(some) >= left}
+        for left in range(count, 0, -1)
+    ]
+    return launches, first
+
+
+def _features_of(
+    before: Features, now: Mapping[str, _Work], coded: Mapping[str, _Work], p_type: str
+) -> Features:
+    """Return the features of a launch that makes codes, or scales of codes, for `coded`."""
+    of_groups = {name: one.part.group for name, one in coded.items()}
+    how = _preparing(now)
+    return replace(
+        before, group_q=of_groups.get("q", 0), group_kv=of_groups.get("k", 0),
+        group_v=of_groups.get("v", 0), p_type=p_type if "v" in coded else "",
+        zero_points=any(one.part.zero_points for one in coded.values()),
+        **(how.features if how else {"rope": "", "qk_norm": False}),
+    )  # fmt: skip
+
+
+def _preparing(now: Mapping[str, _Work]) -> Prepares | None:
+    """Return how a launch normalises and turns rows; None: it does not."""
+    return next((one.part.prepares for one in now.values() if one.part.prepares), None)
+
+
+def _defines(
+    now: Mapping[str, str], first: Mapping[str, str], work: Mapping[str, _Work], qk_bits: int
+) -> dict[str, int]:
+    """Return the macros of a launch, but for those of its tiles and features."""
+    defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
+    defines |= {f"CFG_FIRST_{n.upper()}": STEPS.index(first.get(n, "none")) for n in "qkv"}
+    defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
+    return defines | ({"CFG_GATHERED": 1} if any(x.part.gathered for x in work.values()) else {})
+
+
+def _launch(
+    now: Mapping[str, _Work],
+    turns: _Turns,
+    tiles: Tiles,
+    defines: Mapping[str, int],
+    *,
+    makes_codes: bool,
+) -> Launch:
+    """Plan one launch for the operands of `now`."""
+    what = " and ".join(str(one.part.x.shape) for one in now.values())
+    grid = check_grid(f"quantising {what}", turns.grid)
+    entry = "quantize" if makes_codes else "quantize_reduce"
+    spec = ModuleSpec(f"prepare/{entry}.cu", tuple(sorted(defines.items())))
+    struct = PREPARED_QUANTIZE_PARAMS if _preparing(now) else QUANTIZE_PARAMS
+    structs = tuple(
+        (struct, {**now[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"
+    )
+    structs += ((TURN_PARAMS, turns.params),) if makes_codes else ()
+    return Launch(spec, entry, grid, tiles.num_threads, False, structs)
 
 
 @dataclass(frozen=True)

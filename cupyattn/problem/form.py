@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler.architectures import shared_memory_of
+from cupyattn.compiler.architectures import ARCHITECTURES, shared_memory_of
 from cupyattn.compiler.contracts import least_shared_bytes, refused_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import KernelLaunchError, UnsupportedError
@@ -443,13 +443,15 @@ def _of_tiles(kernel: Kernel, spec: ModuleSpec) -> Support:
 def _of_shared_memory(spec: ModuleSpec, arch: str, kernel: Kernel) -> Support:
     """Say whether a block has room for the tiles on an architecture."""
     least, limit = least_shared_bytes(spec), shared_memory_of(arch)
+    most = max(map(shared_memory_of, ARCHITECTURES))
     if least <= limit:
         return SUPPORTED
     return Support(
         False,
         f"{_called(kernel)} does not take {kernel.tiles} at head_dim {kernel.call.head_dim}: a "
         f"block needs at least {least} bytes of shared memory, {arch} allows {limit}; reduce "
-        "tiles.block_kv or tiles.num_stages first, then tiles.block_q, or name another arch",
+        "tiles.block_kv or tiles.num_stages first, then tiles.block_q"
+        + (", or name another arch" if least <= most else ""),
         KernelLaunchError,
     )
 

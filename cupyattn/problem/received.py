@@ -182,7 +182,7 @@ def receive_in_every_form(arguments: Mapping[str, Any]) -> list[Received]:
     portable, *own = ARCHITECTURES
     found = [receive_arguments(arguments, arch=portable)]
     for arch in own:
-        with contextlib.suppress(UnsupportedError):  # which this architecture has no form for
+        with contextlib.suppress(UnsupportedError, ValueError):  # which none of its forms takes
             found.append(receive_arguments(arguments, arch=arch))
     kernels = {(one.kernel.form, one.kernel.tiles): one for one in found}
     return list(kernels.values())

@@ -183,8 +183,9 @@ def coding_of_range(
 
     Examples
     --------
-    >>> coding_of_range(np.float32([255.0, 0.0, 0.0]), np.float32([0.0, 510.0, 0.0]))
-    (array([1., 2., 1.], dtype=float32), array([1. , 0.5, ...]...), array([-128,  127, -128]...))
+    >>> scale, _, zero = coding_of_range(np.float32([255.0, 0.0, 0.0]), np.float32([0.0, 510.0, 0]))
+    >>> scale.tolist(), zero.tolist()
+    ([1.0, 2.0, 1.0], [-128, 127, -128])
     """
     half = np.float32(0.5) * above + np.float32(0.5) * below
     scale, inverse = scale_of_absmax(half, HALF_CODES)

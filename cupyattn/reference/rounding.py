@@ -147,8 +147,8 @@ def small_and_large_softcap(S: npt.NDArray[np.float32], cap: float) -> npt.NDArr
 
     Examples
     --------
-    >>> small_and_large_softcap(np.float32([0.0, 10.0, 1000.0]), 50.0).round(3).tolist()
-    [0.0, 9.869, 50.0]
+    >>> small_and_large_softcap(np.float32([0.0, 10.0, 1000.0]), 50.0).round(3)
+    array([ 0.   ,  9.869, 50.   ], dtype=float32)
     """
     unit, exponent = np.float32(cap), np.float32(2 / np.log(2) / cap)
     factors = [np.float32(factor) for factor in tanh_factors(cap)]

@@ -17,8 +17,9 @@ from cupyattn.arrays.memory import data_address
 #: In reports, by the names of backends.
 WORDS = {"cuda": "device", "interpret": "interpreter", "mirror": "mirror"}
 
-#: By the address of memory that is still held.
-_made: dict[int, tuple[weakref.ref[Any], str]] = {}
+#: By the address of memory that is still held: its owner, and by the address of what a backend
+#: wrote of it the end and the backend.
+_made: dict[int, tuple[weakref.ref[Any], dict[int, tuple[int, str]]]] = {}
 
 
 def note(arrays: Iterable[Any], backend: str) -> None:
@@ -26,8 +27,12 @@ def note(arrays: Iterable[Any], backend: str) -> None:
     for array in arrays:
         if isinstance(array, np.ndarray) and array.size:
             owner = _owner(array)
-            address = data_address(owner)
-            _made[address] = weakref.ref(owner, functools.partial(_forget, address)), backend
+            address, first = data_address(owner), data_address(array)
+            if address not in _made or _made[address][0]() is not owner:
+                _made[address] = weakref.ref(owner, functools.partial(_forget, address)), {}
+            parts = _made[address][1]
+            parts.pop(first, None)
+            parts[first] = first + array.nbytes, backend  # the last of all
 
 
 def _forget(address: int, reference: weakref.ref[Any]) -> None:
@@ -52,8 +57,10 @@ def origin(array: Any) -> str:
     """
     if not isinstance(array, np.ndarray):
         return WORDS["cuda"]
-    _, backend = _made.get(data_address(_owner(array)), (None, ""))
-    return WORDS.get(backend, "")
+    _, parts = _made.get(data_address(_owner(array)), (None, {}))
+    address = data_address(array)
+    found = [backend for first, (end, backend) in parts.items() if first <= address < end]
+    return WORDS[found[-1]] if found else ""
 
 
 def _owner(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

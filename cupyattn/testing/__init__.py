@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cupyattn import lazy_face
+from cupyattn.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from cupyattn.bounds.perturbation import ratio_to_bound

@@ -15,7 +15,8 @@ import numpy as np
 from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.bounds.bound import Bound
-from cupyattn.bounds.kernel import FLUSHED_WEIGHT, taken_by
+from cupyattn.bounds.kernel import taken_by
+from cupyattn.bounds.rows import FLUSHED_WEIGHT
 from cupyattn.bounds.scores import REFERENCE
 from cupyattn.bounds.signed import WeightErrors, weight_errors
 from cupyattn.kernels.numerics import Numerics

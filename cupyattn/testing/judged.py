@@ -169,7 +169,7 @@ def judge_parts(
             _held_to_widest([held[i] for held in attempts], part) for i, part in enumerate(parts)
         ]
         if max(one.ratio for one in wide) > 1:
-            held_to, found, undecided = "", wide, False
+            held_to, found, undecided = "" if len(tried) > 1 else held_to, wide, False
     forms = " or ".join(named(held[0].received) for held in attempts if held)
     reports = []
     for part, one in zip(parts, found, strict=True):
@@ -229,12 +229,23 @@ def hold(
 
 
 def _held_to_widest(held: Sequence[Held], part: Part) -> Held:
-    """Hold a part to the widest bound of all that it was held to, which no codes narrow."""
+    """Hold a part to the widest bound of all that it was held to, which no codes narrow.
+
+    Signed values and sums are those of the kernel that came closest in them.
+    """
     first = held[0]
     bound = widest([one.known.bound for one in held])
     known = replace(first.known, bound=bound, predicted=None)
     ratio, at = _worst_lse(known, part.lse)
-    return Held(first.received, known, first.o, known.worst(first.o), ratio, at, None, ())
+    signed = [one.signed for one in held if one.signed is not None]
+    closest = min(signed, key=_ratio, default=None)
+    sums = [min(forms, key=_ratio) for forms in zip(*(one.sums for one in held), strict=True)]
+    worst = known.worst(first.o)
+    return Held(first.received, known, first.o, worst, ratio, at, closest, tuple(sums))
+
+
+def _ratio(judgement: SignedRatio | FunctionalRatio) -> float:
+    return judgement.ratio
 
 
 def _worst_lse(
@@ -325,6 +336,11 @@ def _quantisation(
         stored = quantized.config.fused
         prepared = bounds_prepared.preparation(preparation, q, k, stored=stored)
         q, k = preparation.exact(q, k)
+    xp = array_namespace(q, k, v)
+    if all(bool(xp.isfinite(x).all()) for x in (q, k, v)):  # and so are their codes and scales
+        spoilt = xp.isfinite(of_caller[0]) & ~xp.isfinite(of_operands[0])
+        if bool(spoilt.any()):
+            return math.inf
     bound = quantised.quantisation(q, k, v, quantized, prepared=prepared, **scored)
     return max(
         worst_of(ratio_to_bound(of_operands[0], of_caller[0], bound.total))[0],

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import Array, array_namespace
@@ -189,6 +191,24 @@ def _sequences(
             )
         )  # fmt: skip
     return parts
+
+
+def with_longest(settings: Settings, arrays: Mapping[str, Any]) -> Settings:
+    """Return settings of packed sequences that may be as long as mask and bias have room for.
+
+    Parameters
+    ----------
+    settings : Settings
+    arrays : mapping
+        Of the call, by name.
+    """
+    longest: list[int | None] = []
+    for axis, name in ((-2, "cu_seqlens_q"), (-1, "cu_seqlens_k")):
+        sizes = [arrays[n].shape[axis] for n in ("mask", "bias") if arrays.get(n) is not None]
+        ends, most = arrays.get(name), max(sizes, default=0)
+        larger = ends is not None and most > np.diff(on_host(ends)).max(initial=1)
+        longest.append(most if larger else None)
+    return settings._replace(max_len_q=longest[0], max_len_k=longest[1])
 
 
 def _corner(

@@ -112,7 +112,7 @@ def file_name(test: str) -> str:
     Examples
     --------
     >>> file_name("tests/test_mine.py::test_it[causal-fp16]")
-    'test_it_causal-fp16-fb7d1d7a9c10.npz'
+    'test_it_causal-fp16-1ab0e0ab2ffa.npz'
     """
     words = re.sub(r"[^\w.-]+", "_", test.rpartition("::")[2]).strip("_")[:60]
     return f"{words}-{hashlib.sha256(test.encode()).hexdigest()[:12]}.npz"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from cupyattn.testing.functionals import FunctionalRatio
 from cupyattn.testing.signed import SignedRatio
 
-#: What ran, where an output is a copy or another library's: JAX copies what a kernel wrote.
-NOBODY = "not known, as o is not the array that a call of this library returned"
+#: What ran, where no record of it goes with an output: JAX copies what a kernel wrote.
+NOBODY = "not known, as no record of it goes with o (a copy, or of a plan or another library)"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,11 @@ class Report:
                 "arrays as the caller gave them"
             )
         if self.lse_ratio is not None:
-            lines.append(f"  lse: error / bound = {self.lse_ratio:.3g} at {self.lse_index}")
+            verdict = "within its bound" if self.lse_ratio <= 1 else "OUTSIDE its bound"
+            lines.append(
+                f"  lse is {'UNDECIDED' if self.undecided and self.lse_ratio > 1 else verdict}, "
+                f"error / bound = {self.lse_ratio:.3g} at {self.lse_index}"
+            )
         if self.quantisation is not None:
             lines.append(f"  quantisation (J3): difference / bound = {self.quantisation:.3g}")
         if self.signed is not None:
@@ -143,8 +147,8 @@ class Report:
         lines += [str(one) for one in self.sums if one.ratio > 1]
         if self.undecided:
             lines.append(
-                f"  within what any tiles give, not what is held to {self.held_to}: name form "
-                "and tiles"
+                f"  within what any tiles give, but not within the bound of {self.held_to}: name "
+                "form and tiles"
             )
         elif self.held_to:
             lines.append(f"  held to {self.held_to}")

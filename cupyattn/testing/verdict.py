@@ -25,7 +25,7 @@ from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import judged
 from cupyattn.testing.counterexamples import keep
 from cupyattn.testing.judged import Further
-from cupyattn.testing.parts import kernels_tried, parts_of, problem_of_call
+from cupyattn.testing.parts import kernels_tried, parts_of, problem_of_call, with_longest
 from cupyattn.testing.report import Report as Report
 from cupyattn.testing.report import merged
 from cupyattn.testing.signed import SignedRun
@@ -90,6 +90,8 @@ def judge(
         Log-sum-exp, natural logarithm, to be judged too; of packed sequences (heads, total_q).
     quantized : QuantizedQKV, optional
         The INT8 operands that the rung worked on. J2 is then against exact attention of these.
+        ``attention(q, k, v, lengths_kv=...)`` makes its codes of the rows that count alone: to
+        judge such a call, quantise first, and give the codes to the call and to the judge.
     numerics
         As for `cupyattn.bounds.attention`. Where `o` comes from another library, `numerics` is what
         `cupyattn.testing.numerics` makes of the words of its documents.
@@ -191,6 +193,8 @@ def judge(
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(layout)}")
     settings, arrays = of_arguments(locals())
     settings = settings._replace(return_lse=lse is not None)
+    if packed and quantized is None:
+        settings = with_longest(settings, arrays)
     if variant == "auto":
         settings = settings._replace(
             variant=problem_of_call(settings, arrays, quantized).variant.name

@@ -40,6 +40,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
+def add_page_arguments(parser: argparse.ArgumentParser, *, merge: bool = False) -> None:
+    """Add what makes a part of a page from a record, or with `merge` from several."""
+    stored, update = "measure nothing: from the record", "rewrite its part of the page"
+    parser.add_argument("--stored", action="store_true", help=stored)
+    parser.add_argument("--update-docs", action="store_true", help=update)
+    if merge:
+        parser.add_argument(
+            "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
+        )
+
+
 def _lasting(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that a result depends on: not where it was written."""
     kept = list(arguments)
@@ -156,8 +167,6 @@ def module_now(name: str) -> str:
     --------
     >>> module_now("experiments.gemm"), module_now("experiments.gone")
     ('experiments.speed.gemm', 'experiments.gone')
-    >>> module_now("experiments.channel_race")
-    'experiments.tuning.channel_product.channel_race'
     """
     files = list((ROOT / "experiments").rglob(f"{name.rpartition('.')[2]}.py"))
     if len(files) != 1:

@@ -6,6 +6,7 @@ an H200; `experiments.diffusion.whole_models` measures them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,10 +56,7 @@ class Family:
     @property
     def tokens(self) -> int:
         """Patches of the picture or video."""
-        count = 1
-        for size in self.grid:
-            count *= size
-        return count
+        return math.prod(self.grid)
 
     @property
     def blocks(self) -> dict[str, int]:

@@ -259,8 +259,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = recording.parser(__doc__)
-    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
-    parser.add_argument("--stored", action="store_true", help="no run: the committed record")
+    recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     if args.stored:
         return recording.guarded(run, args)

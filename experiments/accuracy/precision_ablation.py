@@ -32,7 +32,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn.cli import output, plot
-from cupyattn.compiler.modules import device_architecture
+from cupyattn.compiler.devices import device_architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.quant.choices import CHOICES
 from cupyattn.quant.quantizers import INT8_MAX

@@ -301,8 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--seconds", type=float, default=300.0, help="no call begins later")
     parser.add_argument("--threads", type=int, default=16, help="compilations at a time")
-    parser.add_argument("--stored", action="store_true", help="no run: the committed record")
-    parser.add_argument("--update-docs", action="store_true", help="with --stored, write the table")
+    recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     if args.stored:
         return recording.guarded(run_stored, args)

@@ -612,8 +612,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--planted", action="store_true", help="faults in the kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a record to go on from")
-    parser.add_argument("--stored", action="store_true", help="run nothing: read the record")
-    parser.add_argument("--update-docs", action="store_true", help="write page and plot")
+    recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     args.resumed = None
     if args.resume is not None:

@@ -233,8 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--parameters", type=int, default=5 * 10**9, metavar="N")
     parser.add_argument("--folder", metavar="DIR", help="where the model is made")
-    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    recording.add_page_arguments(parser)
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.step:

@@ -30,11 +30,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import output
@@ -105,10 +105,7 @@ class Model:
     @property
     def tokens(self) -> int:
         """Patches of the picture or video."""
-        count = 1
-        for size in self.grid:
-            count *= size
-        return count
+        return math.prod(self.grid)
 
 
 def flux(heads: int, head_dim: int, grid: tuple[int, int], prompt: int, **others: Any) -> Model:
@@ -553,20 +550,24 @@ def with_models(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str,
     return {**record, "rows": sorted(rows, key=lambda row: list(MODELS).index(row["model"]))}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and run."""
-    parser = recording.parser(__doc__)
+def parser_of(
+    description: str | None, models: Collection[str], default: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Return a parser of an experiment with models, timed in loops of steps."""
+    parser = recording.parser(description)
     parser.set_defaults(rounds=recording.LEAST_ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT, metavar="NAME",
-                        help=", ".join(MODELS))  # fmt: skip
-    parser.add_argument("--mode", choices=MODES, default=MODES[0], help="of torch.compile")
+    parser.add_argument("--models", nargs="+", choices=models, default=default, metavar="NAME",
+                        help=", ".join(models))  # fmt: skip
     parser.add_argument("--loop-rounds", type=int, default=LOOP_ROUNDS, metavar="N",
                         help=f"samples of {STEPS} steps")  # fmt: skip
-    parser.add_argument("--update-docs", action="store_true", help="rewrite the tables of the page")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
-    )
+    recording.add_page_arguments(parser, merge=True)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = parser_of(__doc__, MODELS, DEFAULT)
+    parser.add_argument("--mode", choices=MODES, default=MODES[0], help="of torch.compile")
     args = parser.parse_args(argv)
     if args.stored:
         update_page(merging.record_with("diffusers_blocks", args.merge, with_models))

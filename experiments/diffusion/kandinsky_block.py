@@ -109,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = recording.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="of the video")
-    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     if args.stored:
         update_page(recording.stored("kandinsky_block"))

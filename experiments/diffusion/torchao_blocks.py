@@ -189,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         default=["Kandinsky 5 Lite"], help=", ".join(blocks.MODELS))  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="NAME",
                         help=f"beside {NATIVE}: {', '.join(WAYS[1:])}")  # fmt: skip
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
-    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
+    recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     # What is stored is shown without a device.
     return recording.guarded(run, args) if args.stored else recording.main(run, args)

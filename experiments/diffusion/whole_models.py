@@ -35,7 +35,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import output
@@ -63,7 +62,7 @@ WAYS: dict[str, tuple[str | None, str | None]] = {
 }
 CELLS = ("replace", "errors", "first", "passes", "graphs", "host", "steps")
 WARM = "warm"
-STEPS, LOOP_ROUNDS, HOST_PASSES = 10, 5, 7
+STEPS, HOST_PASSES = 10, 7
 #: What a first table of docs/INTEROP.md has of each way.
 HEADER = [
     "", "pass", "of native", "of FP8, 16 bits", "as a CUDA graph", "of native", f"{STEPS} steps",
@@ -567,19 +566,9 @@ def update_page(record: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = recording.parser(__doc__)
-    parser.set_defaults(rounds=recording.LEAST_ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=[*FAMILIES][:3],
-                        metavar="NAME", help=", ".join(FAMILIES))  # fmt: skip
+    parser = blocks.parser_of(__doc__, FAMILIES, [*FAMILIES][:3])
     parser.add_argument("--cells", nargs="+", choices=(*CELLS, WARM), default=CELLS,
                         metavar="NAME", help=f"{', '.join(CELLS)}; {WARM}")  # fmt: skip
-    parser.add_argument("--loop-rounds", type=int, default=LOOP_ROUNDS, metavar="N",
-                        help=f"samples of {STEPS} steps")  # fmt: skip
-    parser.add_argument("--update-docs", action="store_true", help="rewrite the tables of the page")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
-    )
     args = parser.parse_args(argv)
     if args.stored:
         if args.merge and not (recording.RESULTS / f"{NAME}.json").exists():

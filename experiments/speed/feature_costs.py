@@ -31,6 +31,7 @@ from cupyattn.cli import cache, output
 from cupyattn.cli.plan import own_arch
 from cupyattn.compiler import architectures
 from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.devices import device_architecture
 from cupyattn.measure import rungs as measure
 from cupyattn.measure import timing, words
 from cupyattn.ops.attention import resolved
@@ -131,7 +132,7 @@ def kernels(
             found += planned(rung, feature, **{**given, "return_lse": True})[:-1]
     modules = (one.module for plan in found for one in plan.launches)
     return [
-        (module, compiler.device_architecture(capability, module.hopper))
+        (module, device_architecture(capability, module.hopper))
         for module in dict.fromkeys(modules)
     ]
 
@@ -468,8 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="compilations at a time"
     )
-    parser.add_argument("--update-docs", action="store_true", help="rewrite docs/FEATURES.md")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    recording.add_page_arguments(parser)
     parser.add_argument(
         "--merge",
         nargs="+",

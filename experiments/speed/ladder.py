@@ -24,7 +24,7 @@ from typing import Any
 
 import cupyattn as ca
 from cupyattn.cli import plot
-from cupyattn.compiler import modules as compiler
+from cupyattn.compiler import devices
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.measure import device, words
 from cupyattn.problem import choose
@@ -76,7 +76,7 @@ def portable_forms() -> dict[str, str]:
     capability = int(cupy.cuda.Device().compute_capability)
     if capability != HOPPER_CAPABILITY:
         return {}
-    arch = compiler.device_architecture(capability)
+    arch = devices.device_architecture(capability)
     return {name: arch for name, variant in ca.VARIANTS.items() if "sm90" in variant.forms}
 
 

@@ -466,8 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=[TRANSPORTS[0]])
     parser.add_argument("--memory", action="store_true", help="bytes of a million rows, no times")
     parser.add_argument("--plot", metavar="FILE", help="draw the shares (.png, .svg or .pdf)")
-    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
-    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     if args.stored:
         update_page(recording.stored("scaling"))

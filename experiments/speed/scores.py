@@ -34,7 +34,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -565,13 +564,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="of these alone")
     parser.add_argument("--seconds", type=float, default=200.0, help="no cell begins later")
-    parser.add_argument("--update-docs", action="store_true", help="rewrite its part of the page")
-    parser.add_argument(
-        "--stored", action="store_true", help="measure nothing: print the committed record"
-    )
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
-    )
+    recording.add_page_arguments(parser, merge=True)
     parser.set_defaults(rounds=recording.LEAST_ROUNDS)
     args = parser.parse_args(argv)
     return recording.guarded(again, args) if args.stored else recording.main(run, args)

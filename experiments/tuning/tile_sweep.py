@@ -21,7 +21,7 @@ from typing import Any
 
 import cupyattn as ca
 from cupyattn.cli import output
-from cupyattn.compiler import modules as compiler
+from cupyattn.compiler import devices
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
@@ -112,7 +112,7 @@ def _architecture(quick: bool) -> str:
         return "sm_90"
     import cupy
 
-    return compiler.device_architecture(int(cupy.cuda.Device().compute_capability))
+    return devices.device_architecture(int(cupy.cuda.Device().compute_capability))
 
 
 def _winner(rows: Sequence[dict[str, Any]]) -> str:

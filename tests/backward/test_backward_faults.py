@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.interpret import schedule
-from cupyattn.interpret.findings import KINDS
 from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,
@@ -30,15 +28,9 @@ FAULTS = [parse(path) for path in sorted((FOLDER / "backward").glob("*.patch"))]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_small_and_says_what_it_is(fault: Fault, tmp_path: Path) -> None:
-    assert re.fullmatch(r"[A-Z][^.]+\.", fault.sentence), "one sentence"
-    assert fault.caught_by in ("J2", "interpreter") and fault.variants
+    assert fault.variants
     assert set(fault.variants) <= set(FORMS) or set(fault.variants) <= set(HOPPER_FORMS)
-    assert (fault.kind in KINDS and fault.line != "") == (fault.caught_by == "interpreter")
-    for hunk in fault.hunks:
-        removed = set(hunk.old.splitlines()) - set(hunk.new.splitlines())
-        added = set(hunk.new.splitlines()) - set(hunk.old.splitlines())
-        assert max(len(removed), len(added)) <= 3
-    fault.plant(tmp_path)
+    fault.check(tmp_path)
 
 
 def test_there_are_faults_for_all_forms_and_every_kernel() -> None:

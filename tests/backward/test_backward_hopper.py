@@ -12,6 +12,7 @@ import pytest
 
 from cupyattn import attention_varlen, attention_varlen_backward, explain_backward, interpret
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients
 from cupyattn.kernels.backward_tiles import SUMMED
@@ -32,6 +33,7 @@ from tests.backward.backward_cases import (
 )
 from tests.backward.test_backward_kernels import call_of, plan_of, run_into
 from tests.faults.fault_patches import put_a_line_in_place
+from tests.support.marks import slow_rows
 from tests.support.runs import bits, embedded, normal, packed
 
 #: What kernels of 512 registers for four threads may not do: wait for each product by itself.
@@ -86,7 +88,7 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
         taken = binary.kernels[entry]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{module}: {taken}"
         assert SERIALISED not in binary.log, module
-        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, entry)
+        devices.check_shared_memory(binary.smem_bytes, 227 * 1024, entry)
 
 
 @pytest.mark.parametrize(
@@ -230,11 +232,7 @@ def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "form"),
-    [
-        (72, "sm90_atomic"),
-        pytest.param(72, "sm90_deterministic", marks=pytest.mark.slow),
-        pytest.param(256, "sm90_deterministic", marks=pytest.mark.slow),
-    ],
+    [(72, "sm90_atomic"), *slow_rows(((72, "sm90_deterministic"), (256, "sm90_deterministic")))],
 )
 def test_shared_memory_has_no_bank_conflicts(head_dim: int, form: str) -> None:
     profile = interpret.Profile()
@@ -287,12 +285,8 @@ def with_zeros(form: str, head_dim: int) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("form", "head_dim"),
-    [
-        pytest.param("sm90_deterministic", 64, marks=pytest.mark.slow),
-        pytest.param("sm90_atomic", 64, marks=pytest.mark.slow),
-        pytest.param("sm90_deterministic", 136, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+    slow_rows((("sm90_deterministic", 64), ("sm90_atomic", 64), ("sm90_deterministic", 136))),
+)
 def test_a_nan_of_the_next_sequence_has_no_influence(form: str, head_dim: int) -> None:
     """The copy engine brings its rows, too."""
     assert with_a_sequence_of(np.nan, form, head_dim) == with_zeros(form, head_dim)

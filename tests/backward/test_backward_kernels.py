@@ -13,8 +13,8 @@ from cupyattn import interpret
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices, target
 from cupyattn.compiler import modules as kc
-from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import Gradients
 from cupyattn.plans.backward import ROW_PAD, BackwardOperands, plan_backward
@@ -88,7 +88,7 @@ def test_kernels_spill_nothing_and_fit_in_shared_memory(
         binary = kc.build(module, "sm_80")
         taken = binary.kernels[entry]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{module}: {taken}"
-        kc.check_shared_memory(binary.smem_bytes, SMALLEST_LIMIT, entry)
+        devices.check_shared_memory(binary.smem_bytes, SMALLEST_LIMIT, entry)
 
 
 @pytest.mark.parametrize("arch", ["sm_120", pytest.param("sm_90", marks=pytest.mark.slow)])

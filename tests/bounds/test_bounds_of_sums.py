@@ -16,7 +16,7 @@ from hypothesis import given, target
 from hypothesis import strategies as st
 
 from cupyattn import distributions
-from cupyattn.bounds import kernel, scores, values
+from cupyattn.bounds import kernel, rows, scores, values
 from cupyattn.bounds.bound import exact as exact_of_block
 from cupyattn.bounds.perturbation import rounding_of_mean, softmax_perturbation, sum_of_operand
 from cupyattn.kernels.numerics import P_CODE_ONE, Shifts, numerics
@@ -51,7 +51,7 @@ def test_flushed_weights_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     o = attention_mirror(q, k, v, variant="fa", scale=1.0)
     assert o[0, 0, 0, 0] == 1.0  # what is missed is 2^-6.5
     assert judge(o, q, k, v, variant="fa", scale=1.0).ratio <= 1
-    monkeypatch.setattr(kernel, "FLUSHED_WEIGHT", 2.0**-10 * kernel.FLUSHED_WEIGHT)
+    monkeypatch.setattr(rows, "FLUSHED_WEIGHT", 2.0**-10 * rows.FLUSHED_WEIGHT)
     assert judge(o, q, k, v, variant="fa", scale=1.0).ratio > 1
 
 
@@ -71,7 +71,7 @@ def test_the_sum_is_no_less_than_its_lower_bound(size: float, equal: bool) -> No
     score = scores.perturb(block, n, TILES, 0.25, scaling)
     P, lse, v64, o, _ = exact_of_block(block)
     Z_minus = softmax_perturbation(P, score.d, v64, o)[3]
-    least = kernel.least_sum(score, lse, Z_minus)[0, 0, 0]
+    least = rows.least_sum(score, lse, Z_minus)[0, 0, 0]
     assert (least <= l).all() and (l <= 1.05 * least).all()
 
 
@@ -193,7 +193,7 @@ def test_sums_of_tiles_are_within_their_bound(seed: int, tiles: int) -> None:
         term = dots.astype(np.float64) * float(beta) * scale
         exact, size = exact * float(alpha) + term, size * float(alpha) + np.abs(term)
     theta = values.accumulation(np.array([float(keys)]), keys, n, TILES)[0]
-    theta = (1 + theta) * (1 + kernel.gamma(rescalings, U)) - 1
+    theta = (1 + theta) * (1 + rows.gamma(rescalings, U)) - 1
     ratio = np.abs(out - exact) / (theta * size)
     target(float(ratio.max()))
     assert ratio.max() <= 1
@@ -329,7 +329,7 @@ def test_the_lse_bound_knows_how_far_a_whole_M_is(monkeypatch: pytest.MonkeyPatc
     """[L38]: with a log2f that errs by all of its result the bound is no less than |ln l|."""
     q, k, v = distributions.make("normal", 1, 1, 8, 3, 16, "float16", seed=0)
     quant = QuantConfig(pv="int8", granularity_v="channel")
-    monkeypatch.setattr(kernel, "LOG2F_ERROR", 1.0)
+    monkeypatch.setattr(rows, "LOG2F_ERROR", 1.0)
     for form, arch in (("pv8_whole", "sm_80"), ("sm90_pv8", "sm_90a"), ("pv8", "sm_80")):
         z = quantize(q, k, v, quant=quant, arch=arch)
         _, steps = attention_mirror(z, variant="fa_int8", form=form, scale=1.0, trace=True)

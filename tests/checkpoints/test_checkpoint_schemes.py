@@ -15,6 +15,7 @@ from cupyattn import cli
 from cupyattn.checkpoints import codes, dequantize, open_checkpoint
 from cupyattn.errors import UnsupportedError
 from tests.checkpoints.checkpoint_files import BF16, tensors, write
+from tests.support.marks import slow
 
 conversion = sys.modules["cupyattn.checkpoints.conversion"]
 Array = npt.NDArray[Any]
@@ -124,10 +125,7 @@ def test_packed_codes_are_read(tmp_path: Path, strategy: str, bits: int, symmetr
     np.testing.assert_array_equal(back["a.fc.weight"], expected.astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["bfloat16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float16", "float32"))],
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow(("float16", "float32"))])
 def test_wide_weights_are_read_in_parts(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

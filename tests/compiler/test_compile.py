@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import pytest
 
-from cupyattn.compiler import architectures, nvrtc, target
+from cupyattn.compiler import architectures, devices, nvrtc, target
 from cupyattn.compiler import modules as kc
 from cupyattn.compiler.includes import headers_reached
 from cupyattn.compiler.ptxas import parse_resources, parse_smem_bytes
@@ -418,9 +418,9 @@ def test_a_second_nvrtc_named_first_is_not_the_default(
 
 
 def test_shared_memory_over_the_limit_names_numbers_and_tiles() -> None:
-    kc.check_shared_memory(101376, 101376, "attn_fa.cu [CFG_BLOCK_KV=64]")
+    devices.check_shared_memory(101376, 101376, "attn_fa.cu [CFG_BLOCK_KV=64]")
     with pytest.raises(KernelLaunchError) as caught:
-        kc.check_shared_memory(101377, 101376, "attn_fa.cu [CFG_BLOCK_KV=64]")
+        devices.check_shared_memory(101377, 101376, "attn_fa.cu [CFG_BLOCK_KV=64]")
     message = str(caught.value)
     assert "101377 bytes" in message and "101376" in message and "CFG_BLOCK_KV=64" in message
     order = [
@@ -434,17 +434,17 @@ def test_shared_memory_over_the_limit_names_numbers_and_tiles() -> None:
     [(80, False, "sm_80"), (86, False, "sm_86"), (90, False, "sm_90"), (90, True, "sm_90a")],
 )
 def test_a_device_gets_its_own_architecture(capability: int, hopper: bool, expected: str) -> None:
-    assert kc.device_architecture(capability, hopper) == expected
+    assert devices.device_architecture(capability, hopper) == expected
 
 
 def test_a_device_newer_than_nvrtc_gets_the_newest_of_its_generation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(nvrtc.load().__dict__, "capabilities", (80, 90, 100))
-    assert kc.device_architecture(87) == "sm_80"
-    assert kc.device_architecture(103) == "sm_100"
+    assert devices.device_architecture(87) == "sm_80"
+    assert devices.device_architecture(103) == "sm_100"
     with pytest.raises(UnsupportedError, match=r"does not know compute capability 12\.0"):
-        kc.device_architecture(120)
+        devices.device_architecture(120)
 
 
 @pytest.mark.parametrize(
@@ -457,14 +457,14 @@ def test_a_device_newer_than_nvrtc_gets_the_newest_of_its_generation(
 )
 def test_devices_that_cannot(capability: int, hopper: bool, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        kc.device_architecture(capability, hopper)
+        devices.device_architecture(capability, hopper)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_89", "sm_90a"])
 def test_machine_code_of_another_generation_is_refused(arch: str) -> None:
     with pytest.raises(UnsupportedError, match=f"machine code for {arch} does not run on"):
-        kc.check_runs_on(arch, 86)
-    kc.check_runs_on("sm_80", 86)
+        devices.check_runs_on(arch, 86)
+    devices.check_runs_on("sm_80", 86)
 
 
 def test_sources_under_sm90_are_hopper_forms() -> None:

@@ -17,6 +17,7 @@ from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import GemmTiles, Tiles
 from cupyattn.plans.gemm import GemmFeatures
 from cupyattn.plans.quantize import STEPS
+from tests.support.marks import slow_unless
 
 #: A kernel's defines that hold every contract, by source.
 GOOD: dict[str, Tiles | GemmTiles] = {
@@ -477,11 +478,7 @@ def arch_of(source: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(x, marks=[] if x in ("attn_fa.cu", "attn_fa_tc.cu") else [pytest.mark.slow])
-        for x in GOOD
-    ],
+    "source", slow_unless(lambda _, x: x in ("attn_fa.cu", "attn_fa_tc.cu"), GOOD)
 )
 def test_without_a_change_it_compiles(source: str) -> None:
     assert kc.translate(spec_of(source, {}), arch_of(source)).ptx

@@ -19,6 +19,7 @@ from cupyattn import files
 from cupyattn.cli import main, verify
 from cupyattn.compiler import disk_cache
 from cupyattn.compiler import modules as kc
+from cupyattn.compiler.binary import write_entry
 from cupyattn.reference import exact
 
 SOURCES = Path(__file__).parents[1] / "prims" / "sources"
@@ -231,7 +232,7 @@ def rubbish(binary: kc.Binary) -> dict[str, bytes]:
 
     def payload(**changes: Any) -> bytes:
         changed = replace(binary, **changes)
-        kc._write_entry("rubbish", changed)
+        write_entry("rubbish", changed)
         found = disk_cache.read("rubbish")
         assert found is not None
         (disk_cache.cache_folder() / "rubbish.bin").unlink()
@@ -292,7 +293,7 @@ def test_what_the_device_refuses_is_compiled_once_more(
     """An ELF file that looks right, and that the driver does not load."""
     binary, entry = cached(cold_cache)
     bad = replace(binary, cubin=binary.cubin[:64] + b"compile_add" + bytes(500) + binary.cubin[64:])
-    kc._write_entry(entry.stem, bad)
+    write_entry(entry.stem, bad)
     loaded: list[kc.Binary] = []
 
     def load_module(found: kc.Binary) -> str:

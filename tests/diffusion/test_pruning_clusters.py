@@ -11,6 +11,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -26,6 +27,7 @@ from cupyattn.reference.quantize import quantize_mirror
 from tests.diffusion.test_pruning_kernels import BF16, F16, operands
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
+from tests.support.marks import slow_unless
 
 ONCE: dict[str, Any] = {"backend": "interpret", "arch": "sm_90a"}
 TWICE: dict[str, Any] = {"backend": "interpret"}
@@ -56,9 +58,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 SLOW = ("blocks of nine warps", "wide rows", "no scale", "most of their places empty")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
-)
+@pytest.mark.parametrize("case", slow_unless(lambda _, c: c not in SLOW, CASES))
 def test_keys_that_are_read_once_are_within_the_bound(case: str, in_turn: None) -> None:
     batch, heads, lengths, head_dim, dtype, rows, scale, blocks = CASES[case]
     q, k = operands(heads, lengths, head_dim, dtype, batch)
@@ -150,10 +150,7 @@ SUMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=[pytest.mark.slow] if c in list(SUMS)[3:5] else []) for c in SUMS],
-)
+@pytest.mark.parametrize("case", slow_unless(lambda _, c: c not in list(SUMS)[3:5], SUMS))
 def test_keys_are_summed_where_they_are_weighed(case: str, in_turn: None) -> None:
     batch, heads, len_kv, head_dim, dtype, rows = SUMS[case]
     q, _ = operands(heads, (60, 1), head_dim, dtype, batch)
@@ -337,10 +334,7 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [pytest.param(t, marks=[pytest.mark.slow] if i % 3 else []) for i, t in enumerate(THEFTS)],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda i, _: not i % 3, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, finding = THEFTS[theft]
     put_a_line_in_place("pruning/sm90/key_importance.cu", line, instead, tmp_path, monkeypatch)
@@ -363,10 +357,7 @@ SUM_THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [pytest.param(t, marks=[pytest.mark.slow] if i else []) for i, t in enumerate(SUM_THEFTS)],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda i, _: not i, SUM_THEFTS))
 def test_a_line_less_of_the_sums_is_found(
     theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +391,6 @@ def test_no_launch_spills(dtype: Any, head_dim: int, len_kv: int) -> None:
         binary = kc.build(one.module, "sm_90a")
         taken = binary.kernels["key_importance"]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), str(taken)
-        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
+        devices.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
         if one.block <= 256 and head_dim <= 128:  # two blocks to a multiprocessor
             assert taken.registers <= 128 and binary.smem_bytes <= 113 * 1024

@@ -12,6 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import kept_keys, key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -22,6 +23,7 @@ from cupyattn.interpret import KernelFault
 from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
+from tests.support.marks import slow, slow_unless
 
 F16, BF16, F32 = (STORAGE[name] for name in ("float16", "bfloat16", "float32"))
 
@@ -57,9 +59,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 SLOW = ("two chunks of a head", "wide rows", "no scale")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
-)
+@pytest.mark.parametrize("case", slow_unless(lambda _, c: c not in SLOW, CASES))
 def test_importance_is_within_its_bound(case: str) -> None:
     heads, lengths, head_dim, dtype, rows, scale = CASES[case]
     q, k = operands(heads, lengths, head_dim, dtype, batch=2 if case == "one key" else 1)
@@ -154,11 +154,7 @@ ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(f, marks=[pytest.mark.slow] if i % 2 else []) for i, f in enumerate(ROWS)],
-    ids=str,
-)
+@pytest.mark.parametrize("form", slow_unless(lambda i, _: not i % 2, ROWS), ids=str)
 def test_rows_move_together_bit_for_bit(form: tuple[int, int]) -> None:
     vec, head_dim = form
     shape, count = (2, 2, 75, head_dim), 60
@@ -206,15 +202,7 @@ def test_importance_may_lie_anywhere() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize(
     "view",
-    [
-        "plain",
-        "shifted",
-        "backwards",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("BSHD", "last axis apart", "a head again and again")
-        ),
-    ],
+    ["plain", "shifted", "backwards", *slow(("BSHD", "last axis apart", "a head again and again"))],
 )
 def test_keys_quantised_where_they_lie_have_the_bits_of_those_that_moved(
     dtype: Any, quant: Any, view: str
@@ -377,10 +365,7 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [pytest.param(t, marks=[pytest.mark.slow] if i % 3 else []) for i, t in enumerate(THEFTS)],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda i, _: not i % 3, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, line, instead, finding = THEFTS[theft]
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
@@ -424,7 +409,7 @@ def test_no_launch_spills(dtype: Any, head_dim: int, arch: str) -> None:
         taken = binary.kernels[one.entry]
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{one.entry}: {taken}"
         assert taken.registers <= 168 or one.block > 128  # three blocks to an SM
-        kc.check_shared_memory(binary.smem_bytes, 99 * 1024, one.entry)
+        devices.check_shared_memory(binary.smem_bytes, 99 * 1024, one.entry)
 
 
 def test_few_heads_and_many_fill_a_device() -> None:

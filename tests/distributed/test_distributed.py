@@ -28,6 +28,8 @@ from tests.distributed.distributed_cases import (
     packed,
     partitions,
 )
+from tests.support.marks import slow
+from tests.support.ranks import in_threads
 from tests.support.resolved import watch_calls, watch_running
 from tests.support.runs import bits, normal
 
@@ -110,10 +112,7 @@ QUANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [Mesh(3, 1), *(pytest.param(m, marks=pytest.mark.slow) for m in (Mesh(4, 2), Mesh(2, 2)))],
-)
+@pytest.mark.parametrize("mesh", [Mesh(3, 1), *slow((Mesh(4, 2), Mesh(2, 2)))])
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda q: "default" if q is None else f"{q.pv}")
 def test_codes_go_round_a_ring(mesh: Mesh, quant: Any) -> None:
     """J2 of what the codes say; in bfloat16, whose names NumPy does not know."""
@@ -454,12 +453,7 @@ def test_a_rank_that_dies_anywhere_is_named_by_all(data: Any) -> None:
         except (distributed.RankError, SystemExit) as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(mesh.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(15)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(on_rank, mesh.size, 15)
     if not died.is_set():
         assert set(found.values()) == {"a result"}
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import textwrap
@@ -26,6 +25,7 @@ from cupyattn.distributed.frames import Channel
 from cupyattn.distributed.start import rendezvous
 from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
+from tests.support.ranks import free_port, in_threads
 
 ROOT = Path(__file__).parents[2]
 SECRET = b"a secret of these tests"
@@ -167,11 +167,7 @@ def test_a_store_behind_a_socket_does_what_a_board_does() -> None:
         def gather(rank: int) -> None:
             found[rank] = stores[rank].gather("words", rank, b"x" * rank * 10**6, 5, "words")
 
-        threads = [threading.Thread(target=gather, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(gather, 2)
         assert found[0] == found[1] == [b"", b"x" * 10**6]
         stores[0].put("0 to 1", b"one")
         stores[0].put("0 to 1", b"two")
@@ -210,10 +206,8 @@ def test_a_server_stays_until_the_last_to_leave_has_its_answer(
 
 
 def test_no_server_and_no_address() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        with pytest.raises(RankError, match=r"rank 0 holds no store at 127.0.0.1:\d+ after 0.1 s"):
-            distributed.connect(1, 2, free.getsockname(), timeout=0.1)
+    with pytest.raises(RankError, match=r"rank 0 holds no store at 127.0.0.1:\d+ after 0.1 s"):
+        distributed.connect(1, 2, ("127.0.0.1", free_port()), timeout=0.1)
     with pytest.raises(ValueError, match="address must look like 'host:29400', got '29400'"):
         distributed.connect(1, 2, "29400")
 
@@ -244,9 +238,7 @@ except distributed.RankError as error:
 
 def processes(fault: str, timeout: float = 60, size: int = 3) -> list[tuple[int, str]]:
     """Exit status and output of each process."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     running = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(rank), port, fault, str(timeout), str(size)],
@@ -297,9 +289,7 @@ def test_launchers_say_who_a_process_is() -> None:
     assert rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == ("a", 5)
     assert rendezvous({"SLURM_JOB_NODELIST": "n7"})[0] == "n7"
     assert rendezvous({"SLURM_JOB_NODELIST": "rack-1-n[12,14-16]-ib,x"})[0] == "rack-1-n12-ib"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "MASTER_PORT": port}
     with distributed.from_environment(environ=environ, device=None, timeout=5) as group:
         assert (group.rank, group.size) == (0, 1)
@@ -335,11 +325,7 @@ def test_mpi_tells_the_ranks_where_the_store_is() -> None:
         with distributed.from_mpi(Comm(board, rank), timeout=10, device=None) as group:
             found[rank] = group.gather("ranks", rank)
 
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    in_threads(on_rank, 2, 20)
     assert found == {0: [0, 1], 1: [0, 1]}
 
 

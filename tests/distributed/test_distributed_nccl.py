@@ -30,6 +30,7 @@ from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
 from tests.distributed.distributed_cases import asked_for
+from tests.support.ranks import in_threads
 from tests.support.runs import normal
 
 # ---- NCCL, which is not here: what CuPy has of it, on the host -----------------------------------
@@ -237,12 +238,7 @@ def on_fake(
         except (RuntimeError, ValueError) as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=on_rank, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    in_threads(on_rank, size, 20)
     return found
 
 

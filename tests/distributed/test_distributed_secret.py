@@ -27,14 +27,9 @@ from cupyattn.distributed.secret import FILE_VARIABLE, VARIABLE, Handover
 from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
 from experiments.accuracy import fuzz_store
+from tests.support.ranks import free_port, in_threads
 
 SECRET, OTHER = "a secret of these tests", "another secret of these tests"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -307,11 +302,7 @@ def joined(given: list[dict[str, Any]], timeout: float = 20) -> list[Any]:
         except Exception as error:  # noqa: BLE001 - compared
             found[rank] = error  # type: ignore[call-overload]
 
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(on_rank, len(given))
     return found
 
 

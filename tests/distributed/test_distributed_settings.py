@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +19,7 @@ from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
 from cupyattn.errors import UnsupportedError
 from tests.distributed.distributed_cases import ROWS, X, attend, errors_of, fewer, packed
+from tests.support.ranks import in_threads
 from tests.support.runs import bits, normal
 
 # ---- types of settings ---------------------------------------------------------------------------
@@ -405,11 +405,7 @@ def test_numbers_of_numpy_reach_a_store_of_processes() -> None:
             own.barrier()
         found[rank] = str(error.value)
 
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(on_rank, 2, 30)
     server.close(0.0)
     assert found == ["rank 1 has ended"] * 2
 

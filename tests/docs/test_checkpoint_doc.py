@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import re
 from dataclasses import fields
@@ -19,9 +17,6 @@ from tests.checkpoints.checkpoint_files import source
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "CHECKPOINTS.md").read_text(encoding="utf-8")
-MODULES = ["quant.blocks", "ops.weights"] + [
-    f"checkpoints.{path.stem}" for path in (ROOT / "cupyattn" / "checkpoints").glob("[a-z]*.py")
-]
 
 
 def test_the_example_runs(
@@ -58,13 +53,6 @@ def test_commands_and_settings_exist() -> None:
     ) & settings
     defaults = ca.Int8Config()
     assert f"({defaults.min_elements_for_int8})" in PAGE and f"({defaults.min_sqnr_db:g})" in PAGE
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_docstrings_are_true(name: str) -> None:
-    module = importlib.import_module(f"cupyattn.{name}")
-    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert found.failed == 0
 
 
 def test_the_table_is_what_the_record_says() -> None:

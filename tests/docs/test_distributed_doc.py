@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,19 +16,13 @@ import pytest
 import cupyattn as ca
 from cupyattn import cli, distributed
 from experiments.speed import ring_timeline, scaling
+from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "DISTRIBUTED.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-MODULES = [path.stem for path in (ROOT / "cupyattn" / "distributed").glob("[a-z]*.py")]
 #: The one that is a file of its own.
 (ATTEND,) = (block for block in BLOCKS if "from_environment" in block)
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
 
 
 def test_the_examples_run_one_after_the_other() -> None:
@@ -54,7 +45,7 @@ def test_the_script_runs_in_one_process(
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
     }
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -66,7 +57,7 @@ def test_the_script_runs_in_one_process(
 @pytest.mark.slow
 def test_the_script_runs_in_several(tmp_path: Path) -> None:
     (tmp_path / "attend.py").write_text(ATTEND.replace("4096", "64"))
-    port = free_port()
+    port = str(free_port())
     running = []
     for rank in range(2):
         environ = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "MASTER_PORT": port}
@@ -96,13 +87,6 @@ def test_commands_and_names_exist() -> None:
         assert extra in PAGE and f"\n{extra} =\n" in extras
     assert "mask" in PAGE.split("## Limits")[1] and "(120 seconds unless said)" in PAGE
     assert distributed.group.TIMEOUT == 120 and distributed.start.PORT == 29400
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_docstrings(module: str) -> None:
-    found = importlib.import_module(f"cupyattn.distributed.{module}")
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert doctest.testmod(found, optionflags=options).failed == 0
 
 
 def test_the_section_of_the_readme_runs() -> None:
@@ -169,7 +153,6 @@ def test_stages_of_a_ring_are_marked(
         assert {"call", "attention", "merge"} | quantised <= set(names)
         assert all(0 <= begin <= end <= row["call_ms"] for _, begin, end in row["stages"])
     assert "ring of codes, store, rank 1" in capsys.readouterr().out
-    assert doctest.testmod(ring_timeline).failed == 0
 
 
 def test_the_experiment_says_that_devices_are_missing(capsys: pytest.CaptureFixture[str]) -> None:

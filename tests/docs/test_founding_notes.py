@@ -25,6 +25,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
+from cupyattn.lazy_face import RENAMED
 from cupyattn.measure.device import device_missing
 from tests.checkpoints.checkpoint_files import write
 
@@ -173,7 +174,7 @@ def test_every_package_answers_for_names_of_the_plan(place: str) -> None:
     if PACKAGES[place] is not None:
         pytest.importorskip(PACKAGES[place])
     package = importlib.import_module(place)
-    for name in ca.RENAMED:
+    for name in RENAMED:
         if name in getattr(package, "__all__", ()):
             continue
         sentence = f"^{name} is not in {re.escape(place)}: use cupyattn"
@@ -199,10 +200,10 @@ def test_names_of_the_core_are_pointed_to_from_other_packages() -> None:
         exec("from cupyattn import nothing", {})
 
 
-@pytest.mark.parametrize("name", sorted(ca.RENAMED))
+@pytest.mark.parametrize("name", sorted(RENAMED))
 def test_successors_are_there_and_on_the_page(name: str) -> None:
     assert name in PAGE.read_text(encoding="utf-8")
-    for path in re.findall(r"cupyattn\.(?!interop)([\w.]*\w)", ca.RENAMED[name]):
+    for path in re.findall(r"cupyattn\.(?!interop)([\w.]*\w)", RENAMED[name]):
         found: Any = ca
         for part in path.split("."):
             found = getattr(found, part)

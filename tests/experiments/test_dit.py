@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import doctest
-import importlib
 import json
 import math
 import os
@@ -493,9 +491,3 @@ def test_pictures_are_what_was_written(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decoded, image)
 
 
-NAMED = ("capture", "metrics", "modes", "optim", "pictures", "report", "sampler", "train")
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_examples_in_docstrings_are_true(name: str) -> None:
-    assert not doctest.testmod(importlib.import_module(f"experiments.dit.{name}")).failed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -219,6 +217,3 @@ def test_the_photographs_are_those_of_the_packages() -> None:
         np.testing.assert_array_equal(pixels, found[name])
 
 
-@pytest.mark.parametrize("name", ["data", "layers", "model", "parameters"])
-def test_examples_in_docstrings_are_true(name: str) -> None:
-    assert not doctest.testmod(importlib.import_module(f"experiments.dit.{name}")).failed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import doctest
 import importlib
 import json
 import re
@@ -18,13 +17,12 @@ import pytest
 import cupyattn as ca
 from cupyattn.compiler import modules as compiler
 from cupyattn.measure import device
-from docs import performance_plots, write_readme
-from experiments._harness import merging, others, plots, recording
+from docs import performance_plots
+from experiments._harness import others, plots, recording
 from experiments._harness.cells import Cell, Problem, rung
 from experiments.accuracy import numerics_claims, precision_ablation
 from experiments.diffusion import timestep_ablation, token_pruning
 from experiments.speed import (
-    feature_costs,
     first_call,
     framework_costs,
     host_revisions,
@@ -114,14 +112,6 @@ def test_the_command_of_a_record_is_found_where_its_module_stands() -> None:
         command = recording.command_now(record).split()
         assert command[:2] == ["python", "-m"], path
         assert "module_until" in record or find_spec(command[2]), path
-
-
-@pytest.mark.parametrize(
-    "module", [feature_costs, ladder, merging, performance_plots, recording, write_readme]
-)
-def test_examples_of_what_writes_pages_are_right(module: Any) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted and not found.failed
 
 
 def test_the_ladder_runs_in_small(tmp_path: Path) -> None:

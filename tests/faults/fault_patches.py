@@ -20,6 +20,7 @@ import pytest
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import KERNELS
+from cupyattn.interpret.findings import KINDS
 from cupyattn.kernels import ladder
 from experiments._harness import patches
 from experiments._harness.patches import Hunk
@@ -69,6 +70,16 @@ class Fault:
         copy = Path(shutil.copytree(KERNELS, folder / self.name))
         patches.apply(self.name, self.hunks, copy)
         return copy
+
+    def check(self, folder: Path) -> None:
+        """Assert that it says in one sentence what it is, changes three lines, and applies."""
+        assert re.fullmatch(r"[A-Z][^.]+\.", self.sentence), "one sentence"
+        assert self.caught_by in ("J2", "interpreter")
+        assert (self.kind in KINDS and self.line != "") == (self.caught_by == "interpreter")
+        for hunk in self.hunks:
+            old, new = set(hunk.old.splitlines()), set(hunk.new.splitlines())
+            assert max(len(old - new), len(new - old)) <= 3
+        self.plant(folder)
 
 
 def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> None:

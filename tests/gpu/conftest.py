@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -14,3 +16,13 @@ def first_device() -> None:
     import cupy
 
     cupy.cuda.Device(0).use()
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """So that the device adds as precisely in every order."""
+    torch = pytest.importorskip("torch")
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.compiler.disk_cache import cache_folder
 from cupyattn.ops import explain
@@ -145,7 +146,8 @@ def prebuild(specs: Iterable[kc.ModuleSpec]) -> None:
     most of their time.
     """
     capability = int(cupy.cuda.Device().compute_capability)
-    wanted = [(one, kc.device_architecture(capability, one.hopper)) for one in dict.fromkeys(specs)]
+    arch = devices.device_architecture
+    wanted = [(one, arch(capability, one.hopper)) for one in dict.fromkeys(specs)]
 
     def build() -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:

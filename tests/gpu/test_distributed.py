@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from cupyattn.plans.stages import stages
 from cupyattn.problem.call import AttentionSpec
 from tests.distributed.distributed_cases import asked_for, entry, packed
 from tests.kernels.test_merge_partials import assert_within, exactly, parts_of
+from tests.support.ranks import free_port
 from tests.support.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
@@ -371,12 +371,6 @@ SAID = {
 }
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
-
-
 def start(rank: int, ports: tuple[str, str], fault: str, where: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(rank), *ports, fault, where],
@@ -386,7 +380,7 @@ def start(rank: int, ports: tuple[str, str], fault: str, where: str) -> subproce
 
 def check_fault(fault: str, where: str) -> None:
     """Let rank 1 go wrong: what both say, within the timeout, and the next group works."""
-    begin, ports = time.monotonic(), (free_port(), free_port())
+    begin, ports = time.monotonic(), (str(free_port()), str(free_port()))
     running = [start(rank, ports, fault, where) for rank in range(2)]
     try:
         if fault == "dies":  # another process takes its place

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate
 from tests.gpu.support import arch_of, cupy, on_device
+from tests.gpu.test_gemm import run
 from tests.quant.gemm_cases import REGIMES, Product, product
 from tests.quant.quant_inputs import operand
 from tests.quant.test_gemm_channel import activations, by_channel
@@ -30,17 +29,6 @@ CELLS = [
     *(("sm90", tiles) for tiles in HOPPER_TILES),
     *(("portable", tiles) for tiles in SHARED),
 ]
-
-
-def run(p: Product, form: str, tiles: GemmTiles | None = None) -> Any:
-    """Run a product of NumPy arrays on the device in one form; return NumPy's array."""
-    arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
-    moved = dict(zip(("a", "a_scales", "b", "b_scales"), on_device(*p.operands), strict=True))
-    if p.bias is not None:
-        (moved["bias"],) = on_device(p.bias)
-    c = p.but(**moved).run(arch=arch, tiles=tiles)
-    assert isinstance(c, cupy.ndarray)
-    return c.get()
 
 
 @pytest.mark.parametrize(("form", "tiles"), CELLS, ids=str)

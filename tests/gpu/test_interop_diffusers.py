@@ -21,14 +21,7 @@ from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_interop_diffusers import SHARE, SHORT, distance, without  # noqa: E402
 from tests.interop.test_interop_diffusers_compiled import FAMILIES, Model  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def exact_products() -> Any:
-    """So that what differs is attention."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 
 @pytest.mark.parametrize("family", cases.CASES)

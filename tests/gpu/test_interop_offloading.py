@@ -29,13 +29,7 @@ SMALL = ca.Int8Config(min_elements_for_int8=0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def exact_products() -> Any:
-    """So that the device adds as precisely in every order."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 
 def in_groups(

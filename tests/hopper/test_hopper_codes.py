@@ -14,6 +14,7 @@ from cupyattn.quant.quantizers import padded_columns
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
 from tests.support import runs
+from tests.support.marks import slow
 from tests.support.runs import bits, form_taken, normal, packed, sequences
 
 CODES, CODES_OF_V = "fa_int8@sm90", "fa_int8@sm90_pv8"
@@ -45,12 +46,8 @@ def run_among_rows(rung: str) -> runs.Run:
 
 
 @pytest.mark.parametrize(
-    "rung",
-    [
-        "fa_tc@sm90", CODES, cases.FP8,
-        *(pytest.param(rung, marks=pytest.mark.slow) for rung in (CODES_OF_V, cases.BY_TILE)),
-    ],
-)  # fmt: skip
+    "rung", ["fa_tc@sm90", CODES, cases.FP8, *slow((CODES_OF_V, cases.BY_TILE))]
+)
 def test_a_window_that_begins_among_the_rows_of_a_warp(rung: str) -> None:
     """Of some rows a step is masked and of others not: the lanes of the warp go one way."""
     one = run_among_rows(rung)

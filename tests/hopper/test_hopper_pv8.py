@@ -25,6 +25,12 @@ LN2 = math.log(2.0)
 BY = Shifts()
 FORM: dict[str, Any] = {"variant": "fa_int8", "form": "sm90_pv8"}
 CHANNEL = QuantConfig(pv="int8", granularity_v="channel")
+#: How operands of each form with P and V in 8 bits are quantised.
+FORMS: dict[str, dict[str, Any]] = {
+    cases.PV8: {"quant": CHANNEL},
+    cases.FP8: {"quant": QuantConfig(pv="fp8", granularity_v="channel")},
+    cases.BY_TILE: {"quant": QuantConfig(pv="int8"), "arch": "sm_90a"},
+}
 
 
 def on_mirror(z: Any, **options: Any) -> Any:
@@ -78,12 +84,14 @@ def test_steps_are_wide_where_lengths_fill_them() -> None:
     assert z.k_scale.shape[-1] == -(-600 // narrow.block_kv)
 
 
+@pytest.mark.parametrize("rung", FORMS)
 @pytest.mark.parametrize("regime", strategies.REGIMES)
-def test_kinds_of_values(regime: str) -> None:
+def test_kinds_of_values(rung: str, regime: str) -> None:
     inputs = strategies.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
-    z = quantize(*inputs, quant=CHANNEL, backend="mirror")
-    o, lse = on_mirror(z)
-    report = verdict.judge(o, *inputs, lse=lse, quantized=z, **FORM)
+    form = {**FORM, "form": rung.partition("@")[2]}
+    z = quantize(*inputs, backend="mirror", **FORMS[rung])
+    o, lse = attention_mirror(z, return_lse=True, **form)
+    report = verdict.judge(o, *inputs, lse=lse, quantized=z, **form)
     assert report.passed, str(report)
     assert np.isfinite(o.astype(np.float32)).all()
 
@@ -100,11 +108,24 @@ def test_the_bound_is_a_third_of_the_output_and_the_error_a_seventieth() -> None
 
 
 @pytest.mark.parametrize(
-    "case", [0, *(pytest.param(case, marks=pytest.mark.slow) for case in (1, 2, 3))]
+    ("rung", "case"),
+    [
+        pytest.param(rung, case, marks=[] if case == quick else pytest.mark.slow)
+        for rung, quick in ((cases.PV8, 0), (cases.FP8, 2), (cases.BY_TILE, 0))
+        for case in range(4)
+    ],
 )
-def test_problems(case: int) -> None:
-    inputs, options = list(cases.problems(cases.PV8))[case]
-    cases.run(cases.PV8, inputs, backend="interpret", **options).check()
+def test_problems(rung: str, case: int) -> None:
+    inputs, options = list(cases.problems(rung))[case]
+    cases.run(rung, inputs, backend="interpret", **options).check()
+
+
+@pytest.mark.parametrize("rung", [cases.FP8, cases.BY_TILE])
+def test_rows_without_keys(rung: str) -> None:
+    q, k, v = normal((1, 1, 40, 16), (1, 1, 30, 16))
+    one = cases.run(rung, (q, k, v + 5), backend="interpret", causal=True)
+    one.check()
+    assert not one.o[:, :, :10].any() and (one.lse[:, :, :10] == -np.inf).all()
 
 
 @pytest.mark.parametrize("len_kv", [1, 193, 600])

@@ -31,6 +31,7 @@ from cupyattn.reference.rounding import small_and_large_softcap
 from cupyattn.testing import judge
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
+from tests.support.marks import slow_unless
 from tests.support.runs import Arrays, bits, normal, packed
 
 RUNG = "fa_tc@sm90"
@@ -392,9 +393,7 @@ MISTAKES = {
 AT_ONCE = ("softcap after the bias", "an empty tile taken for a full one")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in AT_ONCE else [pytest.mark.slow]) for x in MISTAKES]
-)
+@pytest.mark.parametrize("name", slow_unless(lambda _, x: x in AT_ONCE, MISTAKES))
 def test_a_mistake_leaves_the_bound(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from cupyattn.interpret import KernelFault
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
 from tests.support import runs
+from tests.support.marks import slow_unless
 from tests.support.runs import normal
 
 INT8, PV8, FP8, BY_TILE = "fa_int8@sm90", *cases.RUNGS
@@ -63,10 +64,7 @@ HAZARDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(x, marks=[pytest.mark.slow] if i % 2 else []) for i, x in enumerate(HAZARDS)],
-)
+@pytest.mark.parametrize("what", slow_unless(lambda i, _: not i % 2, HAZARDS))
 def test_hazards_are_found(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rung, source, line, kind = HAZARDS[what]
     put_a_line_in_place(source, line, "", tmp_path, monkeypatch)

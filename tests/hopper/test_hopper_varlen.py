@@ -25,6 +25,7 @@ from cupyattn.plans.stages import stages
 from cupyattn.problem.rope import Rope
 from cupyattn.quant.quantizers import VALUES_PAD
 from tests.faults.fault_patches import put_a_line_in_place
+from tests.support.marks import slow
 from tests.support.runs import (
     Arrays,
     Guarded,
@@ -148,13 +149,7 @@ def check_that_a_sequence_may_have_no_keys(rung: str) -> None:
     assert not o[:3].any() and (lse[:, :3] == -np.inf).all() and o[3:].all()
 
 
-@pytest.mark.parametrize(
-    "rung",
-    [
-        RUNGS[1],
-        *(pytest.param(rung, marks=pytest.mark.slow) for rung in (*RUNGS[2:], FP8, BY_TILE)),
-    ],
-)
+@pytest.mark.parametrize("rung", [RUNGS[1], *slow((*RUNGS[2:], FP8, BY_TILE))])
 def test_a_sequence_of_codes_may_have_no_keys(rung: str) -> None:
     check_that_a_sequence_may_have_no_keys(rung)
 
@@ -270,10 +265,7 @@ def test_no_column_past_head_dim_is_written() -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., 36:]).all()
 
 
-@pytest.mark.parametrize(
-    "rung",
-    [RUNGS[0], *(pytest.param(rung, marks=pytest.mark.slow) for rung in RUNGS[1:])],
-)
+@pytest.mark.parametrize("rung", [RUNGS[0], *slow(RUNGS[1:])])
 def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     check_that_a_sequence_past_its_limit_is_cut(rung)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cupyattn import BlockMask, Tiles, attention, attention_varlen, explain
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels import tile_pieces
@@ -22,6 +23,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.kernels.test_kernels_compile import features_of
 from tests.quant.test_zero_points import moved
 from tests.support import runs
+from tests.support.marks import slow, slow_rows
 from tests.support.runs import bits, hopper_blocks, normal, packed, sequences
 
 RUNG, FP8 = "fa_int8@sm90", "fa_int8@sm90_fp8"
@@ -180,10 +182,7 @@ def test_block_masks(granularity) -> None:
     one.check()
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    ["thread", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "head"))],
-)
+@pytest.mark.parametrize("granularity", ["thread", *slow(("tensor", "head"))])
 def test_packed_sequences_have_zero_points_of_their_own(granularity) -> None:
     inputs, ends = packed(((5, 9), (0, 7), (6, 0), (35, 40)), 2, 1)
     inputs = tuple(a + np.float16(1) for a in inputs)
@@ -261,12 +260,7 @@ def test_a_mistake_in_pieces_is_noticed(source, line, instead, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("causal", "varlen"),
-    [
-        (True, False),
-        pytest.param(True, True, marks=pytest.mark.slow),
-        pytest.param(False, False, marks=pytest.mark.slow),
-    ],
+    ("causal", "varlen"), [(True, False), *slow_rows(((True, True), (False, False)))]
 )
 @pytest.mark.parametrize(
     ("form", "head_dim"),
@@ -289,7 +283,7 @@ def test_default_tiles_spill_nothing(form: str, head_dim: int, causal: bool, var
     binary = kc.build(kernel_form_module.module_spec(variant, features, tiles, form), "sm_90a")
     (taken,) = binary.kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), taken
-    kc.check_shared_memory(binary.smem_bytes, 227 * 1024, str(tiles))
+    devices.check_shared_memory(binary.smem_bytes, 227 * 1024, str(tiles))
 
 
 # ---- what it leaves to the portable form ---------------------------------------------------------

@@ -15,3 +15,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def seeded() -> None:
+    """Parameters of new modules are the same in every run."""
+    pytest.importorskip("torch").manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import importlib
 import inspect
 import math
@@ -26,13 +25,13 @@ from cupyattn.interop.diffusers.noise import Noise, kind_of  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: Calls of these tests are short.
 SHORT = {"min_length": 32}
 #: What INT8 may change, as a share of what the replaced attention contributes at all. Codes of 8
 #: bits for numbers whose largest is 4 standard deviations are off by 4 / 127 / sqrt(12) = 0.9 % of
 #: their norm; those of Q, of K and of V or P are independent: 1.6 % together.
 SHARE = 0.02
-MODULES = ("diffusers.replace", "diffusers.report", "selection")
 
 
 @pytest.fixture(scope="module")
@@ -582,12 +581,6 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     arguments = set(inspect.signature(interop.replace_attention_with_int8).parameters)
     assert arguments - {"pipe_or_model"} <= set(re.findall(r"`(\w+)`", section))
     assert all(f"0.{version}" in backends.TESTED for version in range(36, 43))
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_docstrings(module: str) -> None:
-    found = importlib.import_module(f"cupyattn.interop.{module}")
-    assert doctest.testmod(found).failed == 0
 
 
 def test_masked_values_of_a_scheduler_are_refused() -> None:

@@ -28,6 +28,7 @@ from tests.interop.test_interop_diffusers import (  # noqa: E402
     distance,
     without,
 )
+from tests.support.marks import slow  # noqa: E402
 
 NAME = "diffusers_attention"
 LENGTH, WIDTH = 64, 32
@@ -191,10 +192,7 @@ def test_a_policy_that_follows_noise_is_native_where_no_step_is_seen() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["method", *(pytest.param(x, marks=pytest.mark.slow) for x in ("torch.compile", "blocks"))],
-)
+@pytest.mark.parametrize("way", ["method", *slow(("torch.compile", "blocks"))])
 def test_handles_of_one_compiled_model_follow_their_own_policies(way: str) -> None:
     scheduler, model, x, graphs = steps(4), Model(), rows(), Graphs()
     own = copy.deepcopy(model)

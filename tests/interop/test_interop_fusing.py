@@ -22,6 +22,7 @@ from tests.interop import diffusers_cases as cases  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 interop = importlib.import_module("cupyattn.interop.torch")
+
 #: Layers that diffusers makes, by family.
 FUSED = {
     "flux": {"to_qkv", "to_added_qkv"},

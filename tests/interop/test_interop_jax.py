@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import doctest
 import functools
 import subprocess
 import sys
@@ -412,12 +411,6 @@ def test_what_was_refused_is_refused_again_and_what_differs_is_checked(checked: 
     for _ in range(2):  # a list is no part of a key: the call is checked every time
         interop.attention(Q, K, V, window=[9, 3])
     assert checked == ["described"] * 7
-
-
-@pytest.mark.parametrize("module", [functional, layers])
-def test_docstrings(module: Any) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted and not found.failed
 
 
 def blocks_of_the_page() -> tuple[str, str]:

@@ -21,6 +21,7 @@ from tests.interop import diffusers_cases as cases  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 interop = importlib.import_module("cupyattn.interop.torch")
+
 CPU = torch.device("cpu")
 SMALL = ca.Int8Config(min_elements_for_int8=0)
 Offload = Callable[[Any, Path], None]

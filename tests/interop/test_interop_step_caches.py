@@ -18,6 +18,7 @@ from tests.interop import diffusers_cases as cases  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 of_torch = importlib.import_module("cupyattn.interop.torch")
 of_diffusers = importlib.import_module("cupyattn.interop.diffusers")
+
 STEPS = 4
 #: Configurations under which the small models leave out some of their blocks or attention.
 CACHES: dict[str, Callable[[Any], Any]] = {

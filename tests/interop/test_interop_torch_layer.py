@@ -22,9 +22,7 @@ nn = torch.nn
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def linear(columns: int = 300, rows: int = 200, dtype: str = "bfloat16") -> Any:

@@ -25,9 +25,7 @@ nn = torch.nn
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Block(nn.Module):  # type: ignore[misc, name-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import importlib
 import pickle
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig, UnsupportedError
-from tests.interop.torch_cases import same_bits
+from tests.interop.torch_cases import compiled, same_bits
 from tests.support.runs import normal
 
 torch = pytest.importorskip("torch")
@@ -40,11 +39,6 @@ def rope_tables(length: int = 73) -> tuple[np.ndarray, np.ndarray]:
 
 def layer(**options: Any) -> Any:
     return interop.Int8Attention(4, 16, num_timesteps=50, backend="mirror", **options)
-
-
-def compiled(module: Any, backend: Any = "aot_eager") -> Any:
-    torch._dynamo.reset()
-    return torch.compile(module, backend=backend, fullgraph=True)
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -290,13 +284,6 @@ def test_what_is_refused() -> None:
     for error, message, function in cases:
         with pytest.raises(error, match=message):
             function()
-
-
-@pytest.mark.parametrize("name", ["functional", "modules", "linear", "models", "read_only"])
-def test_the_examples_of_docstrings_are_true(name: str) -> None:
-    module = importlib.import_module(f"cupyattn.interop.torch.{name}")
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    assert result.attempted and not result.failed
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]

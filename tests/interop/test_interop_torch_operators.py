@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,15 @@ import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig, Tiles
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.problem.settings import Settings
-from tests.interop.torch_cases import leaves, options_of, problem, same_bits, tensor, tensors
+from tests.interop.torch_cases import (
+    compiled,
+    leaves,
+    options_of,
+    problem,
+    same_bits,
+    tensor,
+    tensors,
+)
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
@@ -120,14 +127,6 @@ def test_a_setting_is_refused_as_eager_refuses_it(options: dict[str, Any]) -> No
         # NOTE: Dynamo wraps what is raised while it traces.
         with pytest.raises((eager.type, torch._dynamo.exc.Unsupported), match=text):
             call(given)
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    found: Callable[..., Any] = torch.compile(
-        function, backend="aot_eager", fullgraph=True, **options
-    )
-    return found
 
 
 @pytest.mark.parametrize("name", ["rope", "window", "bias"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from tests.interop.torch_cases import array, tensor
+from tests.interop.torch_cases import array, compiled, tensor
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
@@ -37,11 +37,6 @@ def causal_bias(name: str, *lengths: int) -> Any:
     with warnings.catch_warnings():  # torch's, of rows that attend to nothing
         warnings.simplefilter("ignore")
         return getattr(bias_of, name)(*lengths)
-
-
-def compiled(function: Any, backend: str = "aot_eager") -> Any:
-    torch._dynamo.reset()
-    return torch.compile(function, backend=backend, fullgraph=True)
 
 
 def assert_within_bounds(o: Any, q: Any, k: Any, v: Any, **options: Any) -> None:

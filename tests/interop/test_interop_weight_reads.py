@@ -35,9 +35,7 @@ TRAIN = "^the weight of an Int8Linear cannot be trained, .* weight.clone\\(\\)$"
 MEMORY = "^the weight of an Int8Linear has no memory, .* weight.clone\\(\\)$"
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def made(dtype: Any = None, strategy: str = "block", **options: Any) -> Any:

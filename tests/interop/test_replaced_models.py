@@ -20,6 +20,7 @@ restoring = importlib.import_module("cupyattn.interop.torch.restoring")
 linear = importlib.import_module("cupyattn.interop.torch.linear")
 worlds = importlib.import_module("experiments._harness.model_worlds")
 
+
 #: Seed of the sequences of the suite; the record has others.
 SEED = 1
 

@@ -12,6 +12,7 @@ import pytest
 from experiments._harness import recording, whole_families
 from experiments.diffusion import whole_models
 from experiments.diffusion.whole_models import BALANCED, FP8_OURS, NATIVE, WAYS
+from tests.support.marks import slow_unless
 
 
 def test_what_whole_models_win_is_what_the_record_says() -> None:
@@ -43,11 +44,7 @@ QUICK = ("Wan 2.1 14B", "LTX")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in whole_families.FAMILIES
-    ],
+    "name", slow_unless(lambda _, name: name in QUICK, whole_families.FAMILIES)
 )
 def test_every_family_is_called_as_its_pipeline_calls_it(name: str, torch: Any) -> None:
     family = whole_families.small(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import as_float64
@@ -122,3 +123,10 @@ def at_odd_address(x: Any) -> Any:
     start = -np.frombuffer(memory, np.uint8).ctypes.data % 16 + 1
     moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start)
     return moved.reshape(x.shape).copy_(x)
+
+
+def compiled(function: Any, backend: Any = "aot_eager", **options: Any) -> Any:
+    """Compile a function or a module anew, into one graph."""
+    torch = pytest.importorskip("torch")
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, **options)

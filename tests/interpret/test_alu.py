@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,15 +12,10 @@ from numpy.testing import assert_array_equal
 from cupyattn.interpret.alu import DTYPES, Operation, lookup, pack, unpack
 from tests.support.lanes import LANES, generator
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
 BITS = ("b16", "b32", "b64")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Operations are meant to run so: overflow and NaN are results."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 def named(name: str, results: int = 1) -> Operation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 
 import ml_dtypes
@@ -17,16 +16,11 @@ from cupyattn.interpret.alu import APPROXIMATION_ERROR, DTYPES, Operation, looku
 from tests.support.exact_floats import BINARY, Binary, combine
 from tests.support.lanes import LANES, generator
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}
 COUNT = {"add": 2, "sub": 2, "mul": 2, "div": 2, "fma": 3, "sqrt": 1, "rcp": 1}
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Operations are meant to run so: overflow and NaN are results."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 def named(name: str) -> Operation:

@@ -22,6 +22,7 @@ from cupyattn.quant.config import GRANULARITIES
 from cupyattn.reference.quantize import quantize_mirror
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support import runs
+from tests.support.marks import slow_unless
 from tests.support.runs import (
     CELLS,
     PLAIN,
@@ -252,13 +253,7 @@ def views_of(x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rung",
-    [
-        pytest.param(rung, marks=[] if rung == "fa_tc@sm90" else [pytest.mark.slow])
-        for rung in RUNGS
-    ],
-)
+@pytest.mark.parametrize("rung", slow_unless(lambda _, rung: rung == "fa_tc@sm90", RUNGS))
 def test_strides(rung: str) -> None:
     """Of every portable rung tests/kernels/test_bug_classes.py has some."""
     head_dim, _ = head_dims(rung)
@@ -308,10 +303,7 @@ def test_the_hopper_form_writes_no_column_past_head_dim(head_dim: int) -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., head_dim:]).all()
 
 
-@pytest.mark.parametrize(
-    "rung",
-    [pytest.param(rung, marks=[] if rung in TOGETHER else [pytest.mark.slow]) for rung in RUNGS],
-)
+@pytest.mark.parametrize("rung", slow_unless(lambda _, rung: rung in TOGETHER, RUNGS))
 def test_batches_of_blocks_change_nothing(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head_dim, _ = head_dims(rung)
     inputs = normal((1, 2, 70, head_dim), (1, 2, 40, head_dim))

@@ -19,6 +19,7 @@ from cupyattn.interpret.executor import run_kernel
 from cupyattn.plans.records import TensorMap
 from tests.prims.prim import FOLDER, Prim
 from tests.prims.prims_cases import PRIMS
+from tests.support.marks import slow_unless
 
 BY_NAME = {prim.name: prim for prim in PRIMS}
 
@@ -131,9 +132,7 @@ def execute(prim: Prim, spec: ModuleSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    "theft",
-    [pytest.param(x, marks=[pytest.mark.slow] if i % 2 else []) for i, x in enumerate(THEFTS)],
-    ids=lambda theft: theft.what,
+    "theft", slow_unless(lambda i, _: not i % 2, THEFTS), ids=lambda theft: theft.what
 )
 def test_a_missing_line_is_found(theft: Theft, tmp_path: Path) -> None:
     prim = BY_NAME[theft.prim]

@@ -7,7 +7,7 @@ PTX ISA; matrices hold integers small enough for every product and sum to be exa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +32,8 @@ from cupyattn.interpret.warpgroup import (
 from cupyattn.kernels.numerics import TENSOR_CORE_ROUNDOFF
 from tests.prims.prims_mma_cases import swizzle
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 NUMBERS: dict[str, Any] = {
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32,
     "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "s8": np.int8, "u8": np.uint8,
@@ -41,13 +43,6 @@ RANGE = {"u8": (0, 256), "s8": (-128, 128), "s4": (-8, 8), "u4": (0, 16)}
 WARPS = 3
 
 At = Callable[[int, int, int], tuple[int, int]]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Products are meant to run so: overflow and NaN are results."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 # ---- layouts: row and column of element i of lane 4 g + t, as the ISA states them ----------------

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from cupyattn.compiler import architectures as compiler_architectures
+from cupyattn.compiler import devices, nvrtc, target
 from cupyattn.compiler import modules as kc
-from cupyattn.compiler import nvrtc, target
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import HOPPER_SCALE_KEYS, VARIANTS, Variant
 from cupyattn.kernels.limits import GROUP_ALL
@@ -122,7 +122,7 @@ def test_compiles(
     assert any(entry.startswith(VARIANTS[name].entry_point) for entry in binary.kernels)
     if not form.startswith("sm90"):
         static = max(taken.static_smem for taken in binary.kernels.values())
-        kc.check_shared_memory(binary.smem_bytes + static, SMALLEST_LIMIT, str(spec))
+        devices.check_shared_memory(binary.smem_bytes + static, SMALLEST_LIMIT, str(spec))
 
 
 def by_default() -> Iterator[Any]:

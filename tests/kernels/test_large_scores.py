@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cupyattn.reference.attention import attention_mirror
 from tests.kernels import large_score_cases as cases
+from tests.support.marks import slow
 
 FLAGS = {"smooth_k": True, "causal": False, "return_lse": True}
 HUGE = {**FLAGS, "smooth_k": False}
@@ -51,9 +52,7 @@ SIZES = [3e3, 1e4, 2e4, cases.LARGEST]  # largest scores from 2^20 to 2^29
 
 
 @pytest.mark.parametrize("form", cases.WHOLE)
-@pytest.mark.parametrize(
-    "size", [*(pytest.param(x, marks=pytest.mark.slow) for x in SIZES[1:3]), SIZES[0], SIZES[3]]
-)
+@pytest.mark.parametrize("size", [*slow(SIZES[1:3]), SIZES[0], SIZES[3]])
 def test_the_largest_scores_share_a_row(form: str, size: float) -> None:
     cases.check_ties(form, size, 0, "interpret", np.asarray)
 

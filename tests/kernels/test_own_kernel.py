@@ -14,6 +14,7 @@ from cupyattn.kernels import ladder as kernels
 from cupyattn.measure import device
 from cupyattn.measure.rungs import NOT_RUN
 from tests.faults.fault_patches import FAULTS, Fault
+from tests.support.marks import slow_unless
 from tests.support.own_kernels import renamed
 
 pytestmark = pytest.mark.skipif(not device.device_missing(), reason="there is a device")
@@ -45,12 +46,7 @@ def test_there_are_faults_to_plant() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=[pytest.mark.slow] if number else [])
-        for number, fault in enumerate(PLANTED)
-    ],
-    ids=lambda fault: fault.name,
+    "fault", slow_unless(lambda number, _: not number, PLANTED), ids=lambda fault: fault.name
 )
 def test_a_broken_copy_fails(
     fault: Fault,

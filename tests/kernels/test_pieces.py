@@ -21,6 +21,7 @@ from cupyattn.ops.attention import resolved
 from cupyattn.plans import stages
 from cupyattn.plans.structs import PIECE_PARAMS
 from tests.support import runs
+from tests.support.marks import slow_unless
 from tests.support.runs import Guarded, bits
 
 RUNGS = ("fa_tc@sm90", "fa_int8@sm90", "fa_int8@sm90_pv8")
@@ -94,11 +95,7 @@ NOW = CELLS[:2]
 
 
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(c, marks=[] if c in NOW else pytest.mark.slow) for c in CELLS],
-    ids=str,
-)
+@pytest.mark.parametrize("cell", slow_unless(lambda _, c: c in NOW, CELLS), ids=str)
 def test_within_the_bound(cell: tuple[Any, ...]) -> None:
     rung, batch, heads, heads_kv, len_q, len_kv, head_dim, dtype = cell
     inputs = runs.normal(

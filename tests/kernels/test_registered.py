@@ -56,6 +56,11 @@ def test_a_report_says_nothing_of_arrays_from_elsewhere() -> None:
     assert judge(o.copy(), q, k, v, variant="fa").ran == ""
     interpreted = ca.attention(q, k, v, variant="fa", backend="interpret", out=np.empty_like(q))
     assert judge(interpreted, q, k, v, variant="fa").ran == "interpreter"
+    both = np.empty((2, *q.shape), q.dtype)  # each part has its own record
+    ca.attention(q, k, v, variant="fa", backend="interpret", out=both[0])
+    ca.attention(q, k, v, variant="fa", out=both[1])
+    ran = [judge(o, q, k, v, variant="fa").ran for o in both]
+    assert ran == ["interpreter", "mirror"]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +117,18 @@ def test_replace_and_unregister(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="'fa' is a rung of the library"):
             change()
+
+
+def test_names_and_head_sizes_that_are_none(tmp_path: Path) -> None:
+    source = doubled(tmp_path)
+    with pytest.raises(ValueError, match="'auto' means that a call chooses its rung"):
+        ca.register(replace(ladder.VARIANTS["fa"], name="auto"), source=source)
+    for head_dim in ("x", 0, True):
+        with pytest.raises(ValueError, match="head_dim must be a positive int, got"):
+            ca.register(
+                replace(ladder.VARIANTS["fa"], name="own"), source=source, head_dim=head_dim
+            )
+    assert "auto" not in ladder.VARIANTS and "own" not in ladder.VARIANTS
 
 
 def test_a_long_run_is_told_of(

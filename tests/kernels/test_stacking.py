@@ -12,6 +12,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
 from cupyattn.problem.stacking import LEAST_ROWS
 from tests.support import runs
+from tests.support.marks import slow_unless
 from tests.support.runs import bits
 
 HOPPER: dict[str, Any] = {"arch": "sm_90a", "backend": "interpret"}
@@ -30,11 +31,7 @@ def inputs_of(cell: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     return make("normal", batch, heads, len_q, len_kv, head_dim, dtype, 0, heads_kv)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(c, marks=[] if i < 2 else pytest.mark.slow) for i, c in enumerate(CELLS)],
-    ids=str,
-)
+@pytest.mark.parametrize("cell", slow_unless(lambda i, _: i < 2, CELLS), ids=str)
 def test_results_are_within_their_bound(cell: tuple[Any, ...]) -> None:
     one = runs.run("fa_tc", inputs_of(cell), **HOPPER, **cell[-1])
     assert one.form == "sm90"

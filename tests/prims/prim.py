@@ -17,6 +17,7 @@ from cupyattn.plans.records import TensorMap
 FOLDER = Path(__file__).parent / "sources"
 #: Arguments of a kernel by name, in its order.
 Arguments = dict[str, Any]
+Results = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ and hands what came out to `Prim.check`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.nibbles import packed
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.reference.rounding import ex2, round_to
-from tests.prims.prim import Arguments, Prim, butterfly, defines, normal, rng
+from tests.prims.prim import Arguments, Prim, Results, butterfly, defines, normal, rng
 from tests.prims.prims_cluster_cases import CLUSTER_PRIMS
 from tests.prims.prims_exp2_cases import EXP2_PRIMS, RCP_PRIMS
 from tests.prims.prims_finite_cases import FINITE_PRIMS
@@ -125,49 +126,39 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
-def tile_arguments(kind: str, dtype: str, head_dim: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        buffer, stride = tile_source(dtype, head_dim)
-        shapes = {"tile_f32": (ROWS, head_dim + 1), "tile_async": (ROWS, padded(head_dim))}
-        out = np.float32 if kind == "tile_f32" else bits(buffer).dtype
-        return {
-            "X": bits(buffer),
-            "stride": np.array([stride], np.int64),
-            "tile": np.zeros(shapes[kind], out),
-        }
-
-    return arguments
+def tile_arguments(kind: str, dtype: str, head_dim: int) -> Arguments:
+    buffer, stride = tile_source(dtype, head_dim)
+    shapes = {"tile_f32": (ROWS, head_dim + 1), "tile_async": (ROWS, padded(head_dim))}
+    out = np.float32 if kind == "tile_f32" else bits(buffer).dtype
+    return {
+        "X": bits(buffer),
+        "stride": np.array([stride], np.int64),
+        "tile": np.zeros(shapes[kind], out),
+    }
 
 
-def tile_expected(kind: str, dtype: str, head_dim: int) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(X: np.ndarray, tile: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        rows = X.view(STORAGE[dtype])[:ROWS_VALID, :head_dim]
-        if kind == "tile_f32":
-            whole = np.zeros(tile.shape, np.float32)
-            whole[:, head_dim:] = -1.0  # the gap that makes the rows odd is left alone
-        else:
-            whole = np.zeros(tile.shape, STORAGE[dtype])
-        whole[:ROWS_VALID, :head_dim] = rows.astype(whole.dtype)
-        return {"tile": whole if kind == "tile_f32" else bits(whole)}
-
-    return expected
-
-
-def pairs_arguments(dtype: str, head_dim: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        row = np.full(head_dim + 8, np.nan, STORAGE[dtype])
-        return {"x": normal(padded(head_dim)), "row": bits(row)}
-
-    return arguments
+def tile_expected(
+    kind: str, dtype: str, head_dim: int, /, X: np.ndarray, tile: np.ndarray, **_: Any
+) -> Results:
+    rows = X.view(STORAGE[dtype])[:ROWS_VALID, :head_dim]
+    if kind == "tile_f32":
+        whole = np.zeros(tile.shape, np.float32)
+        whole[:, head_dim:] = -1.0  # the gap that makes the rows odd is left alone
+    else:
+        whole = np.zeros(tile.shape, STORAGE[dtype])
+    whole[:ROWS_VALID, :head_dim] = rows.astype(whole.dtype)
+    return {"tile": whole if kind == "tile_f32" else bits(whole)}
 
 
-def pairs_expected(dtype: str, head_dim: int) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(x: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
-        written = row.copy()
-        written[:head_dim] = bits(x[:head_dim].astype(STORAGE[dtype]))
-        return {"row": written}
+def pairs_arguments(dtype: str, head_dim: int) -> Arguments:
+    row = np.full(head_dim + 8, np.nan, STORAGE[dtype])
+    return {"x": normal(padded(head_dim)), "row": bits(row)}
 
-    return expected
+
+def pairs_expected(dtype: str, head_dim: int, /, x: np.ndarray, row: np.ndarray) -> Results:
+    written = row.copy()
+    written[:head_dim] = bits(x[:head_dim].astype(STORAGE[dtype]))
+    return {"row": written}
 
 
 def copies_expected(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
@@ -186,12 +177,14 @@ def tile_prims() -> Iterator[Prim]:
         for kind in ("tile_f32", "tile_async"):
             yield Prim(
                 f"{kind}-{dtype}-{head_dim}-{vec}", "tile_io", kind, 64,
-                tile_arguments(kind, dtype, head_dim), tile_expected(kind, dtype, head_dim),
+                partial(tile_arguments, kind, dtype, head_dim),
+                partial(tile_expected, kind, dtype, head_dim),
                 defines=macros,
             )  # fmt: skip
         yield Prim(
             f"pairs-{dtype}-{head_dim}-{vec}", "tile_io", "pairs", 64,
-            pairs_arguments(dtype, head_dim), pairs_expected(dtype, head_dim), defines=macros,
+            partial(pairs_arguments, dtype, head_dim), partial(pairs_expected, dtype, head_dim),
+            defines=macros,
         )  # fmt: skip
 
 
@@ -214,15 +207,12 @@ def config_arguments() -> Arguments:
     return {"x": x, **outputs}
 
 
-def config_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        bias_size = STORAGE[dtype].itemsize
-        values = [48, 80, 2, 3, 64, 24, 24, 1, 0, 4, 2, 16, 1, 0, 1, 1, 1, bias_size]
-        values += [1, 1, 1]  # rope, interleaved; varlen
-        constants = np.array(values, np.int32)
-        return {"constants": constants, "rounded": round_to(x, dtype)}
-
-    return expected
+def config_expected(dtype: str, /, x: np.ndarray, **_: Any) -> Results:
+    bias_size = STORAGE[dtype].itemsize
+    values = [48, 80, 2, 3, 64, 24, 24, 1, 0, 4, 2, 16, 1, 0, 1, 1, 1, bias_size]
+    values += [1, 1, 1]  # rope, interleaved; varlen
+    constants = np.array(values, np.int32)
+    return {"constants": constants, "rounded": round_to(x, dtype)}
 
 
 def params_arguments() -> Arguments:
@@ -253,39 +243,33 @@ def params_expected(p: np.ndarray, quant: np.ndarray, **_: Any) -> dict[str, np.
 ENDS_Q, ENDS_K, LONGEST = [0, 0, 3, 10, 10, 12], [0, 5, 5, 7, 16, 17], 8
 
 
-def varlen_arguments(bottom_right: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        values = {
-            "Q_stride": (0, 7, 2), "K_stride": (0, 7, -3), "V_stride": (0, 7, 5),
-            "O_stride": (0, 7, 11), "len_q": LONGEST, "len_kv": LONGEST, "causal_shift": 2,
-            "window_shift": -4, "total_q": 12, "bottom_right": bottom_right,
-        }  # fmt: skip
-        return {
-            "given": pack(ATTN_PARAMS, values, {}),
-            "cu_seqlens_q": np.array(ENDS_Q, np.int32),
-            "cu_seqlens_k": np.array(ENDS_K, np.int32),
-            "lengths": np.full((5, 4), -99, np.int32),
-            "offsets": np.full((5, 6), -99, np.int64),
-        }
-
-    return arguments
+def varlen_arguments(bottom_right: int) -> Arguments:
+    values = {
+        "Q_stride": (0, 7, 2), "K_stride": (0, 7, -3), "V_stride": (0, 7, 5),
+        "O_stride": (0, 7, 11), "len_q": LONGEST, "len_kv": LONGEST, "causal_shift": 2,
+        "window_shift": -4, "total_q": 12, "bottom_right": bottom_right,
+    }  # fmt: skip
+    return {
+        "given": pack(ATTN_PARAMS, values, {}),
+        "cu_seqlens_q": np.array(ENDS_Q, np.int32),
+        "cu_seqlens_k": np.array(ENDS_K, np.int32),
+        "lengths": np.full((5, 4), -99, np.int32),
+        "offsets": np.full((5, 6), -99, np.int64),
+    }
 
 
-def varlen_expected(bottom_right: int) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(**_: Any) -> dict[str, np.ndarray]:
-        lengths, offsets = [], []
-        for batch in range(5):
-            q, k = ENDS_Q[batch], ENDS_K[batch]
-            len_q = min(ENDS_Q[batch + 1] - q, LONGEST)
-            len_kv = min(ENDS_K[batch + 1] - k, LONGEST)
-            shift = (len_kv - len_q) * bottom_right
-            last, first = min(shift + 2, len_kv), max(shift - 4, -len_q)
-            lengths.append([len_q, len_kv, last, first])
-            # Q has elements of 1 byte, V and O of 2; the log-sum-exp is that of head 1.
-            offsets.append([2 * q, -3 * k, 5 * k * 2, 11 * q * 2, 12 + q, k // 4 + batch])
-        return {"lengths": np.int32(lengths), "offsets": np.int64(offsets)}
-
-    return expected
+def varlen_expected(bottom_right: int, /, **_: Any) -> Results:
+    lengths, offsets = [], []
+    for batch in range(5):
+        q, k = ENDS_Q[batch], ENDS_K[batch]
+        len_q = min(ENDS_Q[batch + 1] - q, LONGEST)
+        len_kv = min(ENDS_K[batch + 1] - k, LONGEST)
+        shift = (len_kv - len_q) * bottom_right
+        last, first = min(shift + 2, len_kv), max(shift - 4, -len_q)
+        lengths.append([len_q, len_kv, last, first])
+        # Q has elements of 1 byte, V and O of 2; the log-sum-exp is that of head 1.
+        offsets.append([2 * q, -3 * k, 5 * k * 2, 11 * q * 2, 12 + q, k // 4 + batch])
+    return {"lengths": np.int32(lengths), "offsets": np.int64(offsets)}
 
 
 def padded_expected(**_: Any) -> dict[str, np.ndarray]:
@@ -368,7 +352,8 @@ PRIMS = [
     ),
     *(
         Prim(
-            f"config-{dtype}", "config", "config", 64, config_arguments, config_expected(dtype),
+            f"config-{dtype}", "config", "config", 64, config_arguments,
+            partial(config_expected, dtype),
             defines=defines(CONFIG_TILES, config_features(dtype)),
         )
         for dtype in STORAGE
@@ -376,14 +361,15 @@ PRIMS = [
     Prim("params", "params", "params", 1, params_arguments, params_expected),
     *(
         Prim(
-            f"varlen-{bottom_right}", "varlen", "varlen", 5, varlen_arguments(bottom_right),
-            varlen_expected(bottom_right),
+            f"varlen-{bottom_right}", "varlen", "varlen", 5,
+            partial(varlen_arguments, bottom_right),
+            partial(varlen_expected, bottom_right),
             defines=defines(CONFIG_TILES, Features("float16", 24, varlen=True)),
         )
         for bottom_right in (0, 1)
     ),
     Prim(
-        "varlen-padded", "varlen", "varlen", 5, varlen_arguments(1), padded_expected,
+        "varlen-padded", "varlen", "varlen", 5, partial(varlen_arguments, 1), padded_expected,
         defines=defines(CONFIG_TILES, Features("float16", 24, padded=True)),
     ),
     Prim("quant", "quant", "quant", 64, quant_arguments, quant_expected),

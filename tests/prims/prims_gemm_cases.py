@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures
 from cupyattn.plans.structs import GEMM_PARAMS, pack
 from cupyattn.reference.gemm import activate
-from tests.prims.prim import Arguments, Prim, rng
+from tests.prims.prim import Arguments, Prim, Results, rng
 
 TILES = GemmTiles(block_m=64, block_n=128, num_warps=2, num_stages=3)
 ROWS = 7  # of 8 that lanes hold
@@ -21,46 +21,42 @@ ROWS = 7  # of 8 that lanes hold
 M_BLOCKS, N_BLOCKS, TOGETHER = 28, 4, 16
 
 
-def arguments(features: GemmFeatures, n: int) -> Callable[[], Arguments]:
-    def made() -> Arguments:
-        x = rng().normal(scale=4, size=(8, 32)).astype(np.float32)
-        # both tails of an activation, where the exponential overflows and where nothing is left
-        x[0, :8] = [-200, -89, -12, -1e-20, 0, 1e-20, 12, 200]
-        bias = rng().normal(size=n).astype(STORAGE[features.bias or "float32"])
-        bias[:8] = 0
-        params = {"m": ROWS, "n": n, "k": 300, "outliers": 65, "C_stride": 32}
-        return {
-            "given": pack(GEMM_PARAMS, params, {}), "x": x, "bias": bias,
-            "C": np.zeros((8, 32), STORAGE[features.out_dtype]),
-            "tiles": np.zeros((M_BLOCKS * N_BLOCKS, 2), np.int32),
-            "constants": np.zeros(8, np.int32),
-        }  # fmt: skip
-
-    return made
+def arguments(features: GemmFeatures, n: int) -> Arguments:
+    x = rng().normal(scale=4, size=(8, 32)).astype(np.float32)
+    # both tails of an activation, where the exponential overflows and where nothing is left
+    x[0, :8] = [-200, -89, -12, -1e-20, 0, 1e-20, 12, 200]
+    bias = rng().normal(size=n).astype(STORAGE[features.bias or "float32"])
+    bias[:8] = 0
+    params = {"m": ROWS, "n": n, "k": 300, "outliers": 65, "C_stride": 32}
+    return {
+        "given": pack(GEMM_PARAMS, params, {}), "x": x, "bias": bias,
+        "C": np.zeros((8, 32), STORAGE[features.out_dtype]),
+        "tiles": np.zeros((M_BLOCKS * N_BLOCKS, 2), np.int32),
+        "constants": np.zeros(8, np.int32),
+    }  # fmt: skip
 
 
-def expected(features: GemmFeatures, n: int) -> Callable[..., dict[str, np.ndarray]]:
-    def written(x: np.ndarray, bias: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        c = x[:ROWS, :n]
-        if features.bias:
-            c = c + bias.astype(np.float32)
-        c = activate(as_float64(c), features.activation).astype(np.float32)
-        C = np.zeros((8, 32), STORAGE[features.out_dtype])
-        C[:ROWS, :n] = c
-        tiles = [
-            (row * TILES.block_m, column * TILES.block_n)
-            for first in range(0, M_BLOCKS, TOGETHER)
-            for column in range(N_BLOCKS)
-            for row in range(first, min(M_BLOCKS, first + TOGETHER))
-        ]
-        outliers = 2 if features.outliers else 0
-        constants = [64, 128, features.access_bytes, 3, 64, bool(features.outliers), 3, outliers]
-        return {
-            "C": C.astype(np.float32), "tiles": np.array(tiles, np.int32),
-            "constants": np.array(constants, np.int32),
-        }  # fmt: skip
-
-    return written
+def expected(
+    features: GemmFeatures, n: int, /, x: np.ndarray, bias: np.ndarray, **_: Any
+) -> Results:
+    c = x[:ROWS, :n]
+    if features.bias:
+        c = c + bias.astype(np.float32)
+    c = activate(as_float64(c), features.activation).astype(np.float32)
+    C = np.zeros((8, 32), STORAGE[features.out_dtype])
+    C[:ROWS, :n] = c
+    tiles = [
+        (row * TILES.block_m, column * TILES.block_n)
+        for first in range(0, M_BLOCKS, TOGETHER)
+        for column in range(N_BLOCKS)
+        for row in range(first, min(M_BLOCKS, first + TOGETHER))
+    ]
+    outliers = 2 if features.outliers else 0
+    constants = [64, 128, features.access_bytes, 3, 64, bool(features.outliers), 3, outliers]
+    return {
+        "C": C.astype(np.float32), "tiles": np.array(tiles, np.int32),
+        "constants": np.array(constants, np.int32),
+    }  # fmt: skip
 
 
 def prim(features: GemmFeatures, n: int) -> Prim:
@@ -73,7 +69,7 @@ def prim(features: GemmFeatures, n: int) -> Prim:
 
     name = f"gemm-{features.out_dtype}-{features.vec}-{features.activation or 'plain'}"
     return Prim(
-        name, "gemm", "gemm", 32, arguments(features, n), expected(features, n),
+        name, "gemm", "gemm", 32, partial(arguments, features, n), partial(expected, features, n),
         relative=relative, tolerance=tolerance if features.activation else None,
         defines=tuple(sorted({**TILES.defines(), **features.defines()}.items())),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.backward import ROW_PAD
 from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS, pack
 from cupyattn.problem.block_mask import BlockMask
-from tests.prims.prim import Arguments, Prim, defines, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, rng
 
 TILES = Tiles(16, 16, 1)
 PLAIN = Features("float16", 8)
@@ -33,18 +33,15 @@ def padded_arguments() -> Arguments:
     }
 
 
-def padded_expected(varlen: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(cu_seqlens: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        batch, head = np.arange(4, dtype=np.int64)[:, None], np.arange(3, dtype=np.int64)
-        if not varlen:
-            return {"first": (batch * 3 + head) * ROWS}
-        first = (cu_seqlens[:-1, None] // ROW_PAD + batch) * ROW_PAD
-        lengths = np.diff(cu_seqlens)[:, None]
-        ends = first + -(-lengths // ROW_PAD) * ROW_PAD
-        assert (ends[:-1] <= first[1:]).all() and ends[-1] <= ROWS  # apart, and all there is room
-        return {"first": head * ROWS + first}
-
-    return expected
+def padded_expected(varlen: bool, /, cu_seqlens: np.ndarray, **_: Any) -> Results:
+    batch, head = np.arange(4, dtype=np.int64)[:, None], np.arange(3, dtype=np.int64)
+    if not varlen:
+        return {"first": (batch * 3 + head) * ROWS}
+    first = (cu_seqlens[:-1, None] // ROW_PAD + batch) * ROW_PAD
+    lengths = np.diff(cu_seqlens)[:, None]
+    ends = first + -(-lengths // ROW_PAD) * ROW_PAD
+    assert (ends[:-1] <= first[1:]).all() and ends[-1] <= ROWS  # apart, and all there is room
+    return {"first": head * ROWS + first}
 
 
 def weights_arguments() -> Arguments:
@@ -53,14 +50,11 @@ def weights_arguments() -> Arguments:
     return {"S": S, "lse": lse, "M": np.full(32, -7, np.float32), "P": np.full(32, -7, np.float32)}
 
 
-def weights_expected(natural: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(S: np.ndarray, lse: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        to_log2 = np.log2(np.e)
-        M = np.where(lse == -np.inf, np.inf, lse * (1.0 if natural else to_log2))
-        exponent = (S - M) * to_log2 if natural else S * 0.5 - M
-        return {"M": M.astype(np.float32), "P": np.exp2(exponent).astype(np.float32)}
-
-    return expected
+def weights_expected(natural: bool, /, S: np.ndarray, lse: np.ndarray, **_: Any) -> Results:
+    to_log2 = np.log2(np.e)
+    M = np.where(lse == -np.inf, np.inf, lse * (1.0 if natural else to_log2))
+    exponent = (S - M) * to_log2 if natural else S * 0.5 - M
+    return {"M": M.astype(np.float32), "P": np.exp2(exponent).astype(np.float32)}
 
 
 #: Rows 0 to 199 and keys 0 to 319 of three heads, in blocks of 64; heads 1 and 2 are stepped over.
@@ -81,57 +75,46 @@ def steps_arguments() -> Arguments:
     }
 
 
-def steps_expected(features: Features) -> Callable[..., dict[str, np.ndarray]]:
+def steps_expected(features: Features, /, heads: np.ndarray, rows: np.ndarray, **_: Any) -> Results:
     """Steps of 32 rows in which some row may attend by place, and whose block is kept."""
-
-    def expected(heads: np.ndarray, rows: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        heads, rows = heads.copy(), rows.copy()
-        for block in range(5):
-            kv0 = 64 * block
-            first = max(0, kv0 - SIZES["causal_shift"]) if features.causal else 0
-            last = min(200, kv0 + 64 - SIZES["window_shift"]) if features.window else 200
-            steps = [
-                (head, q0)
-                for head in (1, 2)
-                for q0 in range(0, 200, 32)
-                if first < q0 + 32 and q0 < last
-                if not features.block_mask[0] or KEPT[head, q0 // 64, block]
-            ]
-            for i, (head, q0) in enumerate(steps):
-                heads[block, i], rows[block, i] = head, q0
-        return {"heads": heads, "rows": rows}
-
-    return expected
+    heads, rows = heads.copy(), rows.copy()
+    for block in range(5):
+        kv0 = 64 * block
+        first = max(0, kv0 - SIZES["causal_shift"]) if features.causal else 0
+        last = min(200, kv0 + 64 - SIZES["window_shift"]) if features.window else 200
+        steps = [
+            (head, q0)
+            for head in (1, 2)
+            for q0 in range(0, 200, 32)
+            if first < q0 + 32 and q0 < last
+            if not features.block_mask[0] or KEPT[head, q0 // 64, block]
+        ]
+        for i, (head, q0) in enumerate(steps):
+            heads[block, i], rows[block, i] = head, q0
+    return {"heads": heads, "rows": rows}
 
 
 HOPPER = Features("float16", 72, vec=8)
 
 
-def products_arguments(dtype: str) -> Callable[[], Arguments]:
+def products_arguments(dtype: str) -> Arguments:
     """Small whole numbers: A B^T is exact in 16 bits, and so is what comes of it."""
-
-    def arguments() -> Arguments:
-        A, B, C = (
-            rng().integers(-1, 2, (rows, 72)).astype(STORAGE[dtype]).view(np.uint16)
-            for rows in (128, 64, 64)
-        )
-        A[:, 9:] = C[:, 40:] = 0  # sums of 64 products of up to 9 stay below 2^8 x 4
-        C[:, 70] = C[:, 3]
-        return {"A": A, "B": B, "C": C, "D": np.full((128, 72), 0x7E7E, np.uint16)}
-
-    return arguments
+    A, B, C = (
+        rng().integers(-1, 2, (rows, 72)).astype(STORAGE[dtype]).view(np.uint16)
+        for rows in (128, 64, 64)
+    )
+    A[:, 9:] = C[:, 40:] = 0  # sums of 64 products of up to 9 stay below 2^8 x 4
+    C[:, 70] = C[:, 3]
+    return {"A": A, "B": B, "C": C, "D": np.full((128, 72), 0x7E7E, np.uint16)}
 
 
-def products_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(
-        A: np.ndarray, B: np.ndarray, C: np.ndarray, D: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        a, b, c = (x.view(STORAGE[dtype]).astype(np.float32) for x in (A, B, C))
-        D = D.copy()
-        D[:100] = (0.5 * ((a @ b.T) @ c)[:100]).astype(STORAGE[dtype]).view(np.uint16)
-        return {"D": D}
-
-    return expected
+def products_expected(
+    dtype: str, /, A: np.ndarray, B: np.ndarray, C: np.ndarray, D: np.ndarray
+) -> Results:
+    a, b, c = (x.view(STORAGE[dtype]).astype(np.float32) for x in (A, B, C))
+    D = D.copy()
+    D[:100] = (0.5 * ((a @ b.T) @ c)[:100]).astype(STORAGE[dtype]).view(np.uint16)
+    return {"D": D}
 
 
 def sums_arguments() -> Arguments:
@@ -155,7 +138,7 @@ GRADIENT_SM90_PRIMS = [
     *(
         Prim(
             f"gradient_sm90-products-{dtype}", "gradient_sm90", "products", 256,
-            products_arguments(dtype), products_expected(dtype), hopper=True,
+            partial(products_arguments, dtype), partial(products_expected, dtype), hopper=True,
             defines=defines(TILES, replace(HOPPER, dtype=dtype)),
         )
         for dtype in ("float16", "bfloat16")
@@ -169,7 +152,7 @@ GRADIENT_PRIMS = [
     *(
         Prim(
             f"gradient-steps-{number}", "gradient", "row_steps", 5,
-            steps_arguments, steps_expected(features),
+            steps_arguments, partial(steps_expected, features),
             defines=defines(Tiles(32, 64, 1), features),
         )
         for number, features in enumerate(
@@ -183,7 +166,7 @@ GRADIENT_PRIMS = [
     *(
         Prim(
             f"gradient-padded-{'packed' if varlen else 'batch'}", "gradient", "padded", 12,
-            padded_arguments, padded_expected(varlen),
+            padded_arguments, partial(padded_expected, varlen),
             defines=defines(TILES, replace(PLAIN, varlen=varlen)),
         )
         for varlen in (False, True)
@@ -191,7 +174,7 @@ GRADIENT_PRIMS = [
     *(
         Prim(
             f"gradient-weights-{'natural' if natural else 'log2'}", "gradient", "weights", 32,
-            weights_arguments, weights_expected(natural),
+            weights_arguments, partial(weights_expected, natural),
             # The exponent is rounded where it is up to 100.
             relative=EX2_APPROX_ERROR + 2.0**-16, absolute=2.0**-126,
             defines=defines(TILES, replace(PLAIN, softcap=natural)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import SCORE_PARAMS, pack
-from tests.prims.prim import Arguments, Prim, defines, eighths, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, eighths, rng
 
 #: Lane 4 g + t of a warp.
 LANES_G, LANES_T = np.divmod(np.arange(32), 4)
@@ -36,23 +36,20 @@ def packed_rows(mask: np.ndarray, block_kv: int) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(both, [0, 1], [-1, -2]).swapaxes(-4, -3))
 
 
-def mask_arguments(kind: str, block_kv: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        mask = some_mask(kind, block_kv)
-        rows = kind == "rows"
-        values = {  # a mask of rows is the same for both batch entries, one of keys for all heads
-            "mask_batch": 0 if rows else 1, "mask_head": MASK_TILES if rows else 0,
-            "mask_q": int(rows), "key_tiles": KEY_TILES,
-        }  # fmt: skip
-        blocks = 2 * MASK_HEADS * MASK_TILES * KEY_TILES
-        return {
-            "s": pack(SCORE_PARAMS, values, {}),
-            "bits": packed_rows(mask, block_kv) if rows else packed_keys(mask, block_kv),
-            "x": eighths(BLOCK_Q, block_kv),
-            "S": np.zeros((blocks, BLOCK_Q, block_kv), np.float32),
-        }
-
-    return arguments
+def mask_arguments(kind: str, block_kv: int) -> Arguments:
+    mask = some_mask(kind, block_kv)
+    rows = kind == "rows"
+    values = {  # a mask of rows is the same for both batch entries, one of keys for all heads
+        "mask_batch": 0 if rows else 1, "mask_head": MASK_TILES if rows else 0,
+        "mask_q": int(rows), "key_tiles": KEY_TILES,
+    }  # fmt: skip
+    blocks = 2 * MASK_HEADS * MASK_TILES * KEY_TILES
+    return {
+        "s": pack(SCORE_PARAMS, values, {}),
+        "bits": packed_rows(mask, block_kv) if rows else packed_keys(mask, block_kv),
+        "x": eighths(BLOCK_Q, block_kv),
+        "S": np.zeros((blocks, BLOCK_Q, block_kv), np.float32),
+    }
 
 
 def some_mask(kind: str, block_kv: int) -> np.ndarray:
@@ -62,16 +59,13 @@ def some_mask(kind: str, block_kv: int) -> np.ndarray:
     return rng().random(shape) < 0.5
 
 
-def mask_expected(kind: str, block_kv: int) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(x: np.ndarray, S: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        mask = some_mask(kind, block_kv)
-        mask = mask[None] if kind == "rows" else mask[:, None, None]
-        mask = np.broadcast_to(mask, (2, MASK_HEADS, MASK_TILES * BLOCK_Q, KEY_TILES * block_kv))
-        tiles = mask.reshape(2, MASK_HEADS, MASK_TILES, BLOCK_Q, KEY_TILES, block_kv)
-        by_block = tiles.swapaxes(3, 4).reshape(S.shape)
-        return {"S": np.where(by_block, x, np.float32(-np.inf))}
-
-    return expected
+def mask_expected(kind: str, block_kv: int, /, x: np.ndarray, S: np.ndarray, **_: Any) -> Results:
+    mask = some_mask(kind, block_kv)
+    mask = mask[None] if kind == "rows" else mask[:, None, None]
+    mask = np.broadcast_to(mask, (2, MASK_HEADS, MASK_TILES * BLOCK_Q, KEY_TILES * block_kv))
+    tiles = mask.reshape(2, MASK_HEADS, MASK_TILES, BLOCK_Q, KEY_TILES, block_kv)
+    by_block = tiles.swapaxes(3, 4).reshape(S.shape)
+    return {"S": np.where(by_block, x, np.float32(-np.inf))}
 
 
 def parts_arguments() -> Arguments:
@@ -79,12 +73,9 @@ def parts_arguments() -> Arguments:
     return {"step": step, "first": np.full(8, -7, np.int32), "mixed": np.full(8, -7, np.int32)}
 
 
-def parts_expected(masked: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(step: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        mixed = step % 2 * masked
-        return {"first": step - mixed, "mixed": mixed}
-
-    return expected
+def parts_expected(masked: bool, /, step: np.ndarray, **_: Any) -> Results:
+    mixed = step % 2 * masked
+    return {"first": step - mixed, "mixed": mixed}
 
 
 #: Tiles of keys that each of the lists has, by batch entry, head and tile of query rows; 7 in all.
@@ -96,28 +87,25 @@ LISTED = (
 RANGES = ((0, 336), (100, 250), (144, 240), (143, 241), (95, 97), (250, 250), (330, 400))
 
 
-def steps_arguments(placed: bool) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        lists = [tiles for head in LISTED for tiles in head]
-        listed = np.full((len(lists), 9), 999, np.int32)
-        for row, tiles in zip(listed, lists, strict=True):
-            row[:2] = len(tiles), 0  # none is whole
-            row[2 : 2 + len(tiles)] = [2 * tile + is_mixed_tile(tile) for tile in tiles]
-        values = {"list_batch": 4, "list_head": 2, "list_q": 1, "key_tiles": 7}
-        place = [
-            (batch, head, q0, *keys)
-            for batch in (0, 1)
-            for head in (0, 1)
-            for q0 in (0, BLOCK_Q)
-            for keys in (RANGES if placed else RANGES[:1])
-        ]
-        return {
-            "given": pack(SCORE_PARAMS, values, {}), "listed": listed,
-            "place": np.array(place, np.int32), "count": np.zeros(len(place), np.int32),
-            "taken": np.zeros((len(place), 8), np.int32),
-        }  # fmt: skip
-
-    return arguments
+def steps_arguments(placed: bool) -> Arguments:
+    lists = [tiles for head in LISTED for tiles in head]
+    listed = np.full((len(lists), 9), 999, np.int32)
+    for row, tiles in zip(listed, lists, strict=True):
+        row[:2] = len(tiles), 0  # none is whole
+        row[2 : 2 + len(tiles)] = [2 * tile + is_mixed_tile(tile) for tile in tiles]
+    values = {"list_batch": 4, "list_head": 2, "list_q": 1, "key_tiles": 7}
+    place = [
+        (batch, head, q0, *keys)
+        for batch in (0, 1)
+        for head in (0, 1)
+        for q0 in (0, BLOCK_Q)
+        for keys in (RANGES if placed else RANGES[:1])
+    ]
+    return {
+        "given": pack(SCORE_PARAMS, values, {}), "listed": listed,
+        "place": np.array(place, np.int32), "count": np.zeros(len(place), np.int32),
+        "taken": np.zeros((len(place), 8), np.int32),
+    }  # fmt: skip
 
 
 def is_mixed_tile(tile: int) -> bool:
@@ -145,22 +133,22 @@ def macros(block_kv: int, kind: str, placed: bool = False) -> tuple[tuple[str, i
 MASK_BITS_PRIMS = [
     *(
         Prim(
-            f"mask_bits-{kind}", "mask_bits", "masked", 64, mask_arguments(kind, block_kv),
-            mask_expected(kind, block_kv), grid=16, defines=macros(block_kv, kind, placed),
+            f"mask_bits-{kind}", "mask_bits", "masked", 64, partial(mask_arguments, kind, block_kv),
+            partial(mask_expected, kind, block_kv), grid=16, defines=macros(block_kv, kind, placed),
         )
         for kind, block_kv, placed in (("rows", 128, False), ("keys", 48, True))
     ),
     *(
         Prim(
             f"mask_bits-parts-{kind or 'none'}", "mask_bits", "parts", 8, parts_arguments,
-            parts_expected(bool(kind)), defines=macros(48, kind, bool(kind)),
+            partial(parts_expected, bool(kind)), defines=macros(48, kind, bool(kind)),
         )
         for kind in ("", "keys")
     ),
     *(
         Prim(
             f"mask_bits-steps-{'placed' if placed else 'all'}", "mask_bits", "steps",
-            len(steps_arguments(placed)()["count"]), steps_arguments(placed), steps_expected,
+            len(steps_arguments(placed)["count"]), partial(steps_arguments, placed), steps_expected,
             defines=macros(48, "keys" if placed else "", placed),
         )
         for placed in (False, True)

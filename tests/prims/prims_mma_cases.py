@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from tests.prims.prim import Arguments, Prim, normal, rng
+from tests.prims.prim import Arguments, Prim, Results, normal, rng
 
 LANES = np.arange(32)
 CHUNKS = range(2, 33, 2)
@@ -54,12 +54,9 @@ def mma_arguments(dtype: Any, depth: int, largest: int, out: Any) -> Arguments:
     return {"A": next(stored), "B": next(stored), "C": np.zeros((16, 8), out)}
 
 
-def mma_expected(dtype: Any) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(A: np.ndarray, B: np.ndarray, C: np.ndarray) -> dict[str, np.ndarray]:
-        a, b = (x.view(dtype).astype(np.float64) for x in (A, B))
-        return {"C": (1 + a @ b.T).astype(C.dtype)}
-
-    return expected
+def mma_expected(dtype: Any, /, A: np.ndarray, B: np.ndarray, C: np.ndarray) -> Results:
+    a, b = (x.view(dtype).astype(np.float64) for x in (A, B))
+    return {"C": (1 + a @ b.T).astype(C.dtype)}
 
 
 def pack_arguments() -> Arguments:
@@ -94,16 +91,16 @@ MMA_PRIMS = [
     ),
     Prim(
         "mma_f16", "mma", "mma_f16", 32,
-        lambda: mma_arguments(np.float16, 16, 15, np.float32), mma_expected(np.float16),
+        lambda: mma_arguments(np.float16, 16, 15, np.float32), partial(mma_expected, np.float16),
     ),
     Prim(
         "mma_bf16", "mma", "mma_bf16", 32,
         lambda: mma_arguments(ml_dtypes.bfloat16, 16, 15, np.float32),
-        mma_expected(ml_dtypes.bfloat16),
+        partial(mma_expected, ml_dtypes.bfloat16),
     ),
     Prim(
         "mma_s8", "mma", "mma_s8", 32,
-        lambda: mma_arguments(np.int8, 32, 127, np.int32), mma_expected(np.int8),
+        lambda: mma_arguments(np.int8, 32, 127, np.int32), partial(mma_expected, np.int8),
     ),
     Prim("pack", "mma", "pack", 32, pack_arguments, pack_expected),
 ]  # fmt: skip

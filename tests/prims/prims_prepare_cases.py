@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,36 +14,32 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import NORM_PARAMS, pack
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.row_preparation import Norm, Preparation
-from tests.prims.prim import Arguments, Prim, defines, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, rng
 
 ROWS, ROW0, POSITION, EPS = 11, 3, 5, 0.125
 
 
-def prepared_arguments(dtype: str, head_dim: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        angles = rng().uniform(0, 7, (POSITION + ROW0 + ROWS, head_dim // 2))
-        x = rng().normal(size=(ROWS, head_dim))
-        params = {"weight_stride_head": head_dim, "eps": EPS, "position": POSITION}
-        return {
-            "given": pack(NORM_PARAMS, params, {}),
-            "cos": np.cos(angles).astype(np.float32),
-            "sin": np.sin(angles).astype(np.float32),
-            "weight": rng().uniform(0.5, 2, (2, head_dim)).astype(np.float32),
-            "X": x.astype(STORAGE[dtype]),
-            "Y": np.zeros((ROWS, head_dim), STORAGE[dtype]),
-        }
-
-    return arguments
+def prepared_arguments(dtype: str, head_dim: int) -> Arguments:
+    angles = rng().uniform(0, 7, (POSITION + ROW0 + ROWS, head_dim // 2))
+    x = rng().normal(size=(ROWS, head_dim))
+    params = {"weight_stride_head": head_dim, "eps": EPS, "position": POSITION}
+    return {
+        "given": pack(NORM_PARAMS, params, {}),
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+        "weight": rng().uniform(0.5, 2, (2, head_dim)).astype(np.float32),
+        "X": x.astype(STORAGE[dtype]),
+        "Y": np.zeros((ROWS, head_dim), STORAGE[dtype]),
+    }
 
 
-def prepared_expected(rope: str, qk_norm: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(cos: Any, sin: Any, weight: Any, X: Any, **_: Any) -> dict[str, np.ndarray]:
-        turn = Rope(cos, sin, rope == "interleaved", POSITION + ROW0) if rope else None
-        norm = Norm(weight[1:], weight[1:], EPS) if qk_norm else None
-        rows = X[None, None]
-        return {"Y": Preparation(turn, norm).stored(rows, rows[:, :, :0])[0][0, 0]}
-
-    return expected
+def prepared_expected(
+    rope: str, qk_norm: bool, /, cos: Any, sin: Any, weight: Any, X: Any, **_: Any
+) -> Results:
+    turn = Rope(cos, sin, rope == "interleaved", POSITION + ROW0) if rope else None
+    norm = Norm(weight[1:], weight[1:], EPS) if qk_norm else None
+    rows = X[None, None]
+    return {"Y": Preparation(turn, norm).stored(rows, rows[:, :, :0])[0][0, 0]}
 
 
 def neighbours_arguments() -> Arguments:
@@ -68,7 +65,8 @@ def prepare_prims() -> Iterator[Prim]:
     ):  # fmt: skip
         yield Prim(
             f"prepared-{rope or 'unturned'}-{dtype}-{head_dim}-{vec}-{int(qk_norm)}", "prepare",
-            "prepared", 64, prepared_arguments(dtype, head_dim), prepared_expected(rope, qk_norm),
+            "prepared", 64, partial(prepared_arguments, dtype, head_dim),
+            partial(prepared_expected, rope, qk_norm),
             defines=defines(
                 Tiles(16, 16, 2), Features(dtype, head_dim, vec=vec, rope=rope, qk_norm=qk_norm)
             ),

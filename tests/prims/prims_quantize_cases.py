@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.quantize import STEPS
 from cupyattn.plans.structs import QUANTIZE_PARAMS, TURN_PARAMS, pack
 from cupyattn.quant.quantizers import padded_columns
-from tests.prims.prim import Arguments, Prim, defines, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, rng
 
 HEAD_DIM = 24
 #: Two heads of so many rows, in slices of so many.
@@ -32,21 +33,18 @@ def slices_of(**given: Any) -> np.ndarray:
     )  # fmt: skip
 
 
-def rows_arguments(zero_points: bool) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        given = {"X_stride": (0, 29 * 40, 40), "heads": 2, "length": 29, "sum_stride_head": 29}
-        numbers = rng()
-        return {
-            "given": pack(QUANTIZE_PARAMS, dict.fromkeys(QUANTIZE_PARAMS.names, 0) | given, {}),
-            "X": numbers.integers(-60, 60, (2, 29, 40)).astype(np.float16),
-            "mean": numbers.integers(-60, 60, (2, HEAD_DIM)).astype(np.float32),
-            "codes": np.full((2, 29, padded_columns(HEAD_DIM)), 127, np.int8),
-            "code_sum": np.full((2, 29), 9999, np.int32),
-            "reach": np.zeros((29, 1 + zero_points), np.uint32),
-            "group_reach": np.zeros((2, 1 + zero_points), np.uint32),
-        }
-
-    return arguments
+def rows_arguments(zero_points: bool) -> Arguments:
+    given = {"X_stride": (0, 29 * 40, 40), "heads": 2, "length": 29, "sum_stride_head": 29}
+    numbers = rng()
+    return {
+        "given": pack(QUANTIZE_PARAMS, dict.fromkeys(QUANTIZE_PARAMS.names, 0) | given, {}),
+        "X": numbers.integers(-60, 60, (2, 29, 40)).astype(np.float16),
+        "mean": numbers.integers(-60, 60, (2, HEAD_DIM)).astype(np.float32),
+        "codes": np.full((2, 29, padded_columns(HEAD_DIM)), 127, np.int8),
+        "code_sum": np.full((2, 29), 9999, np.int32),
+        "reach": np.zeros((29, 1 + zero_points), np.uint32),
+        "group_reach": np.zeros((2, 1 + zero_points), np.uint32),
+    }
 
 
 def rows_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
@@ -81,18 +79,15 @@ def ordered(x: np.ndarray) -> np.ndarray:
     return np.where(x < 0, ~bits, bits | 0x80000000)
 
 
-def slices_expected(first: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(X: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        slices = [X[:, i : i + SLICE_ROWS].astype(np.float32) for i in range(0, ROWS, SLICE_ROWS)]
-        sums = np.stack([x.sum(axis=1) for x in slices], axis=1)
-        ends = np.stack([np.stack([x.min(axis=1), x.max(axis=1)], axis=1) for x in slices], axis=1)
-        if first:  # what all come to lies where the first did
-            sums[:, 0] = sums.sum(axis=1)
-            ends[:, 0] = np.stack([ends[:, :, 0].min(axis=1), ends[:, :, 1].max(axis=1)], axis=1)
-        summed = np.full(2, SLICES if first else 0, np.int32)
-        return {"partial_sum": sums, "extrema": ordered(ends), "summed": summed}
-
-    return expected
+def slices_expected(first: bool, /, X: np.ndarray, **_: Any) -> Results:
+    slices = [X[:, i : i + SLICE_ROWS].astype(np.float32) for i in range(0, ROWS, SLICE_ROWS)]
+    sums = np.stack([x.sum(axis=1) for x in slices], axis=1)
+    ends = np.stack([np.stack([x.min(axis=1), x.max(axis=1)], axis=1) for x in slices], axis=1)
+    if first:  # what all come to lies where the first did
+        sums[:, 0] = sums.sum(axis=1)
+        ends[:, 0] = np.stack([ends[:, :, 0].min(axis=1), ends[:, :, 1].max(axis=1)], axis=1)
+    summed = np.full(2, SLICES if first else 0, np.int32)
+    return {"partial_sum": sums, "extrema": ordered(ends), "summed": summed}
 
 
 def turns_arguments() -> Arguments:
@@ -113,7 +108,7 @@ def turns_expected(
 ) -> dict[str, np.ndarray]:
     """Every piece of work is done once."""
     return {
-        "partial_sum": slices_expected(first=True)(X)["partial_sum"],
+        "partial_sum": slices_expected(True, X)["partial_sum"],
         "summed": np.full(2, SLICES, np.int32),
         "next": np.array([TURNS], np.int32),
         "q_done": np.ones_like(q_done),
@@ -139,7 +134,7 @@ QUANTIZE_PRIMS = [
     *(
         Prim(
             f"quantize_rows-{zero_points}", "quantize_rows", "quantize_rows", 64,
-            rows_arguments(zero_points), rows_expected(zero_points),
+            partial(rows_arguments, zero_points), rows_expected(zero_points),
             defines=defines(
                 Tiles(32, 1, 2),
                 Features("float16", HEAD_DIM, vec=8, group_q=16, zero_points=zero_points),
@@ -150,7 +145,7 @@ QUANTIZE_PRIMS = [
     *(
         Prim(
             f"quantize_sums-{name}", "quantize_sums", "slices", 64, slices_arguments,
-            slices_expected(name == "first"), grid=2 * SLICES,
+            partial(slices_expected, name == "first"), grid=2 * SLICES,
             defines=(*defines(TILES, FEATURES), *steps(**of), *COLS),
         )
         for name, of in (("alone", {"STEP_K": "extrema"}), ("first", {"FIRST_K": "extrema"}))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,40 +13,36 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import ATTN_PARAMS, pack
 from cupyattn.problem.rope import Rope
-from tests.prims.prim import Arguments, Prim, defines, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, rng
 
 ROWS, ROWS_VALID, POSITION = 16, 11, 5
 
 
-def placed_arguments(dtype: str, head_dim: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        stride = head_dim + 8
-        x = np.full((ROWS, stride), np.nan)
-        x[:ROWS_VALID, :head_dim] = rng().normal(size=(ROWS_VALID, head_dim))
-        angles = rng().uniform(0, 7, (POSITION + ROWS_VALID, head_dim // 2))
-        return {
-            "p": pack(ATTN_PARAMS, {"rope_offset_q": POSITION}, {}),
-            "cos": np.cos(angles).astype(np.float32),
-            "sin": np.sin(angles).astype(np.float32),
-            "X": x.astype(STORAGE[dtype]),
-            "stride": np.array([stride], np.int64),
-            "tile": np.full((ROWS, head_dim + 1), np.nan, np.float32),
-        }
-
-    return arguments
+def placed_arguments(dtype: str, head_dim: int) -> Arguments:
+    stride = head_dim + 8
+    x = np.full((ROWS, stride), np.nan)
+    x[:ROWS_VALID, :head_dim] = rng().normal(size=(ROWS_VALID, head_dim))
+    angles = rng().uniform(0, 7, (POSITION + ROWS_VALID, head_dim // 2))
+    return {
+        "p": pack(ATTN_PARAMS, {"rope_offset_q": POSITION}, {}),
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+        "X": x.astype(STORAGE[dtype]),
+        "stride": np.array([stride], np.int64),
+        "tile": np.full((ROWS, head_dim + 1), np.nan, np.float32),
+    }
 
 
-def placed_expected(head_dim: int, rope: str) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(cos: Any, sin: Any, X: Any, tile: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        rows = X[None, None, :ROWS_VALID, :head_dim]
-        if rope:
-            rows, _ = Rope(cos, sin, rope == "interleaved", POSITION).turned(rows, rows[:, :, :0])
-        written = np.zeros_like(tile)
-        written[:, head_dim] = -1
-        written[:ROWS_VALID, :head_dim] = rows[0, 0].astype(np.float32)
-        return {"tile": written}
-
-    return expected
+def placed_expected(
+    head_dim: int, rope: str, /, cos: Any, sin: Any, X: Any, tile: np.ndarray, **_: Any
+) -> Results:
+    rows = X[None, None, :ROWS_VALID, :head_dim]
+    if rope:
+        rows, _ = Rope(cos, sin, rope == "interleaved", POSITION).turned(rows, rows[:, :, :0])
+    written = np.zeros_like(tile)
+    written[:, head_dim] = -1
+    written[:ROWS_VALID, :head_dim] = rows[0, 0].astype(np.float32)
+    return {"tile": written}
 
 
 def rope_prims() -> Iterator[Prim]:
@@ -59,7 +56,8 @@ def rope_prims() -> Iterator[Prim]:
         ):  # fmt: skip
             yield Prim(
                 f"placed-{rope or 'plain'}-{dtype}-{head_dim}-{vec}", "rope", "placed", 64,
-                placed_arguments(dtype, head_dim), placed_expected(head_dim, rope),
+                partial(placed_arguments, dtype, head_dim),
+                partial(placed_expected, head_dim, rope),
                 defines=defines(
                     Tiles(16, 16, 2), Features(dtype, head_dim, vec=vec, rope=rope)
                 ),

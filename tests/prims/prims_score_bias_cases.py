@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import ATTN_PARAMS, pack
-from tests.prims.prim import Arguments, Prim, defines, eighths, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, eighths, rng
 from tests.prims.prims_mask_bits_cases import BLOCK_Q, packed_rows
 from tests.prims.prims_mma_cases import swizzle
 
@@ -36,27 +36,21 @@ def boxed(bias: np.ndarray) -> np.ndarray:
     return boxes
 
 
-def boxes_arguments(kind: str, dtype: str) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        return {
-            "factor": np.array([FACTOR], np.float32),
-            "boxes": boxed(some_bias(dtype, BLOCK_Q if kind == "dense" else 1, BIAS_KV)),
-            "x": eighths(BLOCK_Q, BIAS_KV), "S": np.zeros((BLOCK_Q, BIAS_KV), np.float32),
-        }  # fmt: skip
-
-    return arguments
+def boxes_arguments(kind: str, dtype: str) -> Arguments:
+    return {
+        "factor": np.array([FACTOR], np.float32),
+        "boxes": boxed(some_bias(dtype, BLOCK_Q if kind == "dense" else 1, BIAS_KV)),
+        "x": eighths(BLOCK_Q, BIAS_KV), "S": np.zeros((BLOCK_Q, BIAS_KV), np.float32),
+    }  # fmt: skip
 
 
-def boxes_expected(kind: str, dtype: str) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        bias = some_bias(dtype, BLOCK_Q if kind == "dense" else 1, BIAS_KV)
-        return {"S": x + np.float32(FACTOR) * bias.astype(np.float32)}
-
-    return expected
+def boxes_expected(kind: str, dtype: str, /, x: np.ndarray, **_: Any) -> Results:
+    bias = some_bias(dtype, BLOCK_Q if kind == "dense" else 1, BIAS_KV)
+    return {"S": x + np.float32(FACTOR) * bias.astype(np.float32)}
 
 
 def rows_arguments() -> Arguments:
-    arguments = {**boxes_arguments("dense", "float16")()}
+    arguments = {**boxes_arguments("dense", "float16")}
     del arguments["boxes"]
     factor = arguments.pop("factor")
     return {"factor": factor, "bias": some_bias("float32", BLOCK_Q), **arguments}
@@ -66,28 +60,21 @@ def rows_expected(x: np.ndarray, bias: np.ndarray, **_: Any) -> dict[str, np.nda
     return {"S": x + np.float32(FACTOR) * bias[:, None]}
 
 
-def memory_arguments(dtype: str, kv0: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        bias = some_bias(dtype, 2, 3, 100, 29)  # of a key and a row
-        values = {"len_q": 29, "len_kv": 100, "bias_stride": (8700, 2900, 1, 29)}
-        return {
-            "given": pack(ATTN_PARAMS, values, {}), "bias": bias.view(np.uint16),
-            "kv0": np.array([kv0], np.int32), "bits": np.full((2, 32, 2), 7, np.uint32),
-        }  # fmt: skip
-
-    return arguments
+def memory_arguments(dtype: str, kv0: int) -> Arguments:
+    bias = some_bias(dtype, 2, 3, 100, 29)  # of a key and a row
+    values = {"len_q": 29, "len_kv": 100, "bias_stride": (8700, 2900, 1, 29)}
+    return {
+        "given": pack(ATTN_PARAMS, values, {}), "bias": bias.view(np.uint16),
+        "kv0": np.array([kv0], np.int32), "bits": np.full((2, 32, 2), 7, np.uint32),
+    }  # fmt: skip
 
 
-def memory_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
+def memory_expected(dtype: str, /, bias: np.ndarray, kv0: np.ndarray, **_: Any) -> Results:
     """Rows and keys past the end are as the last."""
-
-    def expected(bias: np.ndarray, kv0: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        own = bias.view(STORAGE[dtype])[1, 2].astype(np.float32)
-        keys = np.minimum(kv0[0] + np.arange(BIAS_KV), 99)
-        admitted = ~np.isneginf(own[keys][:, np.minimum(np.arange(BLOCK_Q), 28)].T)
-        return {"bits": packed_rows(admitted, BIAS_KV).reshape(2, 32, 2)}
-
-    return expected
+    own = bias.view(STORAGE[dtype])[1, 2].astype(np.float32)
+    keys = np.minimum(kv0[0] + np.arange(BIAS_KV), 99)
+    admitted = ~np.isneginf(own[keys][:, np.minimum(np.arange(BLOCK_Q), 28)].T)
+    return {"bits": packed_rows(admitted, BIAS_KV).reshape(2, 32, 2)}
 
 
 def macros(kind: str, dtype: str) -> tuple[tuple[str, int], ...]:
@@ -99,7 +86,8 @@ SCORE_BIAS_PRIMS = [
     *(
         Prim(
             f"score_bias-{kind}-{dtype}", "score_bias", "from_boxes", 64,
-            boxes_arguments(kind, dtype), boxes_expected(kind, dtype), defines=macros(kind, dtype),
+            partial(boxes_arguments, kind, dtype), partial(boxes_expected, kind, dtype),
+            defines=macros(kind, dtype),
         )
         for kind, dtype in (("dense", "float16"), ("dense", "bfloat16"), ("keys", "bfloat16"))
     ),
@@ -110,7 +98,8 @@ SCORE_BIAS_PRIMS = [
     *(
         Prim(
             f"score_bias-admitted-{dtype}-{kv0}", "score_bias", "in_memory", 64,
-            memory_arguments(dtype, kv0), memory_expected(dtype), defines=macros("dense", dtype),
+            partial(memory_arguments, dtype, kv0), partial(memory_expected, dtype),
+            defines=macros("dense", dtype),
         )
         for dtype, kv0 in (("float16", 0), ("bfloat16", 40))
     ),

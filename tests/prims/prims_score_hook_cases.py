@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from cupyattn.kernels.softcap import SOFTCAP_ERROR
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import TensorMap
 from cupyattn.plans.structs import ATTN_PARAMS, SCORE_PARAMS, pack
-from tests.prims.prim import Arguments, Prim, defines, eighths, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, eighths, rng
 from tests.prims.prims_mask_bits_cases import BLOCK_Q, packed_keys, packed_rows
 from tests.prims.prims_softcap_cases import softcap_values
 
@@ -61,64 +61,58 @@ def hook_map(features: Features, bias: np.ndarray) -> TensorMap:
     return TensorMap("boxes", features.bias, bias.shape, strides, (1, 1, rows, 64))
 
 
-def hook_arguments(features: Features) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        kind, rows = features.mask_kind, features.mask_kind == "rows"
-        values = {
-            "bias_factor": FACTOR, "bias_head": int(features.bias_kind == "dense"),
-            "key_tiles": HOOK_STEPS, **softcap_values(UNIT),
-            "mask_head": 2 if rows else 1, "mask_q": int(rows),
-            "list_head": 2 if rows else 1, "list_q": int(rows),
-        }  # fmt: skip
-        sizes = {
-            "len_q": SHORT if features.varlen else HOOK_ROWS, "len_kv": LEN_KV,
-            "bias_stride": (0, HOOK_ROWS, 1, 0),
-        }  # fmt: skip
-        bits = np.zeros(1, np.uint32)
-        listed = np.full((6 if rows else 3, 2 + HOOK_STEPS), 999, np.int32)
-        if kind:
-            mask = hook_mask(kind)
-            bits = packed_rows(mask, HOOK_KV) if rows else packed_keys(mask, HOOK_KV)
-            listed[5 if rows else 2, :6] = [len(TAKEN), 0, *(2 * n + (n != FULL) for n in TAKEN)]
-        bias = hook_bias(features) if features.bias else np.zeros((1, 1, 1, 8), np.float16)
-        raw = bias.view(f"u{bias.itemsize}") if bias.dtype != np.float32 else bias
-        arguments: Arguments = {
-            "given": pack(ATTN_PARAMS, sizes, {}),
-            "place": np.array([BATCH, HEAD, Q0, SKIPPED], np.int32),
-            "bits": bits, "listed": listed, "bias": raw,
-            "x": eighths(BLOCK_Q, LEN_KV), "S": np.zeros((BLOCK_Q, LEN_KV), np.float32),
-            "constants": np.full(6, -7, np.int32),
-        }  # fmt: skip
-        if features.scored:
-            arguments["score_params"] = pack(SCORE_PARAMS, values, {})
-            arguments["boxes"] = raw
-            arguments["bias_map"] = hook_map(features, bias)
-        return arguments
-
+def hook_arguments(features: Features) -> Arguments:
+    kind, rows = features.mask_kind, features.mask_kind == "rows"
+    values = {
+        "bias_factor": FACTOR, "bias_head": int(features.bias_kind == "dense"),
+        "key_tiles": HOOK_STEPS, **softcap_values(UNIT),
+        "mask_head": 2 if rows else 1, "mask_q": int(rows),
+        "list_head": 2 if rows else 1, "list_q": int(rows),
+    }  # fmt: skip
+    sizes = {
+        "len_q": SHORT if features.varlen else HOOK_ROWS, "len_kv": LEN_KV,
+        "bias_stride": (0, HOOK_ROWS, 1, 0),
+    }  # fmt: skip
+    bits = np.zeros(1, np.uint32)
+    listed = np.full((6 if rows else 3, 2 + HOOK_STEPS), 999, np.int32)
+    if kind:
+        mask = hook_mask(kind)
+        bits = packed_rows(mask, HOOK_KV) if rows else packed_keys(mask, HOOK_KV)
+        listed[5 if rows else 2, :6] = [len(TAKEN), 0, *(2 * n + (n != FULL) for n in TAKEN)]
+    bias = hook_bias(features) if features.bias else np.zeros((1, 1, 1, 8), np.float16)
+    raw = bias.view(f"u{bias.itemsize}") if bias.dtype != np.float32 else bias
+    arguments: Arguments = {
+        "given": pack(ATTN_PARAMS, sizes, {}),
+        "place": np.array([BATCH, HEAD, Q0, SKIPPED], np.int32),
+        "bits": bits, "listed": listed, "bias": raw,
+        "x": eighths(BLOCK_Q, LEN_KV), "S": np.zeros((BLOCK_Q, LEN_KV), np.float32),
+        "constants": np.full(6, -7, np.int32),
+    }  # fmt: skip
+    if features.scored:
+        arguments["score_params"] = pack(SCORE_PARAMS, values, {})
+        arguments["boxes"] = raw
+        arguments["bias_map"] = hook_map(features, bias)
     return arguments
 
 
-def hook_expected(features: Features, constants: list[int]) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        own = slice(Q0, Q0 + BLOCK_Q)
-        S = x.astype(np.float64)
-        if features.softcap:
-            S = UNIT * np.tanh(S / UNIT)
-        if features.bias:
-            bias = hook_bias(features)[0, -1].astype(np.float64)
-            S = S + FACTOR * (bias if features.bias_kind == "keys" else bias[own])
-        if features.mask_kind:
-            mask = hook_mask(features.mask_kind)[HEAD]
-            S = np.where(mask if len(mask) == 1 else mask[own], S, -np.inf)
-        if features.varlen:
-            S[SHORT - Q0 :] = 0
-        step = np.arange(LEN_KV) // HOOK_KV
-        taken = TAKEN if features.mask_kind else range(HOOK_STEPS)
-        S[:, ~np.isin(step, taken)] = 0
-        S[16:, step == taken[SKIPPED]] = 0
-        return {"S": S.astype(np.float32), "constants": np.array(constants, np.int32)}
-
-    return expected
+def hook_expected(features: Features, constants: list[int], /, x: np.ndarray, **_: Any) -> Results:
+    own = slice(Q0, Q0 + BLOCK_Q)
+    S = x.astype(np.float64)
+    if features.softcap:
+        S = UNIT * np.tanh(S / UNIT)
+    if features.bias:
+        bias = hook_bias(features)[0, -1].astype(np.float64)
+        S = S + FACTOR * (bias if features.bias_kind == "keys" else bias[own])
+    if features.mask_kind:
+        mask = hook_mask(features.mask_kind)[HEAD]
+        S = np.where(mask if len(mask) == 1 else mask[own], S, -np.inf)
+    if features.varlen:
+        S[SHORT - Q0 :] = 0
+    step = np.arange(LEN_KV) // HOOK_KV
+    taken = TAKEN if features.mask_kind else range(HOOK_STEPS)
+    S[:, ~np.isin(step, taken)] = 0
+    S[16:, step == taken[SKIPPED]] = 0
+    return {"S": S.astype(np.float32), "constants": np.array(constants, np.int32)}
 
 
 #: Features, and the constants that follow: is there a mask, a dense bias, one of both; bytes of
@@ -145,7 +139,7 @@ HOOKS = (
 SCORE_HOOK_PRIMS = [
     Prim(
         f"score_hook-{features.bias_kind or 'plain'}", "score_hook", "change", 96,
-        hook_arguments(features), hook_expected(features, constants), hopper=True,
+        partial(hook_arguments, features), partial(hook_expected, features, constants), hopper=True,
         absolute=UNIT * SOFTCAP_ERROR if features.softcap else 0.0,
         defines=defines(Tiles(BLOCK_Q, HOOK_KV, 2, 2), features),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,19 @@ from tests.prims.prim import Arguments, Prim, defines, rng
 ROWS, KEYS, LEN_KV, SHIFT, WINDOW_SHIFT = 16, 64, 150, 60, -20
 
 
-def arguments(place: tuple[int, int], group: int) -> Callable[[], Arguments]:
-    def made() -> Arguments:
-        values = {"len_q": 200, "len_kv": LEN_KV, "causal_shift": SHIFT}
-        groups = -(-LEN_KV // group)
-        scales = np.exp2(rng().integers(-3, 4, groups)).astype(np.float32)
-        return {
-            "p": pack(ATTN_PARAMS, {**values, "window_shift": WINDOW_SHIFT}, {}),
-            "place": np.array(place, np.int32),
-            "X": rng().integers(-9999, 9999, (ROWS, KEYS)).astype(np.int32),
-            "Q_scale": rng().uniform(0.5, 2, ROWS).astype(np.float32), "K_scale": scales,
-            "S": np.zeros((ROWS, KEYS), np.float32),
-            **{name: np.zeros((max(1, KEYS // group), 2, 32), np.int32)
-               for name in ("largest", "admitted")},
-        }  # fmt: skip
-
-    return made
+def arguments(place: tuple[int, int], group: int) -> Arguments:
+    values = {"len_q": 200, "len_kv": LEN_KV, "causal_shift": SHIFT}
+    groups = -(-LEN_KV // group)
+    scales = np.exp2(rng().integers(-3, 4, groups)).astype(np.float32)
+    return {
+        "p": pack(ATTN_PARAMS, {**values, "window_shift": WINDOW_SHIFT}, {}),
+        "place": np.array(place, np.int32),
+        "X": rng().integers(-9999, 9999, (ROWS, KEYS)).astype(np.int32),
+        "Q_scale": rng().uniform(0.5, 2, ROWS).astype(np.float32), "K_scale": scales,
+        "S": np.zeros((ROWS, KEYS), np.float32),
+        **{name: np.zeros((max(1, KEYS // group), 2, 32), np.int32)
+           for name in ("largest", "admitted")},
+    }  # fmt: skip
 
 
 def expected(group: int, causal: bool, window: bool) -> Callable[..., dict[str, np.ndarray]]:
@@ -55,7 +53,7 @@ def expected(group: int, causal: bool, window: bool) -> Callable[..., dict[str, 
 STEP_PRIMS = [
     Prim(
         f"step_scores-{group}-{causal:d}{window:d}-{place[1]}", "step_scores", "step_scores", 32,
-        arguments(place, group), expected(group, causal, window),
+        partial(arguments, place, group), expected(group, causal, window),
         defines=defines(
             Tiles(128, KEYS, 12),
             Features("float16", 64, causal, window=window, group_q=1, group_kv=group),

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,58 +14,47 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import TensorMap
 from cupyattn.plans.structs import ATTN_PARAMS, VALUE_PARAMS, pack
-from tests.prims.prim import Arguments, Prim, defines, normal, rng
+from tests.prims.prim import Arguments, Prim, Results, defines, normal, rng
 
 BLOCK_Q, HEAD_DIM, COLS, ROWS, KEYS = 16, 72, 96, 13, 48
 
 
-def places_arguments(len_q: int, heads: int, head_bytes: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        tiles = -(-len_q // BLOCK_Q) * heads
-        return {
-            "given": np.array([len_q, heads, head_bytes], np.int64),
-            "uneven": np.full((tiles, 2), -1, np.int32),
-            "even": np.full((tiles, 2), -1, np.int32),
-        }
-
-    return arguments
+def places_arguments(len_q: int, heads: int, head_bytes: int) -> Arguments:
+    tiles = -(-len_q // BLOCK_Q) * heads
+    return {
+        "given": np.array([len_q, heads, head_bytes], np.int64),
+        "uneven": np.full((tiles, 2), -1, np.int32),
+        "even": np.full((tiles, 2), -1, np.int32),
+    }
 
 
-def places_expected(sizes: Sequence[int]) -> Callable[..., dict[str, np.ndarray]]:
+def places_expected(sizes: Sequence[int], /, given: np.ndarray, **_: Any) -> Results:
     """Return what comes of groups of so many heads, and of one head after the other."""
-
-    def expected(given: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        starts = range(0, int(given[0]), BLOCK_Q)
-        found = {}
-        for name, groups in (("uneven", sizes), ("even", [1] * given[1])):
-            ends = np.cumsum(groups)
-            found[name] = [
-                (q0, head)
-                for end, size in zip(ends, groups, strict=True)
-                for q0 in reversed(starts)
-                for head in range(end - size, end)
-            ]
-        return {name: np.array(places, np.int32) for name, places in found.items()}
-
-    return expected
+    starts = range(0, int(given[0]), BLOCK_Q)
+    found = {}
+    for name, groups in (("uneven", sizes), ("even", [1] * given[1])):
+        ends = np.cumsum(groups)
+        found[name] = [
+            (q0, head)
+            for end, size in zip(ends, groups, strict=True)
+            for q0 in reversed(starts)
+            for head in range(end - size, end)
+        ]
+    return {name: np.array(places, np.int32) for name, places in found.items()}
 
 
-def parts_expected(group: int) -> Callable[..., dict[str, np.ndarray]]:
+def parts_expected(group: int, /, scale: np.ndarray, **_: Any) -> Results:
     """Return what comes of a step of `KEYS` keys, `group` of which share a scale."""
-
-    def expected(scale: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        together = math.gcd(group, KEYS)
-        by_key = together % 8 != 0
-        parts = 1 if by_key else KEYS // together
-        part = np.zeros(KEYS) if by_key else np.arange(KEYS) // together
-        scales = KEYS if by_key else parts
-        spared = np.where(np.isnan(scale) & (np.arange(scale.size) < parts), 1, scale)
-        return {
-            "part": part.astype(np.int32), "counts": np.array([parts, scales, by_key], np.int32),
-            "scale": spared.astype(np.float32),
-        }  # fmt: skip
-
-    return expected
+    together = math.gcd(group, KEYS)
+    by_key = together % 8 != 0
+    parts = 1 if by_key else KEYS // together
+    part = np.zeros(KEYS) if by_key else np.arange(KEYS) // together
+    scales = KEYS if by_key else parts
+    spared = np.where(np.isnan(scale) & (np.arange(scale.size) < parts), 1, scale)
+    return {
+        "part": part.astype(np.int32), "counts": np.array([parts, scales, by_key], np.int32),
+        "scale": spared.astype(np.float32),
+    }  # fmt: skip
 
 
 def tiles_arguments() -> Arguments:
@@ -162,7 +152,7 @@ TILE_END_PRIMS = [
     *(
         Prim(
             f"tile_order-{heads}", "tile_order", "places", 32,
-            places_arguments(40, heads, 5 << 20), places_expected(sizes),
+            partial(places_arguments, 40, heads, 5 << 20), partial(places_expected, sizes),
             defines=defines(Tiles(BLOCK_Q, 16, 1), Features("float16", 8)),
         )
         for heads, sizes in ((1, [1]), (3, [3]), (6, [3, 3]), (8, [3, 3, 2]), (10, [3, 3, 2, 2]))
@@ -174,7 +164,7 @@ TILE_END_PRIMS = [
                 "part": np.full(KEYS, -1, np.int32), "counts": np.zeros(3, np.int32),
                 "scale": np.array([np.nan, 2, np.nan, 0.5, -np.inf, np.nan], np.float32),
             },
-            parts_expected(group),
+            partial(parts_expected, group),
             defines=defines(
                 Tiles(BLOCK_Q, KEYS, 1), Features("float16", 8, group_q=1, group_kv=group)
             ),

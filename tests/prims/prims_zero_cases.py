@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
 from cupyattn.reference.rounding import fma32
-from tests.prims.prim import Arguments, Prim, butterfly, defines, normal, rng
+from tests.prims.prim import Arguments, Prim, Results, butterfly, defines, normal, rng
 
 HEAD_DIM = 24
 
@@ -144,33 +144,27 @@ def tile_arguments() -> Arguments:
     return {"X": X.astype(np.float16), "codes": codes, "scale": np.zeros(48, "f4"), "zeros": zeros}
 
 
-def tile_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(X: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        rows = X[None, None]
-        found = quantize_affine(rows, 16) if zero_points else quantize_symmetric(rows, 16)
-        codes = np.zeros((48, 32), np.int8)
-        codes[:40, :HEAD_DIM] = found[0][0, 0]
-        result = {"codes": codes, "scale": found[1][0, 0].repeat(16)}
-        if zero_points:
-            zero = found[2][0, 0].repeat(16)
-            result["zeros"] = np.stack([zero, codes.sum(axis=1)], axis=1).astype(np.int32)
-        return result
-
-    return expected
+def tile_expected(zero_points: bool, /, X: np.ndarray, **_: Any) -> Results:
+    rows = X[None, None]
+    found = quantize_affine(rows, 16) if zero_points else quantize_symmetric(rows, 16)
+    codes = np.zeros((48, 32), np.int8)
+    codes[:40, :HEAD_DIM] = found[0][0, 0]
+    result = {"codes": codes, "scale": found[1][0, 0].repeat(16)}
+    if zero_points:
+        zero = found[2][0, 0].repeat(16)
+        result["zeros"] = np.stack([zero, codes.sum(axis=1)], axis=1).astype(np.int32)
+    return result
 
 
-def q_arguments(head_dim: int, dtype: str) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        Q = normal(64, head_dim) * np.float32(3)
-        Q[6] = 0
-        Q[7], Q[17, 3], Q[40, 5] = 0, np.nan, np.inf
-        codes = np.full((64, head_dim), 99, np.int8)
-        return {
-            "Q": Q.astype(STORAGE[dtype]), "codes": codes, "scale": np.zeros(64, "f4"),
-            "arrived": np.zeros(1, "i4"),
-        }  # fmt: skip
-
-    return arguments
+def q_arguments(head_dim: int, dtype: str) -> Arguments:
+    Q = normal(64, head_dim) * np.float32(3)
+    Q[6] = 0
+    Q[7], Q[17, 3], Q[40, 5] = 0, np.nan, np.inf
+    codes = np.full((64, head_dim), 99, np.int8)
+    return {
+        "Q": Q.astype(STORAGE[dtype]), "codes": codes, "scale": np.zeros(64, "f4"),
+        "arrived": np.zeros(1, "i4"),
+    }  # fmt: skip
 
 
 def q_expected(Q: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
@@ -184,7 +178,7 @@ ZERO_PRIMS = [
     *(
         Prim(
             f"quantize_q-{head_dim}", "quantize_q", "quantize_q_64", 128,
-            q_arguments(head_dim, dtype), q_expected, hopper=True,
+            partial(q_arguments, head_dim, dtype), q_expected, hopper=True,
             defines=defines(
                 Tiles(64, 64, 4, 2),
                 Features(dtype, head_dim, vec=8, group_q=2, group_kv=64, quantize_q=True),
@@ -195,7 +189,7 @@ ZERO_PRIMS = [
     *(
         Prim(
             f"quantize_tile-{zero_points}", "quantize_tile", "quantize_tile_48", 64,
-            tile_arguments, tile_expected(zero_points),
+            tile_arguments, partial(tile_expected, zero_points),
             defines=defines(
                 Tiles(16, 32, 2, 1), Features("float16", HEAD_DIM, vec=8, zero_points=zero_points)
             ),

@@ -447,8 +447,8 @@ WITHOUT_ARRAYS = {
     "Tiles", "UnsupportedError", "VARIANTS", "Variant", "__version__", "compute_sigma_schedule",
     "register", "unregister",
     # Modules:
-    "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients", "quant",
-    "reference", "strategies", "testing", "unfused",
+    "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients", "interop",
+    "quant", "reference", "strategies", "testing", "unfused",
     # Numbers, sizes and names alone:
     "bounds.gamma", "diffusion.block_order", "diffusion.window_3d", "diffusion.SigmaPolicy",
     "diffusion.Step", "testing.load_counterexample", "testing.numerics", "testing.sample_rows",

@@ -34,6 +34,7 @@ from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.reference.quantize import quantize_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
+from tests.support.marks import slow_rows
 from tests.support.runs import bits, embedded, normal, rope_tables
 
 #: Several blocks of rows, and tails.
@@ -312,10 +313,7 @@ def test_features_say_nothing_where_nothing_is_normalised() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("head_dim", "kind"),
-    [(128, 3), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((64, 2), (256, 3)))],
-)
+@pytest.mark.parametrize(("head_dim", "kind"), [(128, 3), *slow_rows(((64, 2), (256, 3)))])
 def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
     """Registers of two blocks of 256 threads for a multiprocessor."""
     x = Operand.contiguous((1, 2, 500, head_dim), 2)

@@ -33,6 +33,7 @@ from cupyattn.quant import QuantConfig
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact
 from tests.support import runs
+from tests.support.marks import slow
 from tests.support.planned import plan_attention
 from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
 
@@ -295,15 +296,7 @@ def test_rope_goes_with_everything_else(rung: str) -> None:
         runs.run(rung, inputs, backend="interpret", **options).check()
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (0, 7),
-        (7, 0),
-        (33, 1),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1), (1, 33))),
-    ],
-)
+@pytest.mark.parametrize("shape", [(0, 7), (7, 0), (33, 1), *slow(((1, 1), (1, 33)))])
 @pytest.mark.parametrize("rung", runs.in_turn(0, PORTABLE))
 def test_lengths(rung: str, shape: tuple[int, int]) -> None:
     len_q, len_kv = shape

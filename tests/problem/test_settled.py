@@ -205,7 +205,7 @@ def test_what_a_kernel_does_not_take_is_known_before_it_is_planned() -> None:
         and (name := node.func.id) in ("kernel_support", "refused_tiles", "check_tiles")
     )  # fmt: skip
     assert found == {
-        ("kernel_support", "problem"): 1, ("refused_tiles", "problem"): 1,
+        ("kernel_support", "problem"): 2, ("refused_tiles", "problem"): 1,
         ("kernel_support", "testing"): 1,  # of kernels that may have run
         ("refused_tiles", "compiler"): 1,  # by `check_tiles`
         ("check_tiles", "problem"): 1, ("check_tiles", "diffusion"): 1,  # products, and a layer

@@ -33,6 +33,7 @@ from cupyattn.quant.quantizers import VALUES_PAD, group_count
 from tests.kernels.feature_cases import admitted
 from tests.plans.test_launch import call_of
 from tests.support import runs
+from tests.support.marks import slow
 from tests.support.runs import (
     GUARD,
     Arrays,
@@ -136,11 +137,7 @@ def test_the_mirror_takes_of_masks_and_positions_what_is_of_a_sequence(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rung",
-    [
-        *("unfused", "fa", "fa_tc", "fa_int8@pv8"),
-        *(pytest.param(rung, marks=pytest.mark.slow) for rung in ("fa_warps", "fa_int8")),
-    ],
+    "rung", [*("unfused", "fa", "fa_tc", "fa_int8@pv8"), *slow(("fa_warps", "fa_int8"))]
 )
 def test_the_kernels_take_of_masks_and_positions_what_is_of_a_sequence(rung: str) -> None:
     """All at once, so that a place that one of them mistakes is still seen by the others."""

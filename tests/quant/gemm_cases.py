@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import cupyattn as ca
 from cupyattn import interpret
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
+from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import settle_gemm, where_shared
@@ -122,6 +125,20 @@ class Product:
 
     def but(self, **fields: Any) -> Product:
         return replace(self, **fields)
+
+    def check_theft(self, run: Callable[[], np.ndarray], finding: str) -> None:
+        """Assert that a mistake in the kernel is found: a hazard, or "": a wrong result."""
+        if finding:
+            with pytest.raises(KernelFault, match=finding):
+                run()
+        else:
+            assert self.share_of_bound(run()) > 10
+
+
+def run(p: Product, tiles: GemmTiles) -> np.ndarray:
+    """Run a product in the interpreter, on the architecture that tiles of this size are for."""
+    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
+    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 def product(

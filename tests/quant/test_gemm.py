@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import architectures, target
+from cupyattn.compiler import architectures, devices, target
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
-from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles, settle_gemm
@@ -192,11 +191,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     a, b = (np.full((x.shape[0], 400), 127, np.int8) for x in (p.a, p.b))
     a[:, :392], b[:, :392] = p.a, p.b
     p = p.but(a=a[:, :392], b=b[:, :392])
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            p.run(backend="interpret", tiles=SMALL)
-    else:
-        assert p.share_of_bound(p.run(backend="interpret", tiles=SMALL)) > 10
+    p.check_theft(lambda: p.run(backend="interpret", tiles=SMALL), finding)
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
@@ -244,7 +239,7 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
         binary = kc.build(one.module, arch)
         taken = binary.kernels["gemm_int8"]
         assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
-        kc.check_shared_memory(binary.smem_bytes, 99 * 1024, str(one.module))
+        devices.check_shared_memory(binary.smem_bytes, 99 * 1024, str(one.module))
 
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -23,9 +24,10 @@ from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import MOST_CHANNEL_CODES
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, Product, product, run
 from tests.quant.quant_inputs import DTYPES, operand
 from tests.quant.test_gemm import planned
+from tests.support.marks import slow, slow_unless
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
@@ -38,11 +40,6 @@ TAIL = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=2)
 
 def by_channel(seed: int, shape: tuple[int, int, int], regime: str = "normal", **more) -> Product:  # type: ignore[no-untyped-def]
     return product(seed, shape, regime, strategy="channel", **more)
-
-
-def run(p: Product, tiles: GemmTiles) -> np.ndarray:
-    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
-    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 # ---- what it is ----------------------------------------------------------------------------------
@@ -142,9 +139,7 @@ def test_a_shared_last_wave_has_the_same_bits() -> None:
     assert p.run_on(1, alone).tobytes() == p.mirror().tobytes()
 
 
-@pytest.mark.parametrize("activation", [ACTIVATIONS[1], *(
-    pytest.param(x, marks=pytest.mark.slow) for x in ACTIVATIONS[2:]
-)])  # fmt: skip
+@pytest.mark.parametrize("activation", [ACTIVATIONS[1], *slow(ACTIVATIONS[2:])])
 @pytest.mark.parametrize("tiles", [SMALL, pytest.param(HOPPER, marks=pytest.mark.slow)], ids=str)
 def test_activations_of_the_kernel(activation: str, tiles: GemmTiles) -> None:
     p = by_channel(5, (33, 40, 160), out_dtype="float32", bias=True, activation=activation)
@@ -216,13 +211,7 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [
-        pytest.param(name, marks=[] if number % 3 == 0 else [pytest.mark.slow])
-        for number, name in enumerate(THEFTS)
-    ],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda number, _: number % 3 == 0, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     source, line, instead, tiles, finding = THEFTS[theft]
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
@@ -232,14 +221,8 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     a[:, :k], b[:, :k] = p.a, p.b
     p = p.but(a=a[:, :k], b=b[:, :k])
 
-    def found() -> np.ndarray:  # of the Hopper form, a block takes both tiles
-        return p.run_on(1, tiles) if tiles is HOPPER else run(p, tiles)
-
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            found()
-    else:
-        assert p.share_of_bound(found()) > 10
+    # Of the Hopper form, a block takes both tiles.
+    p.check_theft(lambda: p.run_on(1, tiles) if tiles is HOPPER else run(p, tiles), finding)
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
@@ -268,7 +251,7 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
     assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
     assert "C75" not in binary.log  # ptxas would say that products are serialised
     room = 227 if arch == "sm_90a" else 99
-    kc.check_shared_memory(binary.smem_bytes, room * 1024, str(one.module))
+    devices.check_shared_memory(binary.smem_bytes, room * 1024, str(one.module))
 
 
 def test_columns_whose_scales_lie_apart_are_read_one_by_one() -> None:

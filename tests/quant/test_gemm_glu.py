@@ -22,7 +22,7 @@ from cupyattn.quant.activation import GLU
 from cupyattn.quant.blocks import STRATEGIES, scale_shape
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, product, run
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 #: Of columns enough that all lanes of a warp store together.
@@ -33,11 +33,6 @@ FOUR = GemmTiles(16, 64, num_warps=2, num_stages=2, splits=4)
 HOPPER = GemmTiles(64, 64, num_warps=8, num_stages=2)
 LARGE = GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=2)
 HOPPER_TWO = GemmTiles(64, 64, num_warps=8, num_stages=3, splits=2)
-
-
-def run(p: Product, tiles: GemmTiles) -> np.ndarray:
-    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
-    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 # ---- what it is ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
-from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, settle_gemm
@@ -21,18 +20,13 @@ from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import STRATEGIES, scale_shape
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, Product, product, run
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 #: Of four tiles of 8 columns to a warp, whose rows all lanes of it store.
 WIDE = GemmTiles(32, 64, num_warps=2, num_stages=2)
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 LARGE = GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=2)
-
-
-def run(p: Product, tiles: GemmTiles) -> np.ndarray:
-    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
-    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 # ---- what it is ----------------------------------------------------------------------------------
@@ -149,11 +143,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
     put_a_line_in_place(SOURCE, line, instead, tmp_path, monkeypatch)
     p = product(8, (40, 40, 392), out_dtype="float16", strategy="channel", gates=2)
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            run(p, WIDE)
-    else:
-        assert p.share_of_bound(run(p, WIDE)) > 10
+    p.check_theft(lambda: run(p, WIDE), finding)
 
 
 @pytest.mark.parametrize(

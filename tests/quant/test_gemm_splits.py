@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.errors import UnsupportedError
-from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, product, run
 from tests.quant.test_gemm import planned
+from tests.support.marks import slow_unless
 
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 FOUR = GemmTiles(16, 64, num_warps=2, num_stages=3, splits=4)
@@ -25,11 +25,6 @@ HOPPER = GemmTiles(64, 64, num_warps=8, num_stages=2, splits=4)
 #: Two warpgroups of two chunks of columns, as no default has them.
 WIDE = GemmTiles(128, 256, num_warps=12, num_stages=3, splits=2)
 EIGHT = GemmTiles(64, 128, num_warps=8, num_stages=2, splits=8)
-
-
-def run(p: Product, tiles: GemmTiles) -> np.ndarray:
-    arch = "sm_90a" if tiles.num_warps >= 8 else "sm_90"
-    return p.run(backend="interpret", tiles=tiles, arch=arch)
 
 
 # ---- what it computes ----------------------------------------------------------------------------
@@ -119,22 +114,12 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [
-        pytest.param(name, marks=[] if number < 2 else [pytest.mark.slow])
-        for number, name in enumerate(THEFTS)
-    ],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda number, _: number < 2, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     file, line, instead, finding = THEFTS[theft]
     put_a_line_in_place(file, line, instead, tmp_path, monkeypatch)
     p = product(8, (20, 33, 512), outliers=8)
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            run(p, FOUR)
-    else:
-        assert p.share_of_bound(run(p, FOUR)) > 10
+    p.check_theft(lambda: run(p, FOUR), finding)
 
 
 # ---- which tiles are split -----------------------------------------------------------------------

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from cupyattn import interpret
 from cupyattn.errors import UnsupportedError
-from cupyattn.interpret import KernelFault
 from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.gemm_form import HOPPER_TILES, choose_tiles, tiles_alone, where_shared
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import product
 from tests.quant.test_gemm import planned
+from tests.support.marks import slow_unless
 
 #: Two blocks, and four, to a tile of the last wave.
 TWO = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=2)
@@ -120,22 +120,12 @@ THEFTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "theft",
-    [
-        pytest.param(name, marks=[] if number < 2 else [pytest.mark.slow])
-        for number, name in enumerate(THEFTS)
-    ],
-)
+@pytest.mark.parametrize("theft", slow_unless(lambda number, _: number < 2, THEFTS))
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     file, line, instead, finding = THEFTS[theft]
     put_a_line_in_place(file, line, instead, tmp_path, monkeypatch)
     p = product(8, SIX)
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            p.run_on(4, TWO)
-    else:
-        assert p.share_of_bound(p.run_on(4, TWO)) > 10
+    p.check_theft(lambda: p.run_on(4, TWO), finding)
 
 
 # ---- which tiles are shared ----------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +25,7 @@ from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand
 from tests.support.foreign import ForeignWithNamespace
+from tests.support.marks import slow
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 seeds = st.integers(0, 2**32 - 1)
@@ -131,9 +130,7 @@ def test_the_kernel_quantises_as_numpy_does(dtype: np.dtype, channels: int, step
         assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
 
 
-@pytest.mark.parametrize(
-    "dtype", [DTYPES[2], *(pytest.param(t, marks=pytest.mark.slow) for t in DTYPES[:2])], ids=str
-)
+@pytest.mark.parametrize("dtype", [DTYPES[2], *slow(DTYPES[:2])], ids=str)
 def test_the_kernel_keeps_columns(dtype: np.dtype) -> None:
     x = activations(4, dtype, 21, 200, "outlier channel")
     columns = np.int32([150, 3, 127, 128])
@@ -170,9 +167,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
         assert [a.tobytes() for a in found] != [a.tobytes() for a in expected]
 
 
-@pytest.mark.parametrize(
-    "dtype", [DTYPES[0], *(pytest.param(t, marks=pytest.mark.slow) for t in DTYPES[1:])], ids=str
-)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *slow(DTYPES[1:])], ids=str)
 def test_quantising_activations_is_one_launch_without_spills(dtype: np.dtype) -> None:
     for outliers in (0, 8):
         plan = plan_act_quant(
@@ -191,23 +186,6 @@ def test_more_blocks_than_32_bits_count_are_refused() -> None:
 
 
 # ---- documents -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kernels.tiles",
-        "ops.act_quant",
-        "ops.gemm",
-        "problem.gemm_form",
-        "reference.gemm",
-        "ops.linear",
-    ],
-)
-def test_the_examples_of_docstrings_are_true(name: str) -> None:
-    module = importlib.import_module(f"cupyattn.{name}")
-    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert found.failed == 0 < found.attempted
 
 
 # ---- arguments -----------------------------------------------------------------------------------

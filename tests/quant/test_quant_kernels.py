@@ -22,19 +22,14 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import (
-    STEPS,
-    Part,
-    block_rows,
-    operand_parts,
-    plan_quantize,
-    value_columns,
-)
+from cupyattn.plans.quantize import STEPS, Part, operand_parts, plan_quantize
+from cupyattn.plans.quantize_blocks import block_rows, value_columns
 from cupyattn.plans.records import Plan
 from cupyattn.plans.structs import QUANTIZE_PARAMS, pack
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.quantizers import rows_of_mean
+from tests.support.marks import slow, slow_unless
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
 
@@ -311,10 +306,7 @@ def resources(plan: Plan, arch: str) -> list[Resources]:
 
 @pytest.mark.parametrize(
     "arch",
-    [
-        pytest.param(x, marks=[] if x in ("sm_80", "sm_90a", "sm_120") else [pytest.mark.slow])
-        for x in architectures.ARCHITECTURES
-    ],
+    slow_unless(lambda _, x: x in ("sm_80", "sm_90a", "sm_120"), architectures.ARCHITECTURES),
 )
 def test_compiles_for_every_architecture(arch) -> None:
     dtype, head_dim, group = CELLS[architectures.ARCHITECTURES.index(arch) % len(CELLS)]
@@ -341,9 +333,7 @@ def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
 
 
 @NO_SPILLS
-@pytest.mark.parametrize(
-    "head_dim", [256, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 40, 255))]
-)
+@pytest.mark.parametrize("head_dim", [256, 7, *slow((64, 128, 40, 255))])
 def test_quantising_values_spills_nothing(head_dim, arch) -> None:
     for dtype, group, p_type in (
         ("float16", 32, "u8"), ("bfloat16", GROUP_ALL, "s8"), ("float32", 64, "e4m3"),
@@ -375,10 +365,7 @@ def test_enough_blocks_share_a_multiprocessor(head_dim: int, dtype: str, symmetr
         assert (used.spill_stores, used.spill_loads) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "float32"))],
-)
+@pytest.mark.parametrize("dtype", ["float16", *slow(("bfloat16", "float32"))])
 def test_two_blocks_of_prepared_rows_share_a_multiprocessor(dtype: str) -> None:
     """They stay numbers from their maxima to their codes: 128 registers, and none spills."""
     table, weight = np.zeros((500, 64), np.float32), np.ones(128, np.float32)

@@ -19,6 +19,7 @@ from cupyattn.quant.packed import split
 from cupyattn.quant.quantizers import of_mean, rows_of_mean
 from cupyattn.reference.quantize import quantize_mirror
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
+from tests.support.marks import slow_unless
 
 TILES = Tiles(64, 64, 4, 2)
 #: One for each step of a launch, and those that share its code in another way.
@@ -54,11 +55,7 @@ def drawn(dtype: np.dtype, head_dim: int, len_q: int, len_kv: int) -> list[npt.N
     ]
 
 
-@pytest.mark.parametrize(
-    "quant",
-    [pytest.param(c, marks=[pytest.mark.slow] if i % 3 else []) for i, c in enumerate(CONFIGS)],
-    ids=str,
-)
+@pytest.mark.parametrize("quant", slow_unless(lambda i, _: not i % 3, CONFIGS), ids=str)
 def test_the_interpreter_gives_the_bits_of_the_mirror(quant: QuantConfig) -> None:
     """Head size 7 cuts 300 keys into two slices, and 20 has columns that no lane holds."""
     for dtype, head_dim in ((DTYPES[0], 7), (DTYPES[2], 20)):

@@ -14,6 +14,7 @@ from cupyattn.plans import stages
 from cupyattn.problem import choose
 from cupyattn.quant import QuantConfig
 from tests.faults.fault_patches import put_a_line_in_place
+from tests.support.marks import slow_unless
 from tests.support.runs import Arrays, bits, normal
 
 HOPPER: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90a", "backend": "interpret"}
@@ -91,13 +92,7 @@ def test_packed_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bits(found) == bits(attend())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "balanced" else [pytest.mark.slow])
-        for name in choose.QUANT
-    ],
-)
+@pytest.mark.parametrize("name", slow_unless(lambda _, name: name == "balanced", choose.QUANT))
 def test_block_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = normal((1, 1, 300, 64), (1, 1, 256, 64))
     kept = np.array([[[[1, 0], [0, 0], [0, 1]]]], bool)

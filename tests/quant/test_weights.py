@@ -18,6 +18,7 @@ from cupyattn.ops.weights import MOST_BLOCK
 from cupyattn.plans.weights import plan_weight_blocks
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand
+from tests.support.marks import slow, slow_unless
 
 F16, BF16, F32 = DTYPES
 
@@ -48,9 +49,7 @@ CASES = {
 SLOW = ("a row", "a column", "whole", "odd blocks", 1)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
-)
+@pytest.mark.parametrize("case", slow_unless(lambda _, c: c not in SLOW, CASES))
 def test_the_kernels_are_the_mirror(case: int | str) -> None:
     dtype, shape, block = CASES[case]
     w = weight(dtype, shape)
@@ -70,9 +69,7 @@ def test_the_kernels_are_the_mirror(case: int | str) -> None:
 
 
 @pytest.mark.parametrize("regime", ["subnormal", "signed zeros", "huge", "zeros"])
-@pytest.mark.parametrize(
-    "dtype", [F32, *(pytest.param(t, marks=pytest.mark.slow) for t in (F16, BF16))], ids=str
-)
+@pytest.mark.parametrize("dtype", [F32, *slow((F16, BF16))], ids=str)
 def test_numbers_at_the_ends_of_their_range(dtype: np.dtype, regime: str) -> None:
     w = weight(dtype, (40, 32), regime)
     expected = ca.weight_quant(w, 16)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cupyattn import attention, attention_varlen, explain, plan, strategies
 from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
+from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import Features
@@ -528,4 +529,4 @@ def test_default_tiles_spill_next_to_nothing(head_dim, form) -> None:
         for taken in binary.kernels.values():
             full = head_dim == 128 or (form, head_dim) == ("pv8", 64)
             assert taken.spill_stores <= (48 if full else 0), (spec, taken)
-        kc.check_shared_memory(binary.smem_bytes, 99 * 1024, str(spec))
+        devices.check_shared_memory(binary.smem_bytes, 99 * 1024, str(spec))

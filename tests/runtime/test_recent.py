@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from cupyattn.runtime.recent import Recent
+from tests.support.ranks import in_threads
 
 
 @pytest.fixture
@@ -39,9 +39,5 @@ def test_threads_make_room_for_one_another() -> None:
         except RuntimeError as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=remember, args=(thread,)) for thread in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(remember, 6)
     assert not failures and len(recent) == 4

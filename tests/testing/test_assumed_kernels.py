@@ -56,6 +56,30 @@ def test_codes_in_padded_rows_have_their_hopper_form(head_dim: int) -> None:
     assert "form sm90_fp8 on tiles" in report.held_to, str(report)
 
 
+@pytest.mark.parametrize("name", ["q_scale", "k_scale"])
+def test_scales_that_are_nan_do_not_pass(name: str) -> None:
+    """Finite rows have finite scales, so outputs that are NaN are nothing to agree with."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 40, 32)).astype(np.float16)
+    z = ca.quantize(q, k, v)
+    getattr(z, name)[0, 0, 0] = np.nan
+    report = judge(ca.attention(z), q, k, v, variant="fa_int8", quantized=z)
+    assert not report.passed and report.quantisation == np.inf
+    q[0, 0, 3, 3] = np.nan  # whose scale is NaN, and that of rows beside it
+    z = ca.quantize(q, k, v)
+    assert judge(ca.attention(z), q, k, v, variant="fa_int8", quantized=z).passed
+
+
+def test_what_no_tiles_explain_is_outside() -> None:
+    """Also where O holds and lse, or signed values, do not."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 40, 32)).astype(np.float16)
+    o, lse = ca.attention(q, k, v, variant="fa", return_lse=True)
+    report = judge(o, q, k, v, lse=lse + 1, variant="fa")
+    assert not report.passed and not report.undecided and "lse is OUTSIDE" in str(report)
+    report = judge(o, q, k, v, variant="fa", signed=lambda values: o * np.float16(1.02))
+    assert not report.passed and not report.undecided
+    assert "signed values: O is OUTSIDE" in str(report)
+
+
 def test_a_bound_without_a_form_is_the_widest_of_the_forms() -> None:
     inputs, z, _ = made(0)
     given: dict[str, Any] = {"variant": "fa_int8", "quantized": z}

@@ -80,6 +80,16 @@ def packed() -> tuple[np.ndarray, ...]:
     return normal(30, 2, 16), normal(41, 1, 16, seed=1), normal(41, 1, 16, seed=2)
 
 
+def test_packed_sequences_whose_mask_has_room_for_longer_ones() -> None:
+    q, k, v = packed()
+    mask = np.random.default_rng(5).random((3, 1, 40, 50)) < 0.8
+    given: dict[str, Any] = {"variant": "fa", "cu_seqlens_q": ENDS_Q, "cu_seqlens_k": ENDS_K}
+    given["mask"] = mask
+    o = ca.attention_varlen(q, k, v, max_len_q=40, max_len_k=50, **given)
+    assert judge(o, q, k, v, **given).passed
+    assert not judge(o, q, k, v, **{**given, "mask": mask[..., ::-1]}).passed
+
+
 @pytest.mark.parametrize("variant", ["fa", "fa_tc", "auto"])
 def test_packed_sequences(variant: str) -> None:
     q, k, v = packed()

@@ -1,8 +1,8 @@
 """INT8 attention in the models of diffusers: by step and layer, and back again."""
 
-from cupyattn import lazy_face
 from cupyattn.interop.diffusers.replace import Int8Replacement, replace_attention_with_int8
 from cupyattn.interop.diffusers.report import LayerReport, Report
+from cupyattn.lazy_face import lazy_face
 
 __all__ = ["Int8Replacement", "LayerReport", "Report", "replace_attention_with_int8"]
 

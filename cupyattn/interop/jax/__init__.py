@@ -1,8 +1,8 @@
 """Attention and INT8 linear layers on JAX arrays, under `jax.jit`, `jax.grad` and `jax.vmap`."""
 
-from cupyattn import lazy_face
 from cupyattn.interop.jax.functional import attention
 from cupyattn.interop.jax.linear import Int8Linear
+from cupyattn.lazy_face import lazy_face
 
 __all__ = ["Int8Linear", "attention"]
 

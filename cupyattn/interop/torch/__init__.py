@@ -1,6 +1,5 @@
 """Attention for torch: functions and modules with autograd, on torch's memory and streams."""
 
-from cupyattn import lazy_face
 from cupyattn.interop.torch.functional import (
     attention,
     attention_varlen,
@@ -11,6 +10,7 @@ from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import load_int8
 from cupyattn.interop.torch.models import replace_linear_with_int8
 from cupyattn.interop.torch.modules import Attention, Int8Attention
+from cupyattn.lazy_face import lazy_face
 
 __all__ = [
     "Attention",

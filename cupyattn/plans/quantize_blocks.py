@@ -1,0 +1,128 @@
+"""How thread blocks of the quantising kernels hold rows, and how many of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cupyattn.arrays.operand import Operand
+from cupyattn.quant.quantizers import VALUES_PAD
+
+#: Warps of a block, and registers of a thread that hold rows, in the order in which they are tried:
+#: the first that holds whole groups reads the operands once. Rows that are prepared become floats,
+#: for which 64 registers leave no room.
+_BLOCKS = ((8, 32), (8, 64), (16, 32))
+_PREPARED_REGISTERS = _VALUE_REGISTERS = 32
+_PASS_REGISTERS = 4  # of a row, or more
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How thread blocks hold rows, the same in all launches of a plan.
+
+    `vec` elements are read at a time, `registers` of a thread hold rows. `pairs`: some rows are
+    prepared, so a lane takes either half of the pairs of columns.
+    """
+
+    head_dim: int
+    itemsize: int
+    vec: int
+    pairs: bool
+    num_warps: int
+    registers: int
+
+    @classmethod
+    def of(cls, operands: Collection[Operand], groups: Collection[int], pairs: bool) -> Blocks:
+        """Return the first of `_BLOCKS` that holds whole groups of rows, or the first of all."""
+        (head_dim, itemsize), *_ = {(x.shape[3], x.itemsize) for x in operands}
+        columns = head_dim // 2 if pairs else 0
+        vec = max(
+            width for width in (1, 2, 4, 8)
+            if columns % width == 0 and all(x.allows(width) for x in operands)
+        )  # fmt: skip
+        first, *further = (cls(head_dim, itemsize, vec, pairs, *block) for block in _BLOCKS)
+        return next((one for one in (first, *further) if one.holds(groups)), first)
+
+    def holds(self, groups: Collection[int]) -> bool:
+        """Whether a block has registers for its rows, and takes whole groups of so many."""
+        fits = not self.pairs or self.registers <= _PREPARED_REGISTERS
+        return fits and all(self.rows(group) % group == 0 for group in groups)
+
+    def rows(self, group: int) -> int:
+        """Return how many rows a block takes."""
+        shape = self.head_dim, self.itemsize, self.vec
+        return block_rows(group, *shape, self.num_warps, self.registers, pairs=self.pairs)
+
+    @property
+    def columns(self) -> int:
+        """Columns of V that a block transposes."""
+        return value_columns(self.head_dim, self.itemsize, self.vec, self.num_warps)
+
+
+def block_rows(
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    vec: int,
+    num_warps: int,
+    registers: int,
+    *,
+    pairs: bool = False,
+) -> int:
+    """Return how many rows a thread block takes: whole groups, or else a part of one.
+
+    Parameters
+    ----------
+    group : int
+        Rows per scale.
+    head_dim, itemsize : int
+        Elements of a row, bytes of an element.
+    vec : int
+        Elements per global access.
+    num_warps : int
+        Warps of a block, which holds its rows in registers.
+    registers : int
+        Registers of a thread that hold rows.
+    pairs : bool
+        A lane takes an access to either half of the pairs of columns, as rows that are prepared
+        want it.
+
+    Examples
+    --------
+    >>> [block_rows(group, 128, 2, 8, 8, 32) for group in (16, 128, 256, 2**30)]
+    [128, 128, 128, 128]
+    """
+    sides = 2 if pairs else 1
+    lanes, of_access = _lanes(head_dim // sides, itemsize, vec)
+    of_row = sides * -(-head_dim // (sides * vec * lanes)) * of_access
+    passes = min(registers // _PASS_REGISTERS, 1 << (registers // of_row).bit_length() - 1)
+    rows = passes * num_warps * 32 // lanes
+    return rows - rows % group or math.gcd(rows, group)
+
+
+def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
+    """Return how many columns of VALUES_PAD keys a thread block transposes.
+
+    No more than 128: with those of 256, codes, ends and zero points would not fit in 48 KB.
+
+    Parameters
+    ----------
+    head_dim, itemsize, vec, num_warps
+        As for `block_rows`, with 32 registers.
+
+    Examples
+    --------
+    >>> [value_columns(head_dim, 2, 8, 8) for head_dim in (40, 64, 128, 256)]
+    [64, 64, 128, 128]
+    >>> value_columns(256, 2, 8, 16)
+    128
+    """
+    lanes, of_access = _lanes(head_dim, itemsize, vec)
+    held = _VALUE_REGISTERS // of_access * num_warps * 32 // VALUES_PAD
+    return min(128, vec * min(lanes, held))
+
+
+def _lanes(head_dim: int, itemsize: int, vec: int) -> tuple[int, int]:
+    """Return how many lanes share a row, and the registers of an access."""
+    return min(32, 1 << (head_dim // vec - 1).bit_length()), max(1, vec * itemsize // 4)

@@ -1,0 +1,15 @@
+"""What tests of single instructions begin with, if they ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Instructions are meant to run so: overflow and NaN are results."""
+    with np.errstate(all="ignore"):
+        yield
