@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.described import Described, aligned_copy
+from cupyattn.arrays.described import aligned_copy
 from cupyattn.arrays.kinds import STORAGE, check_kind
+from cupyattn.arrays.memory import is_aligned
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
@@ -144,7 +145,7 @@ def operand(name: str, array: Any) -> Any:
         check_kind(name, array)
     if isinstance(array, np.generic):
         return np.asarray(array)
-    return array if Described.of(name, array).is_aligned else aligned_copy(array)
+    return array if is_aligned(array) else aligned_copy(array)
 
 
 def operands(**named: Any) -> tuple[Any, ...]:

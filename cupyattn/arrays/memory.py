@@ -37,6 +37,15 @@ def check_apart(
             raise ValueError(f"out must not share memory with {name}")
 
 
+def is_aligned(array: Any) -> bool:
+    """Whether every element of a NumPy or CuPy array lies at a multiple of its size."""
+    size = int(array.dtype.itemsize)
+    if size == 1:
+        return True
+    odd = any(s % size for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    return not odd and data_address(array) % size == 0
+
+
 def data_address(array: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
     # NOTE: NumPy's .data is a buffer, which bfloat16 does not have.
