@@ -336,10 +336,10 @@ def _quantisation(
         stored = quantized.config.fused
         prepared = bounds_prepared.preparation(preparation, q, k, stored=stored)
         q, k = preparation.exact(q, k)
-    means, scales = ("k_mean", "v_mean"), ("q_scale", "k_scale", "v_scale")
-    if _finite(q, k, v, *(getattr(quantized, name) for name in means)):  # and so must scales be
-        if not _finite(*(getattr(quantized, name) for name in scales)):
-            return math.inf
+    means = quantized.k_mean, quantized.v_mean
+    scales = quantized.q_scale, quantized.k_scale, quantized.v_scale
+    if _finite(q, k, v, *means) and not _finite(*scales):  # which are of finite numbers
+        return math.inf
     bound = quantised.quantisation(q, k, v, quantized, prepared=prepared, **scored)
     return max(
         worst_of(ratio_to_bound(of_operands[0], of_caller[0], bound.total))[0],
