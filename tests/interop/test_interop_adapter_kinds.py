@@ -116,6 +116,49 @@ def test_an_adapter_that_is_a_linear_layer_itself_is_no_layer_of_the_model() -> 
     assert [*handle.replaced] == ["0", "2"] and not handle.kept
 
 
+UNLOADED = {
+    "ia3": (peft.IA3Config, {"feedforward_modules": []}),
+    "loha": (peft.LoHaConfig, {"r": 4}),
+    "lokr": (peft.LoKrConfig, {"r": 4}),
+    "oft": (peft.OFTConfig, {"oft_block_size": 32}),
+    "vera": (peft.VeraConfig, {"r": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", UNLOADED)
+@pytest.mark.parametrize("before", [False, True], ids=["adapter after", "adapter before"])
+def test_adapters_are_unloaded_from_int8_layers(before: bool, kind: str) -> None:
+    """PEFT assigns a layer's weight and bias to the layer itself."""
+    cls, options = UNLOADED[kind]
+    config = cls(target_modules=["0"], **options)
+    exact, module = result(model()), model()
+    replace(module)
+    int8 = result(module)
+    module = model()
+    if before:
+        adapted = trained(peft.get_peft_model(module, config))
+        handle = replace(adapted)
+    else:
+        handle = replace(module)
+        adapted = trained(peft.get_peft_model(module, config))
+    assert not torch.equal(result(adapted), int8)
+    unloaded = adapted.unload()
+    assert type(unloaded[0]) is interop.Int8Linear
+    assert torch.equal(result(unloaded), int8)
+    handle.restore()
+    assert torch.equal(result(unloaded), exact)
+
+
+def test_only_a_layers_own_weight_may_be_assigned_to_it() -> None:
+    one, other = (interop.Int8Linear.from_linear(model()[0], backend="mirror") for _ in range(2))
+    int8 = result(one)
+    one.weight = one.weight
+    assert torch.equal(result(one), int8)
+    for weight in (other.weight, one.weight[:], one.weight.clone(), None):
+        with pytest.raises(RuntimeError, match="cannot be written"):
+            one.weight = weight
+
+
 # ---- modules without parameters ------------------------------------------------------------------
 
 

@@ -233,12 +233,16 @@ class Int8Linear(torch.nn.Linear):
             check_readable(self, codes)
             return dequantised(codes, scales, dtype)
 
-        found: Tensor = ReadOnlyWeight(like, home_of(self, codes), read)
+        found = ReadOnlyWeight(like, home_of(self, codes), read)
+        found.codes = codes
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another weight; PEFT gives the layer its own one back, which changes nothing."""
         if name == "weight":
-            refuse_write()
+            if getattr(value, "codes", None) is not self.weight_codes:
+                refuse_write()
+            return
         super().__setattr__(name, value)
 
     @classmethod

@@ -58,6 +58,8 @@ class ReadOnlyWeight(Tensor):
     _like: Tensor
     _device: torch.device
     _read: Callable[[], Tensor]
+    #: The codes of a whole weight, which tell whose it is; None for views of it.
+    codes: Tensor | None = None
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> Any:
