@@ -13,7 +13,7 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
-from cupyattn.interop.torch.offloading import check_readable, home_of
+from cupyattn.interop.torch.offloading import check_readable, home_of, offload_codes
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
@@ -238,12 +238,14 @@ class Int8Linear(torch.nn.Linear):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse another weight; PEFT gives the layer its own one back, which changes nothing."""
+        """Refuse another weight, not the own one that PEFT assigns; let accelerate move codes."""
         if name == "weight":
             if getattr(value, "codes", None) is not self.weight_codes:
                 refuse_write()
             return
         super().__setattr__(name, value)
+        if name == "_hf_hook":
+            offload_codes(self, value)
 
     @classmethod
     def from_linear(

@@ -77,6 +77,29 @@ def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
     return codes.device
 
 
+def offload_codes(layer: nn.Module, hook: Any) -> None:
+    """Let accelerate offload the buffers of an INT8 layer, whose codes are one, with its bias.
+
+    Left as they are, hooks without ``offload_buffers``, as those of diffusers, would keep all codes
+    on the device where the layer is called.
+
+    Parameters
+    ----------
+    layer : Int8Linear
+    hook : ModelHook
+        Which accelerate has just put on the layer; may be modified.
+    """
+    for one in _hooks_in(hook):
+        if not getattr(one, "offload", False) or getattr(one, "offload_buffers", True):
+            continue
+        buffers = dict(layer.named_buffers(recurse=False))
+        if isinstance(one.weights_map, dict):  # the hook made it, of parameters alone
+            one.weights_map |= {name: x.to("cpu") for name, x in buffers.items()}
+        if all(name in one.weights_map for name in buffers):
+            one.offload_buffers = True
+            layer._buffers.update({name: x.to("meta") for name, x in buffers.items()})
+
+
 def check_not_offloaded(model: nn.Module) -> None:
     """Raise if the weights of a model are moved or converted in each call.
 
@@ -170,5 +193,9 @@ def _is_placed(module: nn.Module) -> bool:
 
 def _hooks_of_accelerate(module: nn.Module) -> tuple[Any, ...]:
     """Return the hooks that accelerate has put on a module."""
-    hook = vars(module).get("_hf_hook")
-    return tuple(getattr(hook, "hooks", (hook,)))  # of one that holds several
+    return _hooks_in(vars(module).get("_hf_hook"))
+
+
+def _hooks_in(hook: Any) -> tuple[Any, ...]:
+    """Return the hooks that one of accelerate holds, or the hook itself."""
+    return tuple(getattr(hook, "hooks", (hook,)))
