@@ -325,10 +325,11 @@ class Int8Linear(torch.nn.Linear):
             )
         if not isinstance(weight, Tensor):
             raise TypeError(f"weight must be a tensor, got {shown(weight)}")
-        with on_device_of(weight):
+        # Tensors of inference mode allow neither gradients nor loading.
+        with on_device_of(weight), torch.inference_mode(mode=False):
             made = weight_quant(as_array(weight), strategy=strategy)
             codes, scales = map(as_tensor, made)
-        made = cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
+            made = cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
         made.weight_dtype = weight.dtype
         return made
 

@@ -219,7 +219,8 @@ def replace_linear_with_int8(
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
     call = Call(originals, {}, set())
-    reasons, others = put_each(own, candidates, made, call)
+    with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
+        reasons, others = put_each(own, candidates, made, call)
     kept |= others
     if not reasons and (chosen := [name for name in before if name in selection]):
         raise ValueError(

@@ -17,7 +17,7 @@ from cupyattn.interop.torch.activated import ActivatedInt8Linear
 from cupyattn.interop.torch.guards import unguard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.offloading import check_restorable, move_casting
-from cupyattn.interop.torch.originals import Call, Original, original_of
+from cupyattn.interop.torch.originals import Call, Original, original_of, version_of
 from cupyattn.measure.words import printable
 
 #: Types that a bias may have been converted to and back.
@@ -55,10 +55,11 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
     """
     places = check_linear(model, call)
     parameters = [*model.parameters()]
-    restored = {
-        layer: _restored(layer, original, parameters)
-        for *_, layer, original in places if isinstance(layer, Int8Linear)
-    }  # fmt: skip
+    with torch.inference_mode(mode=False):  # weights may be trained later
+        restored = {
+            layer: _restored(layer, original, parameters)
+            for *_, layer, original in places if isinstance(layer, Int8Linear)
+        }  # fmt: skip
     for parent, name, layer, _ in places:
         if layer in restored:
             parent._modules[name] = restored[layer]
@@ -136,7 +137,10 @@ def _check_memory(model: nn.Module, places: list[_Place]) -> None:
 def _has_its_bias(layer: Int8Linear, original: Original) -> bool:
     """Whether a bias has the numbers that were written to it last, as far as is known."""
     bias, kept = layer.bias, original.bias
-    if bias is None or kept is None or bias._version != original.bias_version:
+    if bias is None or kept is None:
+        return True
+    version = version_of(bias)
+    if version is None or version != original.bias_version:
         return True
     return any(_same(bias, kept.to(dtype)) for dtype in (bias.dtype, *_ROUNDED))
 
