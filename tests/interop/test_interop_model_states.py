@@ -59,3 +59,36 @@ def test_layers_that_inference_mode_makes_are_trained_and_loaded() -> None:
         handle.restore()
     assert not any(x.is_inference() for x in model.parameters())
     model.float()(X).sum().backward()
+
+
+# ---- other states --------------------------------------------------------------------------------
+
+
+def test_a_layer_without_a_weight_yet_is_kept() -> None:
+    model = network().append(nn.LazyLinear(16)).append(nn.LazyConv1d(4, 1))
+    handle = replaced(model)
+    assert handle.kept == {"3": "a LazyLinear, whose weight is made in its first call"}
+    assert [*handle.replaced] == ["0", "2"] and "weights -" in handle.report()
+    handle.restore()
+    assert [type(layer) for layer in model[:3]] == [nn.Linear, nn.Tanh, nn.Linear]
+
+
+def test_codes_stay_int8_when_a_module_gets_a_type() -> None:
+    model, half = network(), network()
+    replaced(model)
+    replaced(half)
+    x = X.half()
+    model.type(torch.float16)
+    half.half()
+    assert model[0].weight_codes.dtype == torch.int8
+    assert model[0].weight_scale.dtype == torch.float32
+    assert model[0].weight.dtype == model[0].bias.dtype == torch.float16
+    assert torch.equal(model(x), half(x))
+
+
+def test_a_weight_is_formatted_and_makes_tensors_beside_it() -> None:
+    layer = interop.Int8Linear.from_linear(network()[0], backend="mirror").bfloat16()
+    weight, plain = layer.weight, layer.weight.clone()
+    assert f"{weight[0, 0]:.3f}" == f"{plain[0, 0]:.3f}"
+    found = weight.new_tensor([1.0, 2.0])
+    assert (found.tolist(), found.dtype, found.device) == ([1, 2], torch.bfloat16, plain.device)

@@ -334,11 +334,14 @@ class Int8Linear(torch.nn.Linear):
         return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Int8Linear:
-        """Move tensors, and convert all but the scales, as ``to`` does."""
+        """Move tensors, and convert all but codes and scales, as ``to`` does."""
         scale: Tensor = self.weight_scale
+        kept = {name: self._buffers[name] for name in (CODES, "weight_scale")}
         super()._apply(fn, *args, **kwargs)
-        if self.weight_scale.dtype != scale.dtype:
-            self.weight_scale = scale.to(self.weight_scale.device)
+        for name, x in kept.items():
+            now = self._buffers[name]
+            if x is not None and now is not None and now.dtype != x.dtype:
+                self._buffers[name] = x.to(now.device)
         like = torch.empty(0, dtype=self.weight_dtype, device=scale.device)
         self.weight_dtype = fn(like).dtype
         return self

@@ -256,6 +256,8 @@ def _bytes_of_codes(layer: Int8Linear) -> int:
 
 
 def _bytes(x: Tensor) -> int:
+    if nn.parameter.is_lazy(x):  # of a module that has not been called
+        return 0
     return int(x.numel()) * int(x.element_size())
 
 

@@ -25,6 +25,14 @@ def hooks_of_diffusers(module: nn.Module) -> dict[str, Any]:
     return {} if registry is None else dict(registry.hooks)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether torch calls hooks before or after a module, or in its backward pass."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks
+        or module._backward_hooks or module._backward_pre_hooks
+    )  # fmt: skip
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a library put something in the place of a module's ``forward``.
 

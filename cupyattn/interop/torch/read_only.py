@@ -253,6 +253,8 @@ _REFUSED: dict[Any, tuple[str, Callable[..., bool]]] = {
 _OF_MEMORY: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _numpy,
     Tensor.tolist: Tensor.tolist,
+    Tensor.__format__: Tensor.__format__,
+    Tensor.new_tensor: Tensor.new_tensor,
     Tensor.__array__: _array,
     Tensor.__dlpack__: _dlpack,
     Tensor.__deepcopy__: lambda x, memo: x,

@@ -66,6 +66,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
     for parent, name, unit, original in places:
         if isinstance(unit, ActivatedInt8Linear) and original.module is not None:
             original.module.proj = unit.proj  # where an adapter may stand by now
+            _move_hooks(unit, original.module)
             parent._modules[name] = original.module.train(unit.training)
     unguard(model)
     if call is not None and call.missing:
@@ -166,10 +167,15 @@ def _restored(
     linear.to(layer.weight_codes.device, layer.weight_dtype)
     linear.bias = layer.bias  # one parameter, which may have been trained or moved
     linear.train(layer.training)
-    for name, hooks in vars(layer).items():
-        if name.startswith(("_forward_", "_backward_")):
-            setattr(linear, name, hooks)  # the dicts themselves, so that handles remove them
+    _move_hooks(layer, linear)
     move_casting(layer, linear)
     original.call.missing.discard(original.name)
     restored: nn.Module = linear
     return restored
+
+
+def _move_hooks(layer: nn.Module, to: nn.Module) -> None:
+    """Give a module that had no hooks of its own those of a layer that had its place."""
+    for name, hooks in vars(layer).items():
+        if name.startswith(("_forward_", "_backward_")):
+            setattr(to, name, hooks)  # the dicts themselves, so that handles remove them
