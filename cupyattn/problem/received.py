@@ -101,9 +101,8 @@ def receive(
     rung, codes = ladder.lookup(settings.variant), None
     rung.check_form(form)
     q, k, v = (arrays[name] for name in "qkv")
-    rows = q, k, v
     if quantized is None:
-        dtype, shapes = check_dtype(q, k, v), [tuple(x.shape) for x in rows]
+        dtype, shapes = check_dtype(q, k, v), [tuple(x.shape) for x in (q, k, v)]
     else:
         if not isinstance(quantized, Quantized):
             raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
@@ -112,7 +111,6 @@ def receive(
         z = quantized.unpacked()
         dtype, codes = z.out_dtype, Codes.of(z)
         shapes = [tuple(x.shape) for x in (z.q_codes, z.k_codes, z.k_codes)]
-        rows = z.q_codes, z.k_codes, z.v if z.v_codes is None else z.v_codes
     scores = settings.scores(arrays)
     mask, bias = operands(mask=scores.mask, bias=scores.bias)
     taken = replace(scores, mask=mask, bias=bias)
@@ -120,7 +118,8 @@ def receive(
     places = None
     if arch is not None:
         o = Operand.contiguous(call.output_shape, STORAGE[dtype].itemsize)
-        at = [fresh_rows(Operand.of(x)) for x in rows]
+        rows = (q, k, v) if quantized is None else (z.q_codes, z.k_codes, z.v_codes)
+        at = [fresh_rows(Operand.of(z.v if x is None else x)) for x in rows]
         of_bias = None if bias is None else Operand.of(bias)
         places = Operands(at[0], at[1], at[2], o, bias=of_bias)
     kernel = settle(

@@ -336,16 +336,20 @@ def _quantisation(
         stored = quantized.config.fused
         prepared = bounds_prepared.preparation(preparation, q, k, stored=stored)
         q, k = preparation.exact(q, k)
-    xp = array_namespace(q, k, v)
-    if all(bool(xp.isfinite(x).all()) for x in (q, k, v)):  # and so are their codes and scales
-        spoilt = xp.isfinite(of_caller[0]) & ~xp.isfinite(of_operands[0])
-        if bool(spoilt.any()):
-            return math.inf
+    means = quantized.k_mean, quantized.v_mean
+    scales = quantized.q_scale, quantized.k_scale, quantized.v_scale
+    if _finite(q, k, v, *means) and not _finite(*scales):  # which are of finite numbers
+        return math.inf
     bound = quantised.quantisation(q, k, v, quantized, prepared=prepared, **scored)
     return max(
         worst_of(ratio_to_bound(of_operands[0], of_caller[0], bound.total))[0],
         worst_of(ratio_to_bound(of_operands[1], of_caller[1], bound.lse))[0],
     )
+
+
+def _finite(*arrays: Array | None) -> bool:
+    """Say whether all numbers are finite, of the arrays that are there."""
+    return all(bool(array_namespace(x).isfinite(x).all()) for x in arrays if x is not None)
 
 
 def _relative_l2(value: Array, expected: Array) -> tuple[float, Array]:

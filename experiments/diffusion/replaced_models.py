@@ -64,7 +64,7 @@ REFUSALS = {
     ),
     "restore": (
         "remove the offloading hooks first", "offloaded to disk", "the layers were dropped",
-        "is INT8 without the layer", "have other numbers than before",
+        "is INT8 without the layer", "have other numbers than when it was replaced",
     ),
     "attention": ("is replaced already",),
     "merge": ("fuse",),

@@ -116,6 +116,90 @@ def test_an_adapter_that_is_a_linear_layer_itself_is_no_layer_of_the_model() -> 
     assert [*handle.replaced] == ["0", "2"] and not handle.kept
 
 
+UNLOADED = {
+    "ia3": (peft.IA3Config, {"feedforward_modules": []}),
+    "loha": (peft.LoHaConfig, {"r": 4}),
+    "lokr": (peft.LoKrConfig, {"r": 4}),
+    "oft": (peft.OFTConfig, {"oft_block_size": 32}),
+    "vera": (peft.VeraConfig, {"r": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", UNLOADED)
+@pytest.mark.parametrize("before", [False, True], ids=["adapter after", "adapter before"])
+def test_adapters_are_unloaded_from_int8_layers(before: bool, kind: str) -> None:
+    """PEFT assigns a layer's weight and bias to the layer itself."""
+    cls, options = UNLOADED[kind]
+    config = cls(target_modules=["0"], **options)
+    exact, module = result(model()), model()
+    replace(module)
+    int8 = result(module)
+    module = model()
+    if before:
+        adapted = trained(peft.get_peft_model(module, config))
+        handle = replace(adapted)
+    else:
+        handle = replace(module)
+        adapted = trained(peft.get_peft_model(module, config))
+    assert not torch.equal(result(adapted), int8)
+    unloaded = adapted.unload()
+    assert type(unloaded[0]) is interop.Int8Linear
+    assert torch.equal(result(unloaded), int8)
+    handle.restore()
+    assert torch.equal(result(unloaded), exact)
+
+
+def test_only_a_layers_own_weight_may_be_assigned_to_it() -> None:
+    one, other = (interop.Int8Linear.from_linear(model()[0], backend="mirror") for _ in range(2))
+    int8 = result(one)
+    one.weight = one.weight
+    assert torch.equal(result(one), int8)
+    for weight in (other.weight, one.weight[:], one.weight.clone(), None):
+        with pytest.raises(RuntimeError, match="cannot be written"):
+            one.weight = weight
+
+
+# ---- parameters that an adapter replaces ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["get_peft_model", "add_adapter", "tuner before"])
+@pytest.mark.parametrize("target", ["weight", "0.weight"])
+def test_an_adapter_of_an_int8_weight_is_refused(target: str, by: str) -> None:
+    """PEFT names modules by their parameters, finds none, and would go on without that one."""
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=[target])
+    first = peft.LoraConfig(r=4, target_modules=["2"], init_lora_weights=False)
+    module = model()
+    if by == "tuner before":
+        module = peft.get_peft_model(module, first).eval()
+    handle = replace(module)
+    if by == "add_adapter":
+        module = peft.get_peft_model(module, first).eval()
+    int8, kinds = result(module), [*map(type, module.modules())]
+    said = (
+        r"^target_parameters names '0.weight', whose layer is INT8, so that it is no parameter: "
+        r"call restore\(\), add the adapter, then replace_linear_with_int8 again$"
+    )
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=said):
+            if by == "get_peft_model":
+                peft.get_peft_model(module, config)
+            else:
+                module.add_adapter("second", config)
+    assert kinds == [*map(type, module.modules())] and torch.equal(result(module), int8)
+    handle.restore()
+    if by == "get_peft_model":
+        assert "ParamWrapper" in str(peft.get_peft_model(module, config))
+    else:
+        assert [*module.peft_config] == ["default"]
+
+
+def test_an_adapter_of_a_parameter_that_is_none_of_int8_is_added() -> None:
+    module = model()
+    replace(module, include="0")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["2.weight"])
+    assert "ParamWrapper" in str(peft.get_peft_model(module, config))
+
+
 # ---- modules without parameters ------------------------------------------------------------------
 
 

@@ -95,6 +95,33 @@ def test_a_model_is_offloaded_after_and_restored_without_hooks(
         assert torch.equal(call(model), int8)
 
 
+@pytest.mark.parametrize("given", ["of the model", "of each layer"])
+def test_codes_leave_the_device_without_offload_buffers(given: str) -> None:
+    """diffusers leaves buffers on the device where a model computes; codes are what was saved."""
+    model, call = small.transformer("wan"), small.caller("wan")
+    native = call(model)
+    handle = replaced(model)
+    int8 = call(model)
+    other = model.patch_embedding
+    other.register_buffer("table", torch.ones(3))
+    if given == "of the model":
+        accelerate.cpu_offload(model, CPU, offload_buffers=False)
+    else:
+        accelerate.hooks.attach_align_device_hook(model, CPU, offload=True)
+    layers = [layer for layer in model.modules() if isinstance(layer, interop.Int8Linear)]
+
+    def resident() -> int:
+        return sum(x.nbytes for m in layers for x in m.state_dict().values() if not x.is_meta)
+
+    assert len(layers) == len(handle.replaced) and resident() == 0
+    assert torch.equal(call(model), int8)
+    assert resident() == 0 and not other.table.is_meta
+    remove_accelerate(model)
+    assert torch.equal(call(model), int8) and not any(x.weight_codes.is_meta for x in layers)
+    handle.restore()
+    assert torch.equal(call(model), native)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_offloaded_model_is_replaced_before(way: str, tmp_path: Path) -> None:
     offload, remove, _ = WAYS[way]

@@ -123,6 +123,36 @@ def test_an_adapter_of_an_activated_layer_stays() -> None:
     assert 0 < (call(model) - found).norm() / found.norm() < 0.05
 
 
+@pytest.mark.parametrize("place", ["net.0", "net.0.proj"])
+def test_hooks_that_came_after_replacing_stay(place: str) -> None:
+    """``net.0`` is a module of diffusers, GELU, which is replaced together with its layer."""
+    model, call, native = make("sd3")
+    handle = int8(model)
+    ff, seen = model.transformer_blocks[0].ff, []
+    module = ff.get_submodule(place)
+    hooks = [
+        module.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True),
+        module.register_forward_pre_hook(lambda *_: seen.append("before")),
+    ]
+    call(model)
+    handle.restore()
+    assert ff.get_submodule(place) is not module and seen == ["before", "after"]
+    assert torch.equal(call(model), native) and seen == ["before", "after"] * 2
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(call(model), native) and len(seen) == 4
+
+
+def test_an_activation_with_hooks_of_its_backward_pass_is_not_replaced() -> None:
+    model, _, _ = make("sd3")
+    unit = model.transformer_blocks[0].ff.net[0]
+    unit.register_full_backward_pre_hook(lambda *_: None)
+    handle = int8(model)
+    assert model.transformer_blocks[0].ff.net[0] is unit
+    assert type(unit.proj) is of_torch.Int8Linear
+    handle.restore()
+
+
 # ---- layers that are gone ------------------------------------------------------------------------
 
 

@@ -319,8 +319,8 @@ def test_a_negative_scale(scale: float) -> None:
     (gradient,) = torch.autograd.grad(o.sum(), q)
     (negated,) = torch.autograd.grad(own(-q, k, v, scale=-scale).sum(), q)
     assert torch.equal(gradient, negated)
-    for other in (0.0, float("nan"), -float("inf")):
-        with pytest.raises(ValueError, match=f"scale must be positive and finite, got {other}"):
+    for other in (0.0, -0.0, float("nan"), -float("inf")):
+        with pytest.raises(ValueError, match=f"be a finite number other than 0, got {other}: leav"):
             own(q, k, v, scale=other)
 
 

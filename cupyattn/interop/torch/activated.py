@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cupyattn.interop.torch.epilogues import FUNCTIONS
 from cupyattn.interop.torch.linear import Int8Linear
-from cupyattn.interop.torch.offloading import has_own_forward
+from cupyattn.interop.torch.offloading import has_hooks, has_own_forward
 from cupyattn.quant.activation import GATE_LAST, GLU
 
 #: A module that was replaced: its parent, its name there, the module, and what took its place.
@@ -96,7 +96,7 @@ def put_activated(model: nn.Module) -> list[Place]:
 def _activation_of(module: nn.Module) -> str:
     """Return what a module of diffusers applies to its layer; "" for any other, or with hooks."""
     # NOTE: libraries that move weights in each call replace the function of an instance.
-    if module._forward_hooks or module._forward_pre_hooks or has_own_forward(module):
+    if has_hooks(module) or has_own_forward(module):
         return ""
     kind = type(module)
     if kind.__module__ != "diffusers.models.activations":

@@ -3,7 +3,8 @@
 Loading: diffusers looks up ``state_dict()["to_q.weight"]``, where there are codes by another name.
 Fusing: codes cannot take in an adapter. Layers of 16 bits would be fused before the first INT8 one
 refuses, and scaled before, so models and tuners refuse before they begin. Tuners that PEFT makes
-later are known by the model that they register.
+later are known by the model that they register. PEFT adapts parameters of modules, and leaves
+weights out that are none, so tuners refuse these, too.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.adapters import copies_layers, inner_of, needs_numbers
+from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.interop.torch.fusing import as_linear
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.originals import original_of
 
 #: Methods that fuse adapters, of models of diffusers and of tuners of PEFT.
 _FUSING = ("fuse_lora", "merge_adapter", "merge_and_unload")
+#: The method of tuners of PEFT that adds an adapter.
+_ADD = "inject_adapter"
 _watching = False
 
 
@@ -62,8 +66,8 @@ def let_adapt(model: nn.Module) -> None:
     Parameters
     ----------
     model : Module
-        Modules within it that have a method of `_FUSING` get an attribute that hides it, and a hook
-        of their state dict.
+        Modules within it that have a method of `_FUSING`, or `_ADD`, get an attribute that hides
+        it, and a hook of their state dict.
     """
     global _watching
     if not _watching:
@@ -75,7 +79,7 @@ def let_adapt(model: nn.Module) -> None:
 
 
 def _methods(module: nn.Module) -> list[str]:
-    return [name for name in _FUSING if callable(getattr(type(module), name, None))]
+    return [name for name in (*_FUSING, _ADD) if callable(getattr(type(module), name, None))]
 
 
 def _adapt(module: nn.Module) -> None:
@@ -83,7 +87,10 @@ def _adapt(module: nn.Module) -> None:
         module._register_state_dict_hook(_answer)
     for name in _methods(module):
         if name not in vars(module):
-            setattr(module, name, functools.partial(_fuse, module, name))
+            hiding = functools.partial(_add, module) if name == _ADD else (
+                functools.partial(_fuse, module, name)
+            )  # fmt: skip
+            setattr(module, name, hiding)
 
 
 def _watch(module: nn.Module, name: str, child: Any) -> Any:
@@ -139,8 +146,8 @@ def forget_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if _has_codes(module):
             continue
-        for name in _FUSING:
-            if getattr(vars(module).get(name), "func", None) is _fuse:
+        for name in (*_FUSING, _ADD):
+            if getattr(vars(module).get(name), "func", None) in (_fuse, _add):
                 delattr(module, name)
         hooks = module._state_dict_hooks
         for number in [number for number, hook in hooks.items() if hook is _answer]:
@@ -170,6 +177,20 @@ def _fuse(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
             "replace_linear_with_int8 again"
         )
     return function(module, *args, **kwargs)
+
+
+def _add(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Add an adapter, unless it takes the place of a weight that is INT8: PEFT would drop it."""
+    targets = getattr(tuner.peft_config[adapter_name], "target_parameters", None) or ()
+    for name, _ in int8_layers(model) if targets else ():
+        weight = f".{name}.weight"
+        if any(weight.endswith(f".{target}") for target in targets):
+            del tuner.peft_config[adapter_name]
+            raise UnsupportedError(
+                f"target_parameters names {weight[1:]!r}, whose layer is INT8, so that it is no "
+                "parameter: call restore(), add the adapter, then replace_linear_with_int8 again"
+            )
+    return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
 
 
 def _int8_tuners(model: nn.Module, adapters: Sequence[str] | None) -> Iterator[str]:

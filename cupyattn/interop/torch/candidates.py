@@ -11,7 +11,7 @@ from cupyattn.checkpoints.header import FLOATS
 from cupyattn.interop.handle import COMPILED
 from cupyattn.interop.torch.adapters import inner_of, obstacle_of
 from cupyattn.interop.torch.linear import Int8Linear
-from cupyattn.interop.torch.offloading import has_own_forward
+from cupyattn.interop.torch.offloading import has_hooks, has_own_forward
 
 #: A layer that was replaced: its parent, its name there, the layer, and what took its place.
 LinearPlace = tuple[nn.Module, str, nn.Linear, Int8Linear]
@@ -60,9 +60,11 @@ def unfit(linear: nn.Linear) -> str:
     """Say why a layer cannot be replaced, whatever its numbers are; empty where it can."""
     if nn.utils.parametrize.is_parametrized(linear):
         return "is parametrised, so that its weight is made in each call"
+    if nn.parameter.is_lazy(linear.weight):
+        return f"a {type(linear).__name__}, whose weight is made in its first call"
     if type(linear) is not nn.Linear:
         return f"a {type(linear).__name__}"
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+    if has_hooks(linear):
         return "has hooks"
     if has_own_forward(linear):  # as libraries put it there that move weights in each call
         return "has a forward of its own"

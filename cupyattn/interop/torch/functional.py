@@ -324,7 +324,12 @@ def scaled_dot_product_attention(
             attn_masks.check_class("attn_mask", attn_mask)
             name, mask = attn_masks.of_query(attn_mask, query)
             options[name] = attn_masks.of_four_axes(mask, batch)
-    if isinstance(scale, (int, float)) and -math.inf < scale < 0:
+    if isinstance(scale, (int, float)) and (scale == 0 or not math.isfinite(scale)):
+        raise ValueError(
+            f"scale must be a finite number other than 0, got {scale}: leave it out for "
+            "head_dim ** -0.5"
+        )
+    if isinstance(scale, (int, float)) and scale < 0:
         query, scale = -query, -scale  # kernels take the maximum of scores before they scale them
     q, k, v = (
         _four_axes(x, batch, own) for x, own in zip((query, key, value), heads, strict=True)

@@ -72,6 +72,11 @@ def _fuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     An adapter of a projection has no part in it, as without INT8.
     """
+    with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
+        return _fused_here(module, *args, **kwargs)
+
+
+def _fused_here(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own, before = _projections(module), dict(module._modules)
     module._modules.update({name: as_linear(layer) for name, layer in own.items()})
     try:

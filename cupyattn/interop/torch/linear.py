@@ -14,7 +14,7 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
-from cupyattn.interop.torch.offloading import check_readable, home_of
+from cupyattn.interop.torch.offloading import check_readable, home_of, offload_codes
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
@@ -234,13 +234,19 @@ class Int8Linear(torch.nn.Linear):
             check_readable(self, codes)
             return dequantised(codes, scales, dtype)
 
-        found: Tensor = ReadOnlyWeight(like, home_of(self, codes), read)
+        found = ReadOnlyWeight(like, home_of(self, codes), read)
+        found.codes = codes
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another weight, not the own one that PEFT assigns; let accelerate move codes."""
         if name == "weight":
-            refuse_write()
+            if getattr(value, "codes", None) is not self.weight_codes:
+                refuse_write()
+            return
         super().__setattr__(name, value)
+        if name == "_hf_hook":
+            offload_codes(self, value)
 
     @classmethod
     def from_linear(
@@ -320,19 +326,23 @@ class Int8Linear(torch.nn.Linear):
             )
         if not isinstance(weight, Tensor):
             raise TypeError(f"weight must be a tensor, got {shown(weight)}")
-        with on_device_of(weight):
+        # Tensors of inference mode allow neither gradients nor loading.
+        with on_device_of(weight), torch.inference_mode(mode=False):
             made = weight_quant(as_array(weight), strategy=strategy)
             codes, scales = map(as_tensor, made)
-        made = cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
+            made = cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
         made.weight_dtype = weight.dtype
         return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Int8Linear:
-        """Move tensors, and convert all but the scales, as ``to`` does."""
+        """Move tensors, and convert all but codes and scales, as ``to`` does."""
         scale: Tensor = self.weight_scale
+        kept = {name: self._buffers[name] for name in (CODES, "weight_scale")}
         super()._apply(fn, *args, **kwargs)
-        if self.weight_scale.dtype != scale.dtype:
-            self.weight_scale = scale.to(self.weight_scale.device)
+        for name, x in kept.items():
+            now = self._buffers[name]
+            if x is not None and now is not None and now.dtype != x.dtype:
+                self._buffers[name] = x.to(now.device)
         like = torch.empty(0, dtype=self.weight_dtype, device=scale.device)
         self.weight_dtype = fn(like).dtype
         return self

@@ -72,7 +72,15 @@ def load_int8(
     -----
     `save_pretrained` of the model is refused, since it would write codes as weights.
     """
-    given = target_of(model)
+    with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
+        return _loaded(model, checkpoint, {"arch": arch, "backend": backend})
+
+
+def _loaded(
+    given: Any, checkpoint: str | PathLike[str], options: dict[str, Any]
+) -> nn.Module:
+    """Return what `load_int8` does; options are for the layers."""
+    given = target_of(given)
     model = uncompiled(given)
     if isinstance(model, nn.Module):
         check_not_offloaded(model)
@@ -105,7 +113,6 @@ def load_int8(
                 "model"
             )
         linear = layers[name]
-        options = {"arch": arch, "backend": backend}
         replaced[id(linear)] = layer_of(source, codes[weight], linear, options)
     places = put(model, replaced)
     try:

@@ -219,7 +219,8 @@ def replace_linear_with_int8(
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
     call = Call(originals, {}, set())
-    reasons, others = put_each(own, candidates, made, call)
+    with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
+        reasons, others = put_each(own, candidates, made, call)
     kept |= others
     if not reasons and (chosen := [name for name in before if name in selection]):
         raise ValueError(
@@ -255,6 +256,8 @@ def _bytes_of_codes(layer: Int8Linear) -> int:
 
 
 def _bytes(x: Tensor) -> int:
+    if nn.parameter.is_lazy(x):  # of a module that has not been called
+        return 0
     return int(x.numel()) * int(x.element_size())
 
 

@@ -25,6 +25,14 @@ def hooks_of_diffusers(module: nn.Module) -> dict[str, Any]:
     return {} if registry is None else dict(registry.hooks)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether torch calls hooks before or after a module, or in its backward pass."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks
+        or module._backward_hooks or module._backward_pre_hooks
+    )  # fmt: skip
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a library put something in the place of a module's ``forward``.
 
@@ -75,6 +83,29 @@ def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
             if isinstance(device, torch.device | str | int):
                 return torch.device(device)
     return codes.device
+
+
+def offload_codes(layer: nn.Module, hook: Any) -> None:
+    """Let accelerate offload the buffers of an INT8 layer, whose codes are one, with its bias.
+
+    Left as they are, hooks without ``offload_buffers``, as those of diffusers, would keep all codes
+    on the device where the layer is called.
+
+    Parameters
+    ----------
+    layer : Int8Linear
+    hook : ModelHook
+        Which accelerate has just put on the layer; may be modified.
+    """
+    for one in _hooks_in(hook):
+        if not getattr(one, "offload", False) or getattr(one, "offload_buffers", True):
+            continue
+        buffers = dict(layer.named_buffers(recurse=False))
+        if isinstance(one.weights_map, dict):  # the hook made it, of parameters alone
+            one.weights_map |= {name: x.to("cpu") for name, x in buffers.items()}
+        if all(name in one.weights_map for name in buffers):
+            one.offload_buffers = True
+            layer._buffers.update({name: x.to("meta") for name, x in buffers.items()})
 
 
 def check_not_offloaded(model: nn.Module) -> None:
@@ -170,5 +201,9 @@ def _is_placed(module: nn.Module) -> bool:
 
 def _hooks_of_accelerate(module: nn.Module) -> tuple[Any, ...]:
     """Return the hooks that accelerate has put on a module."""
-    hook = vars(module).get("_hf_hook")
-    return tuple(getattr(hook, "hooks", (hook,)))  # of one that holds several
+    return _hooks_in(vars(module).get("_hf_hook"))
+
+
+def _hooks_in(hook: Any) -> tuple[Any, ...]:
+    """Return the hooks that one of accelerate holds, or the hook itself."""
+    return tuple(getattr(hook, "hooks", (hook,)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cupyattn.interop.torch.activated import ActivatedInt8Linear
 from cupyattn.interop.torch.linear import Int8Linear
@@ -63,11 +63,16 @@ class Original:
         self.call, self.name, self.module = call, name, module
         bias, scale = (getattr(layer, name, None) for name in ("bias", "weight_scale"))
         self.bias = None if bias is None else bias.detach().to("cpu", copy=True)
-        self.bias_version = None if bias is None else bias._version
+        self.bias_version = version_of(bias)
         self.scale = None if scale is None else scale.to("cpu", copy=True)
 
     def __reduce__(self) -> Any:
         return _nothing, ()
+
+
+def version_of(x: Tensor | None) -> int | None:
+    """Return how often a tensor was written, None where torch does not count it."""
+    return None if x is None or x.is_inference() else x._version
 
 
 def _nothing() -> None:

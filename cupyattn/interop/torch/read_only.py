@@ -58,6 +58,8 @@ class ReadOnlyWeight(Tensor):
     _like: Tensor
     _device: torch.device
     _read: Callable[[], Tensor]
+    #: The codes of a whole weight, which tell whose it is; None for views of it.
+    codes: Tensor | None = None
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> Any:
@@ -251,6 +253,8 @@ _REFUSED: dict[Any, tuple[str, Callable[..., bool]]] = {
 _OF_MEMORY: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _numpy,
     Tensor.tolist: Tensor.tolist,
+    Tensor.__format__: Tensor.__format__,
+    Tensor.new_tensor: Tensor.new_tensor,
     Tensor.__array__: _array,
     Tensor.__dlpack__: _dlpack,
     Tensor.__deepcopy__: lambda x, memo: x,

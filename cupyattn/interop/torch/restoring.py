@@ -17,7 +17,7 @@ from cupyattn.interop.torch.activated import ActivatedInt8Linear
 from cupyattn.interop.torch.guards import unguard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.offloading import check_restorable, move_casting
-from cupyattn.interop.torch.originals import Call, Original, original_of
+from cupyattn.interop.torch.originals import Call, Original, original_of, version_of
 from cupyattn.measure.words import printable
 
 #: Types that a bias may have been converted to and back.
@@ -55,16 +55,18 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
     """
     places = check_linear(model, call)
     parameters = [*model.parameters()]
-    restored = {
-        layer: _restored(layer, original, parameters)
-        for *_, layer, original in places if isinstance(layer, Int8Linear)
-    }  # fmt: skip
+    with torch.inference_mode(mode=False):  # weights may be trained later
+        restored = {
+            layer: _restored(layer, original, parameters)
+            for *_, layer, original in places if isinstance(layer, Int8Linear)
+        }  # fmt: skip
     for parent, name, layer, _ in places:
         if layer in restored:
             parent._modules[name] = restored[layer]
     for parent, name, unit, original in places:
         if isinstance(unit, ActivatedInt8Linear) and original.module is not None:
             original.module.proj = unit.proj  # where an adapter may stand by now
+            _move_hooks(unit, original.module)
             parent._modules[name] = original.module.train(unit.training)
     unguard(model)
     if call is not None and call.missing:
@@ -136,7 +138,10 @@ def _check_memory(model: nn.Module, places: list[_Place]) -> None:
 def _has_its_bias(layer: Int8Linear, original: Original) -> bool:
     """Whether a bias has the numbers that were written to it last, as far as is known."""
     bias, kept = layer.bias, original.bias
-    if bias is None or kept is None or bias._version != original.bias_version:
+    if bias is None or kept is None:
+        return True
+    version = version_of(bias)
+    if version is None or version != original.bias_version:
         return True
     return any(_same(bias, kept.to(dtype)) for dtype in (bias.dtype, *_ROUNDED))
 
@@ -162,10 +167,15 @@ def _restored(
     linear.to(layer.weight_codes.device, layer.weight_dtype)
     linear.bias = layer.bias  # one parameter, which may have been trained or moved
     linear.train(layer.training)
-    for name, hooks in vars(layer).items():
-        if name.startswith(("_forward_", "_backward_")):
-            setattr(linear, name, hooks)  # the dicts themselves, so that handles remove them
+    _move_hooks(layer, linear)
     move_casting(layer, linear)
     original.call.missing.discard(original.name)
     restored: nn.Module = linear
     return restored
+
+
+def _move_hooks(layer: nn.Module, to: nn.Module) -> None:
+    """Give a module that had no hooks of its own those of a layer that had its place."""
+    for name, hooks in vars(layer).items():
+        if name.startswith(("_forward_", "_backward_")):
+            setattr(to, name, hooks)  # the dicts themselves, so that handles remove them
