@@ -21,12 +21,14 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.problem import checks
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.options import ShardedGradientOptions, Unpack, takes_options
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
 
 @points_to_our_names
+@takes_options
 def parallel_attention_backward(
     d_out: Any,
     q: Any,
@@ -39,15 +41,9 @@ def parallel_attention_backward(
     *,
     ulysses: int | None = None,
     partition: Any = "contiguous",
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     layout: str = "BHSD",
     deterministic: bool = False,
-    arch: str | None = None,
-    backend: str | None = None,
+    **options: Unpack[ShardedGradientOptions],
 ) -> Gradients:
     """Gradients of `parallel_attention` with respect to q, k and v.
 
@@ -104,16 +100,14 @@ def parallel_attention_backward(
     >>> rows.join(distributed.run(on_rank, 2))[0, 0, :, 0].round(1).tolist()
     [2.69921875, 1.7001953125, 1.2001953125, 0.89990234375, 0.60009765625, ...]
     """
-    settings = Settings(
-        scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
-        layout=layout, arch=arch, backend=backend,
-    )  # fmt: skip
+    settings = Settings(layout=layout, **options)
     asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
     arrays = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     return _run("parallel_attention_backward", asked, group, arrays)
 
 
 @points_to_our_names
+@takes_options
 def parallel_attention_varlen_backward(
     d_out: Any,
     q: Any,
@@ -128,14 +122,8 @@ def parallel_attention_varlen_backward(
     *,
     ulysses: int | None = None,
     partition: Any = "contiguous",
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     deterministic: bool = False,
-    arch: str | None = None,
-    backend: str | None = None,
+    **options: Unpack[ShardedGradientOptions],
 ) -> Gradients:
     """Gradients of `parallel_attention_varlen` with respect to q, k and v.
 
@@ -161,11 +149,8 @@ def parallel_attention_varlen_backward(
     ValueError, TypeError, UnsupportedError, RankError
         As `parallel_attention_backward`.
     """
-    settings = Settings(
-        scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
-        arch=arch, backend=backend,
-    )  # fmt: skip
-    asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
+    settings = Settings(**options).without_rung
+    asked = ShardedSettings(settings, method, ulysses, partition, deterministic)
     arrays = {
         "d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,

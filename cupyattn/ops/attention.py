@@ -16,6 +16,7 @@ from cupyattn.plans.stages import stages
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.options import CallOptions, Unpack, takes_options
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import NO_WINDOW, Settings, interned, parse
@@ -410,7 +411,8 @@ def described(settings: Settings, given: Mapping[str, Any]) -> AttentionProblem:
 
 
 @points_to_our_names
-def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
+@takes_options
+def plan(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -> Prepared:
     """Prepare a call of `attention` once, to run it many times.
 
     Parameters

@@ -10,10 +10,12 @@ from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.options import CallOptions, Unpack, takes_options
 
 
 @points_to_our_names
-def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
+@takes_options
+def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -> str:
     """Say what `attention` would do with the same arguments, without doing it.
 
     Parameters
@@ -99,7 +101,10 @@ def plans(problem: AttentionProblem) -> list[Plan]:
 
 
 @points_to_our_names
-def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[str, Any]:
+@takes_options
+def kernel_form(
+    q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
+) -> dict[str, Any]:
     """Return which form of a rung `attention` runs with the same arguments, and on which tiles.
 
     Parameters

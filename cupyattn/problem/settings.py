@@ -242,16 +242,17 @@ def of_arguments(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     Parameters
     ----------
     arguments : mapping
-        ``q``, ``k``, ``v``, options of `cupyattn.attention` by their names, and others, which are
-        left out: ``locals()`` of a function that has them in its signature.
+        ``q``, ``k``, ``v``, options of `cupyattn.attention` by their names or under ``options``,
+        and others, which are left out: ``locals()`` of a function with them in its signature.
 
     Examples
     --------
-    >>> def bound(q, k, v, *, causal=False, mask=None, rows=None):
+    >>> def bound(q, k, v, *, causal=False, rows=None, **options):
     ...     return of_arguments(locals())
     >>> settings, arrays = bound("q", "k", "v", causal=True, rows=[0])
     >>> settings.causal, sorted(arrays)
     (True, ['k', 'q', 'v'])
     """
     known = {n: x for n, x in arguments.items() if n in ARRAYS or n in Settings._fields}
+    known |= arguments.get("options", {})
     return parse("attention", arguments["q"], arguments["k"], arguments["v"], known)
