@@ -31,25 +31,15 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import Kernel, settle
+from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.support import grid_support
 from cupyattn.reference import unfused as mirror
 
 
 @points_to_our_names
-def scores(
-    q: Any,
-    k: Any,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Any = None,
-    bias: Any = None,
-    block_mask: BlockMask | None = None,
-) -> Any:
+@takes_options
+def scores(q: Any, k: Any, **options: Unpack[MaskedOptions]) -> Any:
     """Step 1: ``S = scale * Q K^T``.
 
     Parameters
@@ -58,13 +48,7 @@ def scores(
         float16, bfloat16 or float32: CuPy, NumPy, or anything with DLPack.
     k : array, (batch, heads_kv, len_kv, head_dim)
         Of q's type; `heads_kv` divides `heads`.
-    scale : float, optional
-        ``head_dim ** -0.5`` when omitted.
-    causal : bool
-        Query i attends key j only where ``j <= i + shift``.
-    causal_align : {"bottom-right", "top-left"}
-        ``shift = len_kv - len_q``, or 0.
-    window, softcap, mask, bias, block_mask
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `cupyattn.attention`.
 
     Returns
@@ -84,15 +68,12 @@ def scores(
     >>> scores(x, x, causal=True)[0, 0].tolist()
     [[0.5, -inf], [0.5, 0.5]]
     """
-    settings = {
-        "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
-        "softcap": softcap, "block_mask": block_mask,
-    }  # fmt: skip
-    arrays = {"q": q, "k": k}
-    arrays |= {n: x for n, x in {"mask": mask, "bias": bias}.items() if x is not None}
+    added = {"mask": options.pop("mask", None), "bias": options.pop("bias", None)}
+    arrays = {"q": q, "k": k} | {n: x for n, x in added.items() if x is not None}
+    block_mask = options.get("block_mask")
     if isinstance(block_mask, BlockMask):
         arrays["kept_blocks"] = block_mask.kept_blocks(imported({"q": q})[0]["q"])
-    return run(SCORES, settings, arrays, None)["S"]
+    return run(SCORES, options, arrays, None)["S"]
 
 
 def softmax(S: Any, *, return_lse: bool = False) -> Any:

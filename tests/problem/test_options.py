@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import bounds, distributed, gradients, reference, testing
+from cupyattn import bounds, distributed, gradients, reference, testing, unfused
 from cupyattn.problem import options
 
 X = np.ones((1, 1, 4, 8), np.float16)
@@ -30,6 +30,7 @@ TAKEN = {
     reference.attention_mirror: TURNED,
     reference.score_blocks: SCORES,
     reference.scores_mirror: SCORES,
+    unfused.scores: SCORES,
 }
 
 
@@ -59,7 +60,7 @@ def test_signatures_show_the_options(function: Any) -> None:
 @pytest.mark.parametrize("function", TAKEN, ids=lambda function: function.__name__)
 def test_other_keywords_are_refused(function: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword "):
-        function(*[X] * 3, no_option=True)
+        function(*[X] * 2, no_option=True)
 
 
 def test_sharded_calls_show_and_refuse_theirs() -> None:
