@@ -23,7 +23,7 @@ from cupyattn.ops.operation import problem_of
 from cupyattn.problem.form import fresh_rows, settle
 from cupyattn.problem.kernel_support import kernel_support
 from cupyattn.problem.operands import Codes
-from cupyattn.problem.received import ARCHITECTURES, Received, receive
+from cupyattn.problem.received import FORM_ARCHITECTURES, Received, receive
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry, take_lengths, take_sequences
@@ -246,7 +246,7 @@ def kernels_tried(
     rung, z = request.variant, request.quantized
     own = target.own_arch("cuda", request.q) if is_cupy(request.q) else None
     codes = None if z is None else Codes.of(z)
-    asked = [(codes, form, arch) for arch in (own, *ARCHITECTURES)]
+    asked = [(codes, form, arch) for arch in (own, *FORM_ARCHITECTURES)]
     if z is not None and codes is not None and z.config.fused and form is None:
         asked.append((replace(codes, fused=True), "fused", None))
     places = request.places
