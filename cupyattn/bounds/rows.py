@@ -159,7 +159,7 @@ class Rows:
 
     @property
     def further(self) -> int:
-        """Sums of rows beside those of steps: without an online softmax, and of pieces."""
+        """Sums of a row beside one a step: of P without an online softmax, and of its pieces."""
         n, cut = self.shared.n, self.shared.cut
         return (not n.online) + max(0, (n.pieces if cut is None else cut.slices) - 1)
 

@@ -236,7 +236,7 @@ def _tiles(
 
 
 def fresh_rows(x: Operand) -> Operand:
-    """Describe rows as this library allocates them: contiguous, and those of codes padded."""
+    """Describe rows as this library allocates them: contiguous, and padded if they are codes."""
     return code_rows(x) if x.itemsize == 1 else Operand.contiguous(x.shape, x.itemsize)
 
 

@@ -31,7 +31,7 @@ from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check
 Array = Any
 
 #: Architectures that have forms of their own; None has the portable ones.
-ARCHITECTURES = (None, "sm_90a")
+FORM_ARCHITECTURES = (None, "sm_90a")
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +178,7 @@ def receive_in_every_form(arguments: Mapping[str, Any]) -> list[Received]:
     ValueError, TypeError, UnsupportedError
         As `receive_arguments`, of operands that no form takes.
     """
-    portable, *own = ARCHITECTURES
+    portable, *own = FORM_ARCHITECTURES
     found = [receive_arguments(arguments, arch=portable)]
     for arch in own:
         with contextlib.suppress(UnsupportedError, ValueError):  # which none of its forms takes

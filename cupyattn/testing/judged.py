@@ -231,7 +231,7 @@ def hold(
 def _held_to_widest(held: Sequence[Held], part: Part) -> Held:
     """Hold a part to the widest bound of all that it was held to, which no codes narrow.
 
-    Signed values and sums are those of the kernel that came closest in them.
+    Signed values and sums are taken from the kernel that comes closest in them.
     """
     first = held[0]
     bound = widest([one.known.bound for one in held])

@@ -23,7 +23,7 @@ from cupyattn.ops.attention import described
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.form import fresh_rows, kernel_support, settle
 from cupyattn.problem.operands import Codes
-from cupyattn.problem.received import ARCHITECTURES, Received, receive
+from cupyattn.problem.received import FORM_ARCHITECTURES, Received, receive
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import LENGTHS as COUNTS
 from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one_entry
@@ -250,7 +250,7 @@ def kernels_tried(
     rung, z = problem.variant, problem.quantized
     own = target.own_arch("cuda", problem.rows["q"]) if problem.rows["q"].device >= 0 else None
     codes = None if z is None else Codes.of(z)
-    asked = [(codes, form, arch) for arch in (own, *ARCHITECTURES)]
+    asked = [(codes, form, arch) for arch in (own, *FORM_ARCHITECTURES)]
     if z is not None and codes is not None and z.config.fused and form is None:
         asked.append((replace(codes, fused=True), "fused", None))
     places = problem.places

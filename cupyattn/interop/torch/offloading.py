@@ -88,8 +88,8 @@ def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
 def offload_codes(layer: nn.Module, hook: Any) -> None:
     """Let accelerate offload the buffers of an INT8 layer, whose codes are one, with its bias.
 
-    Left as they are, hooks without ``offload_buffers``, as those of diffusers, would keep all codes
-    on the device where the layer is called.
+    diffusers asks for hooks without ``offload_buffers``. They would keep all codes on the device
+    where the layer is called.
 
     Parameters
     ----------

@@ -175,7 +175,7 @@ def _restored(
 
 
 def _move_hooks(layer: nn.Module, to: nn.Module) -> None:
-    """Give a module that had no hooks of its own those of a layer that had its place."""
+    """Move the hooks of a layer to the module whose place it took, which has none."""
     for name, hooks in vars(layer).items():
         if name.startswith(("_forward_", "_backward_")):
             setattr(to, name, hooks)  # the dicts themselves, so that handles remove them
