@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cupyattn.arrays import interchange, memory
-from cupyattn.arrays.kinds import STORAGE, array_namespace
+from cupyattn.arrays.described import Described, check_together
+from cupyattn.arrays.interchange import imported
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
@@ -30,25 +31,15 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import Kernel, settle
+from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.support import grid_support
 from cupyattn.reference import unfused as mirror
 
 
 @points_to_our_names
-def scores(
-    q: Any,
-    k: Any,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Any = None,
-    bias: Any = None,
-    block_mask: BlockMask | None = None,
-) -> Any:
+@takes_options
+def scores(q: Any, k: Any, **options: Unpack[MaskedOptions]) -> Any:
     """Step 1: ``S = scale * Q K^T``.
 
     Parameters
@@ -57,13 +48,7 @@ def scores(
         float16, bfloat16 or float32: CuPy, NumPy, or anything with DLPack.
     k : array, (batch, heads_kv, len_kv, head_dim)
         Of q's type; `heads_kv` divides `heads`.
-    scale : float, optional
-        ``head_dim ** -0.5`` when omitted.
-    causal : bool
-        Query i attends key j only where ``j <= i + shift``.
-    causal_align : {"bottom-right", "top-left"}
-        ``shift = len_kv - len_q``, or 0.
-    window, softcap, mask, bias, block_mask
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `cupyattn.attention`.
 
     Returns
@@ -83,13 +68,12 @@ def scores(
     >>> scores(x, x, causal=True)[0, 0].tolist()
     [[0.5, -inf], [0.5, 0.5]]
     """
-    settings = {
-        "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
-        "softcap": softcap,
-    }  # fmt: skip
-    others = {"mask": mask, "bias": bias, "block_mask": block_mask}
-    arrays = {"q": q, "k": k, **{name: x for name, x in others.items() if x is not None}}
-    return run(SCORES, settings, arrays)["S"]
+    added = {"mask": options.pop("mask", None), "bias": options.pop("bias", None)}
+    arrays = {"q": q, "k": k} | {n: x for n, x in added.items() if x is not None}
+    block_mask = options.get("block_mask")
+    if isinstance(block_mask, BlockMask):
+        arrays["kept_blocks"] = block_mask.kept_blocks(imported({"q": q})[0]["q"])
+    return run(SCORES, options, arrays, None)["S"]
 
 
 def softmax(S: Any, *, return_lse: bool = False) -> Any:
@@ -122,7 +106,7 @@ def softmax(S: Any, *, return_lse: bool = False) -> Any:
     >>> softmax(np.zeros((1, 1, 1, 4), np.float32)).tolist()
     [[[[0.25, 0.25, 0.25, 0.25]]]]
     """
-    made = run(SOFTMAX, {"return_lse": return_lse}, {"S": S})
+    made = run(SOFTMAX, return_lse, {"S_in": S}, None)
     return (made["S"], made["lse"]) if return_lse else made["S"]
 
 
@@ -152,7 +136,7 @@ def weighted_sum(P: Any, v: Any) -> Any:
     >>> weighted_sum(np.full((1, 1, 1, 4), 0.25, np.float32), v).item()
     1.5
     """
-    return run(WEIGHTED_SUM, {}, {"P": P, "v": v})["o"]
+    return run(WEIGHTED_SUM, None, {"v": v, "S": P}, None)["o"]
 
 
 def _check_float32(name: str, array: Any) -> None:
@@ -168,6 +152,7 @@ class _Step:
     """One kernel of ``attn_unfused.cu`` as an operation."""
 
     name = ""
+    receives: tuple[str, ...] = ()
 
     def settled(self, call: AttentionSpec) -> Kernel:
         """Return the rung's kernel for a step of a call; UnsupportedError past a grid's limit."""
@@ -178,7 +163,7 @@ class _Step:
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         names = ("q", "k", "v", "o", "mask", "bias", "kept_blocks")
-        described = {n: Operand.of(x) for n, x in problem.operands.items() if n in names}
+        described = {n: x.place for n, x in problem.operands.items() if n in names}
         if "o" in problem.results:
             o = problem.results["o"]
             described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
@@ -194,69 +179,65 @@ class _Step:
 class _Scores(_Step):
     name = "scores"
 
-    def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Described]) -> Problem:
         """Check queries, keys and what changes scores."""
-        (q, as_given), (k, _) = (interchange.take(name, arrays[name]) for name in "qk")
-        added = {n: interchange.take(n, arrays[n])[0] for n in ("mask", "bias") if n in arrays}
-        array_namespace(q, k, *added.values())
-        backend, block_mask = target.choose(None, q), arrays.get("block_mask")
-        options = {**settings, **added, "block_mask": block_mask}
-        call = checks.check_attention(q, k, k, **options)
+        q, k = arrays["q"], arrays["k"]
+        added: dict[str, Any] = {n: arrays[n] for n in ("mask", "bias") if n in arrays}
+        check_together(**arrays)
+        backend = target.choose(None, q.device >= 0)
+        call = checks.check_attention(q, k, k, **settings, **added)
         if backend == "mirror":
+            operands = {n: x for n, x in arrays.items() if n != "kept_blocks"}
             return Problem(
-                what=self.name, backend=backend, operands={"q": q, "k": k}, results={},
-                as_given=as_given, settled=options,
-            )  # fmt: skip
-        added = {n: interchange.broadcast(array, call.score_shape) for n, array in added.items()}
-        with memory.on_device_of(q):
-            q, k = interchange.contiguous_last_axis(q), interchange.contiguous_last_axis(k)
-            if block_mask is not None:
-                added["kept_blocks"] = block_mask.kept_blocks(q)
+                what=self.name, backend=backend, operands=operands, results={}, settled=settings
+            )
+        operands = {"q": q.with_whole_rows(), "k": k.with_whole_rows()}
+        operands |= {n: x.broadcast_to(call.score_shape) for n, x in added.items()}
+        if "kept_blocks" in arrays:
+            operands["kept_blocks"] = arrays["kept_blocks"]
         return Problem(
-            what=self.name, backend=backend, operands={"q": q, "k": k, **added},
-            results={"S": Result(call.score_shape, STORAGE["float32"])}, as_given=as_given,
+            what=self.name, backend=backend, operands=operands,
+            results={"S": Result(call.score_shape, STORAGE["float32"])},
             settled=self.settled(call),
         )  # fmt: skip
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return S from NumPy."""
-        q, k = problem.operands.values()
-        return {"S": mirror.scores_mirror(q, k, **problem.settled)}
+        return {"S": mirror.scores_mirror(**arrays, **problem.settled)}
 
 
 class _Softmax(_Step):
     name = "softmax"
 
-    def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, return_lse: bool, arrays: Mapping[str, Described]) -> Problem:
         """Check the scores."""
-        S, as_given = interchange.take("S", arrays["S"])
+        S = arrays["S_in"]
         _check_float32("S", S)
-        return_lse = settings["return_lse"]
         # NOTE: the kernel reads only S; head_dim and dtype say nothing here.
         call = AttentionSpec(
             S.shape[0], S.shape[1], S.shape[1], S.shape[2], S.shape[3], 1, "float32", 1.0,
             return_lse=return_lse,
         )  # fmt: skip
-        results = {"S": Result(tuple(S.shape), STORAGE["float32"], fill=S)}  # P in its place
+        results = {"S": Result(S.shape, STORAGE["float32"], fill="S_in")}  # P in its place
         if return_lse:
             results["lse"] = Result(call.lse_shape, STORAGE["float32"])
         return Problem(
-            what=self.name, backend=target.choose(None, S), operands={"S_in": S}, results=results,
-            as_given=as_given, settled=self.settled(call),
+            what=self.name, backend=target.choose(None, S.device >= 0), operands={"S_in": S},
+            results=results, settled=self.settled(call),
         )  # fmt: skip
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return P and the log-sum-exp from NumPy."""
-        P, lse = mirror.softmax_mirror(problem.operands["S_in"])
+        P, lse = mirror.softmax_mirror(arrays["S_in"])
         return {"S": P, "lse": lse}
 
 
 class _WeightedSum(_Step):
     name = "weighted_sum"
 
-    def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: None, arrays: Mapping[str, Described]) -> Problem:
         """Check weights and values."""
-        (P, _), (v, as_given) = (interchange.take(name, arrays[name]) for name in "Pv")
+        v, P = arrays["v"], arrays["S"]
         _check_float32("P", P)
         dtype = checks.check_dtype(v, v, v)
         if P.ndim != 4 or v.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
@@ -266,21 +247,17 @@ class _WeightedSum(_Step):
             )
         q_shape = (*P.shape[:3], v.shape[3])
         sizes = limits.check_shapes(q_shape, v.shape, v.shape)
-        xp, backend = array_namespace(P, v), target.choose(None, v)
-        operands = {"v": v, "S": P}
-        if backend != "mirror":
-            with memory.on_device_of(v):
-                v = interchange.contiguous_last_axis(v)
-                operands = {"v": v, "S": xp.ascontiguousarray(P)}
+        check_together(P=P, v=v)
         return Problem(
-            what=self.name, backend=backend, operands=operands,
-            results={"o": Result(q_shape, v.dtype)}, as_given=as_given,
+            what=self.name, backend=target.choose(None, v.device >= 0),
+            operands={"v": v.with_whole_rows(), "S": P.whole()},
+            results={"o": Result(q_shape, v.dtype)},
             settled=self.settled(AttentionSpec(*sizes, dtype, 1.0)),
         )  # fmt: skip
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return O from NumPy."""
-        return {"o": mirror.weighted_sum_mirror(problem.operands["S"], problem.operands["v"])}
+        return {"o": mirror.weighted_sum_mirror(arrays["S"], arrays["v"])}
 
 
 SCORES, SOFTMAX, WEIGHTED_SUM = _Scores(), _Softmax(), _WeightedSum()

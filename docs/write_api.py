@@ -19,6 +19,7 @@ from pathlib import Path
 
 import cupyattn
 from cupyattn.files import replacing
+from cupyattn.problem import options
 
 PACKAGE = Path(cupyattn.__file__).parent
 PAGE = Path(__file__).with_name("API.md")
@@ -152,11 +153,20 @@ def _arguments(node: Function, module: str) -> list[str]:
         for argument, default in zip(positional, defaults, strict=True)
     ]
     written = [text for text in written if text not in ("self", "cls")]
-    if given.vararg or given.kwonlyargs:
+    last = rest(given.kwarg) if given.kwarg else []
+    if given.vararg or given.kwonlyargs or "=" in "".join(last[:1]):
         written.append(f"*{given.vararg.arg}" if given.vararg else "*")
     for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
         written.append(_written(argument.arg, default, module))
-    return written + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
+    return written + last
+
+
+def rest(kwarg: ast.arg) -> list[str]:
+    """Return the last argument, or the options that it stands for with their defaults."""
+    kind = ast.unparse(kwarg.annotation) if kwarg.annotation else ""
+    if not kind.startswith("Unpack["):
+        return [f"**{kwarg.arg}"]
+    return [f"{one.name}={one.default!r}" for one in options.parameters(kind)]
 
 
 def arguments(found: Found) -> list[str]:

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from cupyattn.arrays.kinds import PLAIN
 
-from cupyattn.arrays.memory import data_address
-
-#: Name, shape, strides in bytes, dtype, address modulo 16 and device (-1: the host) of an array.
-ArrayForm = tuple[str, tuple[int, ...], tuple[int, ...], Any, int, int]
+#: Name, shape, strides in bytes, dtype, address modulo 16, device (-1: the host) of an array, and
+#: whether it may be written to: arguments of `cupyattn.arrays.described.Described`.
+ArrayForm = tuple[str, tuple[int, ...], tuple[int, ...], Any, int, int, bool]
 
 
 def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, dict[str, int]]:
@@ -24,7 +23,7 @@ def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, d
     Returns
     -------
     forms : tuple of ArrayForm
-        None unless all are arrays of NumPy or CuPy.
+        None unless all are arrays that kernels may take, of NumPy or CuPy.
     addresses : dict of str to int
     """
     cupy = sys.modules.get("cupy")
@@ -34,23 +33,28 @@ def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, d
     for name, array in arrays.items():
         if isinstance(array, on_device):
             data = array.data  # a new object at each access
-            address, device = data.ptr, data.device_id
-        elif isinstance(array, np.ndarray):
-            address, device = array.ctypes.data, -1
+            address, device, writeable = data.ptr, data.device_id, True
+        elif type(array) in PLAIN and array.dtype.isnative:
+            address, device, writeable = array.ctypes.data, -1, array.flags.writeable
         else:
             return None, addresses
         addresses[name] = address
-        forms.append((name, array.shape, array.strides, array.dtype, address % 16, device))
+        forms.append(
+            (name, array.shape, array.strides, array.dtype, address % 16, device, writeable)
+        )
     return tuple(forms), addresses
 
 
-def described(form: ArrayForm) -> str:
+def form_of(name: str, array: Any) -> ArrayForm:
+    """Return the form of an array of NumPy or CuPy."""
+    forms, _ = forms_of({name: array})
+    if forms is None:
+        raise TypeError(f"{name} must be a NumPy or CuPy array, got {type(array).__name__}")
+    return forms[0]
+
+
+def said(form: ArrayForm) -> str:
     """Return a form in words, for messages."""
-    _, shape, strides, dtype, misalignment, device = form
-    said = f"shape {shape}, strides {strides} bytes, dtype {dtype}, address 16 n + {misalignment}"
-    return f"{said} on device {device}" if device >= 0 else said
-
-
-def same_place(left: Any, right: Any) -> bool:
-    """Whether two arrays start at one address."""
-    return data_address(left) == data_address(right)
+    _, shape, strides, dtype, misalignment, device, _ = form
+    words = f"shape {shape}, strides {strides} bytes, dtype {dtype}, address 16 n + {misalignment}"
+    return f"{words} on device {device}" if device >= 0 else words

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.kinds import STORAGE, array_namespace, check_kind
-from cupyattn.arrays.memory import check_aligned, data_address, is_aligned
+from cupyattn.arrays.described import aligned_copy
+from cupyattn.arrays.kinds import STORAGE, check_kind
+from cupyattn.arrays.memory import is_aligned
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
@@ -32,17 +33,46 @@ def device_of(array: Any) -> int:
     return int(array.data.device_id) if is_cupy(array) else -1
 
 
-def check_one_device(**named: Any) -> None:
-    """Raise ValueError unless the arrays that are given (None: not) lie on one device."""
-    places = {name: device_of(array) for name, array in named.items() if array is not None}
-    if len(set(places.values())) > 1:
-        where = ", ".join(f"{name} on {number}" for name, number in places.items())
-        raise ValueError(f"all arrays of a call must lie on one device, got {where}")
-
-
 def as_it_is(result: Any) -> Any:
     """Return a result whose kind is that of the operands already."""
     return result
+
+
+#: What callers call the arrays of a call that have another name in its plans.
+_CALLED = {
+    "o": "out", "c": "out", "rope_cos": "cos", "rope_sin": "sin", "q_norm_weight": "q_weight",
+    "k_norm_weight": "k_weight",
+}  # fmt: skip
+
+
+def imported(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Return a caller's arrays, of any library, as NumPy or CuPy has them, without a copy.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        By the buffers of a plan.
+
+    Returns
+    -------
+    arrays : dict of str to array
+    restore : callable
+        As `take` returns it, of the first array.
+
+    Raises
+    ------
+    TypeError
+        As `take`.
+    """
+    found, ways = {}, []
+    for name, array in arrays.items():
+        called = _CALLED.get(name, name)
+        own, way = (array, as_it_is) if isinstance(array, np.generic) else _imported(called, array)
+        if not is_cupy(own):
+            check_kind(called, own)
+        found[name] = np.asarray(own) if isinstance(own, np.generic) else own
+        ways.append(way)
+    return found, ways[0]
 
 
 def take(
@@ -74,26 +104,13 @@ def take(
     """
     if isinstance(array, np.generic):  # a number of NumPy's, which checks of shapes refuse
         return np.asarray(array), as_it_is
-    if of_parameter and getattr(array, "requires_grad", False):
-        array = array.detach()
-    array, restore = _imported(name, array)
+    array, restore = _imported(name, detached(array) if of_parameter else array)
     return operand(name, array), restore
 
 
-def take_receiver(name: str, array: Any) -> Any:
-    """Take a caller's array to write to, as `take` does, but never a copy of it.
-
-    Raises
-    ------
-    TypeError
-        If it is no such array.
-    ValueError
-        If its elements are not aligned.
-    """
-    array, _ = _imported(name, array)
-    array_namespace(array)
-    check_aligned(name, array)
-    return array
+def detached(array: Any) -> Any:
+    """Return an array, of a parameter of torch's without the gradient that it requires."""
+    return array.detach() if getattr(array, "requires_grad", False) else array
 
 
 def taken(**named: Any) -> tuple[Any, ...]:
@@ -128,54 +145,12 @@ def operand(name: str, array: Any) -> Any:
         check_kind(name, array)
     if isinstance(array, np.generic):
         return np.asarray(array)
-    return array if is_aligned(array) else _aligned_copy(array)
+    return array if is_aligned(array) else aligned_copy(array)
 
 
 def operands(**named: Any) -> tuple[Any, ...]:
     """Return arrays as `operand` does, in the order given; None stays None."""
     return tuple(None if a is None else operand(name, a) for name, a in named.items())
-
-
-def misaligned(array: Any) -> Any:
-    """Return a caller's array, imported, if `operand` would copy it; else None."""
-    if array is None:
-        return None
-    array, _ = _imported("the array", array)
-    return None if is_aligned(array) else array
-
-
-def check_not_copied(name: str, array: Any, *, rows: bool) -> None:
-    """Raise ValueError for an operand that would be copied while a CUDA graph captures the call.
-
-    The copy's memory would return to the pool after the call, and each replay would write to it.
-
-    Parameters
-    ----------
-    name : str
-    array : array
-        As the caller gave it.
-    rows : bool
-        Whether its last axis must be contiguous, too.
-    """
-    array, _ = _imported(name, array)
-    if would_be_copied(array) if rows else not is_aligned(array):
-        size = int(array.dtype.itemsize)
-        raise ValueError(
-            f"{name} must not need a copy while a CUDA graph captures the call, got address "
-            f"{size} n + {data_address(array) % size} and strides {tuple(array.strides)} of "
-            f"{size}-byte elements: copy {name} to memory of its own before the capture"
-        )
-
-
-def _aligned_copy(array: Any) -> Any:
-    """Return a copy in C order, made without a misaligned access."""
-    if isinstance(array, np.ndarray):
-        return np.array(array, order="C", copy=True)
-    cupy, size = sys.modules["cupy"], int(array.dtype.itemsize)
-    # NOTE: a copy of elements would read them at their misaligned addresses, hence bytes.
-    shape, strides = (*array.shape, size), (*array.strides, 1)
-    found = cupy.ndarray(shape, "uint8", array.data, strides).copy(order="C")
-    return found.view(array.dtype).reshape(array.shape)
 
 
 #: What is said of an array under jax.jit or jax.vmap.
@@ -271,25 +246,3 @@ def _handed_over(module: Any, result: Any) -> Any:
 def on_host(array: Any) -> np.ndarray:
     """Return a NumPy array of the same numbers: of a CuPy array a copy, else the array itself."""
     return np.asarray(array.get() if hasattr(array, "get") else array)
-
-
-def contiguous_last_axis(array: Any) -> Any:
-    """Return `array`, or a copy in C order where its last axis is not contiguous."""
-    if _whole_rows(array):
-        return array
-    return array_namespace(array).ascontiguousarray(array)
-
-
-def would_be_copied(array: Any) -> bool:
-    """Whether a call copies an operand: for misaligned elements, or rows that are not whole."""
-    return not (is_aligned(array) and _whole_rows(array))
-
-
-def _whole_rows(array: Any) -> bool:
-    """Whether the last axis is contiguous."""
-    return not (array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize)
-
-
-def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a view of an aligned `array` in a shape that it broadcasts to."""
-    return array_namespace(array).broadcast_to(array, shape)

@@ -12,7 +12,7 @@ import numpy as np
 Array = Any
 
 #: Classes of NumPy whose arrays are taken.
-_PLAIN = (np.ndarray, np.memmap)
+PLAIN = (np.ndarray, np.memmap)
 
 #: The score of a masked key.
 NEG_INF = float("-inf")
@@ -99,7 +99,7 @@ def as_host_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
 
 def _check_class(name: str, array: Array) -> None:
     kind = type(array)
-    if kind not in _PLAIN and not isinstance(array, np.generic):
+    if kind not in PLAIN and not isinstance(array, np.generic):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
                 f"{name} must hold no masked array, whose mask would be ignored: pass x.filled(0) "

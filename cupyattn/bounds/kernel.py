@@ -29,9 +29,9 @@ from cupyattn.bounds.scores import perturb, scaling_errors
 from cupyattn.kernels.numerics import MOST_PIECES, Numerics, check_features
 from cupyattn.kernels.tile_pieces import share_out
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.options import TurnedOptions, Unpack, takes_options
 from cupyattn.problem.received import Received, receive_arguments, receive_in_every_form
 from cupyattn.problem.scoring import check_smoothing
 from cupyattn.quant.operand_protocol import check_one_sequence
@@ -39,6 +39,7 @@ from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 
 @points_to_our_names
+@takes_options
 def attention(
     q: Array | None,
     k: Array | None,
@@ -48,19 +49,9 @@ def attention(
     numerics: Numerics | None = None,
     tiles: Tiles | None = None,
     form: str | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
-    rope: Any = None,
-    rope_interleaved: bool = False,
-    rope_offset_q: int = 0,
     rows: Array | None = None,
     quantized: Any = None,
+    **options: Unpack[TurnedOptions],
 ) -> Bound:
     r"""Bound |kernel - exact attention| of the operands that the kernel received (J2).
 

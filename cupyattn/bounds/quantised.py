@@ -19,10 +19,10 @@ from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.kernels.numerics import numerics as compose_numerics
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
 from cupyattn.problem.scoring import check_smoothing
+from cupyattn.problem.settings import parse
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
@@ -31,22 +31,16 @@ from cupyattn.reference.exact import ScoreBlock, blocks_of
 FLOAT64_UNDERFLOW = 2.0**-1060
 
 
+@takes_options
 def quantisation(
     q: Array,
     k: Array,
     v: Array,
     quantized: Any,
     *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
     rows: Array | None = None,
     prepared: tuple[Array, Array] | None = None,
+    **options: Unpack[MaskedOptions],
 ) -> Bound:
     r"""Bound |exact attention of INT8 operands - exact attention of the caller's arrays| (J3).
 
@@ -82,10 +76,11 @@ def quantisation(
     """
     check_queries(quantized)
     q, k, v = operands(q=q, k=k, v=v)
+    settings, arrays = parse("quantisation", q, k, v, options)
     xp = array_namespace(q, k, v)
     check_values("rows", rows)
     head_dim = q.shape[-1]
-    sigma = check_scale(scale, head_dim)
+    sigma = check_scale(settings.scale, head_dim)
     chosen = xp.arange(q.shape[2]) if rows is None else operand("rows", xp.asarray(rows))
     largest = quantized.config.largest_code
     of_q, of_k = (
@@ -106,9 +101,8 @@ def quantisation(
     if prepared is not None:
         errors = split_heads(prepared[0][:, :, chosen], k.shape[1]), prepared[1][:, :, None]
     terms, lse = empty(q, k, v, rows, ("R1",))
-    check_smoothing(softcap, quantized.k_mean)
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    for block in blocks_of(q, k, v, scale, options, rows):
+    check_smoothing(settings.softcap, quantized.k_mean)
+    for block in blocks_of(q, k, v, settings.scale, settings.scores(arrays), rows):
         if block.S.shape[-1] == 0:
             continue
         batch, head, _, _ = block.index

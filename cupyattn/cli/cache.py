@@ -15,8 +15,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-import numpy as np
-
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.cli import flags, output, verify
 from cupyattn.compiler import architectures as compiler_architectures
@@ -160,9 +159,10 @@ def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
             "SPEC must look like fa_tc:hd128:fp16[:causal][:lse], with fp16, bf16 or fp32, "
             f"got {text!r}"
         )
-    x = np.zeros((1, 1, 4096, int(matched[1])), STORAGE[_DTYPES[dtype]])
-    request = resolved(
-        x, x, x, variant=name, causal="causal" in flags, return_lse="lse" in flags, arch=arch
+    shape = 1, 1, 4096, int(matched[1])
+    q, k, v = (Described.contiguous(n, shape, STORAGE[_DTYPES[dtype]]) for n in "qkv")
+    problem = resolved(
+        q, k, v, variant=name, causal="causal" in flags, return_lse="lse" in flags, arch=arch
     )
-    launches = (launch for plan in plans(request) for launch in plan.launches)
+    launches = (launch for plan in plans(problem) for launch in plan.launches)
     return list(dict.fromkeys(launch.module for launch in launches))

@@ -9,8 +9,8 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.arrays.memory import contiguous_stand_in
 from cupyattn.cli import flags, output
 from cupyattn.compiler.devices import device_architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
@@ -21,9 +21,9 @@ from cupyattn.measure import device
 from cupyattn.measure.words import counted, format_bytes, format_seconds, format_share
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
+from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_limits
-from cupyattn.problem.request import Request
 
 #: What is planned for where there is no device.
 _ARCH = "sm_90a"
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
     whole = _call(args)
     lengths = whole.len_q, whole.len_kv
     options = {"variant": args.variant, "causal": args.causal, "arch": arch}
-    operands = shapes_alone(whole, whole.heads, whole.heads_kv, lengths)
-    request = resolved(*operands, **options)
-    found = stages(request)
-    output.say("\n".join([f"{request.variant.name}: {request.why}", *map(str, found.plans)]))
-    record: dict[str, Any] = {"arch": arch, "variant": request.variant.name}
-    variant = request.variant.name
+    operands = rows_of(whole, whole.heads, whole.heads_kv, lengths)
+    problem = resolved(*operands, **options)
+    found = stages(problem)
+    output.say("\n".join([f"{problem.variant.name}: {problem.why}", *map(str, found.plans)]))
+    record: dict[str, Any] = {"arch": arch, "variant": problem.variant.name}
+    variant = problem.variant.name
     alone = predict(whole, Mesh(1, 1), variant=_rated(variant))
-    memory = {**alone.memory, "scratch of the kernels": _scratch(request)}
+    memory = {**alone.memory, "scratch of the kernels": _scratch(problem)}
     if args.devices == 1:
         output.say()
         _print_memory("memory", memory)
@@ -169,23 +169,22 @@ def _call(args: argparse.Namespace) -> AttentionSpec:
     )  # fmt: skip
 
 
-def shapes_alone(
+def rows_of(
     call: AttentionSpec, heads: int, heads_kv: int, lengths: tuple[int, int]
-) -> tuple[Any, Any, Any]:
-    """Return q, k and v that have the shapes and strides of contiguous arrays, and no memory.
+) -> tuple[Described, Described, Described]:
+    """Describe contiguous q, k and v."""
+    dtype, counts = STORAGE[call.dtype], {"q": heads, "k": heads_kv, "v": heads_kv}
+    q, k, v = (
+        Described.contiguous(
+            name, (call.batch, count, lengths[name != "q"], call.head_dim), dtype
+        )
+        for name, count in counts.items()
+    )
+    return q, k, v
 
-    Nothing but their shapes, strides and address may be looked at.
-    """
-    dtype = STORAGE[call.dtype]
 
-    def of(count: int, length: int) -> Any:
-        return contiguous_stand_in((call.batch, count, length, call.head_dim), dtype)
-
-    return of(heads, lengths[0]), of(heads_kv, lengths[1]), of(heads_kv, lengths[1])
-
-
-def _scratch(request: Request) -> int:
-    return sum(work.nbytes for work in stages(request).workspace)
+def _scratch(problem: AttentionProblem) -> int:
+    return sum(work.nbytes for work in stages(problem).workspace)
 
 
 def _local_scratch(whole: AttentionSpec, mesh: Mesh, options: dict[str, Any]) -> int:
@@ -195,8 +194,8 @@ def _local_scratch(whole: AttentionSpec, mesh: Mesh, options: dict[str, Any]) ->
     heads_kv = max(1, whole.heads_kv // mesh.ulysses)
     heads = max(1, whole.heads // mesh.ulysses)
     heads = heads_kv * max(1, min(group, heads // heads_kv))
-    request = resolved(*shapes_alone(whole, heads, heads_kv, rows), **options)
-    return _scratch(request)
+    problem = resolved(*rows_of(whole, heads, heads_kv, rows), **options)
+    return _scratch(problem)
 
 
 def _rated(variant: str) -> str:

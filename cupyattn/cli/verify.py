@@ -149,7 +149,7 @@ def _backend(variant: Variant, missing: str) -> str:
     """Return where a rung runs: where no device is, a kernel of a user's own is interpreted."""
     if not missing:
         return "cuda"
-    return target.choose(None, np.empty(0), registered=variant.source is not None)
+    return target.choose(None, False, registered=variant.source is not None)
 
 
 def _shapes(variant: Variant, backend: str) -> tuple[Shape, ...]:

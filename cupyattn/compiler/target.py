@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.described import Described
 from cupyattn.compiler import nvrtc
 from cupyattn.compiler.architectures import ARCHITECTURES as ARCHITECTURES
 from cupyattn.compiler.architectures import capability_of as capability_of
@@ -17,7 +15,7 @@ BACKENDS = ("cuda", "mirror", "interpret")
 _KIND = {"cuda": "CuPy", "mirror": "NumPy", "interpret": "NumPy"}
 
 
-def choose(backend: str | None, array: Any, *, registered: bool = False) -> str:
+def choose(backend: str | None, on_device: bool, *, registered: bool = False) -> str:
     """Return the backend of a call.
 
     Parameters
@@ -25,7 +23,8 @@ def choose(backend: str | None, array: Any, *, registered: bool = False) -> str:
     backend : {"cuda", "mirror", "interpret"} or None
         What the caller asks for. None: ``cuda`` for CuPy arrays; for NumPy arrays ``mirror``, or
         ``interpret`` where the environment says ``CUPYATTN_INTERPRET=1``.
-    array : numpy.ndarray or cupy.ndarray
+    on_device : bool
+        Whether its arrays are CuPy's, not NumPy's.
     registered : bool
         Whether the rung is a user's own: the mirror reads no source, so that on NumPy arrays such a
         rung runs in the interpreter unless ``mirror`` is named.
@@ -35,17 +34,14 @@ def choose(backend: str | None, array: Any, *, registered: bool = False) -> str:
     ValueError
         For another name, or one that does not take arrays of that kind.
     """
-    kind = array_namespace(array).__name__
+    kind = "CuPy" if on_device else "NumPy"
     check_backend(backend)
     if backend is None:
-        if kind == "cupy":
+        if on_device:
             return "cuda"
         return "interpret" if registered or is_on("CUPYATTN_INTERPRET") else "mirror"
-    if _KIND[backend].lower() != kind:
-        raise ValueError(
-            f"backend={backend!r} takes {_KIND[backend]} arrays, got "
-            f"{'CuPy' if kind == 'cupy' else 'NumPy'} arrays"
-        )
+    if _KIND[backend] != kind:
+        raise ValueError(f"backend={backend!r} takes {_KIND[backend]} arrays, got {kind} arrays")
     return backend
 
 
@@ -55,9 +51,9 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {shown(backend)}")
 
 
-def own_arch(backend: str, array: Any) -> str | None:
+def own_arch(backend: str, x: Described) -> str | None:
     """Return ``"sm_90a"`` where an array lies on a device that runs the Hopper forms, else None."""
-    hopper = backend == "cuda" and int(array.device.compute_capability) == HOPPER_CAPABILITY
+    hopper = backend == "cuda" and x.capability == HOPPER_CAPABILITY
     return "sm_90a" if hopper else None
 
 #: Compute capability times ten of the devices that the Hopper forms are for.

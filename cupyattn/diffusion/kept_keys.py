@@ -71,7 +71,7 @@ class KeptKeys:
         options |= {"variant": variant, "backend": backend}
         codes = variant == "fa_int8" and not quant.fused
         if codes and pruning.quantises_in_place(backend, k, v, self._count):
-            backend = choose(backend, k)
+            backend = choose(backend, is_cupy(k))
             with where:
                 v, self.kept, places = pruning.compact_values(k, v, *choice, backend=backend)
             settings = QuantizeSettings(quant, options["tiles"], options["arch"], backend)

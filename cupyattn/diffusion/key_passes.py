@@ -22,7 +22,7 @@ from cupyattn.plans.structs import (
     IMPORTANCE_PARAMS,
     LARGEST_PARAMS,
 )
-from cupyattn.problem.kernel_module import widest
+from cupyattn.problem.form import widest
 
 #: Types and head sizes of the kernels of importance.
 IMPORTANCE_DTYPES, MOST_HEAD_DIM = ("float16", "bfloat16"), 256

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
+from cupyattn.arrays.described import Described, check_together
+from cupyattn.arrays.interchange import is_cupy, operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace
-from cupyattn.arrays.memory import data_address, on_device_of
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.memory import data_address
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.diffusion.arguments import check_count, check_number
@@ -32,7 +32,7 @@ from cupyattn.diffusion.key_passes import (
 )
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
-from cupyattn.ops.operation import Known, run
+from cupyattn.ops.operation import run
 from cupyattn.plans.records import Work
 from cupyattn.problem.problem import Problem, Result
 
@@ -125,7 +125,7 @@ def weigh_keys(
     """
     settings = ImportanceSettings(scale, rows, backend, arch, key_sums)
     arrays = {"q": q, "k": k}
-    made = run(IMPORTANCE, settings, arrays, Known(arrays))
+    made = run(IMPORTANCE, settings, arrays)
     return made["importance"], made.get("partial_sum")
 
 
@@ -143,26 +143,24 @@ class _Importance:
     """Weighing keys as an operation."""
 
     name = "key_importance"
+    receives: tuple[str, ...] = ()
 
-    def resolve(self, settings: ImportanceSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: ImportanceSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check queries and keys, and settle which rows are sampled."""
         check_arch(settings.arch)
-        q, k = (operand(name, arrays[name]) for name in "qk")
-        array_namespace(q, k)
-        backend, rows = choose(settings.backend, q), check_count("rows", settings.rows)
+        check_together(**arrays)
+        q, k = arrays["q"], arrays["k"]
+        backend, rows = choose(settings.backend, q.device >= 0), check_count("rows", settings.rows)
         scale = _check_operands(q, k, settings.scale)
-        given = {"q": q, "k": k}
         sampled = sampled_rows(q.shape[2], rows) if q.shape[2] else range(0)
         of_mirror = 0 in q.shape or 0 in k.shape or not _kernels_weigh(backend, q, k)
         if of_mirror:
             return Problem(
-                what=self.name, backend="mirror", operands=given, results={},
+                what=self.name, backend="mirror", operands=arrays, results={},
                 settled=(scale, sampled),
             )  # fmt: skip
-        check_one_device(q=q, k=k)
-        with on_device_of(q):
-            given = {name: contiguous_last_axis(x) for name, x in given.items()}
-        of_k, arch = Operand.of(given["k"]), settings.arch or own_arch(backend, q)
+        given = {name: x.with_whole_rows() for name, x in arrays.items()}
+        of_k, arch = given["k"].place, settings.arch or own_arch(backend, q)
         shapes: dict[str, tuple[int, ...]] = {"importance": k.shape[:3]}
         once = reads_keys_once(of_k, arch)
         sums = settings.key_sums and once
@@ -179,12 +177,12 @@ class _Importance:
 
     def plan(self, problem: Problem) -> Work:
         """Return the launches."""
-        of_q, of_k = (Operand.of(x) for x in problem.operands.values())
+        of_q, of_k = (x.place for x in problem.operands.values())
         return Work.of(plan_key_importance(of_q, of_k, *problem.settled))
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return the importance by the functions of the arrays' own library."""
-        (q, k), (scale, sampled) = problem.operands.values(), problem.settled
+        (q, k), (scale, sampled) = arrays.values(), problem.settled
         if 0 in q.shape or 0 in k.shape:
             share = 1 / max(k.shape[2], 1)
             return {"importance": array_namespace(q, k).full(k.shape[:3], share, np.float32)}
@@ -221,7 +219,7 @@ def _check_operands(q: Array, k: Array, scale: float | None) -> float:
     return float(scale)
 
 
-def _kernels_weigh(backend: str, q: Array, k: Array) -> bool:
+def _kernels_weigh(backend: str, q: Any, k: Any) -> bool:
     """Whether the kernels find the importance of these keys."""
     return (
         backend != "mirror"
@@ -258,7 +256,7 @@ def bytes_needed(
         As for `key_importance` and `compact`.
     """
     keys = math.prod(k.shape[:3])
-    if _kernels_weigh(choose(backend, q), q, k):
+    if _kernels_weigh(choose(backend, is_cupy(q)), q, k):
         of_keys = {"importance, marks and places of the keys": (4 + 1 + 4) * keys}
     else:
         seen = min(rows, q.shape[2]) * q.shape[1] // max(k.shape[1], 1)
@@ -334,7 +332,7 @@ def compact(
     named = {"k": k, "v": v, "importance": importance}
     k, v, importance = (operand(name, array) for name, array in named.items())
     array_namespace(k, v, importance)
-    backend = choose(backend, k)
+    backend = choose(backend, is_cupy(k))
     if not _kernels_move(backend, k, v, count):
         backend = "mirror"
     made = _moved({"k": k, "v": v}, importance, count, backend)
@@ -370,13 +368,13 @@ def quantises_in_place(backend: str | None, k: Array, v: Array, count: int) -> b
     Moving them costs a write and a read of them. Below `LEAST_BYTES` of keys, the host is what
     calls wait for, and its way is shorter where they are moved.
     """
-    return k.nbytes >= LEAST_BYTES and _kernels_move(choose(backend, k), k, v, count)
+    return k.nbytes >= LEAST_BYTES and _kernels_move(choose(backend, is_cupy(k)), k, v, count)
 
 
 def _moved(rows: dict[str, Array], importance: Array, count: int, backend: str) -> dict[str, Array]:
     """Run the kernels that choose keys and move the `rows` given; return all that they make."""
     arrays = {**rows, "importance": importance}
-    made: dict[str, Array] = run(COMPACT, (count, backend), arrays, Known(arrays))
+    made: dict[str, Array] = run(COMPACT, (count, backend), arrays)
     return made
 
 
@@ -384,22 +382,21 @@ class _Compact:
     """Choosing keys, and moving rows of those chosen, as an operation of (count, backend)."""
 
     name = "compact"
+    receives: tuple[str, ...] = ()
 
-    def resolve(self, settings: tuple[int, str], arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: tuple[int, str], arrays: Mapping[str, Described]) -> Problem:
         """Check rows and importance against each other."""
         count, backend = settings
         rows = {name: x for name, x in arrays.items() if name != "importance"}
         importance, v = arrays["importance"], arrays["v"]
         _check_choice(rows.get("k", v), v, importance, count)
-        check_one_device(**arrays)
+        check_together(**arrays)
         if backend == "mirror":
             return Problem(
                 what=self.name, backend=backend, operands=arrays, results={}, settled=count
             )
-        xp = array_namespace(*arrays.values())
-        with on_device_of(importance):
-            given = {name: contiguous_last_axis(x) for name, x in rows.items()}
-            given["importance"] = xp.ascontiguousarray(importance)
+        given = {name: x.with_whole_rows() for name, x in rows.items()}
+        given["importance"] = importance.whole()
         results = {
             f"kept_{name}": Result((*x.shape[:2], count, x.shape[3]), v.dtype)
             for name, x in rows.items()
@@ -412,13 +409,13 @@ class _Compact:
 
     def plan(self, problem: Problem) -> Work:
         """Return the launches."""
-        of = {name: Operand.of(x) for name, x in problem.operands.items()}
+        of = {name: x.place for name, x in problem.operands.items()}
         dtype = problem.operands["v"].dtype.name
         return Work.of(plan_compact(of.get("k"), of["v"], dtype, problem.settled))
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return rows of K and V and marks, by the functions of the arrays' own library."""
-        k, v, importance = (problem.operands[name] for name in ("k", "v", "importance"))
+        k, v, importance = (arrays[name] for name in ("k", "v", "importance"))
         found = _indexed(k, v, importance, problem.settled)
         return dict(zip(("kept_k", "kept_v", "kept"), found, strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays import interchange
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.form import forms_of
-from cupyattn.arrays.memory import contiguous_stand_in
 from cupyattn.distributed.blocks import Block, Span, blocks
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
@@ -31,12 +31,13 @@ from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.attention import described as described_call
 from cupyattn.ops.backward import check_offered
-from cupyattn.ops.call_operands import known_call
+from cupyattn.ops.call_operands import arguments_of
 from cupyattn.problem import checks
-from cupyattn.problem.request import SEQUENCES, Request
-from cupyattn.problem.resolve import describe_call, to_bhsd
-from cupyattn.problem.sequences import one_entry
+from cupyattn.problem.attention import AttentionProblem
+from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.sequences import SEQUENCES, check_offsets, one_entry
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -142,9 +143,10 @@ class ShardedCall:
         Which rank has which rows and keys.
     spans : tuple of Span
         The sequences.
-    described : Request
-        A call of this rank's own arrays as if they were all: rung, backend, kind of array. Those
-        of a later call of the same form may be others.
+    described : AttentionProblem
+        A call of this rank's own arrays as if they were all: rung and backend.
+    as_given : callable
+        Turns a result into the kind of array that the caller's q is.
     calls : Calls
     digest : str
         Of what all ranks have said.
@@ -155,7 +157,8 @@ class ShardedCall:
     rows_q: Partition
     rows_kv: Partition
     spans: tuple[Span, ...]
-    described: Request
+    described: AttentionProblem
+    as_given: Callable[[Any], Any]
     calls: Calls
     digest: str
 
@@ -190,7 +193,7 @@ class ShardedCall:
     def restore(self, o: Any) -> Any:
         """Return a result as the caller's q is: kind of array, layout, packed or not."""
         packed, layout = self.calls.offsets, self.described.settings.layout
-        return self.described.as_given(o[0].swapaxes(0, 1) if packed else to_bhsd(o, layout))
+        return self.as_given(o[0].swapaxes(0, 1) if packed else to_bhsd(o, layout))
 
 
 def agree(
@@ -227,25 +230,25 @@ def agree(
     if call is not None and len(set(said)) == 1:
         q, k, v = (to_bhsd(arrays[name], settings.of_call.layout) for name in "qkv")
         return call, (q, k, v)
-    call = resolve_sharded(what, settings, group, arrays)
+    call, rows = resolve_sharded(what, settings, group, arrays)
     group.agree(what, lambda: _check_kernels(call))
-    own = call.described
-    if key is not None:  # what is kept holds no array of the caller's
-        kept = replace(own, given={}, q=None, k=None, v=None)
-        group.agreed.remember(key, replace(call, described=kept))
-    return call, (own.q, own.k, own.v)
+    if key is not None:
+        group.agreed.remember(key, call)
+    return call, rows
 
 
 def _find(
     what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
 ) -> tuple[Any, ShardedCall | None]:
     """Return the key of a call, and the call if this rank has agreed on it before."""
-    known = known_call(settings.of_call, arrays)
-    if known is None:  # the numbers of offsets count
+    try:
+        known = arguments_of(settings.of_call, arrays)
+    except (TypeError, ValueError):  # which checks of the call say again
+        return None, None
+    if known.facts is None:  # the numbers of offsets count
         return None, None
     forms, _ = forms_of(known.arrays)
-    kinds = tuple(map(type, known.arrays.values()))
-    return group.agreed.find((what, settings, kinds, *known.facts), forms)
+    return group.agreed.find((what, settings, *known.facts), forms)
 
 
 def resolve_sharded(
@@ -253,8 +256,8 @@ def resolve_sharded(
     settings: ShardedSettings,
     group: Group,
     arrays: Mapping[str, Any],
-    take_others: Callable[[Request], None] | None = None,
-) -> ShardedCall:
+    take_others: Callable[[AttentionProblem], None] | None = None,
+) -> tuple[ShardedCall, tuple[Any, Any, Any]]:
     """Check a call of this rank, agree with the others on it, and choose how it runs.
 
     Parameters
@@ -273,15 +276,17 @@ def resolve_sharded(
     """
     settings = comparable(settings) or settings
     asked = settings.of_call
-    found: list[tuple[Request, dict[str, Any], _Coding | None]] = []
+    found: list[tuple[AttentionProblem, tuple[Any, ...], dict[str, Any], _Coding | None]] = []
 
     def facts() -> dict[str, Any]:
-        own_call = _own_call(settings, group, arrays)
+        own_call, own_rows, own_way = _own_call(settings, group, arrays)
         packed = _offsets(arrays)
         if take_others is not None:
             take_others(own_call)
-        coding = _Coding.of(own_call) if own_call.variant.family == "int8" else None
-        found.append((own_call, packed, coding))
+        coding = None
+        if own_call.variant.family == "int8":
+            coding = _Coding.of(own_call, own_rows[0])
+        found.append((own_call, (own_rows, own_way), packed, coding))
         call = own_call.call
         same = {
             "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
@@ -295,21 +300,21 @@ def resolve_sharded(
             **{n: _in_words(packed[n].tolist()) for n in SEQUENCES if packed},
             "return_lse": asked.return_lse, "deterministic": bool(settings.deterministic),
         }  # fmt: skip
-        own = {"len_q": int(own_call.q.shape[2]), "len_kv": int(own_call.k.shape[2])}
+        own = {"len_q": own_call.rows["q"].shape[2], "len_kv": own_call.rows["k"].shape[2]}
         return {"same": same, "own": own}
 
     agreed = group.agree(what, facts)
     said = [of_rank["own"] for of_rank in agreed]
-    ((described, packed, coding),) = found
+    ((described, (rows, as_given), packed, coding),) = found
     rows_q, rows_kv = _partitions(settings.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
-    call = checks.with_lengths(described.call, rows_q.length, rows_kv.length, **asked.places)
+    spec = checks.with_lengths(described.call, rows_q.length, rows_kv.length, **asked.places)
     obstacle = ""
     if coding is not None:
-        check_scales(coding.quant, coding.scale_tiles, call, packed)
+        check_scales(coding.quant, coding.scale_tiles, spec, packed)
         obstacle = _obstacle(coding.quant, packed, spans, rows_q == rows_kv)
     mesh = choose_mesh(
-        settings.method, settings.ulysses, call, described.variant.name, group.hosts,
+        settings.method, settings.ulysses, spec, described.variant.name, group.hosts,
         balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
     )  # fmt: skip
     if mesh.ring > 1 and obstacle:
@@ -323,9 +328,10 @@ def resolve_sharded(
     )  # fmt: skip
     offsets = {name: packed[name].astype(np.int32) for name in SEQUENCES if packed}
     calls = Calls(own, offsets)
-    return ShardedCall(
-        group, mesh, rows_q, rows_kv, spans, described, calls, _digest(agreed),
+    call = ShardedCall(
+        group, mesh, rows_q, rows_kv, spans, described, as_given, calls, _digest(agreed),
     )  # fmt: skip
+    return call, rows
 
 
 class _Coding(NamedTuple):
@@ -335,8 +341,8 @@ class _Coding(NamedTuple):
     scale_tiles: Tiles
 
     @classmethod
-    def of(cls, described: Request) -> _Coding:
-        quant = scales_beside(described.settings.quant or QuantConfig(), described.q)
+    def of(cls, described: AttentionProblem, q: Any) -> _Coding:
+        quant = scales_beside(described.settings.quant or QuantConfig(), q)
         return cls(quant, tiles_of_scales(described, quant))
 
     @property
@@ -346,8 +352,11 @@ class _Coding(NamedTuple):
         return {**own, **compared_scales(self.quant)}
 
 
-def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Request:
-    """Check this rank's arrays as if they were all.
+def _own_call(
+    settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
+) -> tuple[AttentionProblem, tuple[Any, Any, Any], Callable[[Any], Any]]:
+    """Check this rank's arrays as if they were all; return them in layout BHSD, and the way back to
+    the kind of q.
 
     No kernel is settled: what runs are calls of other rows and heads (`_check_kernels`).
     """
@@ -367,16 +376,14 @@ def _own_call(settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
             "ranks quantise rows themselves, after heads were exchanged, and take no QuantizedQKV: "
             "give the arrays that were quantised, with variant='fa_int8' and quant="
         )
-    own, packed = {name: arrays[name] for name in "qkv"}, _is_packed(arrays)
-    if packed:
+    own, as_given = interchange.imported({name: arrays[name] for name in "qkv"})
+    if _is_packed(arrays):
         asked = asked._replace(layout="BSHD")
-        taken = {name: interchange.take(name, array) for name, array in own.items()}
-        own = {name: one_entry(name, array) for name, (array, _) in taken.items()}
-    described = describe_call(asked, own)
-    group.check_array("q", described.q)
-    if packed:
-        described = replace(described, as_given=taken["q"][1])
-    return described
+        own = {name: one_entry(name, x) for name, x in own.items()}
+    described = described_call(asked, own)
+    q, k, v = (x.bound(own[x.name]) for x in described.rows.values())
+    group.check_array("q", q)
+    return described, (q, k, v), as_given
 
 
 def _check_kernels(call: ShardedCall) -> dict[str, Any]:
@@ -385,15 +392,17 @@ def _check_kernels(call: ShardedCall) -> dict[str, Any]:
     Once the ranks exchange arrays, a refusal would end the group.
     """
     own, mesh, rank = call.described, call.mesh, call.group.rank
-    batch, heads, _, head_dim = own.q.shape
-    steps: Iterable[Heads] = [Heads((0, heads), (0, own.k.shape[1]))]
+    q, heads_kv = own.rows["q"], own.rows["k"].shape[1]
+    batch, heads, _, head_dim = q.shape
+    steps: Iterable[Heads] = [Heads((0, heads), (0, heads_kv))]
     if mesh.ulysses > 1:
-        shares = shares_of_heads(heads, own.k.shape[1], mesh.ulysses)
+        shares = shares_of_heads(heads, heads_kv, mesh.ulysses)
         steps = shares[mesh.neighbours(rank).index(rank)]
 
-    def rows(heads: Range, ranges: Iterable[Range]) -> Any:
+    def rows(name: str, heads: Range, ranges: Iterable[Range]) -> Described:
         length = sum(end - begin for begin, end in ranges)
-        return contiguous_stand_in((batch, heads[1] - heads[0], length, head_dim), own.q.dtype)
+        shape = batch, heads[1] - heads[0], length, head_dim
+        return Described.contiguous(name, shape, q.dtype)
 
     for some in steps:
         of_heads = call.calls.of_heads(some)
@@ -401,9 +410,15 @@ def _check_kernels(call: ShardedCall) -> dict[str, Any]:
         calls = Calls(settings, of_heads.offsets)
         for owner, keys in enumerate(call.keys):
             blocks_of = None if mesh.ring == 1 else call.blocks[owner]
-            calls.check(blocks_of, rows(some.q, call.rows), *[rows(some.kv, keys)] * 2)
+            calls.check(
+                blocks_of, rows("q", some.q, call.rows), rows("k", some.kv, keys),
+                rows("v", some.kv, keys),
+            )  # fmt: skip
         if mesh.ring > 1 and own.variant.family == "int8":  # which makes codes of no rows, too
-            quantized(settings, rows(some.q, ()), *[rows(some.kv, ())] * 2)
+            quantized(settings, *(
+                np.empty((batch, of[1] - of[0], 0, head_dim), q.dtype)
+                for of in (some.q, some.kv, some.kv)
+            ))  # fmt: skip
     return {"same": {}}
 
 
@@ -419,11 +434,7 @@ def _offsets(arrays: Mapping[str, Any]) -> dict[str, Any]:
     for name in "qk":
         given = arrays[f"cu_seqlens_{name}"]
         taken = interchange.on_host(interchange.take(f"cu_seqlens_{name}", given)[0])
-        if taken.ndim != 1 or taken.size < 1 or str(taken.dtype) not in ("int32", "int64"):
-            raise ValueError(
-                f"cu_seqlens_{name} must be int32 or int64 of shape (batch + 1,), "
-                f"got {taken.dtype} of shape {taken.shape}"
-            )
+        check_offsets(f"cu_seqlens_{name}", taken)
         found[f"cu_seqlens_{name}"] = taken.astype(np.int64)  # checked before 32 bits cut them
         found[f"max_len_{name}"] = int(np.diff(taken).max(initial=0))
     counts = {n: a.size - 1 for n, a in found.items() if n.startswith("cu_seqlens")}

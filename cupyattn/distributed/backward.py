@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import interchange, memory
+from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.blocks import Block
@@ -18,14 +19,16 @@ from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.ring import differentiate
 from cupyattn.gradients.exact import Gradients
 from cupyattn.problem import checks
+from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.request import Request
+from cupyattn.problem.options import ShardedGradientOptions, Unpack, takes_options
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings
 
 
 @points_to_our_names
+@takes_options
 def parallel_attention_backward(
     d_out: Any,
     q: Any,
@@ -38,15 +41,9 @@ def parallel_attention_backward(
     *,
     ulysses: int | None = None,
     partition: Any = "contiguous",
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     layout: str = "BHSD",
     deterministic: bool = False,
-    arch: str | None = None,
-    backend: str | None = None,
+    **options: Unpack[ShardedGradientOptions],
 ) -> Gradients:
     """Gradients of `parallel_attention` with respect to q, k and v.
 
@@ -103,16 +100,14 @@ def parallel_attention_backward(
     >>> rows.join(distributed.run(on_rank, 2))[0, 0, :, 0].round(1).tolist()
     [2.69921875, 1.7001953125, 1.2001953125, 0.89990234375, 0.60009765625, ...]
     """
-    settings = Settings(
-        scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
-        layout=layout, arch=arch, backend=backend,
-    )  # fmt: skip
+    settings = Settings(layout=layout, **options)
     asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
     arrays = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     return _run("parallel_attention_backward", asked, group, arrays)
 
 
 @points_to_our_names
+@takes_options
 def parallel_attention_varlen_backward(
     d_out: Any,
     q: Any,
@@ -127,14 +122,8 @@ def parallel_attention_varlen_backward(
     *,
     ulysses: int | None = None,
     partition: Any = "contiguous",
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     deterministic: bool = False,
-    arch: str | None = None,
-    backend: str | None = None,
+    **options: Unpack[ShardedGradientOptions],
 ) -> Gradients:
     """Gradients of `parallel_attention_varlen` with respect to q, k and v.
 
@@ -160,11 +149,8 @@ def parallel_attention_varlen_backward(
     ValueError, TypeError, UnsupportedError, RankError
         As `parallel_attention_backward`.
     """
-    settings = Settings(
-        scale=scale, causal=causal, causal_align=causal_align, window=window, softcap=softcap,
-        arch=arch, backend=backend,
-    )  # fmt: skip
-    asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
+    settings = Settings(**options).without_rung
+    asked = ShardedSettings(settings, method, ulysses, partition, deterministic)
     arrays = {
         "d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
@@ -178,30 +164,29 @@ def _run(
     """Agree with the other ranks and compute."""
     taken: list[Any] = []
 
-    def take_others(described: Request) -> None:
+    def take_others(described: AttentionProblem) -> None:
         taken.extend(_take(described, arrays))
 
-    call = resolve_sharded(what, settings, group, arrays, take_others)
-    own, (of_out, out, lse) = call.described, taken
-    given = of_out, own.q, own.k, own.v, out, lse
-    with group.failing_together(what), memory.on_device_of(own.q):
-        operands = tuple(map(array_namespace(own.q).ascontiguousarray, given))
+    call, (q, k, v) = resolve_sharded(what, settings, group, arrays, take_others)
+    of_out, out, lse = taken
+    with group.failing_together(what), memory.on_device_of(q):
+        whole = array_namespace(q).ascontiguousarray
+        operands = tuple(map(whole, (of_out, q, k, v, out, lse)))
         found = _compute(call, operands, bool(settings.deterministic))
         group.finish()
     return Gradients(*map(call.restore, found))
 
 
-def _take(described: Request, arrays: Mapping[str, Any]) -> list[Any]:
+def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> list[Any]:
     """Return d_out, out and lse in layout BHSD, checked against q."""
     found = {n: interchange.take(n, arrays[n])[0] for n in ("d_out", "out", "lse")}
-    q = described.q
-    array_namespace(q, *found.values())
+    q, k, v = described.rows.values()
+    check_together(q=q, **{name: Described.of(name, x) for name, x in found.items()})
     if "cu_seqlens_q" in arrays:
         found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
     layout = described.settings.layout
     found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}
-    checks.check_backward(**found, q=q, k=described.k, v=described.v)
-    interchange.check_one_device(q=q, **found)
+    checks.check_backward(**found, q=q, k=k, v=v)
     return list(found.values())
 
 

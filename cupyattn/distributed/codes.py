@@ -14,8 +14,9 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.partition import Range, places
-from cupyattn.distributed.rank_calls import Calls, of_window, quantized, run_attention
+from cupyattn.distributed.rank_calls import Calls, of_window, quantized
 from cupyattn.distributed.ring import MessageForm, Part
+from cupyattn.ops.attention import run_attention
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
 

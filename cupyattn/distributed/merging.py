@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import memory
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, array_namespace
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
@@ -138,8 +139,9 @@ class _Merge:
     """Merging a part into O and lse where they lie, as an operation of (backend, dtype)."""
 
     name = "merge_partials"
+    receives: tuple[str, ...] = ("O", "lse")
 
-    def resolve(self, settings: tuple[str, str], arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: tuple[str, str], arrays: Mapping[str, Described]) -> Problem:
         """Settle what is read: of O itself, where its type stays."""
         backend, _ = settings
         kept = arrays["before_O"].dtype == arrays["O"].dtype  # then they are one array
@@ -147,21 +149,22 @@ class _Merge:
         return Problem(
             what=self.name, backend=backend, operands={name: arrays[name] for name in names},
             results={}, received={name: arrays[name] for name in ("O", "lse")},
-            settled=(settings, arrays, kept),
+            settled=(settings, kept),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
-        (_, dtype), arrays, kept = problem.settled
+        (_, dtype), kept = problem.settled
+        arrays = _with_before({**problem.operands, **problem.received})
         names = ("before_O", "O", "lse", "part_O", "part_lse")
-        before_o, o, lse, part_o, part_lse = (Operand.of(arrays[name]) for name in names)
+        before_o, o, lse, part_o, part_lse = (arrays[name].place for name in names)
         before, after = (str(arrays[name].dtype) for name in ("before_O", "O"))
         plan = plan_merge(before_o, o, lse, part_o, part_lse, dtype, before, after, kept)
         return Work.of(plan)
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Merge on NumPy."""
-        _, arrays, _ = problem.settled
+        arrays = _with_before(arrays)
         names = ("before_O", "lse", "part_O", "part_lse", "O")
         merge_mirror(*(arrays[name] for name in names))
         return {}
@@ -171,6 +174,11 @@ class _Merge:
 
 
 MERGE = _Merge()
+
+
+def _with_before(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return arrays by buffer, of which O is what it was before, too, where its type stays."""
+    return {"before_O": arrays["O"], **arrays}
 
 
 def plan_merge(

@@ -10,13 +10,13 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.agreement import ShardedSettings, agree
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
-from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.options import ShardedOptions, Unpack, takes_options
 from cupyattn.problem.settings import Settings
-from cupyattn.quant.config import QuantConfig
 
 
 @points_to_our_names
+@takes_options
 def parallel_attention(
     q: Any,
     k: Any,
@@ -26,19 +26,8 @@ def parallel_attention(
     *,
     ulysses: int | None = None,
     partition: Any = "contiguous",
-    variant: str = "auto",
-    accuracy: str = "full",
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     layout: str = "BHSD",
-    return_lse: bool = False,
-    quant: QuantConfig | None = None,
-    tiles: Tiles | None = None,
-    arch: str | None = None,
-    backend: str | None = None,
+    **options: Unpack[ShardedOptions],
 ) -> Any:
     """`cupyattn.attention` of a sequence whose rows and keys lie on several ranks.
 
@@ -108,15 +97,12 @@ def parallel_attention(
     >>> rows.join(distributed.run(on_rank, 2)).shape
     (1, 2, 8, 16)
     """
-    settings = Settings(
-        variant, accuracy, scale, causal, causal_align, window, softcap, layout=layout,
-        return_lse=return_lse, quant=quant, tiles=tiles, arch=arch, backend=backend,
-    )  # fmt: skip
-    asked = ShardedSettings(settings, method, ulysses, partition)
+    asked = ShardedSettings(Settings(layout=layout, **options), method, ulysses, partition)
     return _run("parallel_attention", asked, group, {"q": q, "k": k, "v": v})
 
 
 @points_to_our_names
+@takes_options
 def parallel_attention_varlen(
     q: Any,
     k: Any,
@@ -128,18 +114,7 @@ def parallel_attention_varlen(
     *,
     ulysses: int | None = None,
     partition: Any = "contiguous",
-    variant: str = "auto",
-    accuracy: str = "full",
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    quant: QuantConfig | None = None,
-    tiles: Tiles | None = None,
-    arch: str | None = None,
-    backend: str | None = None,
+    **options: Unpack[ShardedOptions],
 ) -> Any:
     """`cupyattn.attention_varlen` of packed sequences whose rows lie on several ranks.
 
@@ -171,11 +146,7 @@ def parallel_attention_varlen(
     ValueError, TypeError, UnsupportedError, RankError
         As `parallel_attention`.
     """
-    settings = Settings(
-        variant, accuracy, scale, causal, causal_align, window, softcap, return_lse=return_lse,
-        quant=quant, tiles=tiles, arch=arch, backend=backend,
-    )  # fmt: skip
-    asked = ShardedSettings(settings, method, ulysses, partition)
+    asked = ShardedSettings(Settings(**options), method, ulysses, partition)
     offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     arrays = {"q": q, "k": k, "v": v, **offsets}
     return _run("parallel_attention_varlen", asked, group, arrays)
@@ -192,4 +163,4 @@ def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str
     result = call.restore(o)
     if not return_lse:
         return result
-    return result, call.described.as_given(lse[0] if call.calls.offsets else lse)
+    return result, call.as_given(lse[0] if call.calls.offsets else lse)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.described import Described
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.partition import Range
 from cupyattn.distributed.ring import Part
 from cupyattn.distributed.scales import scales_of_heads
-from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.attention import described, run_attention
 from cupyattn.ops.backward import BackwardSettings, run_backward
-from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.operation import run
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem.request import SEQUENCES
-from cupyattn.problem.resolve import describe_call
+from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
 
@@ -62,14 +60,15 @@ class Calls:
             some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             yield rows, *_forward(settings, *some, offsets)
 
-    def check(self, blocks: Iterable[Block] | None, q: Any, k: Any, v: Any) -> None:
+    def check(
+        self, blocks: Iterable[Block] | None, q: Described, k: Described, v: Described
+    ) -> None:
         """Raise for a call of blocks, or of all rows and keys, that the kernel refuses.
 
         Parameters
         ----------
         blocks : iterable of Block or None
-        q, k, v : array
-            Stand-ins (`cupyattn.arrays.memory.contiguous_stand_in`): no value is read.
+        q, k, v : Described
 
         Raises
         ------
@@ -78,8 +77,15 @@ class Calls:
         """
         whole = (0, q.shape[2]), (0, k.shape[2]), self.settings, self.offsets
         for rows, keys, settings, offsets in [whole] if blocks is None else self._runs(blocks):
-            some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
-            describe_call(settings, _named(*some, offsets)).kernel  # noqa: B018
+            some = {"q": q.cut(2, *rows), "k": k.cut(2, *keys), "v": v.cut(2, *keys)}
+            if offsets:
+                some = {name: x.first().swapaxes(0, 1) for name, x in some.items()}
+                some |= {name: Described.of(name, x) for name, x in offsets.items()}
+                longest = (int(np.diff(x).max(initial=0)) for x in offsets.values())
+                if settings.max_len_q is None:
+                    of_q, of_k = longest
+                    settings = settings._replace(max_len_q=of_q, max_len_k=of_k)
+            described(settings, some).kernel  # noqa: B018
 
     def whole_backward(self, tensors: tuple[Any, ...], deterministic: bool) -> Any:
         """Return the gradients of all rows and keys of some heads.
@@ -147,11 +153,6 @@ def _packed(run: list[Block]) -> tuple[dict[str, Any], list[int]]:
     offsets = np.array(list(dict.fromkeys(ends))) - np.array(ends[0])
     named = {name: offsets[:, n].astype(np.int32) for n, name in enumerate(SEQUENCES)}
     return named, np.diff(offsets, axis=0).max(axis=0).tolist()
-
-
-def run_attention(settings: Settings, arrays: Mapping[str, Any]) -> Any:
-    """Run `cupyattn.attention` or, with offsets among the arrays, `cupyattn.attention_varlen`."""
-    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
 
 
 def quantized(settings: Settings, q: Any, k: Any, v: Any) -> QuantizedQKV:

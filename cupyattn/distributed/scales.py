@@ -16,9 +16,9 @@ from cupyattn.arrays.memory import on_device_of
 from cupyattn.compiler.target import own_arch
 from cupyattn.distributed.mesh import Heads
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.form import scale_tiles
-from cupyattn.problem.request import Request
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.static_scales import check_packed_quant, static_scales
 
@@ -50,13 +50,13 @@ def _in_words(scale: Any) -> str:
     return f"{ends}float32 {x.shape}, sha256 {digest}"
 
 
-def tiles_of_scales(described: Request, quant: QuantConfig) -> Tiles:
+def tiles_of_scales(described: AttentionProblem, quant: QuantConfig) -> Tiles:
     """Return the tiles whose sizes granularity "block" takes, on the device of this rank.
 
     UnsupportedError if no form of the rung is for such codes.
     """
     settings = described.settings
-    arch = settings.arch or own_arch(described.backend, described.q)
+    arch = settings.arch or own_arch(described.backend, described.rows["q"])
     head_dim = described.call.head_dim
     return settings.tiles or scale_tiles(described.variant, head_dim, quant, arch)
 

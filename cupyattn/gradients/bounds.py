@@ -28,9 +28,9 @@ from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.backward_form import BackwardKernel
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
+from cupyattn.problem.settings import parse
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")
@@ -94,6 +94,7 @@ class _Errors:
     out_of_range: Array  # boolean: nothing is promised, and the others are 0
 
 
+@takes_options
 def backward_bound(
     d_out: Array,
     q: Array,
@@ -104,15 +105,8 @@ def backward_bound(
     *,
     out_error: Array | None = None,
     lse_error: Array | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
     all_keys: bool = True,
+    **options: Unpack[MaskedOptions],
 ) -> GradientBounds:
     r"""Bound \|kernel - `backward_exact`\| of the operands that the kernels received (J2).
 
@@ -149,8 +143,9 @@ def backward_bound(
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     out_error, lse_error = operands(out_error=out_error, lse_error=lse_error)
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    problem = BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys)
+    settings, arrays = parse("backward_bound", q, k, v, options)
+    scores = settings.scores(arrays)
+    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
     kernel = problem.portable_kernel(deterministic=False)
     return gradient_bounds(problem, kernel, out_error, lse_error)
 

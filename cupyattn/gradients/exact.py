@@ -14,9 +14,9 @@ from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
 from cupyattn.gradients.problem import BackwardProblem
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward_shapes, check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
+from cupyattn.problem.settings import parse
 from cupyattn.reference.exact import ScoreBlock, blocks_of, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
@@ -107,6 +107,7 @@ def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
         )  # fmt: skip
 
 
+@takes_options
 def backward_exact(
     d_out: Array,
     q: Array,
@@ -115,15 +116,8 @@ def backward_exact(
     out: Array | None = None,
     lse: Array | None = None,
     *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
     all_keys: bool = True,
+    **options: Unpack[MaskedOptions],
 ) -> Gradients:
     r"""Gradients of attention, in float64 [L43].
 
@@ -174,8 +168,10 @@ def backward_exact(
     True
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    return exact_gradients(BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys))
+    settings, arrays = parse("backward_exact", q, k, v, options)
+    scores = settings.scores(arrays)
+    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+    return exact_gradients(problem)
 
 
 def exact_gradients(problem: BackwardProblem) -> Gradients:

@@ -17,16 +17,17 @@ from cupyattn.gradients.exact import Gradients, coarse_rows
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.backward_form import NO_DQ, BackwardKernel
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
 from cupyattn.problem.scoring import Scoring
+from cupyattn.problem.settings import parse
 from cupyattn.reference.attention import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
 from cupyattn.reference.scores import prepare_scores
 from cupyattn.reference.softmax_state import Float32, row_maximum
 
 
+@takes_options
 def backward_mirror(
     d_out: Array,
     q: Array,
@@ -36,15 +37,8 @@ def backward_mirror(
     lse: Array,
     *,
     deterministic: bool = False,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
     all_keys: bool = True,
+    **options: Unpack[MaskedOptions],
 ) -> Gradients:
     """Gradients of attention as the kernels compute them, on NumPy.
 
@@ -79,8 +73,9 @@ def backward_mirror(
     ([0.0, 0.0], [1.0, 1.0, 1.0])
     """
     require_numpy(d_out, q, k, v, out, lse)
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    problem = BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys)
+    settings, arrays = parse("backward_mirror", q, k, v, options)
+    scores = settings.scores(arrays)
+    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
     return mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from cupyattn.arrays.kinds import Array
 from cupyattn.problem.backward_form import BackwardKernel, settle_backward
-from cupyattn.problem.checks import check_backward, check_options
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.checks import ScoreOptions, check_backward, check_options
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import contiguous_last_axis, take
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.arrays.memory import on_device_of
-from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.ops.operation import Known, run
+from cupyattn.ops.operation import run
 from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.plans.records import Work
 from cupyattn.plans.row_quant import plan_row_quant
@@ -81,7 +78,7 @@ def act_quant(
     """
     arrays = {"x": x}
     settings = ActQuantSettings(block_size, backend, 0, "", strategy)
-    codes, scales = run(ACT_QUANT, settings, arrays, Known(arrays, (type(block_size),)))
+    codes, scales = run(ACT_QUANT, settings, arrays, (type(block_size),))
     return codes, scales
 
 
@@ -109,9 +106,8 @@ def act_quant_but(
     kept : array, (..., outliers rounded up to `KEPT_PAD`), dtype
         The columns, and zeros.
     """
-    arrays = {"x": x, "place": place, "columns": columns}
     settings = ActQuantSettings(BLOCK_SIZE, backend, columns.shape[0], dtype)
-    codes, scales, kept = run(ACT_QUANT, settings, arrays, Known({"x": x, "place": place}))
+    codes, scales, kept = run(ACT_QUANT, settings, {"x": x, "place": place})
     return codes, scales, kept
 
 
@@ -145,11 +141,12 @@ class _ActQuant:
     """Activations to codes as an operation."""
 
     name = "act_quant"
+    receives: tuple[str, ...] = ()
 
-    def resolve(self, settings: ActQuantSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: ActQuantSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the activations; blocks of other sizes than the kernel's go to the mirror."""
-        (x, as_given), size = take("x", arrays["x"]), settings.block_size
-        backend = choose(settings.backend, x)
+        x, size = arrays["x"], settings.block_size
+        backend = choose(settings.backend, x.device >= 0)
         check_blocks(settings.strategy, size)
         if backend == "interpret" and size != BLOCK_SIZE:
             raise UnsupportedError(
@@ -159,11 +156,9 @@ class _ActQuant:
         check_values("x", x, least_axes=1)
         if backend == "mirror" or size != BLOCK_SIZE:
             return Problem(
-                what=self.name, backend="mirror", operands={"x": x}, results={},
-                as_given=as_given, settled=(settings, arrays),
-            )  # fmt: skip
-        with on_device_of(x):
-            rows = contiguous_last_axis(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+                what=self.name, backend="mirror", operands=arrays, results={}, settled=settings
+            )
+        rows = x.with_whole_rows().rows()
         blocks = 1 if settings.strategy == "channel" else -(-x.shape[-1] // BLOCK_SIZE)
         operands = {"x": rows}
         results = {
@@ -175,23 +170,24 @@ class _ActQuant:
             width = padded(settings.outliers)
             results["kept"] = Result((*x.shape[:-1], width), STORAGE[settings.dtype])
         return Problem(
-            what=self.name, backend=backend, operands=operands, results=results,
-            as_given=as_given, settled=settings,
-        )  # fmt: skip
+            what=self.name, backend=backend, operands=operands, results=results, settled=settings
+        )
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         x, settings = problem.operands["x"], problem.settled
         if settings.strategy == "channel":
-            return Work.of(plan_row_quant(Operand.of(x), x.dtype.name))
+            return Work.of(plan_row_quant(x.place, x.dtype.name))
         how = x.dtype.name, settings.outliers, settings.dtype
-        return Work.of(plan_act_quant(Operand.of(x), *how))
+        return Work.of(plan_act_quant(x.place, *how))
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return codes and scales by the functions of the array's own library."""
-        x, (settings, arrays), made = problem.operands["x"], problem.settled, {}
+        x, settings, made = arrays["x"], problem.settled, {}
         if settings.outliers:
-            columns = arrays["columns"]
+            place = arrays["place"]
+            columns = np.flatnonzero(place >= 0)
+            columns = columns[np.argsort(place[columns])]
             made["kept"] = np.zeros(
                 (*x.shape[:-1], padded(settings.outliers)), STORAGE[settings.dtype]
             )

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cupyattn.arrays.described import Described
+from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import known_call
+from cupyattn.ops.call_operands import arguments_of
 from cupyattn.ops.operation import problem_of, run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
 from cupyattn.plans.stages import stages
+from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.request import Request
+from cupyattn.problem.options import CallOptions, Unpack, takes_options
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import NO_WINDOW, interned, parse
+from cupyattn.problem.settings import NO_WINDOW, Settings, interned, parse
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference.request import run_mirror
+from cupyattn.reference.problem import run_mirror
 
 
 @points_to_our_names
@@ -186,7 +189,7 @@ def attention(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
         lengths_q=lengths_q, lengths_kv=lengths_kv,
     )  # fmt: skip
-    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
+    return run_attention(settings, arrays)
 
 
 @points_to_our_names
@@ -321,7 +324,7 @@ def attention_varlen(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
-    return run(ATTENTION, settings, arrays, known_call(settings, arrays))
+    return run_attention(settings, arrays)
 
 
 def _arrays(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
@@ -333,24 +336,38 @@ def _arrays(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
     return arrays
 
 
+def run_attention(settings: Settings, given: Mapping[str, Any]) -> Any:
+    """Run `attention` or, with offsets among the arrays, `attention_varlen`.
+
+    Parameters
+    ----------
+    settings, given
+        As `cupyattn.problem.settings.parse` tells them apart.
+    """
+    q, call = given["q"], arguments_of(settings, given)
+    as_given = q.as_given if isinstance(q, QuantizedQKV) else as_it_is
+    return run(ATTENTION, call.asked, call.arrays, call.facts, as_given)
+
+
 class _Attention:
     """Attention as an operation, of sequences that are packed or not."""
 
     name = "attention"
+    receives: tuple[str, ...] = ("o",)
 
     resolve = staticmethod(resolve)
 
-    def plan(self, request: Request) -> Work:
+    def plan(self, problem: AttentionProblem) -> Work:
         """Return the passes that prepare and quantise, and the rung's kernels."""
-        return stages(request)
+        return stages(problem)
 
-    def mirror(self, request: Request) -> dict[str, Any]:
+    def mirror(self, problem: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return O and the log-sum-exp, as the caller has them."""
-        return run_mirror(request)
+        return run_mirror(problem, arrays)
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
         """Return O, or the ``out`` that received it, and the log-sum-exp if it was asked for."""
-        o = arrays["out"] if "out" in arrays else results["o"]
+        o = results["o"] if "o" in results else arrays["o"]
         return (o, results["lse"]) if "lse" in results else o
 
 
@@ -359,7 +376,7 @@ ATTENTION = _Attention()
 
 def resolved(
     q: Any, k: Any = None, v: Any = None, *, function: str = "attention", **options: Any
-) -> Request:
+) -> AttentionProblem:
     """Check a call and settle what would run, without running it.
 
     Parameters
@@ -374,12 +391,28 @@ def resolved(
     ValueError, TypeError, UnsupportedError
         As `attention`.
     """
-    request: Request = problem_of(ATTENTION, *parse(function, q, k, v, options))
-    return request
+    return described(*parse(function, q, k, v, options))
+
+
+def described(settings: Settings, given: Mapping[str, Any]) -> AttentionProblem:
+    """Check a call, of arrays or of descriptions of some, and settle what would run.
+
+    Parameters
+    ----------
+    settings, given
+        As `cupyattn.problem.settings.parse` tells them apart.
+    """
+    call = arguments_of(settings, given)
+    arrays = call.arrays
+    if not any(isinstance(x, Described) for x in arrays.values()):
+        arrays, _ = imported(arrays)
+    problem: AttentionProblem = problem_of(ATTENTION, call.asked, arrays)
+    return problem
 
 
 @points_to_our_names
-def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
+@takes_options
+def plan(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -> Prepared:
     """Prepare a call of `attention` once, to run it many times.
 
     Parameters

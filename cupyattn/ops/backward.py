@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import interchange
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.described import Described, check_together
+from cupyattn.arrays.interchange import imported
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import mirror_gradients
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.ops.attention import ATTENTION
-from cupyattn.ops.call_operands import known_call
-from cupyattn.ops.operation import Known, problem_of, run
+from cupyattn.ops.call_operands import arguments_of, lists_of
+from cupyattn.ops.operation import problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem import checks
+from cupyattn.problem.attention import OF_SCORES, AttentionProblem
 from cupyattn.problem.backward_form import BackwardKernel, settle_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.problem.request import OF_SCORES, Request
-from cupyattn.problem.resolve import describe_call, to_bhsd
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.score_options import ScoreOptions
-from cupyattn.problem.settings import NO_WINDOW, Settings, interned, parse
+from cupyattn.problem.sequences import SEQUENCES
+from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference.request import scoring_of
+from cupyattn.reference.problem import entry_of, scoring_of
 
 
 @points_to_our_names
@@ -263,28 +264,34 @@ class BackwardSettings(NamedTuple):
     all_keys: bool = True
 
 
-@dataclass(frozen=True)
-class BackwardRequest:
-    """A backward pass, settled.
+class BackwardAsked(NamedTuple):
+    """What a backward pass asks for, beside the arrays that its kernels read; `BackwardSettings`
+    with what its forward pass asks for so."""
+
+    forward: Asked
+    deterministic: bool | None
+    all_keys: bool
+
+
+class BackwardSettled(NamedTuple):
+    """What a backward pass is, settled.
 
     Parameters
     ----------
-    request : Request
+    forward : AttentionProblem
         The forward pass that it belongs to.
-    settings : BackwardSettings
-    taken : mapping of str to array
-        q, k, v, d_out, out and lse, checked; layout BHSD.
-    places : BackwardOperands
-        Where the operands of the gradients' kernels lie.
     kernel : BackwardKernel
         Form and tiles.
+    places : BackwardOperands
+        Where the operands of its kernels lie.
+    all_keys : bool
+        As for `BackwardSettings`.
     """
 
-    request: Request
-    settings: BackwardSettings
-    taken: Mapping[str, Any]
-    places: BackwardOperands
+    forward: AttentionProblem
     kernel: BackwardKernel
+    places: BackwardOperands
+    all_keys: bool
 
 
 def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,92 +316,97 @@ def run_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Gradi
         As `attention_backward`.
     """
     check_offered(arrays["q"], arrays.get("qk_norm"), settings.deterministic)
-    found: Gradients = run(BACKWARD, settings, arrays, _known(settings, arrays))
+    asked, own, facts = arguments_of_backward(settings, arrays)
+    found: Gradients = run(BACKWARD, asked, own, facts)
     return found
 
 
-def _known(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Known | None:
-    """Return what a call depends on; None where it is not to be remembered: rows that are turned
-    back take tables of their own."""
-    if "rope" in arrays:
-        return None
-    forward, _ = _parted(arrays)
-    known = known_call(settings.of_call, forward)
-    if known is None:
-        return None
-    operands = {**known.arrays, "d_out": arrays["d_out"], "o": arrays["out"], "lse": arrays["lse"]}
-    if "kept_blocks" in operands:
-        operands["kept_rows"] = arrays["block_mask"].transposed.kept_blocks(arrays["q"])
-    return Known(operands, known.facts)
+def arguments_of_backward(
+    settings: BackwardSettings, given: Mapping[str, Any]
+) -> tuple[BackwardAsked, dict[str, Any], tuple[Any, ...] | None]:
+    """Return a backward pass as `cupyattn.ops.operation.run` takes it.
+
+    Parameters
+    ----------
+    settings, given
+        As `parse_backward` returns them.
+    """
+    received = ("d_out", "out", "lse")
+    call = arguments_of(settings.of_call, {n: a for n, a in given.items() if n not in received})
+    arrays = {**call.arrays, "d_out": given["d_out"], "o": given["out"], "lse": given["lse"]}
+    if "kept_blocks" in arrays:
+        arrays["kept_rows"] = lists_of(given["block_mask"].transposed, given["q"])
+    # NOTE: rows that are turned back take tables of their own, and copies at the end.
+    facts = None if "rope" in given else call.facts
+    return BackwardAsked(call.asked, settings.deterministic, settings.all_keys), arrays, facts
 
 
 class _Backward:
     """The gradients of attention as an operation."""
 
     name = "attention_backward"
+    receives: tuple[str, ...] = ()
 
-    def resolve(self, settings: BackwardSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, asked: BackwardAsked, arrays: Mapping[str, Described]) -> Problem:
         """Check the forward pass, and d_out, out and lse against it."""
-        forward, received = _parted(arrays)
-        request: Request = problem_of(ATTENTION, settings.of_call, forward)
-        taken = _take(request, received)
-        rope, block_mask = _rope_of(request), request.block_mask
-        operands = {name: array for name, array in taken.items() if name != "out"}
-        operands |= {"o": taken["out"], **request.of_scores, **request.sequences}
-        if block_mask is not None:
-            operands["kept_rows"] = block_mask.transposed.kept_blocks(request.q)
+        received = ("d_out", "o", "lse")
+        own = {n: x for n, x in arrays.items() if n not in (*received, "kept_rows")}
+        forward: AttentionProblem = problem_of(ATTENTION, asked.forward, own)
+        operands = {**forward.rows, **_take(forward, {n: arrays[n] for n in received})}
+        operands |= {**forward.of_scores, **forward.sequences}
+        if "kept_rows" in arrays:
+            operands["kept_rows"] = arrays["kept_rows"]
+        rope = _rope_of(forward)
         if rope is not None:
-            operands |= {"rope_cos": rope.cos, "rope_sin": rope.sin, _SIN_BACK: -rope.sin}
-        layout, packed = request.settings.layout, request.call.packed is not None
+            operands |= {"rope_cos": rope.cos, "rope_sin": rope.sin, _SIN_BACK: rope.sin.negated()}
+        layout, packed = forward.settings.layout, forward.call.packed is not None
         turned = rope is not None and layout == "BSHD"  # rows are turned back in layout BHSD
-        places = _places(request, operands, turned)
+        places = _places(forward, operands, turned)
         kernel = settle_backward(
-            replace(request.call, rope="", rope_offset_q=0), places,
-            deterministic=settings.deterministic, arch=request.architecture,
+            replace(forward.call, rope="", rope_offset_q=0), places,
+            deterministic=asked.deterministic, arch=forward.architecture,
         )  # fmt: skip
         return Problem(
-            what=self.name, backend=request.backend, arch=request.arch, operands=operands,
+            what=self.name, backend=forward.backend, arch=forward.arch, operands=operands,
             results={
-                f"d{name}": Result(_shape(taken[name], layout, packed, turned), taken[name].dtype)
-                for name in "qkv"
+                f"d{name}": Result(_shape(x, layout, packed, turned), x.dtype)
+                for name, x in forward.rows.items()
             },
-            as_given=request.as_given, facts=(turned, packed),
-            settled=BackwardRequest(
-                request, settings, taken, BackwardOperands(**places), kernel
-            ),
+            looks=forward.looks, facts=(turned, packed),
+            settled=BackwardSettled(forward, kernel, BackwardOperands(**places), asked.all_keys),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
         """Return the kernels of the gradients, between turning rows and turning them back."""
-        request, rope = problem.settled.request, _rope_of(problem.settled.request)
-        plan = plan_of(problem)
+        forward = problem.settled.forward
+        rope, plan = _rope_of(forward), plan_of(problem)
         if rope is None:
             return Work.of(plan)
-        call, stages, back, between = request.call, [], [], []
+        call, stages, back, between = forward.call, [], [], []
         for name, position, longest in (("q", rope.offset_q, call.len_q), ("k", 0, call.len_kv)):
-            x, turned = problem.operands[name], f"{name}_turned"
+            x, turned = problem.operands[name].place, f"{name}_turned"
             packed = None if call.packed is None else (call.batch, longest)
             ends = {"cu_seqlens": f"cu_seqlens_{name}"}
             how = call.dtype, rope.pairs, position, packed
             names = {"x": name, "turned": turned, **ends}
-            stages.append(Stage(plan_rotation(Operand.of(x), *how), names))
-            own = Operand.contiguous(x.shape, x.dtype.itemsize)
+            stages.append(Stage(plan_rotation(x, *how), names))
+            own = Operand.contiguous(x.shape, x.itemsize)
             names = {"x": f"d{turned}", "turned": f"d{name}", "rope_sin": _SIN_BACK, **ends}
             back.append(Stage(plan_rotation(own, *how), names))
             between += [Workspace(one, x.shape, call.dtype) for one in (turned, f"d{turned}")]
         names = {one: f"{one}_turned" for one in ("q", "k", "dq", "dk")}
         return Work((*stages, Stage(plan, names), *back), tuple(between))
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return the gradients from NumPy, every sequence by itself where they are packed."""
         made = {name: np.zeros(one.shape, one.dtype) for name, one in problem.results.items()}
-        request, turned = problem.settled.request, problem.facts[0]
-        layout = "BHSD" if turned else request.settings.layout
+        forward, turned = problem.settled.forward, problem.facts[0]
+        layout = "BHSD" if turned else forward.settings.layout
         seen = {
-            name: to_bhsd(x[None] if request.call.packed and not turned else x, layout)
+            name: to_bhsd(x[None] if forward.call.packed and not turned else x, layout)
             for name, x in made.items()
         }
-        _mirror(problem.settled, seen)
+        _mirror(problem.settled, arrays, seen)
         return made
 
     def restore(
@@ -415,7 +427,7 @@ _SIN_BACK = "rope_sin_back"
 
 
 def check_backward_call(settings: BackwardSettings, arrays: Mapping[str, Any]) -> None:
-    """Check a backward pass by shapes, types and options, without resolving it: JAX traces those.
+    """Check a backward pass by descriptions of its arrays.
 
     Parameters
     ----------
@@ -427,14 +439,8 @@ def check_backward_call(settings: BackwardSettings, arrays: Mapping[str, Any]) -
     ValueError, TypeError, UnsupportedError
         As `attention_backward`.
     """
-    forward, received = _parted(arrays)
-    _take(describe_call(settings.of_call, forward), received)
-
-
-def _parted(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of the forward pass, and those that come to the backward pass."""
-    received = {name: arrays[name] for name in ("d_out", "out", "lse")}
-    return {name: a for name, a in arrays.items() if name not in received}, received
+    asked, own, _ = arguments_of_backward(settings, arrays)
+    problem_of(BACKWARD, asked, own)
 
 
 def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
@@ -443,50 +449,48 @@ def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
     return shape[1:] if packed and not turned else shape
 
 
-def _take(request: Request, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the operands by name, d_out, out and lse checked against q; layout BHSD."""
-    if request.call.padded is not None:
+def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[str, Described]:
+    """Return d_out, out and lse by buffer, checked against q; layout BHSD."""
+    call, layout = forward.call, forward.settings.layout
+    if call.padded is not None:
         raise UnsupportedError(
             "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
             "entries for attention_varlen_backward"
         )
-    layout, q, packed = request.settings.layout, request.q, request.call.packed is not None
-    taken = {name: interchange.take(name, array)[0] for name, array in arrays.items()}
-    array_namespace(q, *taken.values())
-    if packed:
-        taken = {name: array[None] for name, array in taken.items()}
-    for name in ("d_out", "out"):
-        taken[name] = interchange.contiguous_last_axis(to_bhsd(taken[name], layout))
-    checks.check_backward(**taken, q=q, k=request.k, v=request.v)
-    interchange.check_one_device(q=q, **taken)
-    taken["lse"] = array_namespace(q).ascontiguousarray(taken["lse"])
-    return {"q": q, "k": request.k, "v": request.v, **taken}
+    taken = {n: x if call.packed is None else x.front() for n, x in arrays.items()}
+    for name in ("d_out", "o"):
+        taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
+    q, k, v = forward.rows.values()
+    checks.check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"])
+    taken["lse"] = taken["lse"].whole()
+    check_together(q=q, **taken)
+    return taken
 
 
 def _places(
-    request: Request, operands: Mapping[str, Any], turned_back: bool
+    forward: AttentionProblem, operands: Mapping[str, Described], turned_back: bool
 ) -> dict[str, Operand]:
     """Describe what the kernels of the gradients read and write: rows of q and k as they are
     multiplied, gradients in the caller's layout unless rows are turned back in BHSD."""
     read = ("q", "k", "v", "o", "d_out", *OF_SCORES, "kept_rows")
-    described = {n: Operand.of(operands[n]) for n in read if n in operands}
+    places = {n: operands[n].place for n in read if n in operands}
     for name in "qkv":
-        x, turned = operands[name], _rope_of(request) is not None and name != "v"
+        x, turned = places[name], _rope_of(forward) is not None and name != "v"
         if turned:
-            described[name] = Operand.contiguous(x.shape, x.dtype.itemsize)
-        layout = "BHSD" if turned or turned_back else request.settings.layout
-        described[f"d{name}"] = laid_out(tuple(x.shape), x.dtype.itemsize, layout)
-    return described
+            places[name] = Operand.contiguous(x.shape, x.itemsize)
+        layout = "BHSD" if turned or turned_back else forward.settings.layout
+        places[f"d{name}"] = laid_out(x.shape, x.itemsize, layout)
+    return places
 
 
 def plan_of(problem: Problem) -> Plan:
     """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
-    settled = problem.settled
-    return plan_backward(settled.kernel, settled.places, all_keys=settled.settings.all_keys)
+    _, kernel, places, all_keys = problem.settled
+    return plan_backward(kernel, places, all_keys=all_keys)
 
 
-def _rope_of(request: Request) -> Rope | None:
-    return None if request.preparation is None else request.preparation.rope
+def _rope_of(forward: AttentionProblem) -> Rope | None:
+    return None if forward.preparation is None else forward.preparation.rope
 
 
 def _inverse(rope: Rope) -> Rope:
@@ -494,10 +498,15 @@ def _inverse(rope: Rope) -> Rope:
     return replace(rope, sin=-rope.sin)
 
 
-def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
+def _mirror(
+    settled: BackwardSettled, arrays: Mapping[str, Any], results: dict[str, Any]
+) -> None:
     """Run the mirror, on every sequence by itself where they are packed."""
-    request, operands = asked.request, asked.taken
-    settings, rope = request.settings, _rope_of(request)
+    forward = settled.forward
+    settings, rope = forward.settings, _rope_of(forward)
+    if rope is not None:
+        rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
+    operands = {n: arrays["o" if n == "out" else n] for n in ("d_out", *"qkv", "out", "lse")}
     shared = {
         name: getattr(settings, name) for name in ("causal", "causal_align", "window", "softcap")
     }
@@ -505,26 +514,27 @@ def _mirror(asked: BackwardRequest, results: dict[str, Any]) -> None:
     def run_one(given: Mapping[str, Any], **own: Any) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
-        options, all_keys = ScoreOptions(**shared, **own), asked.settings.all_keys
         problem = BackwardProblem(
-            **given, scale=settings.scale, options=options, all_keys=all_keys
-        )
-        found = mirror_gradients(problem, asked.kernel)
+            **given, scale=settings.scale, options=ScoreOptions(**shared, **own),
+            all_keys=settled.all_keys,
+        )  # fmt: skip
+        found = mirror_gradients(problem, settled.kernel)
         if rope is None:
             return found
         dq, dk = _inverse(rope).turned(found.dq, found.dk)
         return found._replace(dq=dq, dk=dk)
 
-    if request.call.packed is None:
-        own = {"mask": request.mask, "bias": request.bias, "block_mask": request.block_mask}
+    whole = entry_of(forward, arrays)
+    if forward.call.packed is None:
+        own = {"mask": whole.mask, "bias": whole.bias, "block_mask": whole.block_mask}
         for name, gradient in run_one(operands, **own)._asdict().items():
             results[name][...] = gradient
         return
-    pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
+    pairs = zip(*(pairwise(arrays[name]) for name in SEQUENCES), strict=True)
     for number, (q_ends, k_ends) in enumerate(pairs):
         places = {"k": slice(*k_ends), "v": slice(*k_ends)}
         one = {name: a[:, :, places.get(name, slice(*q_ends))] for name, a in operands.items()}
-        own = scoring_of(request, number, one["q"].shape[2], one["k"].shape[2])
+        own = scoring_of(whole, number, one["q"].shape[2], one["k"].shape[2])
         for name, gradient in run_one(one, **own)._asdict().items():
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
@@ -574,5 +584,6 @@ def resolved_backward(
         As for `parse_backward`.
     """
     settings, arrays = parse_backward(function, (d_out, out, lse), q, k, v, options)
-    problem: Problem = problem_of(BACKWARD, settings, arrays)
+    asked, own, _ = arguments_of_backward(settings, arrays)
+    problem: Problem = problem_of(BACKWARD, asked, imported(own)[0])
     return problem

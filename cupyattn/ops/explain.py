@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from cupyattn.arrays.interchange import would_be_copied
 from cupyattn.ops.attention import ATTENTION, resolved
 from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
+from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.request import Request
+from cupyattn.problem.options import CallOptions, Unpack, takes_options
 
 
 @points_to_our_names
-def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
+@takes_options
+def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -> str:
     """Say what `attention` would do with the same arguments, without doing it.
 
     Parameters
@@ -42,47 +41,26 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     >>> print(explain(q, q, q).splitlines()[0])
     fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: it runs on no device
     """
-    request = described("explain", q, k, v, options)
+    problem = resolved(q, k, v, function="explain", **options)
     where = {
         "cuda": "runs on the device",
         "mirror": "runs in NumPy, with the blocks and the rounding of these launches",
         "interpret": "runs these launches in the interpreter, on NumPy",
     }
-    lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
-    if request.backend != "cuda":
-        lines[1] += f", within the limits of {request.limited_by}"
-    lines += score_lines(request)
-    found = ATTENTION.plan(request)
+    lines = [f"{problem.variant.name}: {problem.why}", where[problem.backend]]
+    if problem.backend != "cuda":
+        lines[1] += f", within the limits of {problem.limited_by}"
+    lines += score_lines(problem, options)
+    found = ATTENTION.plan(problem)
     return "\n".join([*lines, *found.memory, *map(str, found.plans)])
 
 
-def described(
-    function: str, q: Any, k: Any, v: Any, options: Mapping[str, Any]
-) -> Request:
-    """Settle what would run, without the copies of q, k and v that a call would read.
+def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[str]:
+    """Say what happens to the scores and to what makes them, in a line each where anything does.
 
-    Parameters
-    ----------
-    function : str
-        Whose arguments they are, for messages.
-    q, k, v, options
-        As for `attention`.
+    `options` are those of the call.
     """
-    if not options.get("check_finite"):
-        q, k, v = map(_as_copied, (q, k, v))
-    return resolved(q, k, v, function=function, **options)
-
-
-def _as_copied(array: Any) -> Any:
-    """Return memory that nothing touches in place of a NumPy array that a call would copy."""
-    if type(array) is np.ndarray and array.dtype.kind in "fV" and would_be_copied(array):
-        return np.empty(array.shape, array.dtype)
-    return array
-
-
-def score_lines(request: Request) -> list[str]:
-    """Say what happens to the scores and to what makes them, in a line each where anything does."""
-    call, said = request.call, []
+    call, said = problem.call, []
     if call.causal or call.window:
         own = call.own_lengths
         aligned = own is not None and own.bottom_right
@@ -96,17 +74,17 @@ def score_lines(request: Request) -> list[str]:
         said += [f"rows of an entry count up to its {named}"]
     said += [f"softcap {call.softcap:g}"] if call.softcap else []
     for name in ("mask", "bias"):
-        array = request.given.get(name)
+        array = options.get(name)
         if array is not None:
             said += [f"{name} of shape {tuple(array.shape)}"]
-    block_mask = request.block_mask
+    block_mask = options.get("block_mask")
     if block_mask is not None:
         said += [
             f"block mask of {block_mask.block_q} x {block_mask.block_kv} blocks, "
             f"{block_mask.density:.1%} of them kept"
         ]
     lines = ["scores: " + "; ".join(said)] if said else []
-    where = request.prepared_when
+    where = problem.prepared_when
     if call.qk_norm:
         lines += [f"qk_norm: rows of q and k are divided by their root mean square {where}"]
     if call.rope:
@@ -117,13 +95,16 @@ def score_lines(request: Request) -> list[str]:
     return lines
 
 
-def plans(request: Request) -> list[Plan]:
-    """Plan a request from shapes and strides alone: the quantising passes, then attention."""
-    return ATTENTION.plan(request).plans
+def plans(problem: AttentionProblem) -> list[Plan]:
+    """Plan a call from shapes and strides alone: the quantising passes, then attention."""
+    return ATTENTION.plan(problem).plans
 
 
 @points_to_our_names
-def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[str, Any]:
+@takes_options
+def kernel_form(
+    q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
+) -> dict[str, Any]:
     """Return which form of a rung `attention` runs with the same arguments, and on which tiles.
 
     Parameters
@@ -155,7 +136,7 @@ def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[st
     >>> ca.testing.judge(o, q, q, q, variant="fa_tc", **form).passed
     True
     """
-    kernel = described("kernel_form", q, k, v, options).kernel
+    kernel = resolved(q, k, v, function="kernel_form", **options).kernel
     return {"form": kernel.form, "tiles": kernel.tiles}
 
 
@@ -189,7 +170,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
     """
     deterministic = options.get("deterministic")
     problem = resolved_backward("explain_backward", d_out, q, k, v, out, lse, options)
-    request, plan = problem.settled.request, plan_of(problem)
+    plan = plan_of(problem)
     if plan.form.endswith("atomic"):
         why = (
             "blocks of keys add up dQ in memory; deterministic=True has the same bits on every run"
@@ -203,4 +184,5 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         elif in_turns:
             reason = "faster here"
         why = f"{reason}; {how}"
-    return "\n".join([f"{plan.form}: {why}", *score_lines(request), str(plan)])
+    lines = score_lines(problem.settled.forward, options)
+    return "\n".join([f"{plan.form}: {why}", *lines, str(plan)])

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, take, take_receiver
-from cupyattn.arrays.kinds import STORAGE, array_namespace
-from cupyattn.arrays.memory import check_receiver, on_device_of
+from cupyattn.arrays.described import Described, check_receiver, check_together
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
-from cupyattn.ops.operation import Known, run
+from cupyattn.ops.operation import run
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
 from cupyattn.plans.records import Work
 from cupyattn.problem.gemm_form import (
     COPIED,
-    GemmKernel,
     check_channel_codes,
     check_tiles_of,
     settle_gemm,
@@ -148,7 +145,7 @@ def int8_gemm(
         arrays["gate"] = gate
     if out is not None:
         arrays["c"] = out
-    return run(GEMM, settings, arrays, Known(arrays))
+    return run(GEMM, settings, arrays)
 
 
 class GemmSettings(NamedTuple):
@@ -161,56 +158,37 @@ class GemmSettings(NamedTuple):
     backend: str | None
 
 
-@dataclass(frozen=True)
-class GemmRequest:
-    """A product, settled.
-
-    Parameters
-    ----------
-    settings : GemmSettings
-    kernel : GemmKernel or None
-        Form and tiles; None on the mirror, which knows no form, and of tiles the caller's alone.
-    """
-
-    settings: GemmSettings
-    kernel: GemmKernel | None
-
-
 class _Gemm:
     """The product of INT8 codes as an operation."""
 
     name = "int8_gemm"
+    receives: tuple[str, ...] = ("c",)
 
-    def resolve(self, settings: GemmSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: GemmSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the operands, and settle form and tiles."""
-        a, as_given = take("a", arrays["a"])
-        others = {name: array for name, array in arrays.items() if name not in ("a", "c")}
-        operands = {"a": a} | {name: take(name, array)[0] for name, array in others.items()}
-        b, out = operands["b"], take_receiver("out", arrays["c"]) if "c" in arrays else None
-        array_namespace(*operands.values(), *([] if out is None else [out]))
-        check_one_device(**operands, out=out)
-        backend, tiles = choose(settings.backend, a), settings.tiles
+        operands = {name: x for name, x in arrays.items() if name != "c"}
+        a, b, out = operands["a"], operands["b"], arrays.get("c")
+        check_together(**operands, out=out)
+        backend, tiles = choose(settings.backend, a.device >= 0), settings.tiles
         check_product(settings, operands)
         columns = columns_of(b.shape[0], settings.activation)
         shape = (*a.shape[:-1], columns)
         if out is not None:
-            _check_out(out, shape, settings.out_dtype, operands)
+            _check_out(out, shape, settings.out_dtype)
         strategy = strategy_of(a, operands["a_scales"], b, operands["b_scales"])
         if tiles is not None:
             check_kind(tiles, GemmTiles)
             check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
-        rows = math.prod(a.shape[:-1])
         for name in {"a", "a_scales", "a_16", "residual"} & operands.keys():
-            operands[name] = operands[name].reshape(rows, operands[name].shape[-1])
+            operands[name] = operands[name].rows()
         if "gate" in operands and operands["gate"].ndim == 1:
-            operands["gate"] = operands["gate"][None]
+            operands["gate"] = operands["gate"].front()
         kernel, arch = None, settings.arch
         if backend != "mirror":
-            with on_device_of(a):
-                operands = {name: contiguous_last_axis(x) for name, x in operands.items()}
+            operands = {name: x.with_whole_rows() for name, x in operands.items()}
             free = arch is None and tiles is None
             kernel = settle_gemm(
-                {name: Operand.of(operands[name]) for name in COPIED if name in operands}, strategy,
+                {name: operands[name].place for name in COPIED if name in operands}, strategy,
                 activation=settings.activation, tiles=tiles, arch=arch,
                 on_hopper_device=free and own_arch(backend, a) is not None,
             )  # fmt: skip
@@ -219,48 +197,47 @@ class _Gemm:
         return Problem(
             what=self.name, backend=backend, arch=arch, operands=operands,
             results={"c": result} if out is None else {},
-            received={} if out is None else {"c": out.reshape(rows, columns)},
-            as_given=as_given, settled=GemmRequest(settings, kernel),
+            received={} if out is None else {"c": out.rows()}, settled=(settings, kernel),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
-        operands, settings = problem.operands, problem.settled.settings
-        of = {name: Operand.of(x) for name, x in operands.items()}
+        operands, (settings, kernel) = problem.operands, problem.settled
+        of = {name: x.place for name, x in operands.items()}
         columns = columns_of(operands["b"].shape[0], settings.activation)
         size = (operands["a"].shape[0], columns)
         itemsize = STORAGE[settings.out_dtype].itemsize
         c = Operand.contiguous(size, itemsize)
         if "c" in problem.received:
-            c = Operand.of(problem.received["c"])
+            c = problem.received["c"].place
         beside = None
         if "a_16" in of:
             dtype = operands["a_16"].dtype.name
             beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
-            problem.settled.kernel, ProductOperands(**of, c=c), settings.out_dtype,
+            kernel, ProductOperands(**of, c=c), settings.out_dtype,
             bias=operands["bias"].dtype.name if "bias" in operands else "",
             activation=settings.activation, outliers=beside,
         )  # fmt: skip
         return Work.of(plan)
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return the product from NumPy."""
-        operands, settings, sharing = problem.operands, problem.settled.settings, {}
-        a, b, tiles = operands["a"], operands["b"], settings.tiles
+        (settings, _), sharing = problem.settled, {}
+        a, b, tiles = arrays["a"], arrays["b"], settings.tiles
         if tiles is not None and tiles.cluster > 1:
             shared = where_shared(a.shape[0], b.shape[0], tiles)
             if settings.activation in GLU:  # a tile has both rows of b of a column
                 shared = shared[:, ::2]
             sharing = {"splits": tiles.cluster, "shared": shared}
         c = gemm_mirror(
-            a, operands["a_scales"], b, operands["b_scales"], settings.out_dtype,
-            bias=operands.get("bias"), activation=settings.activation,
-            outliers=(operands["a_16"], operands["b_16"]) if "a_16" in operands else None,
-            residual=operands.get("residual"), gate=operands.get("gate"), **sharing,
+            a, arrays["a_scales"], b, arrays["b_scales"], settings.out_dtype,
+            bias=arrays.get("bias"), activation=settings.activation,
+            outliers=(arrays["a_16"], arrays["b_16"]) if "a_16" in arrays else None,
+            residual=arrays.get("residual"), gate=arrays.get("gate"), **sharing,
         )  # fmt: skip
         if "c" in problem.received:
-            problem.received["c"][...] = c
+            arrays["c"][...] = c
             return {}
         return {"c": c.reshape(problem.results["c"].shape)}
 
@@ -272,7 +249,7 @@ class _Gemm:
 GEMM = _Gemm()
 
 
-def _check_sum(operands: Mapping[str, Array], out_dtype: str, n: int) -> None:
+def _check_sum(operands: Mapping[str, Described], out_dtype: str, n: int) -> None:
     """Raise unless what a product is added to, and its factors, fit the result."""
     rows = math.prod(operands["a"].shape[:-1])
     if "gate" in operands and "residual" not in operands:
@@ -296,7 +273,7 @@ def _check_sum(operands: Mapping[str, Array], out_dtype: str, n: int) -> None:
             )
 
 
-def _other_strategy(name: str, operands: Mapping[str, Array]) -> str:
+def _other_strategy(name: str, operands: Mapping[str, Described]) -> str:
     """Say what scales that fit no strategy together may be short of; "" for other arrays."""
     if not name.endswith("_scales"):
         return ""
@@ -307,19 +284,19 @@ def _other_strategy(name: str, operands: Mapping[str, Array]) -> str:
     )
 
 
-def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[str, Array]) -> None:
-    check_receiver(out, shape, out_dtype, read)
-    if not out.flags.c_contiguous:
+def _check_out(out: Described, shape: tuple[int, ...], out_dtype: str) -> None:
+    check_receiver(out, shape, out_dtype)
+    if not out.is_contiguous:
         raise ValueError(f"out must lie in C order, got strides {out.strides} of {shape}")
 
 
-def check_product(settings: GemmSettings, operands: Mapping[str, Array]) -> None:
+def check_product(settings: GemmSettings, operands: Mapping[str, Described]) -> None:
     """Raise unless the operands of a product fit together, by shapes and types.
 
     Parameters
     ----------
     settings : GemmSettings
-    operands : mapping of str to array
+    operands : mapping of str to Described
         By the buffers of the plan.
 
     Raises

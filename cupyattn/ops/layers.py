@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cupyattn.arrays.interchange import take
-from cupyattn.arrays.kinds import array_namespace
-from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.described import Described
 from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
 from cupyattn.ops.gemm import GEMM, GemmSettings
 from cupyattn.ops.operation import problem_of, run
@@ -42,21 +38,20 @@ class _Layers:
     """
 
     name = "int8_layers"
+    receives: tuple[str, ...] = ("c",)
 
-    def resolve(self, settings: LayersSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: LayersSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the activations, and the products of codes of their shape."""
-        x = take("x", arrays["x"])[0]
+        x = arrays["x"]
         strategy = strategy_of_weight(arrays["b0"].shape, arrays["b_scales0"].shape)
         asked = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
-        codes: Problem = problem_of(ACT_QUANT, asked, {"x": arrays["x"]})
+        codes: Problem = problem_of(ACT_QUANT, asked, {"x": x})
         blocks = 1 if strategy == "channel" else -(-x.shape[-1] // BLOCK_SIZE)
-        with on_device_of(x):  # forms of what is between the launches
-            empty = array_namespace(x).empty
-            scales = empty((*x.shape[:-1], blocks), np.float32)
-            between = {"a": empty(x.shape, np.int8), "a_scales": scales}
+        shapes = {"a": (x.shape, "int8"), "a_scales": ((*x.shape[:-1], blocks), "float32")}
+        between = {n: Described.contiguous(n, *form, x.device) for n, form in shapes.items()}
         products: list[Problem] = []
         operands = dict(codes.operands)
-        received: dict[str, Any] = {}
+        received: dict[str, Described] = {}
         results: dict[str, Any] = {}
         for number, activation in enumerate(settings.activations):
             own = _of_layer(arrays, number)
@@ -99,14 +94,14 @@ class _Layers:
             tuple(stages), tuple(Workspace(name, x.shape, x.dtype.name) for name, x in between)
         )
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return the products from NumPy, those that no array receives."""
         codes, products = problem.settled
-        made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes).items()}
+        made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes, arrays).items()}
         results: dict[str, Any] = {}
         for number, product in enumerate(products):
             rows = {name: x.reshape(product.operands[name].shape) for name, x in made.items()}
-            found = GEMM.mirror(replace(product, operands={**product.operands, **rows}))
+            found = GEMM.mirror(product, {**_of_layer(arrays, number), **rows})
             results |= {f"{name}{number}": x for name, x in found.items()}
         return results
 

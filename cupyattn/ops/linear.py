@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays.interchange import on_host, take, taken
+from cupyattn.arrays.interchange import is_cupy, on_host, take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
 from cupyattn.bounds.products import gated_error, gemm_error
 from cupyattn.bounds.values import rounding_to_codes
@@ -355,7 +355,7 @@ def quantised_product(
     array, (..., out), out_dtype
     """
     kept = None
-    if outliers is None and choose(backend, x) == "interpret":  # as models launch them
+    if outliers is None and choose(backend, is_cupy(x)) == "interpret":  # as models launch them
         return interpret_layer(x, codes, scales, out_dtype, **options)
     if outliers is None:
         strategy = strategy_of_weight(codes.shape, scales.shape)

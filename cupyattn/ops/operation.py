@@ -4,60 +4,57 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from cupyattn.arrays import memory
+from cupyattn.arrays.described import Described, meetings
 from cupyattn.arrays.form import forms_of
+from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.plans.records import Work
 from cupyattn.runtime import origins
 from cupyattn.runtime.ready import Ready, Receiver
 from cupyattn.runtime.recent import CALLS
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
+_DIGITS = "0123456789"
 _log = logging.getLogger("cupyattn")
 
 
 class Operation(Protocol):
     """All that is said of an operation: how its calls are kept and launched, it does not know.
 
-    A problem is a `cupyattn.problem.problem.Problem`, or has what that has.
+    A problem is a `cupyattn.problem.problem.Problem`.
     """
 
     name: str
+    #: Arrays of the caller's that are written to, by buffer, without numbers at the end.
+    receives: tuple[str, ...]
 
-    def resolve(self, settings: Any, arrays: Mapping[str, Any]) -> Any:
-        """Check a call, and settle what runs: return its problem."""
+    def resolve(self, settings: Any, arrays: Mapping[str, Described]) -> Any:
+        """Check a call, and settle what runs: return its problem, which nothing else decides."""
 
     def plan(self, problem: Any) -> Work:
         """Return which kernels are launched: pure data."""
 
-    def mirror(self, problem: Any) -> dict[str, Any]:
-        """Return the results from NumPy, with the kernels' blocks and rounding points."""
+    def mirror(self, problem: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the results from NumPy, with the kernels' blocks and rounding points.
+
+        `arrays` are those of the problem, by buffer (`Problem.bound`).
+        """
 
     def restore(self, facts: Any, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
         """Return results as the caller of such arrays gets them."""
 
 
-class Known(NamedTuple):
-    """What a call on CuPy arrays depends on.
-
-    Parameters
-    ----------
-    arrays : mapping of str to array
-        The operands by the buffers of the plan, and an ``out``.
-    facts : tuple
-        What it depends on beside these and its settings.
-    """
-
-    arrays: Mapping[str, Any]
-    facts: tuple[Any, ...] = ()
-
-
 def run(
-    operation: Operation, settings: Any, arrays: Mapping[str, Any], known: Known | None = None
+    operation: Operation,
+    settings: Any,
+    arrays: Mapping[str, Any],
+    facts: tuple[Any, ...] | None = (),
+    as_given: Callable[[Any], Any] = as_it_is,
 ) -> Any:
     """Run a call: recall it, or resolve, plan, run and remember it.
 
@@ -67,87 +64,116 @@ def run(
     settings : tuple
         Its own; hashable where the call is to be remembered.
     arrays : mapping of str to array
-        The caller's, by the names of the arguments.
-    known : Known, optional
-        None for a call that is not to be remembered.
+        The caller's, by the buffers of the plan. Results are of the kind of the first.
+    facts : tuple, optional
+        What the call depends on beside settings and forms of arrays; None for a call that is not to
+        be remembered.
+    as_given : callable
+        Turns a result into the kind of array that the caller's are, where they do not say it.
     """
-    if known is None:
-        return run_new(operation, settings, arrays, None, {})
-    forms, addresses = forms_of(known.arrays)
-    key, again = CALLS.find((operation.name, settings, *known.facts), forms)
-    if again is not None:
-        return operation.restore(again.facts, arrays, again(known.arrays, addresses))
-    return run_new(operation, settings, arrays, key, addresses)
+    given = arrays
+    forms, addresses = forms_of(arrays)
+    if forms is None:
+        arrays, own_way = imported(arrays)
+        as_given = own_way if as_given is as_it_is else as_given
+        forms, addresses = forms_of(arrays)
+    key, ready = None, None
+    if facts is not None:
+        key, ready = CALLS.find((operation.name, settings, *facts), forms)
+    if ready is not None:
+        results, known = ready(arrays, addresses), ready.facts
+    else:
+        results, known = run_new(operation, settings, arrays, key)
+    if as_given is not as_it_is:
+        results = {name: as_given(result) for name, result in results.items()}
+    return operation.restore(known, given, results)
 
 
 def run_new(
-    operation: Operation,
-    settings: Any,
-    arrays: Mapping[str, Any],
-    key: Any,
-    addresses: Mapping[str, int],
-) -> Any:
-    """Resolve, plan and run a call that was not found.
+    operation: Operation, settings: Any, arrays: Mapping[str, Any], key: Any, copied: bool = True
+) -> tuple[dict[str, Any], Any]:
+    """Resolve, plan and run a call that was not found; return the results by buffer, and facts.
 
     Parameters
     ----------
-    operation, settings, arrays
+    operation, settings
         As for `run`.
+    arrays : mapping of str to array
+        As for `run`, of NumPy or CuPy.
     key : object
         Under which later calls are to find it, in `CALLS`; None for a call that is not remembered.
-    addresses : mapping of str to int
-        Where the caller's arrays lie, by the buffers of the plan. A call that reads a copy of one
-        is not remembered.
+    copied : bool
+        Whether one is remembered that copies arrays of its caller's.
     """
     problem = problem_of(operation, settings, arrays)
-    with memory.on_device_of(problem.like):
+    with memory.on_device_of(arrays[problem.like]):
+        problem.look(arrays)
         if problem.backend == "cuda":
             ready = make_ready(problem, operation.plan(problem))
-            read = {**problem.operands, **problem.received}
-            own = {name: memory.data_address(array) for name, array in read.items()}
-            # NOTE: views of what was copied lie elsewhere than the caller's arrays do.
-            copied = any(own[name] != at for name, at in addresses.items() if name in own)
-            made = ready(read, own)
-            if key is not None and ready.can_be_kept and not copied:
+            results = ready(arrays, forms_of(arrays)[1])
+            known = key is not None and not problem.looks and (copied or not ready.copies)
+            if known and ready.can_be_kept:
                 CALLS.remember(key, ready)
         else:
-            made = run_on_host(operation, problem)
-    results = {name: problem.as_given(result) for name, result in made.items()}
-    return operation.restore(problem.facts, arrays, results)
+            results = run_on_host(operation, problem, arrays)
+    return results, problem.facts
 
 
 def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -> Any:
-    """Check a call and settle what runs: for all who run, prepare, explain or share one."""
-    return operation.resolve(settings, arrays)
+    """Check a call and settle what runs: for all who run, prepare, explain or share one.
+
+    Arrays, of NumPy or CuPy, may be descriptions of some.
+    """
+    found = {
+        name: x if isinstance(x, Described) else Described.of(name, x) for name, x in arrays.items()
+    }
+    receives = operation.receives
+    read = {
+        name: x if name.rstrip(_DIGITS) in receives else x.readable() for name, x in found.items()
+    }
+    return operation.resolve(settings, read)
 
 
 def make_ready(problem: Any, work: Work) -> Ready:
     """Compile, load and lay out a problem's work on the current device."""
-    receiver = None
-    for name, out in problem.received.items():
-        receiver = Receiver(name, memory.meetings(out, problem.operands))
     return Ready(
-        work, problem.arch, problem.results, kept=problem.kept, receiver=receiver,
-        memory=needed(problem, work), facts=problem.facts,
+        work, problem.arch, problem.results, kept=problem.kept, copies=problem.copies,
+        receiver=receiver_of(problem), memory=needed(problem, work), facts=problem.facts,
     )  # fmt: skip
 
 
-def run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:
+def receiver_of(problem: Any) -> Receiver | None:
+    """Return where the caller receives a result, None where he gets a new array."""
+    for name, out in problem.received.items():
+        return Receiver(name, meetings(out, problem.operands))
+    return None
+
+
+def run_on_host(
+    operation: Operation, problem: Any, arrays: Mapping[str, Any]
+) -> dict[str, Any]:
     """Run a problem's mirror, or its kernels in the interpreter; return the results by buffer."""
-    made = _run_on_host(operation, problem)
-    origins.note((*made.values(), *problem.received.values()), problem.backend)
+    bound = problem.bound(arrays)
+    receiver = receiver_of(problem)
+    if receiver is not None:
+        receiver.check({name: memory.data_address(x) for name, x in bound.items()})
+    made = _run_on_host(operation, problem, bound)
+    written = (bound[name] for name in problem.received)
+    origins.note((*made.values(), *written), problem.backend)
     return made
 
 
-def _run_on_host(operation: Operation, problem: Any) -> dict[str, Any]:
+def _run_on_host(
+    operation: Operation, problem: Any, bound: Mapping[str, Any]
+) -> dict[str, Any]:
     if problem.backend == "mirror":
         with saying_what_is_needed(needed(problem, None), on_device=False):
-            return operation.mirror(problem)
+            return operation.mirror(problem, bound)
     work = operation.plan(problem)
     if problem.long_run:
         _log.warning("%s", problem.long_run)
     with saying_what_is_needed(needed(problem, work), on_device=False):
-        return interpret(problem, work)
+        return interpret(problem, work, bound)
 
 
 def needed(problem: Any, work: Work | None) -> Memory:
@@ -161,7 +187,7 @@ def needed(problem: Any, work: Work | None) -> Memory:
     return Memory(problem.what, sizes, fused)
 
 
-def interpret(problem: Any, work: Work) -> dict[str, Any]:
+def interpret(problem: Any, work: Work, bound: Mapping[str, Any]) -> dict[str, Any]:
     """Run work in the interpreter on NumPy arrays; return the results by buffer."""
     from cupyattn import interpret as interpreter
 
@@ -169,7 +195,7 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
     copies = {}
     for one in work.between:
         if one.cast_of:
-            scratch[one.name][...] = problem.operands[one.cast_of]
+            scratch[one.name][...] = bound[one.cast_of]
         if one.copy_of:
             scratch[one.name][...] = problem.kept[one.copy_of]
             copies[one.copy_of] = scratch[one.name].copy()
@@ -177,9 +203,11 @@ def interpret(problem: Any, work: Work) -> dict[str, Any]:
     made = {name: memory.fresh(one.shape, one.dtype) for name, one in problem.results.items()}
     for name, one in problem.results.items():
         if one.fill is not None:
-            made[name][...] = one.fill
-    inputs = {name: memory.as_input(a) for name, a in {**problem.operands, **copies}.items()}
-    buffers = {**inputs, **problem.received, **scratch, **made}
+            made[name][...] = bound[one.fill] if isinstance(one.fill, str) else one.fill
+    read = {name: bound[name] for name in problem.operands} | copies
+    inputs = {name: memory.as_input(a) for name, a in read.items()}
+    received = {name: bound[name] for name in problem.received}
+    buffers = {**inputs, **received, **scratch, **made}
     for plan, names in zip(work.plans, work.names, strict=True):
         own = {inner: buffers[outer] for inner, outer in names.items() if outer in buffers}
         interpreter.run(plan, {**buffers, **own}, problem.arch)

@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.form import described, forms_of, same_place
-from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned, take
-from cupyattn.ops.call_operands import PAIRS, direct_operands
-from cupyattn.ops.operation import Operation, interpret, make_ready, problem_of
+from cupyattn.arrays.form import forms_of, said
+from cupyattn.arrays.interchange import as_it_is, imported
+from cupyattn.ops.call_operands import arguments_of
+from cupyattn.ops.operation import Operation, make_ready, problem_of, run_on_host
 from cupyattn.plans.records import Plan
-from cupyattn.problem.request import LENGTHS, OF_SCORES, SEQUENCES, Request
-from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.row_preparation import BUFFERS
+from cupyattn.problem.attention import AttentionProblem
+from cupyattn.problem.sequences import LENGTHS, SEQUENCES
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
 
-#: Buffers of a call beside q, k and v, which a prepared call keeps.
-ADDED = (*OF_SCORES, *BUFFERS, *SEQUENCES, *LENGTHS)
-#: Those of them that a call may replace.
+#: Arrays beside q, k and v that a call may replace.
 _REPLACED = ("mask", "bias", *SEQUENCES, *LENGTHS)
 
 
@@ -45,46 +42,27 @@ class Prepared:
     def __init__(
         self, operation: Operation, settings: Settings, arrays: Mapping[str, Any]
     ) -> None:
-        request: Request = problem_of(operation, settings, arrays)
-        self._operation, self._settings = operation, request.settings
-        self.call, self.backend, self.kernel = request.call, request.backend, request.kernel
-        self.variant, self.why = request.variant.name, request.why
-        self._work = operation.plan(request)
-        operands = request.operands
-        self._forms, _ = forms_of({**operands, **request.received})
-        self._added = {name: a for name, a in operands.items() if name in ADDED}
-        #: Arguments that every call has again: a copy of what they hold is made for each call.
-        self._given = {n: arrays[n] for n in ("block_mask", *PAIRS) if n in arrays}
-        # NOTE: what had to be copied, or converted as numbers of 64 bits are, is read again in each
-        # call, from the caller's memory.
-        direct = {}
-        for name in self._added.keys() & {*_REPLACED} & arrays.keys():
-            own = misaligned(arrays[name])
-            if own is None:
-                own, _ = take(name, arrays[name])
-            if not same_place(own, operands[name]):
-                self._added[name] = own
-            else:
-                direct[name] = own
-        #: Forms of arrays that others of the same form may replace as they come.
-        self._replaceable = {*(forms_of(direct)[0] or ())}
-        # NOTE: tables and weights, too, which the short way of a call would not read again.
-        self._tables = {
-            name: array
-            for option, names in PAIRS.items()
-            if isinstance(arrays.get(option), (tuple, list))
-            for name, array in zip(names, arrays[option], strict=True)
-        }
-        reads_tables = any(misaligned(a) is not None for a in self._tables.values())
-        self._array: Any = None  # CuPy's arrays, where the call is one on them
-        #: Whether CuPy's arrays may go to the kernels as they come, unread.
-        self._is_plain = (
-            self.backend == "cuda" and not settings.check_finite and not reads_tables
+        call = arguments_of(settings, arrays)
+        given, _ = imported(call.arrays)
+        problem: AttentionProblem = problem_of(operation, call.asked, given)
+        self._operation = operation
+        #: With limits of lengths, which no later call looks for.
+        self._settings = settings._replace(
+            max_len_q=problem.settings.max_len_q, max_len_k=problem.settings.max_len_k
         )
+        self._problem, self.call, self.backend = problem, problem.call, problem.backend
+        self.kernel, self.variant, self.why = problem.kernel, problem.variant.name, problem.why
+        self._work = operation.plan(problem)
+        self._forms, _ = forms_of(given)
+        self._codes = call.asked.codes
+        #: Arguments beside q, k, v and out, which every call has again, and their arrays by buffer.
+        self._others = {n: a for n, a in arrays.items() if n not in ("q", "k", "v", "out")}
+        own = {"q", "k", "v", "o", *(problem.quantized.buffers if problem.quantized else ())}
+        self._beside = {n: a for n, a in call.arrays.items() if n not in own}
         if self.backend == "cuda":
-            self._array = type(request.q)
-            with memory.on_device_of(request.q):
-                self._ready = make_ready(request, self._work)
+            with memory.on_device_of(given[problem.like]):
+                problem.look(given)
+                self._ready = make_ready(problem, self._work)
                 try:
                     self._scratch = self._ready.allocate()
                 except MemoryError as error:
@@ -134,100 +112,79 @@ class Prepared:
             If results and scratch memory do not fit; nothing was launched then.
         """
         replaced = _replaced(others) if others else others
-        found = self._as_they_come(q, k, v, out, replaced) if self._is_plain else None
-        if found:
-            operands, addresses = found
-            made = self._ready(operands, addresses, self._scratch)
-            return self._operation.restore(None, {} if out is None else {"out": out}, made)
-        names: tuple[str, ...] = _REPLACED
-        if isinstance(q, QuantizedQKV):  # which has offsets of its own
-            names = tuple(name for name in names if name not in SEQUENCES or name in replaced)
-        changed = {name: a for name, a in (self._added | replaced).items() if name in names}
-        if self.backend == "cuda" and self._ready.is_captured():
-            self._check_not_copied(q, k, v, changed)
-        received = {} if out is None else {"out": out}
-        arrays = {"q": q, "k": k, "v": v, **self._given, **changed, **received}
-        return self._run(problem_of(self._operation, self._settings, arrays), arrays)
-
-    def _as_they_come(
-        self, q: Any, k: Any, v: Any, out: Any, replaced: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], dict[str, int]] | None:
-        """Return the operands and their addresses where the kernels may read a call's arrays as
-        they come; None where it goes the long way, which copies arrays or refuses them."""
-        if replaced:
-            forms, places = forms_of(replaced)
-            if forms is None or not self._replaceable.issuperset(forms):
-                return None
-        arrays = operands = {"q": q, "k": k, "v": v}
-        if not type(q) is type(k) is type(v) is self._array:
-            operands = direct_operands(arrays) or {}
-            if not all(map(is_cupy, operands.values())):
-                return None
-        if out is not None and not is_cupy(out):
-            return None
-        o, layout = out, self._settings.layout
-        try:
-            if layout == "BSHD" and operands is arrays:  # codes have heads first
-                operands = {name: to_bhsd(a, layout) for name, a in arrays.items()}
-                o = None if out is None else to_bhsd(out, layout)
-            if self._added:
-                operands = {**operands, **self._added}
-            addresses = self.check(operands, o)
-        except ValueError:
-            return None
-        if replaced:
-            return {**operands, **replaced}, {**addresses, **places}
-        return operands, addresses
-
-    def _run(self, request: Request, arrays: Mapping[str, Any]) -> Any:
-        """Run on the arrays of a request."""
-        addresses = self.check(request.operands, request.receiver)
-        if self.backend == "mirror":
-            made = self._operation.mirror(request)
-        elif self.backend == "cuda":
-            made = self._ready(request.operands, addresses, self._scratch)
-        else:
-            made = interpret(request, self._work)
-        results = {name: request.as_given(result) for name, result in made.items()}
-        return self._operation.restore(None, arrays, results)
-
-    def _check_not_copied(self, q: Any, k: Any, v: Any, changed: Mapping[str, Any]) -> None:
-        """Raise ValueError if an operand of the call would have to be copied."""
-        if not isinstance(q, QuantizedQKV):  # whose arrays are aligned since it was made
-            for name, array in (("q", q), ("k", k), ("v", v)):
-                check_not_copied(name, array, rows=True)
-        for name, array in (*changed.items(), *self._tables.items()):
-            check_not_copied(name, array, rows=False)
-
-    def check(self, operands: Mapping[str, Any], out: Any) -> dict[str, int]:
-        """Return the addresses of arrays that have the form that the call was planned for.
-
-        Raises
-        ------
-        ValueError
-            For others, and for an `out` that shares memory with what is read.
-        """
-        arrays = operands if out is None else {**operands, "o": out}
+        arrays = {"q": q, "k": k, "v": v}
+        if self._codes is not None and isinstance(q, QuantizedQKV):
+            same = q.facts == self._codes and q.as_given is as_it_is
+            arrays = q.buffers if same and k is v is None else {}
+        arrays |= {**self._beside, **replaced}
+        if out is not None:
+            arrays["o"] = out
         forms, addresses = forms_of(arrays)
-        return addresses if forms == self._forms else self._compared(arrays)
+        if forms != self._forms or self._problem.looks:
+            given = {"q": q, "k": k, "v": v, **self._others, **replaced}
+            return self._otherwise(given if out is None else {**given, "out": out})
+        if self.backend != "cuda":
+            made = run_on_host(self._operation, self._problem, arrays)
+        else:
+            if self._ready.copies:
+                self._check_not_copied(self._problem, arrays)
+            made = self._ready(arrays, addresses, self._scratch)
+        return self._operation.restore(None, arrays, made)
 
-    def _compared(self, arrays: Mapping[str, Any]) -> dict[str, int]:
-        """Return the addresses of those arrays that the plan has, each compared by itself."""
-        addresses: dict[str, int] = {}
-        for planned in self._forms or ():
-            name, array = planned[0], arrays.get(planned[0])
-            forms, at = forms_of({name: array})
-            if forms != (planned,):
-                said = "out" if name == "o" else name
-                found = "nothing" if forms is None else described(forms[0])
+    def _otherwise(self, given: Mapping[str, Any]) -> Any:
+        """Run on codes, and on arrays that are looked at, copied or imported before they have the
+        forms that the call was planned for; ValueError for others."""
+        call, q = arguments_of(self._settings, given), given["q"]
+        arrays, own_way = imported(call.arrays)
+        problem: AttentionProblem = problem_of(self._operation, call.asked, arrays)
+        self._check(problem)
+        problem.look(arrays)
+        if self.backend != "cuda":
+            made = run_on_host(self._operation, problem, arrays)
+        else:
+            with memory.on_device_of(arrays[problem.like]):
+                self._check_not_copied(problem, arrays)
+                bound = problem.bound(arrays)
+                places = {name: memory.data_address(x) for name, x in bound.items()}
+                made = self._ready(bound, places, self._scratch, copied=True)
+        way = q.as_given if isinstance(q, QuantizedQKV) else own_way
+        results = {name: way(result) for name, result in made.items()}
+        return self._operation.restore(None, call.arrays, results)
+
+    def _check_not_copied(self, problem: AttentionProblem, arrays: Mapping[str, Any]) -> None:
+        """Raise ValueError if a CUDA graph captures a call that copies an operand.
+
+        The copy's memory would return to the pool after the call, and replays would write to it.
+        """
+        if not self._ready.is_captured():
+            return
+        for name in problem.copies:
+            array = arrays[name]
+            size = int(array.dtype.itemsize)
+            raise ValueError(
+                f"{name} must not need a copy while a CUDA graph captures the call, got address "
+                f"{size} n + {memory.data_address(array) % size} and strides "
+                f"{tuple(array.strides)} of {size}-byte elements: copy {name} to memory of its own "
+                "before the capture"
+            )
+
+    def _check(self, problem: AttentionProblem) -> None:
+        """Raise ValueError for operands of other forms than the call was planned for."""
+        planned, found = (
+            {**one.operands, **one.received} for one in (self._problem, problem)
+        )
+        for name, x in planned.items():
+            called, own = "out" if name == "o" else name, found.get(name)
+            if own is None or own.as_read != x.as_read:
+                has = "nothing" if own is None else said(own.as_read)
                 raise ValueError(
-                    f"{said} was planned as {described(planned)}, got {found}: plan anew"
+                    f"{called} was planned as {said(x.as_read)}, got {has}: plan anew"
                 )
-            addresses |= at
-        for name in arrays.keys() - addresses.keys():
-            said = "out" if name == "o" else name
-            raise ValueError(f"{said} was not given when the call was planned: plan anew with one")
-        return addresses
+        for name in found.keys() - planned.keys():
+            called = "out" if name == "o" else name
+            raise ValueError(
+                f"{called} was not given when the call was planned: plan anew with one"
+            )
 
 
 def _replaced(others: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,43 +5,49 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import (
-    as_it_is,
-    contiguous_last_axis,
-    operand,
-    take,
-    taken,
-    taken_pair,
-)
-from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.arrays.described import Described, check_together
+from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, operand, take
+from cupyattn.arrays.kinds import PLAIN, Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
-from cupyattn.arrays.operand import Operand
-from cupyattn.compiler.architectures import check_arch
-from cupyattn.compiler.target import choose, own_arch
+from cupyattn.compiler.target import choose
 from cupyattn.errors import shown
-from cupyattn.kernels import ladder
 from cupyattn.kernels import limits as kernels_limits
-from cupyattn.kernels.tiles import Tiles, check_kind
-from cupyattn.ops.operation import Known, run
-from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.call_operands import pair_of
+from cupyattn.ops.coding import (
+    Coding,
+    Made,
+    coding_problem,
+    given_scales,
+    made_of,
+    read_beside,
+    tiles_of,
+)
+from cupyattn.ops.operation import problem_of, run
+from cupyattn.plans.quantize import plan_quantize
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.form import scale_tiles
-from cupyattn.problem.problem import Problem, Result
-from cupyattn.problem.row_preparation import EPS, PAIRS, Preparation
-from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
-from cupyattn.problem.support import value_tiles_support
+from cupyattn.problem.problem import Look, Problem
+from cupyattn.problem.row_preparation import BUFFERS_OF, EPS, Preparation
+from cupyattn.problem.sequences import (
+    SEQUENCES,
+    Sequences,
+    describe_sequences,
+    longest,
+    one_entry,
+)
 from cupyattn.quant import queries
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.static_scales import check_packed_quant, static_scales
+from cupyattn.quant.static_scales import (
+    check_packed_quant,
+)
 from cupyattn.reference.quantize import _quantize_sequences, quantize_mirror, value_operand
 
 
@@ -132,16 +138,67 @@ def quantize(
         quant, tiles, arch, backend, max_len_q, max_len_k, rope_interleaved, rope_offset_q,
         qk_norm_eps,
     )  # fmt: skip
-    arrays = {"q": q, "k": k, "v": v}
-    others = {
-        "rope": rope, "qk_norm": qk_norm, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
-    arrays |= {name: array for name, array in others.items() if array is not None}
-    known = None
-    if len(arrays) == 3 and (quant is None or not quant.static):  # nothing is looked at or kept
-        known = Known(arrays, tuple(map(type, settings)))  # 1 is no True, though equal to it
-    found: QuantizedQKV = run(QUANTIZE, settings, arrays, known)
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+    as_given: Callable[[Any], Any] = as_it_is
+    for option, pair in (("rope", rope), ("qk_norm", qk_norm)):
+        if pair is not None:
+            arrays |= pair_of(option, pair)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    arrays |= {name: array for name, array in offsets.items() if array is not None}
+    if not type(q) is type(k) is type(v) in PLAIN and not all(map(is_cupy, arrays.values())):
+        arrays, as_given = imported(arrays)
+    facts: tuple[Any, ...] | None = tuple(map(type, settings))  # 1 is no True, though equal to it
+    if len(arrays) > 3 and "cu_seqlens_q" in arrays and None in (max_len_q, max_len_k):
+        settings, facts = _with_limits(settings, arrays), None
+    if quant is not None and quant.static:  # scales are kept with the configuration
+        arrays |= _scales_of(quant, arrays["q"])
+    prepared: tuple[str, ...] = ()
+    if quant is not None and quant.fused and (rope is not None or qk_norm is not None):
+        arrays, settings, prepared = _prepared_first(arrays, settings)
+    found: QuantizedQKV = run(QUANTIZE, settings, arrays, facts)
+    if prepared:
+        found = replace(found, prepared=prepared)
+    return found if as_given is as_it_is else replace(found, as_given=as_given)
+
+
+def _prepared_first(
+    arrays: dict[str, Array], settings: QuantizeSettings
+) -> tuple[dict[str, Array], QuantizeSettings, tuple[str, ...]]:
+    """Return a call whose rows of Q and K are prepared already, and what happened to them: the
+    kernel that quantises by itself takes them so. On the mirror the call stays as it is."""
+    problem: Problem = problem_of(QUANTIZE, settings, arrays)
+    how, packed = problem.settled.preparation, problem.settled.sequences is not None
+    if problem.backend == "mirror":
+        return arrays, settings, ()
+    with on_device_of(arrays["q"]):
+        bound = problem.bound(arrays)
+        rows = how.with_arrays(bound).stored(bound["q"], bound["k"])
+    names = {n for option in BUFFERS_OF.values() for n in option}
+    given = {n: x for n, x in arrays.items() if n not in names}
+    given |= {n: x[0].swapaxes(0, 1) if packed else x for n, x in zip("qk", rows, strict=True)}
+    settings = settings._replace(rope_interleaved=False, rope_offset_q=0, qk_norm_eps=EPS)
+    return given, settings, problem.facts.prepared
+
+
+def _with_limits(settings: QuantizeSettings, arrays: Mapping[str, Any]) -> QuantizeSettings:
+    """Return settings with the longest lengths of sequences, which offsets are looked at for."""
+    found: dict[str, Any] = {}
+    for name in "qk":
+        limit, offsets = f"max_len_{name}", arrays.get(f"cu_seqlens_{name}")
+        if getattr(settings, limit) is None and offsets is not None:
+            rows = arrays[name]
+            found[limit] = longest(name, offsets, rows.shape[0] if rows.ndim == 3 else None)
+    return settings._replace(**found)
+
+
+def _scales_of(quant: QuantConfig, q: Array) -> dict[str, Array]:
+    """Return given scales by buffer, numbers as arrays of one, beside q."""
+    found = {}
+    for name, given in zip("qk", quant.scales, strict=True):
+        if not hasattr(given, "shape"):
+            with np.errstate(over="ignore"):
+                given = np.full((1, 1, 1), given, np.float32)
+        found[f"{name}_static_scale"] = operand(f"the static {name}_scale", given)
     return found
 
 
@@ -262,83 +319,53 @@ class QuantizeSettings(NamedTuple):
     qk_norm_eps: float = EPS
 
 
-@dataclass(frozen=True)
-class Coding:
-    """How operands become codes, settled.
-
-    Parameters
-    ----------
-    quant : QuantConfig
-    tiles : Tiles
-        Those of the attention kernel.
-    parts : mapping of str to Part
-        What is done for each operand; empty on the mirror.
-    sequences : Sequences or None
-    preparation : Preparation or None
-        What happens to the rows of Q and K first.
-    """
-
-    quant: QuantConfig
-    tiles: Tiles
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    sequences: Sequences | None = None
-    preparation: Preparation | None = None
-
-
-class CodeFacts(NamedTuple):
-    """What `QuantizedQKV` is told beside arrays, and the head_dim that its rows of codes hold."""
-
-    group_q: int
-    group_kv: int
-    group_v: int
-    config: QuantConfig
-    out_dtype: str
-    head_dim: int
-    sequences: Sequences | None = None
-    prepared: tuple[str, ...] = ()
-    as_given: Callable[[Any], Any] = as_it_is
-
-
 class _Quantize:
     """Quantising Q, K and V as an operation."""
 
     name = "quantize"
+    receives: tuple[str, ...] = ()
 
-    def resolve(self, settings: QuantizeSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(
+        self, settings: QuantizeSettings, arrays: Mapping[str, Described]
+    ) -> Problem:
         """Check the operands, and settle tiles and how they become codes."""
-        q, as_given = take("q", arrays["q"])
-        k, v = taken(k=arrays["k"], v=arrays["v"])
-        array_namespace(q, k, v)
-        backend = choose(settings.backend, q)
-        checks.check_dtype(q, k, v)
+        rows = {name: arrays[name] for name in "qkv"}
+        check_together(**rows)
+        backend = choose(settings.backend, rows["q"].device >= 0)
+        checks.check_one_dtype(**rows)
         quant = settings.quant or QuantConfig()
-        asked = {**_NOTHING, **settings._asdict(), **arrays}
-        asked |= {option: taken_pair(names, asked[option]) for option, names in PAIRS.items()}
-        sequences = None
+        sequences: Sequences | None = None
+        looks: tuple[Look, ...] = ()
         if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
             check_packed_quant(quant)
-            named = zip("qkv", (q, k, v), strict=True)
-            q, k, v = (one_entry(name, x).swapaxes(1, 2) for name, x in named)
+            rows = {name: one_entry(name, x).swapaxes(1, 2) for name, x in rows.items()}
+            q, k, v = rows.values()
             sizes = kernels_limits.check_shapes(q.shape, k.shape, v.shape)
-            sequences = take_sequences(q, sizes[3:5], asked)
+            limits = settings.max_len_q, settings.max_len_k
+            sequences, looks = describe_sequences(q, sizes[3:5], arrays, limits)
         elif (settings.max_len_q, settings.max_len_k) != (None, None):
             raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
+        q, k, v = rows.values()
         _, heads, heads_kv, *longest, head_dim = kernels_limits.check_shapes(
             q.shape, k.shape, v.shape
         )
         if sequences is not None:
             longest = [sequences.max_len_q, sequences.max_len_k]
-        preparation = Preparation.of(asked, (heads, heads_kv, longest[0], longest[1], head_dim))
-        tiles = _tiles_of(q, quant, settings.tiles, settings.arch, backend)
+        pairs = {
+            option: tuple(arrays[name] for name in names) if names[0] in arrays else None
+            for option, names in BUFFERS_OF.items()
+        }
+        sizes_of_rows = heads, heads_kv, longest[0], longest[1], head_dim
+        preparation = Preparation.of({**settings._asdict(), **pairs}, sizes_of_rows)
+        tiles = tiles_of(rows["q"], quant, settings.tiles, settings.arch, backend)
         coding = Coding(quant, tiles, {}, sequences, preparation)
+        scales = given_scales(coding, rows, arrays)
         if backend == "mirror":
-            problem = Problem(
-                what=self.name, backend=backend, operands={"q": q, "k": k, "v": v}, results={},
-                facts=_facts(coding, q), settled=coding,
+            return Problem(
+                what=self.name, backend=backend, operands=rows | read_beside(coding), results={},
+                looks=looks, facts=made_of(coding, rows), settled=coding,
             )  # fmt: skip
-        else:
-            problem = coding_problem(q, k, v, coding, backend)
-        return replace(problem, facts=problem.facts._replace(as_given=as_given))
+        return replace(coding_problem(rows, coding, backend, scales), looks=looks)
 
     def plan(self, problem: Problem) -> Work:
         """Return the launches."""
@@ -349,52 +376,29 @@ class _Quantize:
         )  # fmt: skip
         return Work.of(plan)
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return what a `QuantizedQKV` holds, from NumPy."""
-        coding, (q, k, v) = problem.settled, problem.operands.values()
+        coding, (q, k, v) = problem.settled, (arrays[name] for name in "qkv")
         quant, tiles, how = coding.quant, coding.tiles, coding.preparation
+        how = how and how.with_arrays(arrays)
         if coding.sequences is None:
             return {"whole": quantize_mirror(q, k, v, quant, tiles, preparation=how)}
-        return {"whole": _quantize_sequences(q, k, v, quant, tiles, coding.sequences, how)}
+        sequences = replace(coding.sequences, **{name: arrays[name] for name in SEQUENCES})
+        return {"whole": _quantize_sequences(q, k, v, quant, tiles, sequences, how)}
 
     def restore(
-        self, facts: CodeFacts, arrays: Mapping[str, Any], results: dict[str, Any]
+        self, facts: Made, arrays: Mapping[str, Any], results: dict[str, Any]
     ) -> QuantizedQKV:
         """Return the operands of INT8 attention."""
         found = results.get("whole")
         if found is None:
             found = _gathered(facts, arrays, results)
         else:
-            found = replace(found, prepared=facts.prepared, as_given=facts.as_given)
+            found = replace(found, prepared=facts.prepared)
         return found.in_nibbles() if facts.config.qk_bits == 4 else found
 
 
 QUANTIZE = _Quantize()
-#: Arguments of `quantize` that are arrays, where they are not given.
-_NOTHING = dict.fromkeys(("rope", "qk_norm", "cu_seqlens_q", "cu_seqlens_k"))
-
-
-def _facts(coding: Coding, q: Array) -> CodeFacts:
-    quant, tiles = coding.quant, coding.tiles
-    groups = quant.group_q(tiles), quant.group_kv(tiles), quant.group_v(tiles)
-    done = {} if coding.preparation is None else vars(coding.preparation)
-    options = {"rope": "rope", "norm": "qk_norm"}
-    prepared = tuple(options[name] for name, asked in done.items() if asked is not None)
-    return CodeFacts(*groups, quant, q.dtype.name, int(q.shape[-1]), coding.sequences, prepared)
-
-
-def _tiles_of(
-    q: Array, quant: QuantConfig, tiles: Tiles | None, arch: str | None, backend: str
-) -> Tiles:
-    """Return the tiles of the attention kernel, checked against how V is quantised."""
-    check_arch(arch)
-    if tiles is not None:
-        check_rows_of(tiles)
-    arch = arch or own_arch(backend, q)
-    if tiles is None:
-        tiles = scale_tiles(ladder.lookup("fa_int8"), q.shape[3], quant, arch)
-    value_tiles_support(quant, tiles, arch).check()
-    return tiles
 
 
 def quantize_at(
@@ -438,7 +442,9 @@ def quantize_at(
     """
     arrays = {"q": q, "k": k, "v": v, "k_places": places}
     arrays |= {} if key_sums is None else {"k_partial_sum": key_sums}
-    found: QuantizedQKV = run(QUANTIZE_AT, settings, arrays)
+    if settings.quant is not None and settings.quant.static:
+        arrays |= _scales_of(settings.quant, q)
+    found: QuantizedQKV = run(QUANTIZE_AT, settings, arrays, None)
     return found
 
 
@@ -447,112 +453,33 @@ class _QuantizeAt(_Quantize):
 
     name = "quantize_at"
 
-    def resolve(self, settings: QuantizeSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(
+        self, settings: QuantizeSettings, arrays: Mapping[str, Described]
+    ) -> Problem:
         """Check the operands, and settle tiles and how they become codes."""
-        q, k, v = (operand(name, arrays[name]) for name in "qkv")
-        checks.check_dtype(q, k, v)
-        backend, quant = choose(settings.backend, q), settings.quant or QuantConfig()
-        tiles = _tiles_of(q, quant, settings.tiles, settings.arch, backend)
-        places, sums = arrays["k_places"], arrays.get("k_partial_sum")
-        return coding_problem(q, k, v, Coding(quant, tiles), backend, places, sums)
+        rows = {name: arrays[name] for name in "qkv"}
+        checks.check_one_dtype(**rows)
+        backend = choose(settings.backend, rows["q"].device >= 0)
+        quant = settings.quant or QuantConfig()
+        tiles = tiles_of(rows["q"], quant, settings.tiles, settings.arch, backend)
+        coding = Coding(quant, tiles)
+        scales = given_scales(coding, rows, arrays)
+        return coding_problem(rows, coding, backend, scales, arrays)
 
 
 QUANTIZE_AT = _QuantizeAt()
 
 
-def check_rows_of(tiles: Tiles) -> None:
-    """Raise unless tiles that are given for quantising are those of some INT8 kernel."""
-    check_kind(tiles)
-    if tiles.block_q % 16 or tiles.block_kv % 16:
-        raise ValueError(
-            f"fa_int8 does not take {tiles}: block_q and block_kv must be multiples of 16, the "
-            "rows of a matrix product (tiles=None takes its own)"
-        )
-
-
-def coding_problem(
-    q: Array,
-    k: Array,
-    v: Array,
-    coding: Coding,
-    backend: str,
-    places: Array | None = None,
-    key_sums: Array | None = None,
-) -> Problem:
-    """Settle how the kernels of ``quantize*.cu`` make codes of arrays where they lie.
-
-    With `places`, of those rows of k alone, as many as v has; `key_sums` as in `quantize_at`.
-    """
-    quant, tiles, sequences = coding.quant, coding.tiles, coding.sequences
-    preparation = coding.preparation
-    with on_device_of(q):
-        if preparation is not None and quant.fused:
-            q, k = preparation.stored(q, k)
-            preparation = None
-        arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
-    described = {n: Operand.of(x) for n, x in arrays.items()}
-    if places is not None:
-        shape = (*k.shape[:2], places.shape[2], k.shape[3])
-        described["k"] = replace(described["k"], shape=shape)
-    packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
-    found = operand_parts(quant, tiles, described, packed, prepares_of(preparation))
-    if places is not None:
-        found["k"] = replace(found["k"], gathered=True)
-        arrays["k_places"] = places
-    if key_sums is not None and found["k"].sums_apart:
-        found["k"] = replace(found["k"], summed=(key_sums.shape[2], k.shape[2]))
-        arrays["k_partial_sum"] = key_sums
-    if "v" not in found:
-        del arrays["v"]
-    if preparation is not None:
-        arrays |= preparation.buffers
-    if sequences is not None:
-        arrays |= {n: getattr(sequences, n) for n in ("cu_seqlens_q", "cu_seqlens_k")}
-    count = None if sequences is None else sequences.batch
-    shapes = tuple(q.shape), described["k"].shape
-    with on_device_of(q):
-        given_scales = static_scales(array_namespace(q), quant, *shapes, tiles, count)
-    arrays |= {f"{n}_static_scale": scale for n, scale in given_scales.items() if scale is not None}
-    results = _results(found, given_scales, packed=sequences is not None)
-    coding = replace(coding, parts=found)
-    return Problem(
-        what="quantize", backend=backend, operands=arrays, results=results,
-        facts=_facts(coding, q), settled=coding,
-    )  # fmt: skip
-
-
-def _results(
-    found: Mapping[str, Part], given_scales: Mapping[str, Array | None], *, packed: bool
-) -> dict[str, Result]:
-    """Return what the kernels make, and what is there before: scales that are given, zeros between
-    packed sequences, and what no keys and a group of zeros have."""
-    results = {}
-    for name, part in found.items():
-        empty = not all(part.x.shape)
-        of_nothing: dict[str, Any] = {}
-        if empty and not packed and not part.static:
-            of_nothing = {f"{name}_scale": 1, f"{name}_zero": -128}
-        for buffer, (shape, dtype) in part.buffers(name).items():
-            if buffer == f"{name}_static_scale":
-                continue
-            fill = of_nothing.get(buffer, 0 if packed or empty else None)
-            if buffer == f"{name}_scale" and given_scales.get(name) is not None:
-                fill = given_scales[name]
-            results[buffer] = Result(shape, np.dtype(dtype), fill)
-    return results
-
-
 def _gathered(
-    facts: CodeFacts, arrays: Mapping[str, Any], results: dict[str, Any]
+    facts: Made, arrays: Mapping[str, Any], results: dict[str, Any]
 ) -> QuantizedQKV:
     """Return the results of kernels, and V where it stays as it is, as operands of attention."""
     of_facts = facts._asdict()
-    sequences, head_dim = of_facts.pop("sequences"), of_facts.pop("head_dim")
+    v, sequences, head_dim = (of_facts.pop(name) for name in ("v", "sequences", "head_dim"))
     kept = results | {name: results[name][..., :head_dim] for name in ("q_codes", "k_codes")}
-    if "v_codes" not in results:
-        v, _ = take("v", arrays["v"])
-        v = v if facts.sequences is None else one_entry("v", v).swapaxes(1, 2)
-        kept["v"] = value_operand(v)
-    return QuantizedQKV(
-        **of_facts, **{"v": None, **kept}, **({} if sequences is None else vars(sequences))
-    )
+    if v is not None:
+        kept["v"] = value_operand(v.bound(arrays["v"]))
+    if sequences is not None:
+        of_facts |= {name: x.bound(arrays[name]) for name, x in sequences.offsets.items()}
+        of_facts |= {"max_len_q": sequences.max_len_q, "max_len_k": sequences.max_len_k}
+    return QuantizedQKV(**of_facts, **{"v": None, **kept})

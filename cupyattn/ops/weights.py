@@ -7,20 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, take
-from cupyattn.arrays.kinds import STORAGE, array_namespace
-from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.described import Described, check_together
+from cupyattn.arrays.interchange import detached
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
-from cupyattn.ops.operation import Known, run
+from cupyattn.ops.operation import run
 from cupyattn.plans.records import Work
 from cupyattn.plans.row_quant import plan_row_quant
 from cupyattn.plans.weights import plan_weight_blocks
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
-    as_matrix,
     check_block_size,
     check_blocks,
     check_codes,
@@ -89,9 +88,9 @@ def weight_quant(
     >>> codes.tolist(), scales.tolist()
     ([[127, 1], [0, 1]], [[1.0]])
     """
-    arrays = {"w": w}
     settings = WeightSettings(block_size, backend, strategy=strategy)
-    codes, scales = run(WEIGHT_QUANT, settings, arrays, Known(arrays, (type(block_size),)))
+    own = detached(w) if hasattr(w, "requires_grad") else w
+    codes, scales = run(WEIGHT_QUANT, settings, {"w": own}, (type(block_size),))
     return codes, scales
 
 
@@ -139,7 +138,7 @@ def weight_dequant(
     """
     arrays = {"codes": codes, "scales": scales}
     settings = WeightSettings(block_size, backend, out_dtype, strategy)
-    return run(WEIGHT_DEQUANT, settings, arrays, Known(arrays, (type(block_size),)))
+    return run(WEIGHT_DEQUANT, settings, arrays, (type(block_size),))
 
 
 class WeightSettings(NamedTuple):
@@ -155,41 +154,39 @@ class _WeightQuant:
     """A weight to codes as an operation."""
 
     name = "weight_quant"
+    receives: tuple[str, ...] = ()
 
-    def resolve(self, settings: WeightSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: WeightSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the weight; blocks that the kernel does not take go to the mirror."""
-        (w, as_given), size = take("w", arrays["w"], of_parameter=True), settings.block_size
-        backend = choose(settings.backend, w)
+        w, size = arrays["w"], settings.block_size
+        backend = choose(settings.backend, w.device >= 0)
         check_values("w", w, least_axes=2)
         check_blocks(settings.strategy, size)
         if not _takes_kernel(backend, size):
             return Problem(
-                what=self.name, backend="mirror", operands={"w": w}, results={},
-                as_given=as_given, settled=settings,
-            )  # fmt: skip
-        with on_device_of(w):
-            matrix = contiguous_last_axis(as_matrix(w))
+                what=self.name, backend="mirror", operands={"w": w}, results={}, settled=settings
+            )
         results = {
-            "codes": Result(tuple(w.shape), np.dtype(np.int8)),
+            "codes": Result(w.shape, np.dtype(np.int8)),
             "scales": Result(scale_shape(w.shape, size, settings.strategy), STORAGE["float32"]),
         }
         return Problem(
-            what=self.name, backend=backend, operands={"w": matrix}, results=results,
-            as_given=as_given, settled=settings,
+            what=self.name, backend=backend, operands={"w": w.columns().with_whole_rows()},
+            results=results, settled=settings,
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         w, size = problem.operands["w"], problem.settled.block_size
         if problem.settled.strategy == "channel":
-            return Work.of(plan_row_quant(Operand.of(w), w.dtype.name, "w"))
+            return Work.of(plan_row_quant(w.place, w.dtype.name, "w"))
         codes = Operand.contiguous(w.shape, 1)
-        return _work(self.name, Operand.of(w), codes, w.dtype.name, size, problem)
+        return _work(self.name, w.place, codes, w.dtype.name, size, problem)
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return codes and scales by the functions of the array's own library."""
         size, strategy = problem.settled.block_size, problem.settled.strategy
-        codes, scales = quantize_blocks(problem.operands["w"], size, strategy)
+        codes, scales = quantize_blocks(arrays["w"], size, strategy)
         return {"codes": codes, "scales": scales}
 
     def restore(
@@ -203,15 +200,14 @@ class _WeightDequant:
     """The weight that codes and scales stand for, as an operation."""
 
     name = "weight_dequant"
+    receives: tuple[str, ...] = ()
 
-    def resolve(self, settings: WeightSettings, arrays: Mapping[str, Any]) -> Problem:
+    def resolve(self, settings: WeightSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check codes and scales; blocks that the kernel does not take go to the mirror."""
-        (codes, as_given), (scales, _) = (take(name, arrays[name]) for name in ("codes", "scales"))
-        array_namespace(codes, scales)
-        check_one_device(codes=codes, scales=scales)
-        backend = choose(settings.backend, codes)
+        check_together(**arrays)
+        codes, scales, size = arrays["codes"], arrays["scales"], settings.block_size
+        backend = choose(settings.backend, codes.device >= 0)
         check_out_dtype(settings.out_dtype)
-        operands, size = {"codes": codes, "scales": scales}, settings.block_size
         check_blocks(settings.strategy, size)
         if settings.strategy == "channel" and backend == "interpret":
             raise UnsupportedError(
@@ -219,31 +215,27 @@ class _WeightDequant:
             )
         if settings.strategy == "channel" or not _takes_kernel(backend, size):
             return Problem(
-                what=self.name, backend="mirror", operands=operands, results={}, as_given=as_given,
-                settled=settings,
-            )  # fmt: skip
+                what=self.name, backend="mirror", operands=arrays, results={}, settled=settings
+            )
         check_codes(codes, scales, size)
-        with on_device_of(codes):
-            operands = {
-                "codes": contiguous_last_axis(as_matrix(codes)),
-                "scales": contiguous_last_axis(scales),
-            }
-        results = {"w": Result(tuple(codes.shape), STORAGE[settings.out_dtype])}
+        operands = {
+            "codes": codes.columns().with_whole_rows(), "scales": scales.with_whole_rows(),
+        }  # fmt: skip
+        results = {"w": Result(codes.shape, STORAGE[settings.out_dtype])}
         return Problem(
-            what=self.name, backend=backend, operands=operands, results=results, as_given=as_given,
-            settled=settings,
-        )  # fmt: skip
+            what=self.name, backend=backend, operands=operands, results=results, settled=settings
+        )
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
         codes, (size, _, dtype, _) = problem.operands["codes"], problem.settled
         w = Operand.contiguous(codes.shape, STORAGE[dtype].itemsize)
-        return _work(self.name, w, Operand.of(codes), dtype, size, problem)
+        return _work(self.name, w, codes.place, dtype, size, problem)
 
-    def mirror(self, problem: Problem) -> dict[str, Any]:
+    def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return the weight by the functions of the arrays' own library."""
         size, _, dtype, strategy = problem.settled
-        codes, scales = (problem.operands[name] for name in ("codes", "scales"))
+        codes, scales = (arrays[name] for name in ("codes", "scales"))
         return {"w": dequantize_blocks(codes, scales, size, dtype, strategy)}
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
@@ -270,7 +262,7 @@ def _work(
 ) -> Work:
     """Return the launch of one way; scales are the problem's operand, or its result."""
     if "scales" in problem.operands:
-        scales = Operand.of(problem.operands["scales"])
+        scales = problem.operands["scales"].place
     else:
         scales = Operand.contiguous(problem.results["scales"].shape, 4)
     return Work.of(plan_weight_blocks(entry, w, codes, scales, dtype, block_size))

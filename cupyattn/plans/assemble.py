@@ -22,7 +22,7 @@ from cupyattn.plans.structs import (
     SCHEDULE_PARAMS,  # fmt: skip
 )
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.kernel_module import widest
+from cupyattn.problem.form import widest
 from cupyattn.problem.support import grid_support
 
 LOG2E = math.log2(math.e)

@@ -24,8 +24,7 @@ from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.scored import ScorePlan, plan_scores
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS
 from cupyattn.plans.unfused import plan_unfused
-from cupyattn.problem.form import Kernel
-from cupyattn.problem.kernel_module import kernel_features, launched_operands, module_spec
+from cupyattn.problem.form import Kernel, kernel_features, launched_operands, module_spec
 from cupyattn.problem.operands import Operands
 
 
@@ -36,7 +35,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        One that takes the operands: `cupyattn.problem.kernel_support.kernel_support` says so. With
+        One that takes the operands: `cupyattn.problem.form.kernel_support` says so. With
         codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
     operands : Operands
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,

@@ -21,8 +21,7 @@ from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.scored import ScorePlan, plan_scores
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, VALUE_PARAMS
 from cupyattn.problem import support
-from cupyattn.problem.form import Kernel
-from cupyattn.problem.kernel_module import kernel_features, module_spec
+from cupyattn.problem.form import Kernel, kernel_features, module_spec
 from cupyattn.problem.operands import Codes, Operands
 
 #: Of Hopper forms that make codes of Q by themselves: how many rows may share a scale, and the

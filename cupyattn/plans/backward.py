@@ -21,7 +21,7 @@ from cupyattn.problem.backward_form import (
     SUMS_DQ_IN_ORDER,
     BackwardKernel,
 )
-from cupyattn.problem.kernel_module import features_of, widest
+from cupyattn.problem.form import features_of, widest
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128

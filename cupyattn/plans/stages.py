@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cupyattn.arrays.operand import Operand
@@ -11,49 +13,48 @@ from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
 from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.plans.unpack import plan_unpack
+from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.request import Request
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import padded_columns
 
 
-def stages(request: Request) -> Work:
-    """Plan a request from shapes and strides alone.
+def stages(problem: AttentionProblem) -> Work:
+    """Plan a call from shapes and strides alone.
 
     First come the passes that turn and quantise the operands, where there are such, then attention.
     """
-    z = request.quantized
-    if request.prepares_before:
-        return _preparing_stages(request)
-    if request.variant.family != "int8":
-        return Work((Stage(attention.plan_attention(request.kernel, request.places)),))
+    z: Any = problem.quantized
+    if problem.prepares_before:
+        return _preparing_stages(problem)
+    if problem.variant.family != "int8":
+        return Work((Stage(attention.plan_attention(problem.kernel, problem.places)),))
     if z is None:
-        return _quantising_stages(request)
+        return _quantising_stages(problem)
     first = _unpacking_stages(z)
     names = {one.names["nibbles"]: one.names["codes"] for one in first.stages}
     zeros = None
     if z.q_zero is not None:
-        zeros = ZeroPoints(Operand.of(z.q_code_sum), Operand.of(z.k_code_sum))
-    scales = Scales(Operand.of(z.q_scale), Operand.of(z.k_scale), z.k_mean is not None, zeros)
-    plan = attention_int8.plan_int8(request.kernel, request.places, scales)
+        zeros = ZeroPoints(z.q_code_sum.place, z.k_code_sum.place)
+    scales = Scales(z.q_scale.place, z.k_scale.place, z.k_mean is not None, zeros)
+    plan = attention_int8.plan_int8(problem.kernel, problem.places, scales)
     return Work((*first.stages, Stage(plan, names)), first.between)
 
 
-def _unpacking_stages(z: QuantizedQKV) -> Work:
+def _unpacking_stages(z: Any) -> Work:
     """Plan what makes INT8 of codes that lie two to a byte; nothing where they have one each."""
     stages, between = [], []
     for name in ("q_codes", "k_codes") if z.has_nibbles else ():
-        x, result = Operand.of(getattr(z, name)), f"{name}_unpacked"
+        x, result = getattr(z, name).place, f"{name}_unpacked"
         stages.append(Stage(plan_unpack(x, z.head_dim), {"nibbles": name, "codes": result}))
         between.append(Workspace(result, (*x.shape[:3], padded_columns(z.head_dim)), "int8"))
     return Work(tuple(stages), tuple(between))
 
 
-def _preparing_stages(request: Request) -> Work:
+def _preparing_stages(problem: AttentionProblem) -> Work:
     """Plan a rung that takes operands prepared already: a pass for each of Q and K, then that."""
-    call, hows = request.call, prepares_of(request.preparation)
-    operands = {name: request.given_places[name] for name in "qk"}
+    call, hows = problem.call, prepares_of(problem.preparation)
+    operands = {name: problem.given_places[name] for name in "qk"}
     passes = tuple(
         Stage(
             plan_preparation(x, call.dtype, hows[name], _packed(call, name)),
@@ -62,7 +63,7 @@ def _preparing_stages(request: Request) -> Work:
         for name, x in operands.items()
     )
     between = tuple(Workspace(f"{n}_turned", x.shape, call.dtype) for n, x in operands.items())
-    plan = attention.plan_attention(request.kernel, request.places)
+    plan = attention.plan_attention(problem.kernel, problem.places)
     turned = {name: f"{name}_turned" for name in operands}
     return Work((*passes, Stage(plan, turned)), between)
 
@@ -74,16 +75,16 @@ def _packed(call: AttentionSpec, name: str) -> tuple[int, int] | None:
     return call.batch, call.len_q if name == "q" else call.len_kv
 
 
-def _quantising_stages(request: Request) -> Work:
+def _quantising_stages(problem: AttentionProblem) -> Work:
     """Plan ``fa_int8`` on arrays: quantise, unless the kernel does it itself, then attend."""
-    quant, tiles, call = request.quant, request.scale_tiles, request.attended
+    quant, tiles, call = problem.quant, problem.scale_tiles, problem.attended
     if quant.fused:
-        return Work((Stage(attention.plan_attention(request.kernel, request.places)),))
-    given = request.given_places
+        return Work((Stage(attention.plan_attention(problem.kernel, problem.places)),))
+    given = problem.given_places
     packed = {name: _packed(call, name) for name in given}
     lengths = call.lengths_in
     padded = None if call.padded is None else {**lengths, "v": lengths["k"]}
-    found = operand_parts(quant, tiles, given, packed, prepares_of(request.preparation), padded)
+    found = operand_parts(quant, tiles, given, packed, prepares_of(problem.preparation), padded)
     # No launch makes the mean of no keys, nor what lies behind codes of packed sequences and padded
     # entries, which meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
     filled = {f"{name}_mean" for name, part in found.items() if not all(part.x.shape)}
@@ -108,7 +109,7 @@ def _quantising_stages(request: Request) -> Work:
     scales = Scales(
         made["q_scale"], made["k_scale"], quant.smooth_k, zeros, _numbers(quant, found["q"])
     )
-    plan = attention_int8.plan_int8(request.kernel, request.places, scales)
+    plan = attention_int8.plan_int8(problem.kernel, problem.places, scales)
     if plan.features.quantize_q:
         del found["q"]
         between = [work for work in between if work.name not in ("q_codes", "q_scale")]

@@ -12,8 +12,7 @@ from cupyattn.kernels.features import Features
 from cupyattn.plans.assemble import attn_params
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS
-from cupyattn.problem.form import Kernel
-from cupyattn.problem.kernel_module import features_of, module_spec, widest
+from cupyattn.problem.form import Kernel, features_of, module_spec, widest
 
 #: Kernels of the unfused rung, in order; each can be planned alone.
 UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.kernels.limits import check_length
@@ -18,6 +19,39 @@ from cupyattn.problem.checks import check_limits
 #: Sizes of the blocks: multiples of the tiles that the kernels take for a block mask
 #: (`cupyattn.kernels.ladder.Variant.tiles_for`).
 BLOCK_SIZES = (64, 128)
+
+
+class Blocks(NamedTuple):
+    """What is known of a block mask without its values: sizes of a block, and how many there are.
+
+    Parameters
+    ----------
+    blocks : (int, int)
+        Rows and keys of a block.
+    shape : (batch or 1, heads or 1, q_blocks, kv_blocks)
+    """
+
+    blocks: tuple[int, int]
+    shape: tuple[int, ...]
+
+    def check_lengths(self, len_q: int, len_kv: int) -> None:
+        """Raise ValueError unless the blocks are those of these lengths."""
+        rows, keys = self.blocks
+        wanted = -(-len_q // rows), -(-len_kv // keys)
+        if self.shape[2:] != wanted:
+            raise ValueError(
+                f"a block mask of blocks {rows} x {keys} for len_q={len_q} and len_kv={len_kv} "
+                f"must have {wanted[0]} x {wanted[1]} blocks, got mask.shape={self.shape}"
+            )
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless it fits scores of a shape (batch, heads, len_q, len_kv)."""
+        self.check_lengths(*shape[2:])
+        if any(n not in (1, want) for n, want in zip(self.shape, shape[:2], strict=False)):
+            raise ValueError(
+                "a block mask must have batch or 1 and heads or 1 in front, for "
+                f"(batch, heads) = {tuple(shape[:2])} got mask.shape={self.shape}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +210,7 @@ class BlockMask:
 
     def to_dense(self, len_q: int, len_kv: int) -> Array:
         """Return it as a mask of scores, (batch or 1, heads or 1, len_q, len_kv)."""
-        self.check_lengths(len_q, len_kv)
+        self.form.check_lengths(len_q, len_kv)
         rows = self.mask.repeat(self.block_q, axis=2)[:, :, :len_q]
         return rows.repeat(self.block_kv, axis=3)[..., :len_kv]
 
@@ -193,24 +227,31 @@ class BlockMask:
         q_blocks, kv_blocks = -(-len_q // self.block_q), -(-len_kv // self.block_kv)
         return BlockMask(self.mask[at, :, :q_blocks, :kv_blocks], self.block_q, self.block_kv)
 
-    def check_lengths(self, len_q: int, len_kv: int) -> None:
-        """Raise ValueError unless the blocks are those of these lengths."""
-        wanted = -(-len_q // self.block_q), -(-len_kv // self.block_kv)
-        if self.mask.shape[2:] != wanted:
-            raise ValueError(
-                f"a block mask of blocks {self.block_q} x {self.block_kv} for len_q={len_q} and "
-                f"len_kv={len_kv} must have {wanted[0]} x {wanted[1]} blocks, got "
-                f"mask.shape={self.mask.shape}"
-            )
+    @property
+    def form(self) -> Blocks:
+        """What is known of it without its values."""
+        return Blocks(self.blocks, tuple(self.mask.shape))
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless it fits scores of a shape (batch, heads, len_q, len_kv)."""
-        self.check_lengths(*shape[2:])
-        if any(n not in (1, want) for n, want in zip(self.mask.shape, shape[:2], strict=False)):
-            raise ValueError(
-                "a block mask must have batch or 1 and heads or 1 in front, for "
-                f"(batch, heads) = {tuple(shape[:2])} got mask.shape={self.mask.shape}"
-            )
+        self.form.check(shape)
+
+    @classmethod
+    def of_kept(cls, kept: np.ndarray, blocks: tuple[int, int]) -> BlockMask:
+        """Return the mask of blocks of which `kept_blocks` made lists.
+
+        Examples
+        --------
+        >>> mask = BlockMask(np.tri(3, dtype=bool)[None, None], 64, 64)
+        >>> same = BlockMask.of_kept(mask.kept_blocks(np.zeros(1)), (64, 64))
+        >>> bool((same.mask == mask.mask).all())
+        True
+        """
+        counts, numbers = kept[..., :1], kept[..., 1:]
+        mask = np.zeros(numbers.shape, np.bool_)
+        place = np.arange(numbers.shape[3])
+        np.put_along_axis(mask, numbers % max(numbers.shape[3], 1), place < counts, axis=3)
+        return cls(mask, *blocks)
 
     def beside(self, array: Array) -> Array:
         """Return the mask in the namespace of an operand, on its device.
@@ -235,8 +276,8 @@ class BlockMask:
 
         Parameters
         ----------
-        array : array
-            An operand of the call, NumPy or CuPy.
+        array : array or Described
+            An operand of the call, NumPy or CuPy; described, so are the lists.
 
         Returns
         -------
@@ -244,6 +285,10 @@ class BlockMask:
             For each block of rows the number n of blocks of keys that are kept, and these n in
             rising order; what follows them means nothing.
         """
+        if isinstance(array, Described):
+            *shape, blocks = self.mask.shape
+            lists = (*shape, 1 + blocks)
+            return Described.contiguous("kept_blocks", lists, np.int32, array.device)
         on_host = isinstance(array, np.ndarray)
         place = "host" if on_host else int(array.device.id)
         with self._lock:

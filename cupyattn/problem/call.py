@@ -134,11 +134,6 @@ class AttentionSpec:
         )
 
     @property
-    def scores_changed(self) -> bool:
-        """Whether something but the places of row and key changes a score or masks it."""
-        return bool(self.softcap or self.mask or self.bias or self.block_mask != (0, 0))
-
-    @property
     def mean_lengths(self) -> tuple[int, int]:
         """Query rows and keys of a batch entry; of packed sequences on average, rounded up."""
         if self.packed is None:

@@ -8,20 +8,43 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.arrays.memory import check_receiver
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import SCALE_MIN, as_float, check_shapes
 from cupyattn.problem.call import AttentionSpec, Packed, Padded
-from cupyattn.problem.score_options import ScoreOptions
 
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreOptions:
+    """What changes and masks scores: options of `cupyattn.attention`, which documents them."""
+
+    causal: bool = False
+    causal_align: str = "bottom-right"
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    mask: Any = None
+    bias: Any = None
+    block_mask: Any = None
+
+    def __post_init__(self) -> None:
+        # NOTE: by an attribute, as a block mask imports this module.
+        if self.block_mask is not None and not hasattr(self.block_mask, "blocks"):
+            raise TypeError(
+                f"block_mask must be a cupyattn.BlockMask or None, got {shown(self.block_mask)}"
+            )
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and keys of a block of the block mask; (0, 0): there is none."""
+        return (0, 0) if self.block_mask is None else self.block_mask.blocks
 
 
 def check_dtype(q: Any, k: Any, v: Any) -> str:
@@ -210,7 +233,7 @@ def check_attention(
         Softmax scale; ``head_dim ** -0.5`` when omitted.
     return_lse : bool
     **scores
-        Fields of `cupyattn.problem.score_options.ScoreOptions`.
+        Fields of `cupyattn.problem.checks.ScoreOptions`.
 
     Returns
     -------
@@ -339,13 +362,3 @@ def _with_own_shifts(
     lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
     first, last = check_limits(causal, "top-left", window, *lengths)
     return replace(call, causal_shift=last or 0, window_shift=first or 0)
-
-
-def check_out(out: Any, call: AttentionSpec, inputs: tuple[Any, ...]) -> None:
-    """Check an array given to receive O, as `check_receiver` does.
-
-    `inputs` are q, k, v and, where there are such, mask and bias (None where not).
-    """
-    named = zip(("q", "k", "v", "mask", "bias"), inputs, strict=False)
-    read = {name: array for name, array in named if array is not None}
-    check_receiver(out, call.output_shape, call.dtype, read)

@@ -1,4 +1,5 @@
-"""Which kernel takes a call: variant, form and tiles, settled here and nowhere else.
+"""Which kernel takes a call: variant, form and tiles, settled here and nowhere else; what it is
+compiled for, and whether it takes its tiles, its codes and its size.
 
 Plans, the mirror, bounds and the judge all read one record, `Kernel`.
 """
@@ -7,28 +8,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cupyattn.arrays.kinds import STORAGE
-from cupyattn.arrays.operand import Operand, laid_out
-from cupyattn.errors import UnsupportedError
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler.architectures import ARCHITECTURES, shared_memory_of
+from cupyattn.compiler.contracts import least_shared_bytes, refused_tiles
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.errors import KernelLaunchError, UnsupportedError
 from cupyattn.kernels import splits
+from cupyattn.kernels.features import Features
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
+from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX, several_value_scales
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem import stacking, support
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
+from cupyattn.problem.support import SUPPORTED, Support, grid_support
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.packed import packed_groups, packed_values
-from cupyattn.quant.quantizers import group_count, padded_columns, padded_length
-
-if TYPE_CHECKING:
-    from cupyattn.problem.request import Request
+from cupyattn.quant.quantizers import padded_columns
 
 
 @dataclass(frozen=True)
@@ -233,89 +235,15 @@ def _tiles(
     )  # fmt: skip
 
 
-# ---- of a request --------------------------------------------------------------------------------
-
-
-def settle_request(request: Request) -> Kernel:
-    """Settle the kernel of a request: that of its last plan."""
-    z, codes = request.quantized, None
-    arch, tiles = request.architecture, request.settings.tiles
-    if z is not None:
-        codes = Codes.of(z)
-    elif request.variant.family == "int8":
-        quant, made_for = request.quant, request.scale_tiles
-        if not quant.fused:
-            support.value_tiles_support(quant, made_for, request.architecture).check()
-        codes = _made_codes(request)
-        if codes.fused:
-            tiles, arch = made_for, None
-    return settle(
-        request.variant, request.attended, request.places, codes=codes, tiles=tiles, arch=arch
-    )
-
-
-def request_places(request: Request) -> Operands:
-    """Return the operands of the last plan of a request: the caller's, or those made of them."""
-    call, z = request.call, request.quantized
-    q, k, v = request.given_places.values()
-    if z is not None:
-        if z.has_nibbles:
-            q, k = (_code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
-    elif request.variant.family == "int8" and not request.quant.fused:
-        q, k = _code_rows(q), _code_rows(k)
-        if request.quant.form == "pv8":
-            v = _value_codes(v, call)
-        elif call.dtype == "float32":  # P.V takes float16
-            v = Operand.contiguous(v.shape, 2)
-    elif request.prepares_before:
-        q, k = (Operand.contiguous(x.shape, x.itemsize) for x in (q, k))
-    given: Mapping[str, Any] = {n: getattr(request, n) for n in ("mask", "bias", "kept_blocks")}
-    described = {name: None if a is None else Operand.of(a) for name, a in given.items()}
-    return Operands(q, k, v, _output(request), **described)
-
-
 def fresh_rows(x: Operand) -> Operand:
     """Describe rows as this library allocates them: contiguous, and padded if they are codes."""
-    return _code_rows(x) if x.itemsize == 1 else Operand.contiguous(x.shape, x.itemsize)
+    return code_rows(x) if x.itemsize == 1 else Operand.contiguous(x.shape, x.itemsize)
 
 
-def _code_rows(x: Operand) -> Operand:
+def code_rows(x: Operand) -> Operand:
     """Describe codes of a byte each that are made of rows, which are padded."""
     whole = Operand.contiguous((*x.shape[:3], padded_columns(x.shape[3])), 1)
     return replace(whole, shape=x.shape)
-
-
-def _value_codes(v: Operand, call: AttentionSpec) -> Operand:
-    """Describe codes that are made of V, by channel."""
-    batch, heads, keys, head_dim = v.shape
-    padded = packed_values(keys, call.batch) if call.packed else padded_length(keys)
-    return Operand.contiguous((batch, heads, head_dim, padded), 1)
-
-
-def _made_codes(request: Request) -> Codes:
-    """Describe the codes that passes make of a caller's arrays, or the kernel by itself."""
-    call, quant, tiles, values = request.call, request.quant, request.scale_tiles, None
-    if quant.form == "pv8":
-        batch, heads, keys, head_dim = request.v.shape
-        group = quant.group_v(tiles)
-        groups = (
-            packed_groups(keys, call.batch, group) if call.packed else group_count(keys, group)
-        )
-        scale = Operand.contiguous((batch, heads, groups, head_dim), 4)
-        values = ValueCodes(
-            scale, group, quant.value_p_type, bool(quant.smooth_v), quant.value_zero_points
-        )
-    return Codes(
-        quant.group_q(tiles), quant.group_kv(tiles), quant.zero_points, values, quant.fused
-    )
-
-
-def _output(request: Request) -> Operand:
-    """Describe where O goes: the caller's array, or one contiguous in the caller's layout."""
-    if request.receiver is not None:
-        return Operand.of(request.receiver)
-    itemsize = STORAGE[request.call.dtype].itemsize
-    return laid_out(request.call.output_shape, itemsize, request.settings.layout)
 
 
 def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str | None) -> Tiles:
@@ -346,3 +274,189 @@ def _kind(quant: QuantConfig) -> str:
     if quant.value_p_type == "e4m3":
         return "fp8"
     return "int8" if quant.granularity_v == "channel" else "int8 by group"
+
+
+# ---- what it is compiled for ---------------------------------------------------------------------
+
+
+def module_spec(
+    variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
+) -> ModuleSpec:
+    """Return what to compile for a variant with these features and tiles."""
+    defines = {**tiles.defines(), **features.defines()}
+    return ModuleSpec(variant.forms[form].source, tuple(sorted(defines.items())))
+
+
+def widest(*operands: Operand) -> int:
+    """Return how many elements an access may have that all of the operands allow."""
+    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
+
+
+def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
+    """Return what kernels of a call are compiled for; `quantised` names fields of `Features`."""
+    return Features(
+        call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
+        softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
+        rope=call.rope, varlen=call.packed is not None, padded=call.padded is not None,
+        stacked=call.stack > 0, **quantised,
+    )  # fmt: skip
+
+
+def kernel_features(kernel: Kernel, operands: Operands, *, quantize_q: bool = False) -> Features:
+    """Return what the kernel of a call is compiled for.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    operands : Operands
+        As the caller has them, heads not stacked.
+    quantize_q : bool
+        Whether it makes the codes of Q by itself.
+    """
+    call, codes, given = kernel.launched, kernel.codes, launched_operands(kernel, operands)
+    q, k, v, o = given.rows.values()
+    added: dict[str, Any] = {} if codes is None else codes.features
+    if kernel.row.on_hopper:
+        added |= _score_features(call, given)
+    if codes is None or codes.fused:
+        return features_of(call, widest(q, k, v, o), **added)
+    rows = (v, o) if codes.values is None else (o,)  # codes of V are read by channel, not by row
+    vec = max(w for w in (1, 2, 4, 8) if _codes_allow(w, q, k, *rows))
+    return features_of(call, vec, quantize_q=quantize_q, **added)
+
+
+def launched_operands(kernel: Kernel, operands: Operands) -> Operands:
+    """Return the operands as the kernel is launched for them, heads stacked where they are."""
+    return stacking.stacked_operands(kernel.call, operands) if kernel.stacks else operands
+
+
+def _codes_allow(vec: int, q_codes: Operand, k_codes: Operand, *rows: Operand) -> bool:
+    """Whether V and O move `vec` elements at a time and the codes CODE_VEC, as in fa_int8."""
+    wide = 2 * vec if vec > 1 and q_codes.shape[-1] % (2 * vec) == 0 else vec
+    return all(x.allows(vec) for x in rows) and q_codes.allows(wide) and k_codes.allows(wide)
+
+
+def _score_features(call: AttentionSpec, operands: Operands) -> dict[str, Any]:
+    """Return the fields of `Features` that a Hopper form has for softcap, bias and mask."""
+    if not (call.softcap or call.mask or call.bias):
+        return {}
+    return {
+        "scored": True,
+        "mask_kind": _score_kind(operands.mask, "rows"),
+        "bias_kind": _score_kind(operands.bias, "dense"),
+    }
+
+
+def _score_kind(x: Operand | None, whole: str) -> str:
+    """Return of what kind a mask or bias is: `whole`, or what it is the same for all others of."""
+    if x is None:
+        return ""
+    _, _, by_row, by_key = x.steps
+    if whole == "dense" and by_key == 0:
+        return "rows"
+    return "keys" if by_row == 0 else whole
+
+
+# ---- whether it takes its tiles, its codes and its size ------------------------------------------
+
+
+def kernel_support(
+    kernel: Kernel, operands: Operands, arch: str | None = None, *, on_device: bool = False
+) -> Support:
+    """Say whether a kernel takes the operands of the call that it was settled for.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    operands : Operands
+        As for `cupyattn.plans.attention.plan_attention`.
+    arch : str, optional
+        The architecture that the call names.
+    on_device : bool
+        Whether a device is there, whose own limits the launch is held to. Otherwise the limits are
+        those of the architecture that the call resolves for: the one that it names, or the least
+        that its kernel is compiled for.
+    """
+    for found in _answers(kernel, operands, arch, on_device):
+        if not found.supported:
+            return found
+    return SUPPORTED
+
+
+def _answers(
+    kernel: Kernel, operands: Operands, arch: str | None, on_device: bool
+) -> Iterator[Support]:
+    """Yield what codes, tiles and size have to say, the next only if it is asked for."""
+    codes, tiles = kernel.codes, kernel.tiles
+    if codes is not None and codes.fused:
+        yield _of_fused(codes, tiles)
+    if codes is not None and codes.values is not None:
+        yield _of_values(codes.values, operands.v, tiles)
+    if math.prod(kernel.call.output_shape) == 0:  # nothing is launched
+        return
+    if not kernel.own_tiles or kernel.variant.source is not None:
+        spec = module_spec(
+            kernel.variant, kernel_features(kernel, operands), kernel.tiles, kernel.form
+        )
+        yield _of_tiles(kernel, spec)
+        if not on_device:
+            yield _of_shared_memory(spec, arch or spec.least_arch, kernel)
+    for counts in kernel.blocks.values():
+        yield grid_support(kernel.variant.name, *counts)
+        if kernel.row.on_hopper:  # every block goes on to a tile past the last, an int as well
+            yield grid_support("the Hopper form", *counts, limit=INT32_MAX - HOPPER_BLOCKS)
+
+
+def _of_fused(codes: Codes, tiles: Tiles) -> Support:
+    """Say whether the kernel can make the codes itself in tiles of this size."""
+    whole = not tiles.block_q % codes.group_q and not tiles.block_kv % codes.group_kv
+    if tiles.num_stages == 1 and whole:
+        return SUPPORTED
+    return Support(
+        False,
+        f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
+        f"whole groups of {codes.group_q} rows and {codes.group_kv} keys, got {tiles}",
+        ValueError,
+    )
+
+
+def _of_values(values: ValueCodes, v_codes: Operand, tiles: Tiles) -> Support:
+    """Say whether the kernel can read codes of V in tiles of this size."""
+    if reason := several_value_scales(values.group, tiles):
+        return Support(False, reason)
+    if 0 in v_codes.shape or v_codes.allows(16):
+        return SUPPORTED
+    return Support(
+        False,
+        "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
+        f"16 n + {v_codes.misalignment} and strides {v_codes.strides}",
+        ValueError,
+    )
+
+
+def _of_tiles(kernel: Kernel, spec: ModuleSpec) -> Support:
+    """Say whether the tiles keep the contracts that the kernel's source states."""
+    reason = refused_tiles(spec, kernel.tiles, _called(kernel))
+    return Support(False, reason, ValueError) if reason else SUPPORTED
+
+
+def _of_shared_memory(spec: ModuleSpec, arch: str, kernel: Kernel) -> Support:
+    """Say whether a block has room for the tiles on an architecture."""
+    least, limit = least_shared_bytes(spec), shared_memory_of(arch)
+    most = max(map(shared_memory_of, ARCHITECTURES))
+    if least <= limit:
+        return SUPPORTED
+    return Support(
+        False,
+        f"{_called(kernel)} does not take {kernel.tiles} at head_dim {kernel.call.head_dim}: a "
+        f"block needs at least {least} bytes of shared memory, {arch} allows {limit}; reduce "
+        "tiles.block_kv or tiles.num_stages first, then tiles.block_q"
+        + (", or name another arch" if least <= most else ""),
+        KernelLaunchError,
+    )
+
+
+def _called(kernel: Kernel) -> str:
+    """Return the rung's name with its form, or with why the form is not the Hopper one."""
+    note = kernel.note
+    return f"{kernel.variant.name} ({note if note.startswith('portable form') else kernel.form})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.quant.operand_protocol import Quantized
@@ -89,11 +90,11 @@ class Codes:
 
     @classmethod
     def of(cls, z: Quantized) -> Codes:
-        """Describe operands that are quantised already."""
+        """Describe operands that are quantised already, arrays or descriptions of some."""
         values = None
         if z.form != "portable":
             values = ValueCodes(
-                Operand.of(z.v_scale), z.group_v, str(z.config.p_type), z.v_mean is not None,
+                _place(z.v_scale), z.group_v, str(z.config.p_type), z.v_mean is not None,
                 z.v_zero is not None,
             )  # fmt: skip
         return cls(z.group_q, z.group_kv, z.q_zero is not None, values)
@@ -116,3 +117,7 @@ class Codes:
         if self.values.p_type == "e4m3":
             return "fp8"
         return "int8" if self.values.group == GROUP_ALL else "int8 by group"
+
+
+def _place(x: Any) -> Operand:
+    return x.place if isinstance(x, Described) else Operand.of(x)

@@ -6,20 +6,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cupyattn.arrays.interchange import as_it_is
+from cupyattn.arrays.described import Described
 
 
 class Result(NamedTuple):
-    """An array that a call makes, contiguous, and what is in it before: None for anything."""
+    """An array that a call makes, contiguous, and what is in it before: None for anything, a
+    number, or the buffer whose numbers it gets."""
 
     shape: tuple[int, ...]
     dtype: Any
     fill: Any = None
 
 
+class Look(NamedTuple):
+    """A look at the values of arrays, before a launch: what it refuses, it raises.
+
+    Parameters
+    ----------
+    check : callable
+        Takes the arrays and `arguments`.
+    arrays : tuple of Described
+    arguments : tuple
+    """
+
+    check: Callable[..., None]
+    arrays: tuple[Described, ...]
+    arguments: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call of an operation, settled.
+    """One call of an operation, settled: what follows from settings and forms, with no array.
 
     Parameters
     ----------
@@ -29,18 +46,17 @@ class Problem:
         Where it runs.
     arch : str, optional
         Architecture to compile for; the device's own when None.
-    operands : mapping of str to array
-        What is read, by the buffers of the plan, in its layout; all on one device.
+    operands : mapping of str to Described
+        What is read, by the buffers of the plan, in its layout; all on one device. Views and copies
+        of the caller's arrays are made by `bound`.
     results : mapping of str to Result
         What is made, by the buffers of the plan, in the caller's layout.
-    received : mapping of str to array
+    received : mapping of str to Described
         What the caller gives to be written to, by the buffers of the plan, in its layout.
-    kept : mapping of str to array
-        What every call with these settings reads beside operands, by the buffers of the plan.
-    as_given : callable
-        Turns a result into the kind of array that the caller's operands are.
+    looks : tuple of Look
+        What is looked at before the launch. A call that looks is not remembered.
     facts : object
-        What `restore` of the operation wants to know; no arrays of the caller's.
+        What `restore` of the operation wants to know.
     settled : object
         What the operation's `plan` and `mirror` want to know.
     """
@@ -48,18 +64,37 @@ class Problem:
     what: str
     backend: str
     arch: str | None = None
-    operands: Mapping[str, Any]
+    operands: Mapping[str, Described]
     results: Mapping[str, Result]
-    received: Mapping[str, Any] = field(default_factory=dict)
-    kept: Mapping[str, Any] = field(default_factory=dict)
-    as_given: Callable[[Any], Any] = as_it_is
+    received: Mapping[str, Described] = field(default_factory=dict)
+    looks: tuple[Look, ...] = ()
     facts: Any = None
     settled: Any = None
 
+    def bound(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is read and written to, by buffer, of the caller's arrays by name."""
+        every = {**self.operands, **self.received}
+        return {buffer: x.bound(arrays[x.name]) for buffer, x in every.items()}
+
+    def look(self, arrays: Mapping[str, Any]) -> None:
+        """Look at the values of the caller's arrays; raise for what the call does not take."""
+        for one in self.looks:
+            one.check(*(x.bound(arrays[x.name]) for x in one.arrays), *one.arguments)
+
     @property
-    def like(self) -> Any:
-        """An array that lies where the call runs."""
-        return next(iter(self.operands.values()))
+    def kept(self) -> Mapping[str, Any]:
+        """What every call with these settings reads beside operands: arrays by buffer."""
+        return {}
+
+    @property
+    def copies(self) -> dict[str, Described]:
+        """The operands that a call copies, by buffer."""
+        return {buffer: x for buffer, x in self.operands.items() if x.is_copied}
+
+    @property
+    def like(self) -> str:
+        """The name of a caller's array that lies where the call runs."""
+        return next(iter(self.operands.values())).name
 
     @property
     def long_run(self) -> str:

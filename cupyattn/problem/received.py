@@ -1,6 +1,7 @@
 """What a kernel receives: the record that mirror, bounds and judge take.
 
-A call that runs is a `cupyattn.problem.request.Request`. Here are operands beside the name of a
+A call that runs is a `cupyattn.problem.attention.AttentionProblem`. Here are
+operands beside the name of a
 rung, wherever they lie. Nothing is launched, so a form may be named that no device here runs.
 """
 
@@ -19,13 +20,11 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import check_kind
-from cupyattn.problem.checks import check_dtype, check_options
-from cupyattn.problem.form import Kernel, fresh_rows, settle
-from cupyattn.problem.kernel_support import kernel_support
+from cupyattn.problem.checks import ScoreOptions, check_dtype, check_options
+from cupyattn.problem.form import Kernel, fresh_rows, kernel_support, settle
 from cupyattn.problem.operands import Codes, Operands
 from cupyattn.problem.rope import check_turned_before
 from cupyattn.problem.row_preparation import Preparation
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.settings import Settings, of_arguments
 from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 
@@ -129,7 +128,7 @@ def receive(
     if places is not None:
         kernel_support(kernel, places, arch).check()
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
-    preparation = Preparation.of(settings.rows(arrays), sizes)
+    preparation = Preparation.of_arrays(settings.rows(arrays), sizes)
     return Received(kernel, (q, k, v), scores, quantized, preparation)
 
 

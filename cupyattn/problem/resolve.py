@@ -1,8 +1,4 @@
-"""From what a caller asks for to a `Request`: checked, and settled against the arrays.
-
-Some calls are refused before there is anything to run: JAX traces shapes, and ranks agree on a call
-whose rows lie elsewhere. For them `describe_call` is the part of `resolve` that reads no values.
-"""
+"""From what a caller asks for to an `AttentionProblem`: checked, and settled by descriptions."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cupyattn.arrays import interchange, memory
+from cupyattn.arrays.described import Described, check_receiver, check_together
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
 from cupyattn.compiler.architectures import (
@@ -21,62 +17,62 @@ from cupyattn.compiler.architectures import (
 )
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
-from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
-from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.attention import AttentionProblem, results_of
+from cupyattn.problem.block_mask import Blocks
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.request import Request
-from cupyattn.problem.rope import check_turned_before
-from cupyattn.problem.row_preparation import PAIRS, Preparation
+from cupyattn.problem.problem import Look
+from cupyattn.problem.row_preparation import BUFFERS_OF, Preparation
 from cupyattn.problem.scoring import check_smoothing
-from cupyattn.problem.sequences import Sequences, one_entry, take_lengths, take_sequences
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.sequences import (
+    LENGTHS,
+    SEQUENCES,
+    Sequences,
+    describe_lengths,
+    describe_sequences,
+    one_entry,
+)
+from cupyattn.problem.settings import Asked, Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
-from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.static_scales import (
-    check_packed_quant,
-    check_static_scales,
-    static_scales,
-)
+from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
+from cupyattn.quant.static_scales import check_packed_quant
 
 _AUTO = ("auto",)
-_NO_OFFSETS = {"cu_seqlens_q": None, "cu_seqlens_k": None}
 
 
-def resolve(settings: Settings, arrays: Mapping[str, Any]) -> Request:
+def resolve(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
     """Check a call and choose rung and backend.
 
     Parameters
     ----------
-    settings : Settings
-    arrays : mapping
-        The caller's, as `cupyattn.problem.settings.parse` names them.
+    asked : Asked
+    arrays : mapping of str to Described
+        The caller's, by the buffers of plans.
 
     Returns
     -------
-    Request
+    AttentionProblem
 
     Raises
     ------
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention` says.
     """
-    if isinstance(arrays["q"], QuantizedQKV):
-        return _resolve_quantized(settings, arrays)
-    found = describe_call(settings, arrays)
-    if settings.check_finite:
-        _check_finite(found)
-    request = replace(found, kept_blocks=_kept_blocks(found), receiver=_receiver(found))
-    return _with_given_scales(request)
+    check_settings(asked.of_call)
+    if asked.codes is None:
+        return _of_rows(asked, arrays)
+    return _of_codes(asked, asked.codes, arrays)
 
 
-def _check_settings(settings: Settings, arrays: Mapping[str, Any]) -> None:
+def check_settings(settings: Settings) -> None:
     """Raise for settings that no call has."""
     check_kind(settings.tiles)
-    _check_kind("quant", settings.quant, QuantConfig, "a cupyattn.QuantConfig or None")
-    _check_kind("block_mask", arrays.get("block_mask"), BlockMask, "a cupyattn.BlockMask or None")
+    if settings.quant is not None and not isinstance(settings.quant, QuantConfig):
+        raise TypeError(
+            f"quant must be a cupyattn.QuantConfig or None, got {shown(settings.quant)}"
+        )
     for name in ("causal", "return_lse", "check_finite"):
         checks.check_switch(name, getattr(settings, name))
     check_arch(settings.arch)
@@ -86,49 +82,39 @@ def _check_settings(settings: Settings, arrays: Mapping[str, Any]) -> None:
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(settings.layout)}")
 
 
-def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Request:
-    """Check a call of arrays by shapes, types and options, and choose the rung.
-
-    What `resolve` adds is left out: blocks that are kept, an ``out``, scales that are given.
-
-    Parameters
-    ----------
-    settings, arrays
-        As for `resolve`. No value of q, k, v, mask or bias is read.
-
-    Raises
-    ------
-    ValueError, TypeError, UnsupportedError
-        As `cupyattn.attention` says.
-    """
-    _check_settings(settings, arrays)
-    packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
+def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
+    settings, packed = asked.of_call, bool({*SEQUENCES} & arrays.keys())
     if not packed and (settings.max_len_q, settings.max_len_k) != (None, None):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
-    if packed and ("lengths_q" in arrays or "lengths_kv" in arrays):
+    if packed and {*LENGTHS} & arrays.keys():
         raise TypeError(
             "lengths_q and lengths_kv are of padded batches, cu_seqlens_q and cu_seqlens_k of "
             "packed sequences: give one of both pairs"
         )
-    (q, as_given), (k, _), (v, _) = (interchange.take(name, arrays[name]) for name in "qkv")
-    array_namespace(q, k, v)
-    given = tuple(tuple(x.shape) for x in (q, k, v))
+    rows = {name: arrays[name] for name in "qkv"}
+    given = tuple(x.shape for x in rows.values())
     if packed:
         settings = settings._replace(layout="BSHD")  # with a batch axis before, their order
-        q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
-    q, k, v = (interchange.contiguous_last_axis(to_bhsd(a, settings.layout)) for a in (q, k, v))
-    sizes = limits.check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape), given)
-    sequences = None
+        rows = {name: one_entry(name, x) for name, x in rows.items()}
+    rows = {n: to_bhsd(x, settings.layout).with_whole_rows() for n, x in rows.items()}
+    q, k, v = rows.values()
+    sizes = limits.check_shapes(q.shape, k.shape, v.shape, given)
+    sequences: Sequences | None = None
+    looks: tuple[Look, ...] = ()
     if packed:
-        asked = {**_NO_OFFSETS, **settings._asdict(), **arrays}
-        sequences = take_sequences(q, sizes[3:5], asked, look=settings.check_finite)
+        sequences, looks = describe_sequences(
+            q, sizes[3:5], arrays, (settings.max_len_q, settings.max_len_k),
+            look=settings.check_finite,
+        )  # fmt: skip
         settings = settings._replace(
             max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k
         )
     dtype = checks.check_dtype(q, k, v)
-    call, mask, bias = _check_options(sizes, dtype, q, settings, arrays, sequences)
+    call, of_scores = _check_options(
+        sizes, dtype, asked._replace(of_call=settings), arrays, sequences
+    )
     call, lengths = _padded(call, q, settings, arrays)
-    preparation = _take_preparation(q, call, settings, arrays)
+    preparation = _preparation(call, settings, arrays)
     if preparation is not None:
         call = replace(call, qk_norm=preparation.norm is not None)
         if (rope := preparation.rope) is not None:
@@ -140,10 +126,11 @@ def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Request:
     else:
         variant, why = ladder.lookup(settings.variant, also=_AUTO), "asked for by name"
     variant.check_dtype(call.dtype)
-    interchange.check_one_device(
-        q=q, k=k, v=v, mask=mask, bias=bias, **(preparation.buffers if preparation else {}),
-        **_offsets(sequences), **lengths,
-    )  # fmt: skip
+    operands = {
+        **rows, **(preparation.buffers if preparation else {}), **of_scores,
+        **(sequences.offsets if sequences else {}), **lengths,
+    }  # fmt: skip
+    check_together(**operands)
     if settings.quant is not None and variant.family != "int8":
         raise ValueError(
             f"quant is for fa_int8, got variant {settings.variant!r}: add variant='fa_int8'"
@@ -154,125 +141,83 @@ def describe_call(settings: Settings, arrays: Mapping[str, Any]) -> Request:
         quant = replace(settings.quant or QuantConfig(), smooth_k=False)
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
-    return Request(
-        settings, arrays, variant, why, call, _backend(settings, variant, q), q, k, v, mask, bias,
-        preparation, as_given, **_offsets(sequences), **lengths,
+    if settings.check_finite:
+        counts = (operands.get(name) for name in ("lengths_q", "lengths_kv", "lengths_kv"))
+        looks += tuple(
+            Look(check_finite, (x,) if count is None else (x, count), (name,))
+            for (name, x), count in zip(rows.items(), counts, strict=True)
+        )
+    received = _received(call, settings.layout, q, arrays)
+    return AttentionProblem(
+        what=variant.name, backend=_backend(settings, variant, q), arch=settings.arch,
+        operands=operands, results=results_of(call, settings.layout, receives=bool(received)),
+        received=received, looks=looks, settings=settings, variant=variant, why=why, call=call,
+        preparation=preparation,
     )  # fmt: skip
 
 
-def _with_given_scales(request: Request) -> Request:
-    """Add the scales that the caller gives, where kernels read them."""
-    quant, call = request.settings.quant, request.call
-    if quant is None or not quant.static:
-        return request
-    with memory.on_device_of(request.q):
-        xp = array_namespace(request.q)
-        given = static_scales(xp, quant, *_scaled(request))
-        if call.padded is not None:  # a kernel may write NaN over the scale of an entry alone
-            given = {
-                name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
-                for name, x in given.items()
-                if x is not None
-            }
-    return replace(request, kept={f"{name}_static_scale": x for name, x in given.items()})
-
-
-def check_given_scales(request: Request) -> None:
-    """Raise for scales that the caller gives, if there are any, and that do not fit the operands.
-
-    No value of an array on a device is read.
-    """
-    quant = request.settings.quant
-    if quant is not None and quant.static:
-        check_static_scales(quant, *_scaled(request))
-
-
-def _scaled(request: Request) -> tuple[tuple[int, ...], tuple[int, ...], Tiles, int | None]:
-    """Return what the shapes of given scales follow from, as `static_scales` takes it."""
-    sequences = request.call.batch if request.call.packed else None
-    return tuple(request.q.shape), tuple(request.k.shape), request.scale_tiles, sequences
+def _of_codes(
+    asked: Asked, codes: CodeFacts, arrays: Mapping[str, Described]
+) -> AttentionProblem:
+    settings = asked.of_call
+    z = QuantizedQKV.of_buffers(codes, _tidy(arrays))
+    check_queries(z)
+    if settings.quant is not None:
+        raise ValueError(
+            "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
+        )
+    if settings.layout != "BHSD" and z.cu_seqlens_q is None:
+        raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={settings.layout!r}")
+    name = "fa_int8" if settings.variant == "auto" else settings.variant
+    variant = ladder.lookup(name, also=_AUTO)
+    if variant.family != "int8":
+        raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={settings.variant!r}")
+    sequences = _sequences_of(z, settings)
+    if sequences is not None:
+        settings = settings._replace(
+            layout="BSHD", max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k
+        )
+    keys = (*z.k_codes.shape[:3], z.head_dim)
+    sizes = limits.check_shapes(z.shape, keys, keys)
+    call, of_scores = _check_options(
+        sizes, z.out_dtype, asked._replace(of_call=settings), arrays, sequences
+    )
+    if sequences is not None and {*LENGTHS} & arrays.keys():
+        raise TypeError(
+            "this QuantizedQKV holds packed sequences: give no lengths_q or lengths_kv beside it"
+        )
+    call, lengths = _padded(call, z.q_codes, settings, arrays)
+    operands = {**z.buffers, **of_scores, **lengths}
+    check_together(**operands)
+    check_smoothing(call.softcap, z.k_mean)
+    received = _received(call, settings.layout, z.q_codes, arrays)
+    return AttentionProblem(
+        what=variant.name, backend=_backend(settings, variant, z.q_codes), arch=settings.arch,
+        operands=operands, results=results_of(call, settings.layout, receives=bool(received)),
+        received=received, settings=settings, variant=variant,
+        why="the rung for quantised operands", call=call, quantized=z,
+    )  # fmt: skip
 
 
 def _padded(
-    call: AttentionSpec, q: Any, settings: Settings, arrays: Mapping[str, Any]
-) -> tuple[AttentionSpec, dict[str, Any]]:
+    call: AttentionSpec, q: Described, settings: Settings, arrays: Mapping[str, Described]
+) -> tuple[AttentionSpec, dict[str, Described]]:
     """Return a call with the lengths of its batch entries, and these; the call as it is without."""
-    lengths = take_lengths(q, arrays)
+    lengths = describe_lengths(q, arrays)
     if lengths:
         given = "lengths_q" in lengths, "lengths_kv" in lengths
         call = checks.check_padded(call, given, **settings.places)
     return call, lengths
 
 
-def _backend(settings: Settings, variant: Variant, q: Any) -> str:
+def _backend(settings: Settings, variant: ladder.Variant, q: Described) -> str:
     """Return where a rung runs."""
-    return target.choose(settings.backend, q, registered=variant.source is not None)
+    return target.choose(settings.backend, q.device >= 0, registered=variant.source is not None)
 
 
-def _offsets(sequences: Sequences | None) -> dict[str, Any]:
-    if sequences is None:
-        return {}
-    return {name: getattr(sequences, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-
-
-def _resolve_quantized(settings: Settings, arrays: Mapping[str, Any]) -> Request:
-    _check_settings(settings, arrays)
-    quantized = arrays["q"]
-    check_queries(quantized)
-    if arrays["k"] is not None or arrays["v"] is not None or settings.quant is not None:
-        raise ValueError(
-            "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
-        )
-    if "rope" in arrays or "qk_norm" in arrays:
-        check_turned_before(quantized)
-    if settings.layout != "BHSD" and quantized.cu_seqlens_q is None:
-        raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={settings.layout!r}")
-    name = "fa_int8" if settings.variant == "auto" else settings.variant
-    variant = ladder.lookup(name, also=_AUTO)
-    if variant.family != "int8":
-        raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={settings.variant!r}")
-    quantized, sequences = _contiguous(quantized), _sequences_of(quantized, settings, arrays)
-    if sequences is not None:
-        settings = settings._replace(
-            layout="BSHD", max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k
-        )
-    v = quantized.v if quantized.v_codes is None else quantized.v_codes
-    operands = quantized.q_codes, quantized.k_codes, v
-    keys = (*quantized.k_codes.shape[:3], quantized.head_dim)
-    sizes = limits.check_shapes(quantized.shape, keys, keys)
-    call, mask, bias = _check_options(
-        sizes, quantized.out_dtype, operands[0], settings, arrays, sequences
-    )
-    if sequences is not None and ("lengths_q" in arrays or "lengths_kv" in arrays):
-        raise TypeError(
-            "this QuantizedQKV holds packed sequences: give no lengths_q or lengths_kv beside it"
-        )
-    call, lengths = _padded(call, operands[0], settings, arrays)
-    of_entries = {**_offsets(sequences), **lengths}
-    scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
-    codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
-    interchange.check_one_device(
-        **codes, **scales, mask=mask, bias=bias, **of_entries
-    )
-    check_smoothing(call.softcap, quantized.k_mean)
-    request = Request(
-        settings, arrays, variant, "the rung for quantised operands", call,
-        _backend(settings, variant, operands[0]), *operands, mask, bias, None,
-        quantized.as_given, quantized=quantized, **of_entries,
-    )  # fmt: skip
-    return replace(request, kept_blocks=_kept_blocks(request), receiver=_receiver(request))
-
-
-def _sequences_of(
-    quantized: QuantizedQKV, settings: Settings, arrays: Mapping[str, Any]
-) -> Sequences | None:
+def _sequences_of(z: QuantizedQKV, settings: Settings) -> Sequences | None:
     """Return the sequences of quantised operands, whose limits a caller may only raise."""
-    if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
-        raise ValueError(
-            "a QuantizedQKV says itself where its sequences begin: give no cu_seqlens_q or "
-            "cu_seqlens_k beside it"
-        )
-    if quantized.cu_seqlens_q is None:
+    if z.cu_seqlens_q is None:
         if (settings.max_len_q, settings.max_len_k) != (None, None):
             raise ValueError(
                 "this QuantizedQKV holds no packed sequences: give no max_len_q or max_len_k, or "
@@ -281,83 +226,59 @@ def _sequences_of(
         return None
     longest = {}
     for name in ("max_len_q", "max_len_k"):
-        own, limit = getattr(quantized, name), getattr(settings, name)
+        own, limit = getattr(z, name), getattr(settings, name)
         longest[name] = own if limit is None else limits.check_length(name, limit)
         if longest[name] < own:
             raise ValueError(f"{name}={limit} is less than that of the QuantizedQKV, {own}")
-    return Sequences(quantized.cu_seqlens_q, quantized.cu_seqlens_k, **longest)
+    return Sequences(z.cu_seqlens_q, z.cu_seqlens_k, **longest)
 
 
 def _check_options(
     sizes: tuple[int, int, int, int, int, int],
     dtype: str,
-    q: Any,
-    settings: Settings,
-    arrays: Mapping[str, Any],
+    asked: Asked,
+    arrays: Mapping[str, Described],
     sequences: Sequences | None,
-) -> tuple[AttentionSpec, Any, Any]:
-    """Return the call, and mask and bias as the kernels take them (None where absent).
+) -> tuple[AttentionSpec, dict[str, Described]]:
+    """Return the call, and mask, bias and lists of blocks as the kernels take them.
 
     `sizes` are those of the arrays, packed or not.
     """
-    totals = sizes[3:5]
+    totals, settings = sizes[3:5], asked.of_call
     if sequences is not None:
         longest = sequences.max_len_q, sequences.max_len_k
         sizes = (sequences.batch, *sizes[1:3], *longest, sizes[5])
-    given = {}
-    for name in ("mask", "bias"):
-        array = arrays.get(name)
-        if array is not None:
-            array, _ = interchange.take(name, array)
-            array_namespace(q, array)
-        given[name] = array
-    scores = settings.scores({**arrays, **given})
+    given: dict[str, Any] = {n: arrays[n] for n in ("mask", "bias") if n in arrays}
+    found = {}
+    if "kept_blocks" in arrays:
+        kept = found["kept_blocks"] = arrays["kept_blocks"]
+        given["block_mask"] = Blocks(asked.blocks, (*kept.shape[:3], kept.shape[3] - 1))
     call = checks.check_options(
-        sizes, dtype, settings.scale, scores, return_lse=settings.return_lse
+        sizes, dtype, settings.scale, settings.scores(given), return_lse=settings.return_lse
     )
-    mask, bias = (
-        None if x is None else interchange.broadcast(x, call.score_shape) for x in given.values()
-    )
+    found |= {n: arrays[n].broadcast_to(call.score_shape) for n in ("mask", "bias") if n in arrays}
     if sequences is not None:
-        call = checks.check_packed(
-            call, totals, causal=settings.causal, causal_align=settings.causal_align,
-            window=settings.window,
-        )  # fmt: skip
-    return call, mask, bias
+        call = checks.check_packed(call, totals, **settings.places)
+    return call, found
 
 
-def _kept_blocks(request: Request) -> Any:
-    mask = request.block_mask
-    return None if mask is None else mask.kept_blocks(request.q)
-
-
-def _take_preparation(
-    q: Any, call: AttentionSpec, settings: Settings, arrays: Mapping[str, Any]
+def _preparation(
+    call: AttentionSpec, settings: Settings, arrays: Mapping[str, Described]
 ) -> Preparation | None:
     """Return the caller's tables and weights, checked against the arrays."""
-    given = settings.rows(arrays)
-    for option, names in PAIRS.items():
-        given[option] = interchange.taken_pair(names, given[option])
-        if isinstance(given[option], tuple):
-            array_namespace(q, *given[option])
+    pairs = {
+        option: tuple(arrays[name] for name in names)
+        for option, names in BUFFERS_OF.items()
+        if names[0] in arrays
+    }
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
-    return Preparation.of(given, sizes)
+    return Preparation.of(settings.rows(pairs), sizes)
 
 
-def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
-    """Return the operands with contiguous last axes, copied where they were not."""
+def _tidy(arrays: Mapping[str, Described]) -> dict[str, Described]:
+    """Return operands with contiguous last axes, all but rows in C order."""
     by_row = ("q_codes", "k_codes", "v")
-    whole_too = ("k_mean", "v_codes", "v_scale", "v_mean", "q_scale", "k_scale")
-    zeros = ("q_zero", "k_zero", "v_zero", "q_code_sum", "k_code_sum")
-    offsets = ("cu_seqlens_q", "cu_seqlens_k")
-    tidy = {}
-    for name in (*by_row, *whole_too, *zeros, *offsets):
-        a = getattr(quantized, name)
-        if a is not None:  # aligned since __post_init__
-            whole = array_namespace(a).ascontiguousarray
-            tidy[name] = (interchange.contiguous_last_axis if name in by_row else whole)(a)
-    changed = {name: a for name, a in tidy.items() if a is not getattr(quantized, name)}
-    return replace(quantized, **changed) if changed else quantized
+    return {n: x.with_whole_rows() if n in by_row else x.whole() for n, x in arrays.items()}
 
 
 def to_bhsd(array: Any, layout: str) -> Any:
@@ -365,26 +286,22 @@ def to_bhsd(array: Any, layout: str) -> Any:
     return array.swapaxes(1, 2) if layout == "BSHD" and array.ndim == 4 else array
 
 
-def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
-    if value is not None and not isinstance(value, kinds):
-        raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
-
-
-def _receiver(request: Request) -> Any:
-    if "out" not in request.given:
-        return None
-    call, inputs = request.call, (request.q, request.k, request.v, request.mask, request.bias)
-    out = interchange.take_receiver("out", request.given["out"])
-    array_namespace(out, *(x for x in inputs if x is not None))
+def _received(
+    call: AttentionSpec, layout: str, q: Described, arrays: Mapping[str, Described]
+) -> dict[str, Described]:
+    """Return the caller's ``out`` in layout BHSD, if there is one."""
+    if "o" not in arrays:
+        return {}
+    out = arrays["o"]
+    check_together(q=q, out=out)
     if call.packed is not None:
         _, heads, rows, head_dim = call.output_shape
-        given, out = tuple(out.shape), one_entry("out", out)
+        given, out = out.shape, one_entry("out", out)
         if given != (rows, heads, head_dim):
             raise ValueError(f"out must have shape {(rows, heads, head_dim)}, got shape {given}")
-    out = to_bhsd(out, request.settings.layout)
-    interchange.check_one_device(q=request.q, out=out)
-    checks.check_out(out, call, inputs)
-    return out
+    out = to_bhsd(out, layout)
+    check_receiver(out, call.output_shape, call.dtype)
+    return {"o": out}
 
 
 def _choose(settings: Settings, call: AttentionSpec, capability: int | None) -> choose.Choice:
@@ -407,21 +324,26 @@ def _choose(settings: Settings, call: AttentionSpec, capability: int | None) -> 
     return choose.Choice("fa_int8", "the rung that quantises, as quant asks", quant)
 
 
-def _capability(q: Any, arch: str | None) -> int | None:
+def _capability(q: Described, arch: str | None) -> int | None:
     """Return the compute capability that a call runs on, times ten; None on the host."""
     if arch is not None:
         return capability_of(arch)
-    return int(q.device.compute_capability) if interchange.is_cupy(q) else None
+    return q.capability if q.device >= 0 else None
 
 
-def _check_finite(request: Request) -> None:
-    """Raise ValueError for a NaN or an infinity; padding of batch entries may hold either."""
-    counts = request.lengths_q, request.lengths_kv, request.lengths_kv
-    for name, count in zip("qkv", counts, strict=True):
-        array = getattr(request, name)
-        xp = array_namespace(array)
-        finite = xp.isfinite(array.astype("float32"))
-        if count is not None:
-            finite |= (xp.arange(array.shape[2]) >= count[:, None])[:, None, :, None]
-        if not bool(finite.all()):
-            raise ValueError(f"{name} holds a NaN or an infinity (check_finite=True)")
+def check_finite(array: Any, *others: Any) -> None:
+    """Raise ValueError for a NaN or an infinity in rows; padding of batch entries may hold either.
+
+    Parameters
+    ----------
+    array : array, (batch, heads, length, head_dim)
+    *others
+        How many rows of an entry count, where they do not all; and what callers call the array.
+    """
+    *counts, name = others
+    xp = array_namespace(array)
+    finite = xp.isfinite(array.astype("float32"))
+    for count in counts:
+        finite |= (xp.arange(array.shape[2]) >= count[:, None])[:, None, :, None]
+    if not bool(finite.all()):
+        raise ValueError(f"{name} holds a NaN or an infinity (check_finite=True)")

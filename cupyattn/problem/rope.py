@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
-from cupyattn.arrays.memory import data_address
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import INT32_MAX
@@ -29,7 +29,7 @@ class Rope:
 
     Parameters
     ----------
-    cos, sin : (positions, head_dim / 2) array, float32
+    cos, sin : (positions, head_dim / 2) array or Described, float32
         Contiguous, aligned to 16 bytes.
     interleaved : bool
         Angle d turns the channels 2 d and 2 d + 1 (GPT-J); otherwise d and d + head_dim / 2
@@ -38,8 +38,8 @@ class Rope:
         Query row i has the position ``i + offset_q``, key j the position j.
     """
 
-    cos: Array
-    sin: Array
+    cos: Any
+    sin: Any
     interleaved: bool = False
     offset_q: int = 0
 
@@ -51,7 +51,7 @@ class Rope:
 
         Parameters
         ----------
-        rope : (array, array) or None
+        rope : (Described, Described) or None
             Cosines and sines, (positions, head_dim / 2) in float16, bfloat16 or float32, of one
             kind: NumPy's or CuPy's.
         interleaved : bool
@@ -84,8 +84,7 @@ class Rope:
         if not (isinstance(rope, (tuple, list)) and len(rope) == 2):
             raise TypeError(f"rope must be a pair (cos, sin) of arrays, got {shown(rope)}")
         cos, sin = rope
-        cos, sin = operand("cos", cos), operand("sin", sin)
-        array_namespace(cos, sin)
+        check_together(cos=cos, sin=sin)
         if head_dim % 2:
             raise ValueError(f"rope turns pairs of channels: head_dim must be even, got {head_dim}")
         shapes = tuple(cos.shape), tuple(sin.shape)
@@ -107,6 +106,16 @@ class Rope:
                 f"{offset} + {len_q} and len_kv = {len_kv} are needed: give longer tables"
             )
         return cls(aligned_table(cos), aligned_table(sin), bool(interleaved), offset)
+
+    @classmethod
+    def of_arrays(cls, rope: Any, *others: Any) -> Rope | None:
+        """Do what `of` does of arrays: with tables as the kernels read them."""
+        if not (isinstance(rope, (tuple, list)) and len(rope) == 2):
+            return cls.of(rope, *others)
+        tables = [operand(name, x) for name, x in zip(("cos", "sin"), rope, strict=True)]
+        found: Any = cls.of(tuple(map(Described.of, ("cos", "sin"), tables)), *others)
+        cos, sin = (x.bound(own) for x, own in zip((found.cos, found.sin), tables, strict=True))
+        return cls(cos, sin, found.interleaved, found.offset_q)
 
     @property
     def pairs(self) -> str:
@@ -189,8 +198,6 @@ def check_turned_before(quantized: Any) -> None:
         )
 
 
-def aligned_table(table: Array) -> Array:
-    """Return a table as the kernels read it: float32, contiguous, aligned; a copy if need be."""
-    xp = array_namespace(table)
-    laid = xp.ascontiguousarray(table.astype(np.float32, copy=False))
-    return laid if data_address(laid) % _ALIGNMENT == 0 else laid.copy()
+def aligned_table(table: Described) -> Described:
+    """Describe a table as the kernels read it: float32, contiguous, aligned; a copy if need be."""
+    return table.cast(np.float32).whole().at_multiples_of(_ALIGNMENT)

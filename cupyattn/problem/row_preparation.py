@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
 from cupyattn.errors import shown
@@ -28,6 +30,8 @@ OPTIONS = ("rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps"
 #: What their arrays are called in messages, of those that are a pair of arrays.
 PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 BUFFERS = ("rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight")
+#: Those of each option.
+BUFFERS_OF = {"rope": BUFFERS[:2], "qk_norm": BUFFERS[2:]}
 #: What is added to a mean square unless the caller says otherwise.
 EPS = 1e-6
 
@@ -38,14 +42,14 @@ class Norm:
 
     Parameters
     ----------
-    q_weight, k_weight : (heads or 1, head_dim) array, float32
+    q_weight, k_weight : (heads or 1, head_dim) array or Described, float32
         What channels are multiplied by, for each head or for all. Contiguous, aligned to 16 bytes.
     eps : float
         Added to the mean square of a row; a float32.
     """
 
-    q_weight: Array
-    k_weight: Array
+    q_weight: Any
+    k_weight: Any
     eps: float
 
     @classmethod
@@ -54,7 +58,7 @@ class Norm:
 
         Parameters
         ----------
-        qk_norm : (array, array) or None
+        qk_norm : (Described, Described) or None
             Weights of Q and of K, (head_dim,) or (heads, head_dim), in float16, bfloat16 or
             float32, of one kind: NumPy's or CuPy's.
         eps : float
@@ -78,9 +82,7 @@ class Norm:
             raise TypeError(
                 f"qk_norm must be a pair (q_weight, k_weight) of arrays, got {shown(qk_norm)}"
             )
-        names = "q_weight", "k_weight"
-        qk_norm = tuple(operand(n, x) for n, x in zip(names, qk_norm, strict=True))
-        array_namespace(*qk_norm)
+        check_together(q_weight=qk_norm[0], k_weight=qk_norm[1])
         if head_dim % 2:
             raise ValueError(
                 f"qk_norm takes an even head_dim, got {head_dim}: normalise q and k before the call"
@@ -97,7 +99,7 @@ class Norm:
                     f"{name}_weight of qk_norm must have shape ({head_dim},) or "
                     f"({count}, {head_dim}), got {tuple(weight.shape)}"
                 )
-            laid.append(aligned_table(weight.reshape(-1, head_dim)))
+            laid.append(aligned_table(weight if weight.ndim == 2 else weight.front()))
         return cls(laid[0], laid[1], float(np.float32(eps)))
 
     @property
@@ -125,7 +127,7 @@ class Preparation:
         ----------
         options : mapping
             ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and ``qk_norm_eps`` as
-            `cupyattn.attention` takes them.
+            `cupyattn.attention` takes them, with descriptions of arrays.
         sizes : (heads, heads_kv, len_q, len_kv, head_dim)
 
         Raises
@@ -139,9 +141,37 @@ class Preparation:
         norm = Norm.of(options["qk_norm"], options["qk_norm_eps"], *sizes[:2], sizes[4])
         return None if rope is None and norm is None else cls(rope, norm)
 
+    @classmethod
+    def of_arrays(
+        cls, options: Any, sizes: tuple[int, int, int, int, int]
+    ) -> Preparation | None:
+        """Do what `of` does of arrays: with tables and weights as the kernels read them."""
+        given: dict[str, Any] = dict(options)
+        arrays: dict[str, Any] = {}
+        for option, names in BUFFERS_OF.items():
+            pair = given[option]
+            if isinstance(pair, (tuple, list)) and len(pair) == 2:
+                own = [operand(n, x) for n, x in zip(PAIRS[option], pair, strict=True)]
+                arrays |= dict(zip(names, own, strict=True))
+                given[option] = tuple(map(Described.of, names, own))
+        found = cls.of(given, sizes)
+        return found and found.with_arrays(
+            {name: x.bound(arrays[name]) for name, x in found.buffers.items()}
+        )
+
+    def with_arrays(self, arrays: Mapping[str, Array]) -> Preparation:
+        """Return the same with arrays by buffer in the place of descriptions."""
+        rope, norm = self.rope, self.norm
+        if rope is not None:
+            rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
+        if norm is not None:
+            weights = arrays["q_norm_weight"], arrays["k_norm_weight"]
+            norm = replace(norm, q_weight=weights[0], k_weight=weights[1])
+        return Preparation(rope, norm)
+
     @property
-    def buffers(self) -> dict[str, Array]:
-        """The arrays that kernels read, of `BUFFERS`."""
+    def buffers(self) -> dict[str, Any]:
+        """The arrays that kernels read, or their descriptions, of `BUFFERS`."""
         rope, norm = self.rope, self.norm
         tables = (None, None) if rope is None else (rope.cos, rope.sin)
         weights = (None, None) if norm is None else (norm.q_weight, norm.k_weight)

@@ -14,12 +14,12 @@ from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
 from cupyattn.problem.checks import (
+    ScoreOptions,
     check_bias,
     check_limits,
     check_mask,
     check_softcap,
 )
-from cupyattn.problem.score_options import ScoreOptions
 
 #: Whole axes (batch, heads_kv, group) of scores.
 EVERYWHERE = (slice(None), slice(None), slice(None))

@@ -1,5 +1,5 @@
 """Where packed sequences begin and end, and how long padded entries are: a caller's offsets and
-lengths, taken to a device and checked."""
+lengths, checked, as kernels read them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import interchange, memory
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.described import Described
+from cupyattn.arrays.interchange import on_host
 from cupyattn.kernels import limits
+from cupyattn.problem.problem import Look
+
+#: Operands that say where packed sequences lie.
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
+#: Operands that say how many rows of padded batch entries count.
+LENGTHS = ("lengths_q", "lengths_kv")
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Sequences:
 
     Parameters
     ----------
-    cu_seqlens_q, cu_seqlens_k : array, int32, (batch + 1,)
+    cu_seqlens_q, cu_seqlens_k : Described or array, int32, (batch + 1,)
         Sequence i is the rows from element i up to element i + 1; beside the operands.
     max_len_q, max_len_k : int
         No sequence is longer.
@@ -36,75 +42,115 @@ class Sequences:
         """How many there are."""
         return int(self.cu_seqlens_q.shape[0]) - 1
 
+    @property
+    def offsets(self) -> dict[str, Any]:
+        """Where they begin and end, by buffer."""
+        return {name: getattr(self, name) for name in SEQUENCES}
+
     def packed(self, name: str) -> tuple[int, int]:
         """Return how many there are in operand q, k or v, and the longest, as plans take them."""
         return self.batch, self.max_len_q if name == "q" else self.max_len_k
 
 
-def one_entry(name: str, array: Any) -> Any:
-    """Return a packed array (total, heads, head_dim) as the one entry of a batch of layout BSHD."""
-    if array.ndim != 3:
+def one_entry(name: str, x: Any) -> Any:
+    """Return packed rows (total, heads, head_dim) as the one entry of a batch of layout BSHD."""
+    if x.ndim != 3:
         raise ValueError(
-            f"{name} must have three axes (total, heads, head_dim), got {name}.shape={array.shape}"
+            f"{name} must have three axes (total, heads, head_dim), got {name}.shape={x.shape}"
         )
-    return array[None]
+    return x.front() if isinstance(x, Described) else x[None]
 
 
-def take_sequences(
-    q: Any, totals: tuple[int, int], given: Mapping[str, Any], *, look: bool = False
-) -> Sequences:
-    """Return a caller's offsets beside an operand, with the longest lengths.
+def longest(name: str, offsets: Any, total: int | None) -> int:
+    """Look at offsets: return the longest length.
 
     Parameters
     ----------
-    q : array
-        Operand, NumPy or CuPy.
+    name : {"q", "k"}
+        Whose rows they are.
+    offsets : array
+        NumPy or CuPy, which is waited for.
+    total : int, optional
+        Rows of all sequences, to check the offsets by.
+    """
+    check_offsets(f"cu_seqlens_{name}", offsets)
+    found = on_host(offsets)
+    most = int(np.diff(found).max(initial=0))
+    if total is not None:
+        limits.check_cu_seqlens(name, found, total, most)
+    return most
+
+
+def check_offsets(name: str, offsets: Any) -> None:
+    """Raise ValueError for what is no array of offsets."""
+    if offsets.ndim != 1 or offsets.shape[0] < 1 or str(offsets.dtype) not in ("int32", "int64"):
+        raise ValueError(
+            f"{name} must be int32 or int64 of shape (batch + 1,), "
+            f"got {offsets.dtype} of shape {offsets.shape}"
+        )
+
+
+def _check_values(offsets: Any, name: str, total: int, limit: int) -> None:
+    limits.check_cu_seqlens(name, on_host(offsets), total, limit)
+
+
+def describe_sequences(
+    q: Described,
+    totals: tuple[int, int],
+    arrays: Mapping[str, Described],
+    most: tuple[Any, Any],
+    *,
+    look: bool = False,
+) -> tuple[Sequences, tuple[Look, ...]]:
+    """Return a caller's sequences beside an operand, and what is looked at before a launch.
+
+    Parameters
+    ----------
+    q : Described
     totals : (int, int)
         Rows of q, and of k and v.
-    given : mapping
-        ``cu_seqlens_q`` and ``cu_seqlens_k``, arrays of int32 or int64; ``max_len_q`` and
-        ``max_len_k``, upper limits of the lengths or None.
+    arrays : mapping
+        Of them ``cu_seqlens_q`` and ``cu_seqlens_k`` count, of int32 or int64.
+    most : (int, int)
+        Upper limits of the lengths (`longest`, where the caller has none).
     look : bool
-        Check offsets that lie on a device though there are limits, which waits for it. Those on
-        the host always are, and without a limit all must be looked at.
+        Check offsets that lie on a device, which waits for it. Those on the host always are.
 
     Raises
     ------
     ValueError, TypeError
-        For offsets that are none, or not those of so many rows; and for limits that are too low.
+        For offsets that are none, and for limits that are too low.
     """
     offsets: dict[str, Any] = {}
-    longest: dict[str, int] = {}
-    for name, total in zip("qk", totals, strict=True):
+    limit: dict[str, Any] = {}
+    looks = []
+    for name, total, longest_of in zip("qk", totals, most, strict=True):
         cu_seqlens, max_len = f"cu_seqlens_{name}", f"max_len_{name}"
-        limit = given[max_len]
-        limit = None if limit is None else limits.check_length(max_len, limit)
-        found = _take_offsets(cu_seqlens, given[cu_seqlens])
-        on_host = isinstance(found, np.ndarray)
-        if not on_host:
-            array_namespace(q, found)
-        with memory.on_device_of(q):
-            offsets[cu_seqlens] = array_namespace(q).asarray(found, np.int32)
-        if on_host or limit is None or look:
-            found = found if on_host else found.get()
-            limit = int(np.diff(found).max(initial=0)) if limit is None else limit
-            limits.check_cu_seqlens(name, found, total, limit)
-        longest[max_len] = limit
-    counts = {n: a.shape[0] - 1 for n, a in offsets.items()}
+        given = arrays.get(cu_seqlens)
+        if given is None:
+            raise TypeError(
+                f"{cu_seqlens} must be a NumPy or CuPy array, or have __dlpack__, got NoneType"
+            )
+        limit[max_len] = limits.check_length(max_len, longest_of)
+        check_offsets(cu_seqlens, given)
+        offsets[cu_seqlens] = given.whole().cast(np.int32).beside(q)
+        if look or given.device < 0:
+            looks.append(Look(_check_values, (given,), (name, total, limit[max_len])))
+    counts = {n: x.shape[0] - 1 for n, x in offsets.items()}
     if len(set(counts.values())) != 1:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of one length, got {counts}")
-    return Sequences(**offsets, **longest)
+    return Sequences(**offsets, **limit), tuple(looks)
 
 
-def take_lengths(q: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def describe_lengths(q: Described, arrays: Mapping[str, Described]) -> dict[str, Described]:
     """Return how many rows of each padded batch entry count, int32 beside an operand.
 
     Parameters
     ----------
-    q : array, (batch, heads, len_q, head_dim)
-        Operand, NumPy or CuPy.
-    given : mapping
-        The caller's arrays; of them those of ``lengths_q`` and ``lengths_kv`` that there are.
+    q : Described
+        Of shape (batch, heads, len_q, head_dim).
+    arrays : mapping
+        The caller's; of them those of ``lengths_q`` and ``lengths_kv`` that there are.
 
     Raises
     ------
@@ -113,33 +159,17 @@ def take_lengths(q: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         kernels cut them to 0 and to the length of the arrays.
     """
     found = {}
-    for name in ("lengths_q", "lengths_kv"):
-        if name not in given:
+    for name in LENGTHS:
+        if name not in arrays:
             continue
-        lengths, _ = interchange.take(name, given[name])
-        wanted = tuple(q.shape[:1])
-        if tuple(lengths.shape) != wanted or str(lengths.dtype) not in ("int32", "int64"):
+        lengths, wanted = arrays[name], q.shape[:1]
+        if lengths.shape != wanted or str(lengths.dtype) not in ("int32", "int64"):
             raise ValueError(
                 f"{name} must be int32 or int64 of shape (batch,) = {wanted}, "
-                f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
+                f"got {lengths.dtype} of shape {lengths.shape}"
             )
-        if not isinstance(lengths, np.ndarray):
-            array_namespace(q, lengths)
-        with memory.on_device_of(q):
-            xp = array_namespace(q)
-            lengths = xp.asarray(interchange.contiguous_last_axis(lengths))
-            if lengths.dtype == np.int64:  # as large as 32 bits hold: more than any length
-                lengths = xp.clip(lengths, 0, limits.MAX_LENGTH)
-            found[name] = lengths.astype(np.int32, copy=False)
+        lengths = lengths.whole()
+        if lengths.dtype == np.int64:  # as large as 32 bits hold: more than any length
+            lengths = lengths.clipped(0, limits.MAX_LENGTH)
+        found[name] = lengths.beside(q)
     return found
-
-
-def _take_offsets(name: str, given: Any) -> Any:
-    """Return the caller's array of offsets, contiguous."""
-    offsets, _ = interchange.take(name, given)
-    if offsets.ndim != 1 or offsets.shape[0] < 1 or str(offsets.dtype) not in ("int32", "int64"):
-        raise ValueError(
-            f"{name} must be int32 or int64 of shape (batch + 1,), "
-            f"got {offsets.dtype} of shape {offsets.shape}"
-        )
-    return interchange.contiguous_last_axis(offsets)

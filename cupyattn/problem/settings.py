@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import CodeFacts
 
 #: Arguments of `cupyattn.attention` and `attention_varlen` that are arrays or hold some, beside
 #: q, k and v.
@@ -83,6 +84,23 @@ class Settings(NamedTuple):
             variant="fa_tc", accuracy="full", quant=None, tiles=None, check_finite=False,
             return_lse=True, qk_norm_eps=EPS,
         )  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """What a call of attention asks for, beside the arrays that its kernels read.
+
+    Parameters
+    ----------
+    of_call : Settings
+    codes : CodeFacts, optional
+        Of operands that are quantised already.
+    blocks : (int, int)
+        Rows and keys of a block of the block mask; (0, 0): there is none.
+    """
+
+    of_call: Settings
+    codes: CodeFacts | None = None
+    blocks: tuple[int, int] = (0, 0)
 
 
 class _Interned(Settings):
@@ -224,16 +242,17 @@ def of_arguments(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     Parameters
     ----------
     arguments : mapping
-        ``q``, ``k``, ``v``, options of `cupyattn.attention` by their names, and others, which are
-        left out: ``locals()`` of a function that has them in its signature.
+        ``q``, ``k``, ``v``, options of `cupyattn.attention` by their names or under ``options``,
+        and others, which are left out: ``locals()`` of a function with them in its signature.
 
     Examples
     --------
-    >>> def bound(q, k, v, *, causal=False, mask=None, rows=None):
+    >>> def bound(q, k, v, *, causal=False, rows=None, **options):
     ...     return of_arguments(locals())
     >>> settings, arrays = bound("q", "k", "v", causal=True, rows=[0])
     >>> settings.causal, sorted(arrays)
     (True, ['k', 'q', 'v'])
     """
     known = {n: x for n, x in arguments.items() if n in ARRAYS or n in Settings._fields}
+    known |= arguments.get("options", {})
     return parse("attention", arguments["q"], arguments["k"], arguments["v"], known)

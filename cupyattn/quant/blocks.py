@@ -295,7 +295,6 @@ def rounded_codes(values: Array, inverse: Array) -> Array:
 
 def check_values(name: str, x: Array, *, least_axes: int) -> None:
     """Raise unless an array has a type to quantise, and axes enough."""
-    array_namespace(x)
     if x.dtype.name not in STORAGE:
         raise TypeError(f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}")
     if x.ndim < least_axes:

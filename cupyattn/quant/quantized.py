@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,20 @@ BUFFERS = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
     *_ZEROS, *_SUMS, *_OFFSETS,
 )  # fmt: skip
+
+
+class CodeFacts(NamedTuple):
+    """What a `QuantizedQKV` is beside its arrays: arguments of it."""
+
+    group_q: int
+    group_kv: int
+    config: QuantConfig
+    out_dtype: str
+    group_v: int = 0
+    max_len_q: int = 0
+    max_len_k: int = 0
+    prepared: tuple[str, ...] = ()
+    has_queries: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +261,27 @@ class QuantizedQKV:
         ):
             if array.shape != shape:
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(array.shape)}")
+
+    @property
+    def facts(self) -> CodeFacts:
+        """What it is beside its arrays."""
+        return CodeFacts(
+            self.group_q, self.group_kv, self.config, self.out_dtype, self.group_v,
+            self.max_len_q, self.max_len_k, self.prepared, self.has_queries,
+        )  # fmt: skip
+
+    @property
+    def buffers(self) -> dict[str, Array]:
+        """Its arrays by the names that plans have for them."""
+        return {name: a for name in BUFFERS if (a := getattr(self, name)) is not None}
+
+    @classmethod
+    def of_buffers(cls, facts: CodeFacts, arrays: Mapping[str, Any]) -> QuantizedQKV:
+        """Return the record of arrays, or of descriptions, that were checked when it was made."""
+        record = object.__new__(cls)
+        given = {name: arrays.get(name) for name in BUFFERS}
+        vars(record).update(facts._asdict(), as_given=as_it_is, **given)
+        return record
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -55,7 +55,7 @@ def check_static_scales(
             "given scales quantise without zero points: use symmetric=True or scales='dynamic', or "
             "QuantizedQKV.from_codes for codes with scales and zero points of your own"
         )
-    for name, given, wanted in _wanted(quant, q, k, tiles, sequences):
+    for name, given, wanted in wanted_scales(quant, q, k, tiles, sequences):
         if given is None:
             continue
         have = _shape(given)
@@ -72,7 +72,7 @@ def check_static_scales(
                 raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
 
 
-def _wanted(
+def wanted_scales(
     quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles, sequences: int | None
 ) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
     """Yield for Q and K the name, the scales that are given, and the shape of dynamic ones.
@@ -134,7 +134,7 @@ def static_scales(
         return {"q": None, "k": None}
     check_static_scales(quant, q, k, tiles, sequences)
     found: dict[str, Array | None] = {}
-    for name, given, wanted in _wanted(quant, q, k, tiles, sequences):
+    for name, given, wanted in wanted_scales(quant, q, k, tiles, sequences):
         if hasattr(given, "dtype"):
             given = operand(f"the static {name}_scale", given)
         if given is None:

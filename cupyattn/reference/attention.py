@@ -19,10 +19,10 @@ from cupyattn.arrays.groups import merge_heads, scale_of_row, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
 from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_dtype
 from cupyattn.problem.form import Kernel
+from cupyattn.problem.options import TurnedOptions, Unpack, takes_options
 from cupyattn.problem.received import Received, receive_arguments
 from cupyattn.problem.scoring import Scoring, check_smoothing
 from cupyattn.quant.operand_protocol import (
@@ -49,6 +49,7 @@ def storage_name(q: Array, k: Array, v: Array) -> str:
 
 
 @points_to_our_names
+@takes_options
 def attention_mirror(
     q: Array | Quantized,
     k: Array | None = None,
@@ -56,21 +57,11 @@ def attention_mirror(
     *,
     variant: str = "fa",
     tiles: Tiles | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
-    rope: Any = None,
-    rope_interleaved: bool = False,
-    rope_offset_q: int = 0,
     return_lse: bool = False,
     trace: bool = False,
     numerics: Numerics | None = None,
     form: str | None = None,
+    **options: Unpack[TurnedOptions],
 ) -> Any:
     """Attention as a kernel computes it: the same blocks, rounded at the same points, on NumPy.
 

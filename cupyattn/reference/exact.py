@@ -19,12 +19,12 @@ from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
 from cupyattn.kernels.limits import check_shapes
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import check_scale
+from cupyattn.problem.checks import ScoreOptions, check_scale
+from cupyattn.problem.options import MaskedOptions, TurnedOptions, Unpack, takes_options
 from cupyattn.problem.rope import Rope
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.scoring import Scoring
+from cupyattn.problem.settings import parse
 
 #: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few
 #: times that).
@@ -72,20 +72,14 @@ def _chunks(lengths: tuple[int, ...], cost: int) -> list[list[slice]]:
     return chunks[::-1]
 
 
+@takes_options
 def score_blocks(
     q: Array,
     k: Array,
     v: Array,
     *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
     rows: Array | None = None,
+    **options: Unpack[MaskedOptions],
 ) -> Iterator[ScoreBlock]:
     """Yield all scores of an attention problem, in float64, a bounded number at a time.
 
@@ -103,8 +97,8 @@ def score_blocks(
     -----
     Keys are masked by selection, never by adding -inf: a NaN under the mask has no influence.
     """
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    yield from blocks_of(q, k, v, scale, options, rows)
+    settings, arrays = parse("score_blocks", q, k, v, options)
+    yield from blocks_of(q, k, v, settings.scale, settings.scores(arrays), rows)
 
 
 def blocks_of(
@@ -200,24 +194,15 @@ def _weighted_sum(P: Array, v: Array, admitted: Array) -> Array:
 
 
 @points_to_our_names
+@takes_options
 def attention_exact(
     q: Array,
     k: Array,
     v: Array,
     *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
-    rope: Any = None,
-    rope_interleaved: bool = False,
-    rope_offset_q: int = 0,
     rows: Array | None = None,
     return_lse: bool = False,
+    **options: Unpack[TurnedOptions],
 ) -> Any:
     r"""Attention by its definition, in float64.
 
@@ -228,23 +213,8 @@ def attention_exact(
     k, v : (batch, heads_kv, len_kv, head_dim) array
         Keys and values; heads is a multiple of heads_kv, and query head h uses key head
         ``h // (heads // heads_kv)``.
-    scale : float, optional
-        Factor of the scores; by default ``head_dim ** -0.5``.
-    causal : bool
-        Query row i attends key j only where ``j <= i + shift``.
-    causal_align : {"bottom-right", "top-left"}
-        shift is ``len_kv - len_q`` (the last query sees every key) or 0.
-    window : (int, int)
-        Row i attends key j only where ``i + shift - left <= j <= i + shift + right``; -1: no limit
-        on that side. With `causal`, right is 0.
-    softcap : float
-        Not 0: scores go through ``s -> softcap * tanh(s / softcap)``, before bias and masks.
-    mask : array, bool, optional
-        True: attend. Broadcasts to (batch, heads, len_q, len_kv).
-    bias : array, optional
-        float16, bfloat16 or float32, added to the scores; broadcasts likewise. -inf masks the key.
-    block_mask : BlockMask, optional
-        Which blocks of keys a block of rows attends to; combined with all of these by AND.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As for `cupyattn.attention`.
     rope, rope_interleaved, rope_offset_q
         As for `cupyattn.attention`; q and k are turned in float64.
     rows : 1-D integer array, optional
@@ -287,17 +257,18 @@ def attention_exact(
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
     q, k, v = operands(q=q, k=k, v=v)
+    settings, arrays = parse("attention_exact", q, k, v, options)
     xp = array_namespace(q, k, v)
     batch, heads, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
-    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    turned = settings.rope_interleaved, settings.rope_offset_q
+    turn = Rope.of_arrays(arrays.get("rope"), *turned, len_q, len_kv, head_dim)
     if turn is not None:
         q, k = turn.exact(q, k)
     num_rows = len_q if rows is None else len(rows)
     o = xp.zeros((batch, heads, num_rows, head_dim))
     lse = xp.full((batch, heads, num_rows), NEG_INF)
     o_blocks, lse_blocks = split_heads(o, heads_kv), split_heads(lse, heads_kv)  # views
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    for block in blocks_of(q, k, v, scale, options, rows):
+    for block in blocks_of(q, k, v, settings.scale, settings.scores(arrays), rows):
         P, lse_blocks[block.index] = softmax_exact(block.S)
         o_blocks[block.index] = _weighted_sum(P, block.v, block.admitted)
     return (o, lse) if return_lse else o

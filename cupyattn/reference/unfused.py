@@ -12,28 +12,21 @@ from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import STORAGE, Array
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import numerics
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.score_options import ScoreOptions
+from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
 from cupyattn.problem.scoring import Scoring
+from cupyattn.problem.settings import parse
 from cupyattn.reference.attention import require_numpy, storage_name
 from cupyattn.reference.rounding import round_to
 from cupyattn.reference.scores import prepare_scores
 from cupyattn.reference.softmax_state import LOG2E, Float32, softmax_of_rows
 
 
+@takes_options
 def scores_mirror(
     q: Array,
     k: Array,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
+    **options: Unpack[MaskedOptions],
 ) -> Float32:
     """S3 of the unfused rung: the scores, in float32.
 
@@ -55,10 +48,10 @@ def scores_mirror(
     """
     _, _, _, _, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
     n = numerics("unfused", "portable", storage_name(q, k, k))
-    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    scoring = Scoring.of(q, k, options)
+    settings, arrays = parse("scores_mirror", q, k, None, options)
+    scoring = Scoring.of(q, k, settings.scores(arrays))
     with np.errstate(over="ignore", invalid="ignore"):
-        scores = prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
+        scores = prepare_scores(q, k, check_scale(settings.scale, head_dim), scoring, n, None)
         return cast(Float32, merge_heads(scores.block(0, len_kv)))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.memory import check_apart, data_address
 from cupyattn.compiler import ahead
 from cupyattn.compiler import modules as compiler
@@ -149,6 +150,8 @@ class Ready:
     kept : mapping of str to cupy.ndarray, optional
         What every call reads beside its operands, by its name (`Workspace.copy_of`). A copy is made
         here.
+    copies : mapping of str to Described, optional
+        Operands that every call copies, by buffer.
     receiver : Receiver, optional
         Where the caller gives an ``out``.
     memory : Memory, optional
@@ -163,6 +166,7 @@ class Ready:
         results: Mapping[str, Result] | None = None,
         *,
         kept: Mapping[str, Any] | None = None,
+        copies: Mapping[str, Described] | None = None,
         receiver: Receiver | None = None,
         memory: Memory | None = None,
         facts: Any = None,
@@ -172,10 +176,10 @@ class Ready:
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self.device = int(self._runtime.getDevice())
         self.results = [(name, *result) for name, result in (results or {}).items()]
-        self.receiver, self.facts = receiver, facts
+        self.receiver, self.facts, self.copies = receiver, facts, copies or {}
         self.memory = memory or Memory("the call")
-        copies = {one.name: one for one in work.workspace if one.copy_of}
-        self.layout = Layout.of(work.workspace, copies)
+        scales = {one.name: one for one in work.workspace if one.copy_of}
+        self.layout = Layout.of(work.workspace, scales)
         self.conversions = [
             Conversion(
                 one.cast_of, one.shape, one.dtype, one.cast_strides,
@@ -192,9 +196,9 @@ class Ready:
         ]
         self._kept: Any = None  # in one piece, as the copies lie in scratch memory
         self._kept_addresses: dict[str, int] = {}
-        if copies:
+        if scales:
             self._kept = cupy.empty(self.layout.copied, "uint8")
-        for name, one in copies.items():
+        for name, one in scales.items():
             place = self._kept.data + (self.layout.offsets[name] - self.layout.zeros)
             cupy.copyto(cupy.ndarray(one.shape, one.dtype, place), (kept or {})[one.copy_of])
             self._kept_addresses[one.copy_of] = place.ptr
@@ -218,18 +222,25 @@ class Ready:
         return self._cupy.cuda.alloc(self.layout.nbytes) if self.layout.nbytes else None
 
     def __call__(
-        self, operands: Mapping[str, Any], addresses: dict[str, int], scratch: Any = None
+        self,
+        operands: Mapping[str, Any],
+        addresses: dict[str, int],
+        scratch: Any = None,
+        *,
+        copied: bool = False,
     ) -> dict[str, Any]:
         """Run on arrays of the forms that it was made for, unchecked, on CuPy's current stream.
 
         Parameters
         ----------
         operands : mapping of str to cupy.ndarray
-            By buffer; read where one is converted.
+            The caller's; read where one is copied or converted.
         addresses : dict of str to int
             Of the operands and of an ``out``. Those of the results are added.
         scratch : MemoryPointer, optional
             Of `scratch_bytes`; taken from CuPy's pool when omitted.
+        copied : bool
+            Whether these are the arrays by buffer, copied where they had to be.
 
         Returns
         -------
@@ -245,16 +256,20 @@ class Ready:
         """
         if self._runtime.getDevice() != self.device:
             with self._cupy.cuda.Device(self.device):
-                return self(operands, addresses, scratch)
+                return self(operands, addresses, scratch, copied=copied)
         if self.receiver is not None:
             self.receiver.check(addresses)
+        if self.copies and not copied:
+            own = {name: x.bound(operands[x.name]) for name, x in self.copies.items()}
+            addresses |= {name: x.data.ptr for name, x in own.items()}
+            operands = {**operands, **own}
         made, new = {}, self._cupy.ndarray
         try:
             for name, shape, dtype, fill in self.results:
                 made[name] = result = new(shape, dtype)
                 addresses[name] = result.data.ptr
                 if fill is not None:
-                    result[...] = fill
+                    result[...] = operands[fill] if isinstance(fill, str) else fill
             memory = self.allocate() if scratch is None else scratch
         except MemoryError as error:
             raise self.memory.error(on_device=True) from error

@@ -13,24 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import is_cupy, on_host
+from cupyattn.arrays.described import Described
+from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.attention import ATTENTION
-from cupyattn.ops.operation import problem_of
-from cupyattn.problem.form import fresh_rows, settle
-from cupyattn.problem.kernel_support import kernel_support
+from cupyattn.ops.attention import described
+from cupyattn.problem.attention import AttentionProblem
+from cupyattn.problem.form import fresh_rows, kernel_support, settle
 from cupyattn.problem.operands import Codes
 from cupyattn.problem.received import FORM_ARCHITECTURES, Received, receive
-from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.sequences import one_entry, take_lengths, take_sequences
+from cupyattn.problem.sequences import LENGTHS as COUNTS
+from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one_entry
 from cupyattn.problem.settings import NO_WINDOW, Settings
 
 #: Arrays that say how long sequences or entries are.
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_kv")
+LENGTHS = (*SEQUENCES, *COUNTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,10 @@ def _masked(
     like = q if quantized is None else quantized.q_codes
     shape = tuple(like.shape) if quantized is None else quantized.shape
     len_q, len_kv = shape[2], (k if quantized is None else quantized.k_codes).shape[2]
-    xp, lengths = array_namespace(like), take_lengths(like, arrays)
+    own = {name: arrays[name] for name in COUNTS if arrays.get(name) is not None}
+    described = {name: Described.of(name, x) for name, x in own.items()}
+    xp, lengths = array_namespace(like), describe_lengths(Described.of("q", like), described)
+    lengths = {name: x.bound(own[name]) for name, x in lengths.items()}
     full = {"lengths_q": len_q, "lengths_kv": len_kv}
     counts = [xp.clip(lengths[n], 0, most) if n in lengths else xp.full(shape[0], most)
               for n, most in full.items()]  # fmt: skip
@@ -144,15 +147,16 @@ def _sequences(
     alone = settings._replace(layout="BHSD", max_len_q=None, max_len_k=None)
     if quantized is None:
         total_q, total_k = arrays["q"].shape[0], arrays["k"].shape[0]
-        asked = {"cu_seqlens_q": None, "cu_seqlens_k": None, **settings._asdict(), **arrays}
-        found = take_sequences(arrays["q"], (total_q, total_k), asked, look=True)
-        ends_q, ends_k, records = found.cu_seqlens_q, found.cu_seqlens_k, None
-        longest = found.max_len_q, found.max_len_k
+        ends_q, ends_k, records = (*(arrays[name] for name in SEQUENCES), None)
+        most = longest("q", ends_q, total_q), longest("k", ends_k, total_k)
+        limits = zip((settings.max_len_q, settings.max_len_k), most, strict=True)
+        of_q, of_k = (found if limit is None else limit for limit, found in limits)
+        most = of_q, of_k
     else:
         ends_q, ends_k, records = (
             quantized.cu_seqlens_q, quantized.cu_seqlens_k, list(quantized.sequences()),
         )  # fmt: skip
-        longest = quantized.max_len_q, quantized.max_len_k
+        most = quantized.max_len_q, quantized.max_len_k
         total_q = int(on_host(ends_q)[-1])
     if o.ndim != 3 or o.shape[0] != total_q:
         raise ValueError(
@@ -175,7 +179,7 @@ def _sequences(
                 own[name] = one_entry(name, own[name][first:last]).swapaxes(1, 2)
         for name in ("mask", "bias"):
             if own.get(name) is not None:
-                own[name] = _corner(own[name], i, (b - a, d - c), longest)
+                own[name] = _corner(own[name], i, (b - a, d - c), most)
         if own.get("block_mask") is not None:
             own["block_mask"] = own["block_mask"].corner(i, b - a, d - c)
         rows = slice(a, b)
@@ -242,14 +246,14 @@ def kernels_tried(
     ValueError, TypeError, UnsupportedError
         If no kernel takes the call.
     """
-    request = request_of(settings, arrays, quantized)
-    rung, z = request.variant, request.quantized
-    own = target.own_arch("cuda", request.q) if is_cupy(request.q) else None
+    problem = problem_of_call(settings, arrays, quantized)
+    rung, z = problem.variant, problem.quantized
+    own = target.own_arch("cuda", problem.rows["q"]) if problem.rows["q"].device >= 0 else None
     codes = None if z is None else Codes.of(z)
     asked = [(codes, form, arch) for arch in (own, *FORM_ARCHITECTURES)]
     if z is not None and codes is not None and z.config.fused and form is None:
         asked.append((replace(codes, fused=True), "fused", None))
-    places = request.places
+    places = problem.places
     as_they_lie = {n: replace(x, misalignment=0) for n, x in places.rows.items()}
     fresh = {n: fresh_rows(x) for n, x in places.rows.items()}
     tried: list[tuple[str, Tiles]] = []
@@ -258,7 +262,7 @@ def kernels_tried(
         operands = places._replace(**rows)
         try:
             kernel = settle(
-                rung, request.attended, operands, codes=kind, tiles=settings.tiles, arch=arch,
+                rung, problem.attended, operands, codes=kind, tiles=settings.tiles, arch=arch,
                 form=name,
             )  # fmt: skip
             if kernel.row.on_hopper:
@@ -273,7 +277,9 @@ def kernels_tried(
     return tried
 
 
-def request_of(settings: Settings, arrays: Mapping[str, Any], quantized: Any) -> Request:
+def problem_of_call(
+    settings: Settings, arrays: Mapping[str, Any], quantized: Any
+) -> AttentionProblem:
     """Return a call as `cupyattn.attention` resolves it where its arrays lie."""
     if quantized is None:
         present = {n: a for n, a in arrays.items() if a is not None or n in "qkv"}
@@ -282,5 +288,4 @@ def request_of(settings: Settings, arrays: Mapping[str, Any], quantized: Any) ->
         present = {"q": quantized, "k": None, "v": None}
         present |= {n: arrays[n] for n in names if arrays.get(n) is not None}
         settings = settings._replace(layout="BHSD")
-    request: Request = problem_of(ATTENTION, settings, present)
-    return request
+    return described(settings, present)

@@ -16,16 +16,16 @@ from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.options import ProblemOptions, Unpack, takes_options
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.row_preparation import EPS, PAIRS
+from cupyattn.problem.row_preparation import PAIRS
 from cupyattn.problem.settings import of_arguments
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import judged
 from cupyattn.testing.counterexamples import keep
 from cupyattn.testing.judged import Further
-from cupyattn.testing.parts import kernels_tried, parts_of, request_of, with_longest
+from cupyattn.testing.parts import kernels_tried, parts_of, problem_of_call, with_longest
 from cupyattn.testing.report import Report as Report
 from cupyattn.testing.report import merged
 from cupyattn.testing.signed import SignedRun
@@ -36,6 +36,7 @@ _ANY_RUNG = "unfused"
 
 
 @points_to_our_names
+@takes_options
 def judge(
     o: Array,
     q: Array | None,
@@ -48,30 +49,15 @@ def judge(
     numerics: Numerics | None = None,
     tiles: Tiles | None = None,
     form: str | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
-    rope: Any = None,
-    rope_interleaved: bool = False,
-    rope_offset_q: int = 0,
-    qk_norm: Any = None,
-    qk_norm_eps: float = EPS,
-    lengths_q: Any = None,
-    lengths_kv: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
-    layout: str = "BHSD",
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
     signed: SignedRun | None = None,
     draws: int = 1,
     sums: bool = False,
+    **options: Unpack[ProblemOptions],
 ) -> Report:
     """Compare an output with exact attention, as a fraction of the derived bound.
 
@@ -153,6 +139,7 @@ def judge(
     >>> report.passed, report.rows
     (True, 8)
     """
+    layout = options.get("layout", "BHSD")
     packed = not (cu_seqlens_q is None and cu_seqlens_k is None)
     packed = packed or getattr(quantized, "cu_seqlens_q", None) is not None
     if packed and (signed is not None or rows is not None):
@@ -166,8 +153,10 @@ def judge(
             operand = values if quantized is not None else to_bhsd(values, layout)
             return to_bhsd(take("what signed returns", run(restore(operand)))[0], layout)
 
-    o, q, k, v, lse, mask, bias = taken(o=o, q=q, k=k, v=v, lse=lse, mask=mask, bias=bias)
-    rope, qk_norm = taken_pair(PAIRS["rope"], rope), taken_pair(PAIRS["qk_norm"], qk_norm)
+    o, q, k, v, lse = taken(o=o, q=q, k=k, v=v, lse=lse)
+    options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))
+    options["rope"] = taken_pair(PAIRS["rope"], options.get("rope"))
+    options["qk_norm"] = taken_pair(PAIRS["qk_norm"], options.get("qk_norm"))
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
@@ -197,23 +186,23 @@ def judge(
         settings = with_longest(settings, arrays)
     if variant == "auto":
         settings = settings._replace(
-            variant=request_of(settings, arrays, quantized).variant.name
+            variant=problem_of_call(settings, arrays, quantized).variant.name
         )
     parts = parts_of(settings, arrays, quantized, o, lse)
     settled = form is not None and settings.tiles is not None
-    options: dict[str, Any] = {"rows": rows, "seed": seed, "exact": exact}
+    looks: dict[str, Any] = {"rows": rows, "seed": seed, "exact": exact}
     further = Further(signed, draws, sums, codes=settled)
     if settled or numerics is not None:
         reports = [
             judged.judge_kernel(
                 part.received(form, settings.tiles), part.o, part.lse, numerics=numerics,
-                further=further, **options,
+                further=further, **looks,
             )
             for part in parts
         ]  # fmt: skip
     else:
         tried = kernels_tried(settings, arrays, quantized, form)
-        reports = judged.judge_parts(parts, tried, further=further, **options)
+        reports = judged.judge_parts(parts, tried, further=further, **looks)
     return merged(reports, [part.entry for part in parts])
 
 

@@ -32,6 +32,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import distributions
+from cupyattn.arrays.interchange import is_cupy
 from cupyattn.arrays.kinds import array_namespace, as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.cli import output
@@ -165,7 +166,7 @@ def pruning(qkv: Sequence[Any], mode: str) -> Comparison:
 def kept_codes(qkv: Sequence[Any], count: int, quant: ca.QuantConfig, **where: Any) -> Any:
     """Return what a pruned call attends to where it quantises kept keys from where they lie."""
     q, k, v = qkv
-    where = {"backend": target.choose(None, q), "arch": None} | where
+    where = {"backend": target.choose(None, is_cupy(q)), "arch": None} | where
     settings = QuantizeSettings(quant, **where)
     weighed, sums = weigh_keys(q, k, scale=None, rows=SAMPLE_ROWS, key_sums=True, **where)
     few_v, _, places = compact_values(k, v, weighed, count, backend=where["backend"])
@@ -189,7 +190,7 @@ def choosing(qkv: Sequence[Any], mode: str) -> Comparison:
 def weighing(qkv: Sequence[Any], mode: str) -> Comparison:
     """The importance of keys alone: read once where the device can, beside read twice."""
     q, k, _ = qkv
-    backend = target.choose(None, q)
+    backend = target.choose(None, is_cupy(q))
     twice = {"arch": "sm_90"} if target.own_arch(backend, q) else {}
     exact, bound = importance_bound(
         *(as_float64(x[:1]) for x in (q, k)), scale=HEAD_DIM**-0.5, rows=SAMPLE_ROWS,
@@ -244,7 +245,7 @@ def prepared(qkv: Sequence[Any], mode: str) -> Comparison:
         "qk_norm": (xp.ones(HEAD_DIM, np.float32), xp.ones((heads, HEAD_DIM), np.float32)),
     }
     asked = {"rope_interleaved": False, "rope_offset_q": 0, "qk_norm_eps": EPS, **options}
-    how = Preparation.of(asked, (heads, heads, length, length, HEAD_DIM))
+    how = Preparation.of_arrays(asked, (heads, heads, length, length, HEAD_DIM))
     hows = prepares_of(how)
 
     def before(q: Any, k: Any, v: Any) -> Any:

@@ -37,8 +37,7 @@ from cupyattn.kernels import ladder
 from cupyattn.measure.words import align
 from cupyattn.plans import attention
 from cupyattn.plans.records import Plan
-from cupyattn.problem.form import settle
-from cupyattn.problem.kernel_support import kernel_support
+from cupyattn.problem.form import kernel_support, settle
 from cupyattn.problem.operands import Operands
 from cupyattn.runtime import ready
 from experiments._harness import recording

@@ -293,7 +293,7 @@ def test_gradients_of_a_rotary_embedding(form: str, interleaved: bool) -> None:
     q, k, v = normal((1, 2, 19, 32), (1, 1, 33, 32))
     options = {"rope_interleaved": interleaved, "rope_offset_q": 14}
     rope = rope_tables(40, 32)
-    turn = Rope.of(rope, interleaved, 14, 19, 33, 32)
+    turn = Rope.of_arrays(rope, interleaved, 14, 19, 33, 32)
     assert turn is not None
     inputs = received(*turn.turned(q, k), v, causal=True)
     given = inputs[0], q, k, *inputs[3:]

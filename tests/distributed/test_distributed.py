@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn import distributed
-from cupyattn.distributed import HostGroup, Mesh, Partition, Shared, rank_calls
+from cupyattn.distributed import HostGroup, Mesh, Partition, Shared, codes, rank_calls
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
 from cupyattn.strategies import attention_inputs
@@ -30,7 +30,7 @@ from tests.distributed.distributed_cases import (
 )
 from tests.support.marks import slow
 from tests.support.ranks import in_threads
-from tests.support.resolved import watch_calls, watch_resolving
+from tests.support.resolved import watch_calls, watch_running
 from tests.support.runs import bits, normal
 
 TWO = Mesh(2, 1)
@@ -310,14 +310,18 @@ def test_what_a_rank_resolves_is_what_it_runs(
 ) -> None:
     """Ranks agree without that: on the first call, too, each call of a kernel is resolved once."""
     operands, rows = normal((1, 4, 24, 16), (1, 4, 24, 16)), Partition.contiguous(24, mesh.size)
-    resolved = watch_resolving(monkeypatch)
-    launched = watch_calls(monkeypatch, (rank_calls, "run"), (rank_calls, "run_backward"))
+    resolved = watch_running(monkeypatch)
+    launched = watch_calls(
+        monkeypatch, (rank_calls, "run_attention"), (codes, "run_attention"),
+        (rank_calls, "run_backward"),
+    )  # fmt: skip
     d_out = operands[0] if variant == "fa_tc" else None
     on_ranks(operands, Shared(mesh, rows, rows), d_out, variant=variant)
     runs = Counter(launched)
-    assert runs["run"] >= mesh.size and (d_out is None or runs["run_backward"] >= mesh.size)
+    assert runs["run_attention"] >= mesh.size
+    assert d_out is None or runs["run_backward"] >= mesh.size
     found = Counter(resolved)
-    assert found["attention"] == runs["run"] + runs["run_backward"]  # with their forward passes
+    assert found["attention"] == runs["run_attention"]
     assert found["attention_backward"] == runs["run_backward"]
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn import cli, distributed
-from cupyattn.cli.plan import shapes_alone
+from cupyattn.cli.plan import rows_of
 from cupyattn.distributed import Mesh, Partition
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.model import H200, Machine, fastest, meshes, predict, rate
@@ -182,6 +182,6 @@ def test_plan_says_what_is_wrong(capsys: Any) -> None:
 
 def test_shapes_without_memory() -> None:
     call = replace(CALL, len_q=2**30, len_kv=2**30)
-    q, k, _ = shapes_alone(call, 32, 8, (2**30, 2**30))
+    q, k, _ = rows_of(call, 32, 8, (2**30, 2**30))
     assert q.shape == (1, 32, 2**30, 128) and q.strides == (2**43, 2**38, 256, 2)
     assert k.shape == (1, 8, 2**30, 128)

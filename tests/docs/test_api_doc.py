@@ -80,6 +80,10 @@ def test_docstrings_name_arguments_that_exist() -> None:
         for line in part[1].splitlines() if part else ():
             if re.match(r"\*{0,2}\w", line):
                 named |= set(re.findall(r"\w+", line.partition(" : ")[0]))
+        kwarg = getattr(getattr(found.node, "args", None), "kwarg", None)
+        if kwarg is not None and kwarg.arg in named:  # one entry describes all options
+            each = {text.strip("*").partition("=")[0] for text in write_api.rest(kwarg)}
+            named = named - {kwarg.arg} | each
         existing = {re.match(r"\**(\w*)", text)[1] for text in write_api.arguments(found)}  # type: ignore[index]
         wrong += [f"{name} describes {one}, which is no argument" for one in named - existing]
         if part:

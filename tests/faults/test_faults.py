@@ -15,7 +15,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.limits import GROUP_ALL
-from cupyattn.problem import kernel_module
+from cupyattn.problem import form as kernel_form_module
 from tests.faults.fault_patches import FAULTS, FORMS, Fault, Hunk
 
 #: What a mistake may show in: features are compiled in or not at all.
@@ -46,7 +46,7 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     tiles = rung.tiles_for(  # of the split form those of several warps to a slice
         64, form=form or "portable", block_mask=features.block_mask, rows=64
     )
-    spec = kernel_module.module_spec(rung, features, tiles, form or "portable")
+    spec = kernel_form_module.module_spec(rung, features, tiles, form or "portable")
     sources = [spec.source, "merge/merge_splits.cu"] if form == "split" else [spec.source]
     arch = "sm_90a" if form == "sm90" else "sm_80"
     with pytest.MonkeyPatch.context() as patch:

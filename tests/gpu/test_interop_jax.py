@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.ops import attention as api
 from cupyattn.ops.attention import resolved
 from cupyattn.runtime.recent import CALLS
-from tests.support.resolved import watch_calls, watch_resolving
+from tests.support.resolved import watch_calls, watch_running
 from tests.support.runs import bits
 
 cupy = pytest.importorskip("cupy")
@@ -28,7 +29,6 @@ except RuntimeError:
     pytest.skip("JAX has no CUDA here", allow_module_level=True)
 
 from cupyattn.interop import jax as interop  # noqa: E402 - imports jax
-from cupyattn.interop.jax import functional  # noqa: E402 - as above
 
 
 def operands(dtype: str = "float16", length: int = 333, front: tuple[int, ...] = ()) -> list[Any]:
@@ -105,11 +105,11 @@ def test_vmap_is_one_call_on_a_larger_batch() -> None:
 def test_an_eager_call_is_resolved_the_first_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it runs; later calls are known, and not checked by shapes either."""
     CALLS.clear()
-    resolved = watch_resolving(monkeypatch)
-    checked = watch_calls(monkeypatch, (functional, "describe_call"))
+    resolved = watch_running(monkeypatch)
+    checked = watch_calls(monkeypatch, (api, "described"))
     for _ in range(3):
         jax.block_until_ready(interop.attention(*operands(), causal=True))
-        assert resolved == ["attention"] and checked == ["describe_call"]
+        assert resolved == ["attention"] and checked == ["described"]
 
 
 def test_a_failure_has_its_message() -> None:

@@ -16,8 +16,8 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import DeviceMemoryError, KernelLaunchError
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import QUANTIZED
 from cupyattn.problem import choose
+from cupyattn.quant.quantized import BUFFERS as QUANTIZED
 from tests.gpu.support import (
     arch_of,
     attend,

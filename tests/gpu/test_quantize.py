@@ -255,7 +255,7 @@ def test_rows_are_normalised_and_turned_as_they_are_quantised(
     pairs = {"rope": tuple(map(on_device, tables)), "qk_norm": tuple(map(on_device, weights))}
     for quant in (QuantConfig(), QuantConfig("head", "token", symmetric=False)):
         got = quantize(*moved, quant=quant, tiles=TILES, **options, **pairs)
-        how = Preparation.of(
+        how = Preparation.of_arrays(
             {**options, "rope": tables, "qk_norm": weights, "qk_norm_eps": 1e-6},
             (4, 2, 300, 1100, head_dim),
         )

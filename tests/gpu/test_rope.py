@@ -45,7 +45,7 @@ TABLES = rope_tables(400, 64)
 def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, interleaved: bool) -> None:
     x = normal((3, 4, 300, head_dim), (1, 1, 1, 1), dtype)[0]
     given = embedded(x, pad) if pad else on_device(x)[0]
-    rope = Rope.of(rope_tables(310, head_dim), interleaved, 9, 300, 0, head_dim)
+    rope = Rope.of_arrays(rope_tables(310, head_dim), interleaved, 9, 300, 0, head_dim)
     turned = cupy.empty(x.shape, x.dtype)
     cos, sin = on_device(rope.cos, rope.sin)
     buffers = {"x": given, "turned": turned, "rope_cos": cos, "rope_sin": sin}
@@ -64,7 +64,7 @@ def test_every_rung_attends_with_turned_operands(rung: str, dtype: str) -> None:
         options: dict[str, Any] = {
             "rope": tables, "rope_interleaved": interleaved, "rope_offset_q": 183,
         }  # fmt: skip
-        host = Rope.of(TABLES, interleaved, 183, 150, 333, 64).turned(*inputs[:2])
+        host = Rope.of_arrays(TABLES, interleaved, 183, 150, 333, 64).turned(*inputs[:2])
         operands: tuple[Any, ...] = (*on_device(*host), v)
         if variant_of(rung).family == "int8":
             operands = (quantized(rung, (q, k, v), None, options, arch=arch),)

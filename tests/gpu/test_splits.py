@@ -13,7 +13,7 @@ from cupyattn import Tiles, attention, plan
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.problem.kernel_module import module_spec
+from cupyattn.problem.form import module_spec
 from tests.gpu.support import arch_of, embedded, guarded, on_device
 from tests.support import runs
 from tests.support.runs import SPILLED_SPLIT, bits, normal, on_host

@@ -309,7 +309,7 @@ def test_what_is_turned_before_stays_in_the_hopper_form() -> None:
     o, lse = varlen("fa_tc@sm90", inputs, ends, **options)
     turned = []
     for _, (q, k, _) in sequences(inputs, ends):
-        rope = Rope.of(tables, False, 3, q.shape[2], k.shape[2], 64)
+        rope = Rope.of_arrays(tables, False, 3, q.shape[2], k.shape[2], 64)
         turned.append([x[0].swapaxes(0, 1) for x in rope.turned(q, k)])
     q, k = (np.concatenate(x) for x in zip(*turned, strict=True))
     expected, expected_lse = varlen("fa_tc@sm90", (q, k, inputs[2]), ends)

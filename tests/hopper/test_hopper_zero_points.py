@@ -16,7 +16,7 @@ from cupyattn.interpret import KernelFault
 from cupyattn.kernels import tile_pieces
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.limits import GROUP_ALL
-from cupyattn.problem import kernel_module
+from cupyattn.problem import form as kernel_form_module
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantizers import in_padded_rows
 from tests.faults.fault_patches import put_a_line_in_place
@@ -280,7 +280,7 @@ def test_default_tiles_spill_nothing(form: str, head_dim: int, causal: bool, var
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, varlen=varlen, zero_points=True)
     tiles = variant.tiles_for(head_dim, form=form)
-    binary = kc.build(kernel_module.module_spec(variant, features, tiles, form), "sm_90a")
+    binary = kc.build(kernel_form_module.module_spec(variant, features, tiles, form), "sm_90a")
     (taken,) = binary.kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), taken
     devices.check_shared_memory(binary.smem_bytes, 227 * 1024, str(tiles))

@@ -211,6 +211,7 @@ def test_a_module_whose_parameters_are_all_codes_tells_type_and_device() -> None
         (first,) = module.parameters()
         assert (first.dtype, first.device.type, first.numel()) == (torch.bfloat16, "cpu", 0)
         assert not first.requires_grad and not [*module.parameters(recurse=False)]
+        assert first is next(module.parameters())  # offloading finds its copy by the parameter
         assert not dict(module.named_parameters()) and "weight_codes" in module.state_dict()
     assert [*model.parameters()] == [*model[1].parameters()]  # where there are any, those alone
     handle.restore()

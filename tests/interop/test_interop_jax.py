@@ -18,9 +18,10 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.ops import attention as api
 from cupyattn.ops import backward
 from cupyattn.runtime.recent import CALLS
-from tests.support.resolved import watch_calls, watch_resolving
+from tests.support.resolved import watch_calls, watch_running
 from tests.support.runs import bits
 
 jax = pytest.importorskip("jax")
@@ -348,7 +349,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checks by shapes and types alone, none of which was made before the test."""
     CALLS.clear()
     return watch_calls(
-        monkeypatch, (functional, "describe_call"), (backward, "check_backward_call"),
+        monkeypatch, (api, "described"), (backward, "check_backward_call"),
         (layers, "check_product"),
     )  # fmt: skip
 
@@ -357,10 +358,10 @@ def test_an_eager_call_is_checked_and_resolved_once(
     checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By shapes before XLA has it, so that a refusal is an exception; on its buffers as it runs."""
-    resolved = watch_resolving(monkeypatch)
+    resolved = watch_running(monkeypatch)
     for turn in range(2):
         jax.block_until_ready(interop.attention(Q, K, V, causal=True))
-        assert checked == ["describe_call"] and resolved == ["attention"] * (turn + 1)
+        assert checked == ["described"] and resolved == ["attention"] * (turn + 1)
     jax.block_until_ready(interop.attention(*operands("bfloat16"), causal=True))
     assert len(checked) == 2 and len(resolved) == 3
 
@@ -368,21 +369,21 @@ def test_an_eager_call_is_checked_and_resolved_once(
 def test_a_traced_call_is_resolved_when_it_runs(
     checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolved = watch_resolving(monkeypatch)
+    resolved = watch_running(monkeypatch)
     run = jax.jit(lambda *x: interop.attention(*x, causal=True)).lower(Q, K, V).compile()
-    assert checked == ["describe_call"] and not resolved
+    assert checked == ["described"] and not resolved
     jax.block_until_ready(run(Q, K, V))
-    assert checked == ["describe_call"] and resolved == ["attention"]
+    assert checked == ["described"] and resolved == ["attention"]
 
 
 def test_an_eager_gradient_is_resolved_once(
     checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backward pass holds the record of its forward pass."""
-    resolved, whole = watch_resolving(monkeypatch), ["attention", "attention_backward", "attention"]
+    resolved, whole = watch_running(monkeypatch), ["attention", "attention_backward"]
     for turn in range(2):
         jax.block_until_ready(jax.grad(loss_of(causal=True))(Q))
-        assert checked == ["describe_call", "check_backward_call"]
+        assert checked == ["described", "check_backward_call"]
         assert resolved == whole * (turn + 1)
 
 
@@ -391,7 +392,7 @@ def test_an_eager_layer_is_resolved_once(
 ) -> None:
     """It quantises and multiplies."""
     layer, x = layers.Int8Linear.from_weight(np.ones((8, 128), np.float16)), jnp.ones((3, 128))
-    resolved = watch_resolving(monkeypatch)
+    resolved = watch_running(monkeypatch)
     for turn in range(2):
         jax.block_until_ready(layer(x))
         assert checked == ["check_product"]
@@ -406,10 +407,10 @@ def test_what_was_refused_is_refused_again_and_what_differs_is_checked(checked: 
         for _ in range(2):
             with pytest.raises(ValueError, match=says):
                 interop.attention(Q, K, V, **options)
-    assert checked == ["describe_call"] * 5
+    assert checked == ["described"] * 5
     for _ in range(2):  # a list is no part of a key: the call is checked every time
         interop.attention(Q, K, V, window=[9, 3])
-    assert checked == ["describe_call"] * 7
+    assert checked == ["described"] * 7
 
 
 def blocks_of_the_page() -> tuple[str, str]:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, quantize
-from cupyattn.arrays import interchange
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
@@ -34,6 +34,7 @@ from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.structs import pack
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.settings import Settings
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from tests.interpret.test_interpret_faults import far_apart
@@ -312,14 +313,14 @@ def test_9_streams_and_devices() -> None:
     launching = texts["runtime/ready.py"].split("def __call__(")[1].split("\n    def ")[0]
     assert "self._cupy.cuda.get_current_stream()" in launching and "cuda.Device(" in launching
 
-    q, k, v = normal((1, 1, 2, 4), (1, 1, 3, 4))
-    places = {id(q): 0, id(k): 1, id(v): 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interchange, "device_of", lambda array: places[id(array)])
-        with pytest.raises(ValueError, match="must lie on one device, got q on 0, k on 1, v on 0"):
-            attention(q, k, v)
-        places[id(k)] = 0
-        assert attention(q, k, v).shape == q.shape
+    for device in (1, 0):
+        places = {"q": 0, "k": device, "v": 0}
+        rows = {n: Described.contiguous(n, (1, 1, 3, 4), "float16", at) for n, at in places.items()}
+        if device:
+            with pytest.raises(ValueError, match="on one device, got q on 0, k on 1, v on 0"):
+                api.described(Settings(variant="fa"), rows)
+        else:
+            assert api.described(Settings(variant="fa"), rows).backend == "cuda"
 
 
 @CASES

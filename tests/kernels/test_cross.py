@@ -10,10 +10,10 @@ import pytest
 
 from cupyattn import attention
 from cupyattn.kernels import ladder
-from cupyattn.ops.call_operands import QUANTIZED
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
+from cupyattn.quant.quantized import BUFFERS as QUANTIZED
 from cupyattn.reference.quantize import quantize_mirror
 from tests.kernels.cross_cases import (
     AXES,
@@ -119,7 +119,7 @@ def check_operands(one: Run) -> None:
     assert got is not None
     sizes = q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]
     given = {"rope_interleaved": False, "rope_offset_q": 0, "qk_norm_eps": EPS, **one.options}
-    how = Preparation.of({name: given.get(name) for name in PREPARATION}, sizes)
+    how = Preparation.of_arrays({name: given.get(name) for name in PREPARATION}, sizes)
     tiles = scale_tiles(ladder.lookup("fa_int8"), q.shape[3], got.config, None)
     want = quantize_mirror(
         q, k, v, got.config, tiles, k_mean=got.k_mean, v_mean=got.v_mean, preparation=how

@@ -344,17 +344,18 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     mask = np.ones((45, 166), bool)[:, ::2]
     bias = np.zeros((4, 83, 45), np.float16).swapaxes(1, 2)
     request = resolved(q, k, v, mask=mask, bias=bias)
-    assert request.mask.shape == request.bias.shape == SHAPE
-    assert np.shares_memory(request.mask, mask) and np.shares_memory(request.bias, bias)
+    bound = {name: request.operands[name].bound(x) for name, x in (("mask", mask), ("bias", bias))}
+    assert bound["mask"].shape == bound["bias"].shape == SHAPE
+    assert np.shares_memory(bound["mask"], mask) and np.shares_memory(bound["bias"], bias)
     values = plan_attention(
         request.variant, request.call, *(Operand.of(x) for x in (q, k, v, q)),
-        added={"mask": Operand.of(request.mask), "bias": Operand.of(request.bias)},
+        added={name: request.operands[name].place for name in ("mask", "bias")},
     ).launches[0].params[0][1]  # fmt: skip
     assert values["mask_stride"] == (0, 0, 166, 2)
     assert values["bias_stride"] == (0, 45 * 83, 1, 45)
     packed = np.zeros(4, np.dtype([("skew", "u1"), ("bias", "f4")]))["bias"]
     o = attention(q, k, v[:, :, :83], bias=np.repeat(packed[:1], 83))
-    assert resolved(q, k, v, bias=packed[:1]).bias.strides == (0, 0, 0, 0)
+    assert resolved(q, k, v, bias=packed[:1]).operands["bias"].strides == (0, 0, 0, 0)
     assert np.isfinite(as_float64(o)).all()
 
 
@@ -476,7 +477,7 @@ def test_features_are_compiled_in_only_where_they_are_asked_for() -> None:
 
     def defines(**options: Any) -> dict[str, int]:
         request = resolved(*arrays(), **options)
-        added = {n: Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
+        added = {n: request.operands[n].place for n in runs.ADDED if n in options}
         made = plan_attention(ladder.lookup("fa"), request.call, q, k, v, q, added=added)
         return {n: x for n, x in made.launches[0].module.defines if n in FEATURE_MACROS and x}
 

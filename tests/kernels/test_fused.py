@@ -87,7 +87,7 @@ def test_rows_that_a_pass_turns_are_rounded_to_their_type_in_between() -> None:
     q, k, v = normal((1, 2, 40, 16), (1, 1, 70, 16))
     tables, tiles = rope_tables(80, 16), Tiles(32, 32, 2, 1)
     within, from_float32 = both((q, k, v), FUSED, tiles, rope=tables, rope_offset_q=3, causal=True)
-    turned = Rope.of(tables, False, 3, 40, 70, 16).turned(q, k)
+    turned = Rope.of_arrays(tables, False, 3, 40, 70, 16).turned(q, k)
     same, before = both((*turned, v), FUSED, tiles, causal=True)
     assert within == same == before
     assert from_float32 != before  # the passes before have codes of the rows in float32

@@ -21,7 +21,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import HOPPER_SCALE_KEYS, VARIANTS, Variant
 from cupyattn.kernels.limits import GROUP_ALL
-from cupyattn.problem import kernel_module
+from cupyattn.problem import form as kernel_form_module
 from tests.support.runs import SPILLED, SPILLED_FINE, SPILLED_PACKED, SPILLED_PADDED
 
 #: Head sizes at which spills are looked for, beside 128, which is the likeliest to have some.
@@ -104,7 +104,7 @@ def build(
     variant = VARIANTS[name]
     features = features_of(variant, form, dtype, head_dim, causal, lse)
     tiles = variant.tiles_for(head_dim, form=form)
-    spec = kernel_module.module_spec(variant, features, tiles, form)
+    spec = kernel_form_module.module_spec(variant, features, tiles, form)
     return spec, kc.build(spec, arch)
 
 
@@ -209,7 +209,7 @@ def test_own_lengths_spill_nothing(
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, **{how: True})
     tiles = variant.tiles_for(head_dim, form=form)
-    spec = kernel_module.module_spec(variant, features, tiles, form)
+    spec = kernel_form_module.module_spec(variant, features, tiles, form)
     arch = "sm_90a" if form.startswith("sm90") else "sm_80"
     for entry, taken in kc.build(spec, arch).kernels.items():
         spilled = max(taken.spill_stores, taken.spill_loads)
@@ -241,7 +241,7 @@ def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> No
     ):
         features = features_of(variant, form, "float16", head_dim, causal, lse)
         fine = replace(features, group_q=2, group_kv=16)
-        spec = kernel_module.module_spec(variant, fine, tiles, form)
+        spec = kernel_form_module.module_spec(variant, fine, tiles, form)
         for entry, taken in kc.build(spec, "sm_90a").kernels.items():
             allowed = SPILLED_FINE.get((rung_of("fa_int8", form), head_dim), 0)
             assert taken.stack <= allowed, f"{entry} takes {taken}: {spec}"
@@ -255,7 +255,7 @@ def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
         features = features_of(variant, form, "float16", head_dim, causal, lse=True)
         tiles = variant.default_tiles(head_dim, form)
         assert tiles != variant.tiles_for(head_dim, form=form)
-        spec = kernel_module.module_spec(variant, features, tiles, form)
+        spec = kernel_form_module.module_spec(variant, features, tiles, form)
         (taken,) = kc.build(spec, "sm_90a").kernels.values()
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 
@@ -277,7 +277,7 @@ def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(
     features = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(features, group_kv=HOPPER_SCALE_KEYS)
     tiles = variant.tiles_for(head_dim, form=form)
-    spec = kernel_module.module_spec(variant, features, tiles, form)
+    spec = kernel_form_module.module_spec(variant, features, tiles, form)
     (taken,) = kc.build(spec, "sm_90a").kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 
@@ -300,7 +300,7 @@ def test_block_masks_spill_nothing_in_the_hopper_forms(
     plain = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(plain, window=True, block_mask=blocks)
     tiles = variant.tiles_for(head_dim, form=form, block_mask=blocks)
-    spec = kernel_module.module_spec(variant, features, tiles, form)
+    spec = kernel_form_module.module_spec(variant, features, tiles, form)
     (taken,) = kc.build(spec, "sm_90a").kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 

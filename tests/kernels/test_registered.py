@@ -13,7 +13,7 @@ from cupyattn.compiler import nvrtc
 from cupyattn.errors import KernelCompileError, UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import resolved
-from cupyattn.problem import request
+from cupyattn.problem import attention as problem_attention
 from cupyattn.testing import judge
 from tests.support.own_kernels import renamed
 
@@ -141,6 +141,6 @@ def test_a_long_run_is_told_of(
     assert not resolved(x, x, x, variant="mine", backend="interpret").long_run
     assert not resolved(x, x, x, variant="fa").long_run
     assert not resolved(*inputs(), variant="mine").long_run
-    monkeypatch.setattr(request, "LONG", 0.0)
+    monkeypatch.setattr(problem_attention, "LONG", 0.0)
     ca.attention(*inputs(), variant="mine")
     assert [one[:29] for one in caplog.messages] == ["mine runs in the interpreter,"]

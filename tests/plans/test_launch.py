@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn.arrays.memory import (
-    byte_range,
-    data_address,  # fmt: skip
-)
+from cupyattn.arrays.described import Described
+from cupyattn.arrays.memory import data_address
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
@@ -353,7 +351,7 @@ def test_blocks_cover_every_row_once_and_stay_inside(array: np.ndarray, block_q:
         ladder.lookup("fa"), call, *[operand] * 4, tiles=Tiles(block_q, 8, 1)
     )
     stride = plan.launches[0].params[0][1]["Q_stride"]
-    low, high = byte_range(array)
+    low, high = (data_address(array) + end for end in Described.of("q", array).reach)
     seen = []
     for b, h, q0 in located(plan, call):
         for row in range(q0, min(q0 + block_q, len_q)):
@@ -409,7 +407,7 @@ def test_codes_whose_last_axis_is_strided_are_copied_or_refused() -> None:
     v = np.zeros((1, 1, 8, 32), np.float16)
     operands = QuantizedQKV.from_codes(codes, codes, v, 1.0, 1.0)
     request = resolved(operands, None, None)
-    assert request.q.strides[-1] == 1
+    assert request.rows["q"].place.strides[-1] == 1
 
 
 @pytest.mark.parametrize("scale", [1e-60, 1e60])

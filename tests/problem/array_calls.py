@@ -93,13 +93,13 @@ def _gradient_bound(given: dict[str, Any]) -> Any:
 def _prepared_bound(given: dict[str, Any]) -> Any:
     options = {"rope": (given["cos"], given["sin"]), "rope_interleaved": False}
     options |= {"rope_offset_q": 0, "qk_norm": (given["q_weight"], given["k_weight"])}
-    how = Preparation.of({**options, "qk_norm_eps": 1e-6}, (2, 2, 8, 8, 16))
+    how = Preparation.of_arrays({**options, "qk_norm_eps": 1e-6}, (2, 2, 8, 8, 16))
     assert how is not None
     return bounds.preparation(how, given["q"], given["k"])
 
 
 def _rotation_bound(given: dict[str, Any]) -> Any:
-    rope = Rope.of((given["cos"], given["sin"]), False, 0, 8, 8, 16)
+    rope = Rope.of_arrays((given["cos"], given["sin"]), False, 0, 8, 8, 16)
     assert rope is not None
     return bounds.rotation(given["x"], rope, 0)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn.ops import backward, gemm
+from cupyattn.ops.operation import problem_of
 from tests.problem.settled_calls import DTYPES, masked
 
 #: Architectures by name, and a device that is a Hopper one, where none is named.
@@ -55,7 +56,7 @@ class Product:
         arrays |= {name: placed(*others[name]) for name in self.added}
         arch = None if self.arch == "hopper" else self.arch
         settings = gemm.GemmSettings("float16", "", self.tiles, arch, "interpret")
-        return gemm.GEMM.resolve(settings, arrays)
+        return problem_of(gemm.GEMM, settings, arrays)
 
     def plan(self, problem: Any) -> Any:
         """Return the plan of the product."""

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.arrays import interchange
+from cupyattn.arrays import described, interchange
+from cupyattn.ops import operation
 from docs import write_api
 from tests.problem.array_calls import CALLS, MODULES, ON_THE_HOST, WITHOUT_ARRAYS, K, Q, V
 
@@ -233,7 +234,15 @@ def test_misaligned_cupy_arrays_are_copied_before_they_are_read(
     def copy(array: Any) -> Any:
         raise Copied
 
-    monkeypatch.setattr(interchange, "_aligned_copy", copy)
+    monkeypatch.setattr(interchange, "aligned_copy", copy)
+    monkeypatch.setattr(described, "aligned_copy", copy)
+    monkeypatch.setattr(described, "capability_of_device", lambda _: 80)
+
+    def bind(one: Any, settings: Any, arrays: Any, key: Any) -> Any:
+        """Do what a call does with its arrays before it launches."""
+        return operation.problem_of(one, settings, arrays).bound(arrays)
+
+    monkeypatch.setattr(operation, "run_new", bind)
     given, call = CALLS[name]
     for argument in ON_CUPY[name]:
         with pytest.raises(Copied):

@@ -19,7 +19,7 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.kernel_module import module_spec
+from cupyattn.problem.form import module_spec
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference import exact as reference
 from tests.support.foreign import Foreign, ForeignWithNamespace

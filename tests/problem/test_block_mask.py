@@ -418,8 +418,8 @@ def test_it_is_compiled_in_only_where_there_is_one() -> None:
 
     def macros(**options: Any) -> tuple[int, int]:
         request = resolved(*inputs, **options)
-        kept = request.kept_blocks
-        added = {} if kept is None else {"kept_blocks": Operand.of(kept)}
+        kept = request.operands.get("kept_blocks")
+        added = {} if kept is None else {"kept_blocks": kept.place}
         made = plan_attention(VARIANTS["fa"], request.call, *operands, added=added)
         defines = dict(made.launches[0].module.defines)
         return defines["CFG_BLOCK_MASK_Q"], defines["CFG_BLOCK_MASK_KV"]

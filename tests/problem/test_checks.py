@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.arrays import memory as arrays_memory
+from cupyattn.arrays.described import Described, check_receiver, meetings
+from cupyattn.arrays.memory import check_apart, data_address
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits
 from cupyattn.problem import checks
@@ -111,7 +113,11 @@ def test_alignments_that_do_not_exist() -> None:
 
 def check_out(out: np.ndarray, inputs: tuple[np.ndarray, ...] | None = None) -> None:
     inputs = inputs or arrays()
-    checks.check_out(out, checks.check_attention(*inputs), inputs)
+    call, described = checks.check_attention(*inputs), Described.of("out", out)
+    check_receiver(described, call.output_shape, call.dtype)
+    read = {name: Described.of(name, x) for name, x in zip("qkv", inputs, strict=True)}
+    addresses = {name: data_address(x) for name, x in zip("qkv", inputs, strict=True)}
+    check_apart(meetings(described, read), addresses, data_address(out))
 
 
 def test_outs_that_fit() -> None:
@@ -161,8 +167,8 @@ def any_view(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(array=any_view())
-def test_byte_range_is_the_hull_of_the_elements(array: np.ndarray) -> None:
-    low, high = arrays_memory.byte_range(array)
+def test_the_reach_is_the_hull_of_the_elements(array: np.ndarray) -> None:
+    low, high = (data_address(array) + end for end in Described.of("x", array).reach)
     if array.size == 0:
         assert low == high
         return

@@ -143,8 +143,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention_varlen(*rows, ends.astype('f4'), ends)", "cu_seqlens_q must be int32 or"),
         ("ca.attention_varlen(*rows, [0, 8], ends)", "cu_seqlens_q must be a NumPy or CuPy array,"),
         (
-            "ca.attention_varlen(*rows, ends, ends, max_len_q=2, max_len_k=8)",
-            "max_len_q=2 is less than the longest sequence of cu_seqlens_q, 5",
+            "ca.attention_varlen(*rows, ends, ends, max_len_q=4, max_len_k=8)",
+            "max_len_q=4 is less than the longest sequence of cu_seqlens_q, 5",
         ),
         ("ca.attention_varlen(*rows, ends, ends, max_len_q=-1)", "max_len_q must be between 0 and"),
         ("ca.attention_varlen(*rows, ends, ends, max_len_q=1.5)", "max_len_q must be a whole"),

@@ -87,7 +87,7 @@ def preparation(head_dim: int, **options: Any) -> Preparation:
         "rope": None, "rope_interleaved": False, "rope_offset_q": 0, "qk_norm": None,
         "qk_norm_eps": 1e-6, **options,
     }  # fmt: skip
-    found = Preparation.of(asked, (HEADS, HEADS_KV, LEN_Q, LEN_KV, head_dim))
+    found = Preparation.of_arrays(asked, (HEADS, HEADS_KV, LEN_Q, LEN_KV, head_dim))
     assert found is not None
     return found
 

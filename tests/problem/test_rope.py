@@ -57,7 +57,7 @@ def arrays(dtype: str = "float16", seed: int = 0) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_definition_is_a_product_of_complex_numbers(interleaved: bool) -> None:
     q, k, _ = arrays("float32")
-    rope = Rope.of(TABLES, interleaved, 7, *SIZES)
+    rope = Rope.of_arrays(TABLES, interleaved, 7, *SIZES)
     for x, turned, first in zip((q, k), rope.exact(q, k), (7, 0), strict=True):
         angle = TABLES[0].astype(np.float64) + 1j * TABLES[1].astype(np.float64)
         for row in range(x.shape[2]):
@@ -72,7 +72,7 @@ def test_exact_attention_turns_in_float64() -> None:
     q, k, v = arrays()
     for interleaved in (False, True):
         options = {"rope": TABLES, "rope_interleaved": interleaved, "rope_offset_q": 27}
-        turned = Rope.of(TABLES, interleaved, 27, *SIZES).exact(q, k)
+        turned = Rope.of_arrays(TABLES, interleaved, 27, *SIZES).exact(q, k)
         rows = np.array([36, 0, 9])
         expected = attention_exact(*turned, as_float64(v), causal=True, rows=rows)
         np.testing.assert_array_equal(
@@ -84,7 +84,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
     """Rows of one and the same q and k: S[i, j] is a function of i - j."""
     q, k, _ = (x[:, :1, :1].repeat(60, axis=2) for x in arrays("float32"))
     for interleaved in (False, True):
-        a, b = Rope.of(TABLES, interleaved, 20, 60, 60, HEAD_DIM).exact(q, k)
+        a, b = Rope.of_arrays(TABLES, interleaved, 20, 60, 60, HEAD_DIM).exact(q, k)
         S = (a @ b.swapaxes(2, 3))[0, 0]
         for distance in range(-59, 60):
             diagonal = np.diagonal(S, distance)
@@ -102,7 +102,7 @@ def test_the_bound_of_r0_holds(
     q, k = q.astype(STORAGE[dtype]), k.astype(STORAGE[dtype])
     angles = rng.uniform(0, 7, (9, half))
     tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    rope = Rope.of(tables, interleaved, 2, 7, 7, 2 * half)
+    rope = Rope.of_arrays(tables, interleaved, 2, 7, 7, 2 * half)
     for x, found, exact, first in zip(
         (q, k), rope.turned(q, k), rope.exact(q, k), (2, 0), strict=True
     ):
@@ -113,15 +113,15 @@ def test_the_bound_of_r0_holds(
 
 def test_the_bound_of_r0_notices_mistakes() -> None:
     q, k, _ = arrays()
-    rope = Rope.of(TABLES, False, 3, *SIZES)
+    rope = Rope.of_arrays(TABLES, False, 3, *SIZES)
     exact, _ = rope.exact(q, k)
     right, _ = rope.turned(q, k)
     bound = bounds_prepared.rotation(q, rope, 3)
     assert 0.9 < ratio_to_bound(as_float64(right), exact, bound).max() <= 1
     for wrong in (
-        Rope.of(TABLES, True, 3, *SIZES),
-        Rope.of(TABLES, False, 2, *SIZES),
-        Rope.of((TABLES[0], -TABLES[1]), False, 3, *SIZES),
+        Rope.of_arrays(TABLES, True, 3, *SIZES),
+        Rope.of_arrays(TABLES, False, 2, *SIZES),
+        Rope.of_arrays((TABLES[0], -TABLES[1]), False, 3, *SIZES),
     ):
         found, _ = wrong.turned(q, k)
         assert ratio_to_bound(as_float64(found), exact, bound).max() > 100
@@ -154,7 +154,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, pairs: s
     laid = embedded(x, pad) if pad else x.swapaxes(0, 1)
     x = x if pad else np.ascontiguousarray(laid)
     tables = rope_tables(80, head_dim)
-    rope = Rope.of(tables, pairs == "interleaved", 9, 70, 0, head_dim)
+    rope = Rope.of_arrays(tables, pairs == "interleaved", 9, 70, 0, head_dim)
     made = plan_rotation(Operand.of(laid), dtype, pairs, 9)
     turned = np.empty(x.shape, x.dtype)
     buffers = {"x": laid, "rope_cos": rope.cos, "rope_sin": rope.sin}
@@ -203,7 +203,7 @@ def test_the_kernels_attend_with_turned_operands(interleaved: bool, rung: str, d
     }  # fmt: skip
     inputs = (q, k, v, *TABLES)
     before = [bits(x) for x in inputs]
-    turned = Rope.of(TABLES, interleaved, 27, *SIZES).turned(q, k)
+    turned = Rope.of_arrays(TABLES, interleaved, 27, *SIZES).turned(q, k)
     for backend in BACKENDS:
         o, lse = attention(q, k, v, variant=rung, backend=backend, return_lse=True, **options)
         operands: tuple[Any, ...] = (*turned, v)
@@ -261,8 +261,8 @@ def test_rows_see_the_same_at_every_distance(rung: str, backend: str) -> None:
 def test_interleaved_is_half_split_with_channels_exchanged(rung: str) -> None:
     q, k, v = arrays()
     order = np.arange(HEAD_DIM).reshape(-1, 2).T.reshape(-1)  # channels 0, 2, 4, ..., 1, 3, 5, ...
-    together = Rope.of(TABLES, True, 4, *SIZES).turned(q, k)
-    halves = Rope.of(TABLES, False, 4, *SIZES).turned(q[..., order], k[..., order])
+    together = Rope.of_arrays(TABLES, True, 4, *SIZES).turned(q, k)
+    halves = Rope.of_arrays(TABLES, False, 4, *SIZES).turned(q[..., order], k[..., order])
     for one, other in zip(together, halves, strict=True):
         assert bits(one[..., order]) == bits(other)
     o = attention(q, k, v, variant=rung, rope=TABLES, rope_interleaved=True)
@@ -318,7 +318,7 @@ def test_the_hopper_form_takes_turned_operands() -> None:
 
 def test_fa_int8_quantises_what_was_turned() -> None:
     q, k, v = arrays("float32")
-    turned = Rope.of(TABLES, False, 5, *SIZES).turned(q, k)
+    turned = Rope.of_arrays(TABLES, False, 5, *SIZES).turned(q, k)
     for backend in BACKENDS:
         z = quantize(*turned, v, backend=backend)
         options: dict[str, Any] = {"variant": "fa_int8", "backend": backend}

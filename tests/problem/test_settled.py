@@ -22,9 +22,9 @@ from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import kernel_form
+from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.received import Received
-from cupyattn.problem.score_options import ScoreOptions
 from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.reference import attention as mirror
 from cupyattn.testing import judged, verdict
@@ -187,8 +187,7 @@ def test_who_asks_for_form_and_tiles() -> None:
         and node.func.id.startswith("settle")
     )  # fmt: skip
     wanted = {
-        "settle_request": ["problem/request.py"],
-        "settle": ["problem/form.py", "problem/received.py", "testing/parts.py", "unfused.py"],
+        "settle": ["problem/attention.py", "problem/received.py", "testing/parts.py", "unfused.py"],
         "settle_gemm": ["ops/gemm.py"],
         "settle_backward": ["gradients/problem.py", "ops/backward.py"],
     }  # fmt: skip

@@ -378,7 +378,7 @@ def test_what_has_no_meaning_is_refused() -> None:
         ({"cu_seqlens_q": np.array([0.0, 3.0, 5.0])}, "must be int32 or int64 of shape (batch + 1"),
         ({"cu_seqlens_q": np.array([[0, 3, 5]])}, "got int64 of shape (1, 3)"),
         ({"cu_seqlens_q": np.zeros(0, np.int32)}, "got int32 of shape (0,)"),
-        ({"max_len_q": 2}, "max_len_q=2 is less than the longest sequence of cu_seqlens_q, 3 rows"),
+        ({"max_len_q": 2}, "2 sequences of at most max_len_q=2 rows are fewer rows than the 5 of"),
         ({"max_len_k": -1}, "max_len_k must be between 0 and 2**30, got -1"),
         ({"mask": np.ones((5, 9), bool)}, "mask must broadcast to (batch, heads, len_q, len_kv) ="),
         (

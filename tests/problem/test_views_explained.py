@@ -21,9 +21,9 @@ def test_views_are_not_copied(view: str, monkeypatch: pytest.MonkeyPatch) -> Non
     touched: list[str] = []
     copy = np.ascontiguousarray
     monkeypatch.setattr(np, "ascontiguousarray", lambda a: touched.append("copy") or copy(a))
-    monkeypatch.setattr(
-        "cupyattn.arrays.interchange._aligned_copy", lambda a: touched.append("aligned") or a.copy()
-    )
+    for module in ("interchange", "described"):
+        name = f"cupyattn.arrays.{module}.aligned_copy"
+        monkeypatch.setattr(name, lambda a: touched.append("aligned") or a.copy())
     said = ca.explain(x, x, x, variant="fa_tc")
     form = ca.kernel_form(x, x, x, variant="fa_tc")
     assert not touched

@@ -15,6 +15,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops.gemm import GEMM, GemmSettings
+from cupyattn.ops.operation import problem_of
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, settle_gemm
 from cupyattn.quant.activation import GLU
@@ -224,7 +225,7 @@ def test_a_call_settles_tiles_for_its_activation() -> None:
     widths = {}
     for activation in ("silu", "swiglu"):
         how = GemmSettings("float16", activation, None, "sm_90a", "interpret")
-        widths[activation] = GEMM.resolve(how, arrays).settled.kernel.tiles.block_n
+        widths[activation] = problem_of(GEMM, how, arrays).settled[1].tiles.block_n
     assert widths == {"silu": 256, "swiglu": 128}
 
 

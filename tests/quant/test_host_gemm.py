@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.arrays import described
 from cupyattn.ops import act_quant, gemm, weights
 from cupyattn.ops.act_quant import act_quant_but
 from cupyattn.plans.records import TensorMap
@@ -64,7 +65,6 @@ def watched(
         return planned
 
     for module, name in planners:
-        monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(module, name, told(getattr(module, name)))
     recent.CALLS.clear()
     yield found
@@ -159,15 +159,22 @@ def test_what_differs_is_another_call(host: Host) -> None:
     assert len(host.plans) == len(host.driver.launches) == len(recent.CALLS) == 6
 
 
-def test_what_was_copied_is_not_remembered(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy of one call is not that of the next."""
-    given = operands(4)
-    given["a"] = array((4, 2 * K), "int8")[:, ::2]  # whose last axis is not contiguous
-    monkeypatch.setattr(gemm, "contiguous_last_axis", contiguous)
-    ca.int8_gemm(*given.values(), arch="sm_90")
-    assert len(host.driver.launches) == 1 and not len(recent.CALLS)
-    _, found = host.passed(0)
-    assert found["a"] != given["a"].data.ptr and found["b"] == given["b"].data.ptr
+def test_what_is_copied_is_copied_by_each_call(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of one call is not that of the next, which is known all the same."""
+    copies: list[Any] = []
+
+    def copied(x: Any) -> Any:
+        copies.append(contiguous(x))
+        return copies[-1]
+
+    monkeypatch.setitem(described._STEPS, "whole", copied)
+    for turn in range(3):
+        given = operands(4)
+        given["a"] = array((4, 2 * K), "int8")[:, ::2]  # whose last axis is not contiguous
+        ca.int8_gemm(*given.values(), arch="sm_90")
+        assert len(host.driver.launches) == len(copies) == turn + 1 and len(recent.CALLS) == 1
+        _, found = host.passed(turn)
+        assert found["a"] == copies[-1].data.ptr and found["b"] == given["b"].data.ptr
 
 
 def contiguous(x: Any) -> Any:

@@ -12,8 +12,8 @@ import pytest
 
 from cupyattn import attention, attention_varlen, explain, plan, quantize
 from cupyattn.bounds import kernel as bounds
-from cupyattn.ops.call_operands import QUANTIZED
 from cupyattn.quant import QuantConfig, QuantizedQKV
+from cupyattn.quant.quantized import BUFFERS as QUANTIZED
 from cupyattn.quant.quantizers import padded_length, values_by_key
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.testing import verdict

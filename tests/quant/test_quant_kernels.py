@@ -371,7 +371,7 @@ def test_two_blocks_of_prepared_rows_share_a_multiprocessor(dtype: str) -> None:
     table, weight = np.zeros((500, 64), np.float32), np.ones(128, np.float32)
     options = {"rope": (table, table), "rope_interleaved": False, "rope_offset_q": 0,
                "qk_norm": (weight, weight), "qk_norm_eps": 1e-6}  # fmt: skip
-    hows = prepares_of(Preparation.of(options, (3, 3, 500, 500, 128)))
+    hows = prepares_of(Preparation.of_arrays(options, (3, 3, 500, 500, 128)))
     x = Operand.contiguous((2, 3, 500, 128), np.dtype(STORAGE[dtype]).itemsize)
     q, k = Part(x, 2, prepares=hows["q"]), Part(x, 16, smooth=True, prepares=hows["k"])
     (used,) = resources(plan_quantize(dtype, q, k), "sm_90")
@@ -384,7 +384,7 @@ def test_values_fit_where_prepared_rows_take_many_warps() -> None:
     table = np.zeros((500, 128), np.float32)
     options = {"rope": (table, table), "rope_interleaved": False, "rope_offset_q": 0,
                "qk_norm": None, "qk_norm_eps": 1e-6}  # fmt: skip
-    hows = prepares_of(Preparation.of(options, (3, 3, 500, 500, 256)))
+    hows = prepares_of(Preparation.of_arrays(options, (3, 3, 500, 500, 256)))
     x = Operand.contiguous((1, 3, 500, 256), 2)
     q = Part(x, 128, zero_points=True, prepares=hows["q"])
     k = Part(x, 32, smooth=True, zero_points=True, prepares=hows["k"])

@@ -23,7 +23,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem import kernel_module
+from cupyattn.problem import form as kernel_form_module
 from cupyattn.quant import GROUP_ALL, QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.quantizers import (
@@ -524,7 +524,7 @@ def test_default_tiles_spill_next_to_nothing(head_dim, form) -> None:
             zero_points=True, **values,
         )  # fmt: skip
         tiles = variant.default_tiles(head_dim, form)
-        spec = kernel_module.module_spec(variant, features, tiles, form)
+        spec = kernel_form_module.module_spec(variant, features, tiles, form)
         binary = kc.build(spec, "sm_80")
         for taken in binary.kernels.values():
             full = head_dim == 128 or (form, head_dim) == ("pv8", 64)

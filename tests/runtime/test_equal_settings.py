@@ -87,7 +87,7 @@ def outcome(call: Callable[..., Any], **options: Any) -> str:
 def device(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The stand-in for a driver, which reads no parameters."""
     driver.sizes = defaultdict(list)
-    for module in ("act_quant", "quantize", "weights"):
+    for module in ("quantize",):
         found = importlib.import_module(f"cupyattn.ops.{module}")
         monkeypatch.setattr(found, "on_device_of", lambda _: contextlib.nullcontext())
 

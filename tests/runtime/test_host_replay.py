@@ -15,7 +15,7 @@ from cupyattn import QuantConfig, attention, attention_backward, plan
 from cupyattn.arrays.operand import Operand
 from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.problem import resolve as resolve_module
+from cupyattn.problem import attention as attention_module
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay
@@ -179,7 +179,7 @@ def test_scales_that_a_caller_gives_are_copied_in_every_replay(
     copies: list[tuple[int, ...]] = []
     monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *copy: copies.append(copy))
     monkeypatch.setattr(cupy, "copyto", lambda *_: None)
-    monkeypatch.setattr(resolve_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
+    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
     quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
     options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90", "quant": quant}
     inputs, out = problem()

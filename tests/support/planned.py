@@ -10,8 +10,7 @@ from cupyattn.plans import attention, attention_int8
 from cupyattn.plans.codes import Scales
 from cupyattn.plans.records import Plan
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import settle
-from cupyattn.problem.kernel_support import kernel_support
+from cupyattn.problem.form import kernel_support, settle
 from cupyattn.problem.operands import Codes, Operands
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cupyattn.ops import operation
 from cupyattn.ops.act_quant import ACT_QUANT
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.backward import BACKWARD
@@ -18,9 +19,21 @@ from cupyattn.ops.quantize import QUANTIZE
 def watch_resolving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the name of an operation is added each time it resolves a call."""
     found: list[str] = []
-    for operation in (ACT_QUANT, ATTENTION, BACKWARD, GEMM, LAYERS, QUANTIZE):
-        own = _heard(found, operation.name, operation.resolve)
-        monkeypatch.setattr(operation, "resolve", own)
+    for one in (ACT_QUANT, ATTENTION, BACKWARD, GEMM, LAYERS, QUANTIZE):
+        monkeypatch.setattr(one, "resolve", _heard(found, one.name, one.resolve))
+    return found
+
+
+def watch_running(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the name of an operation is added each time it runs a new call."""
+    found: list[str] = []
+    own = operation.run_new
+
+    def run_new(one: Any, *given: Any, **options: Any) -> Any:
+        found.append(one.name)
+        return own(one, *given, **options)
+
+    monkeypatch.setattr(operation, "run_new", run_new)
     return found
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cupyattn.arrays.described import Described
 from cupyattn.compiler import target
 from cupyattn.interop import xla_ffi
 from cupyattn.runtime.recent import CALLS
@@ -25,19 +26,12 @@ def as_array(name: str, x: Any) -> jax.Array:
         raise TypeError(f"{name} must be a JAX array, got {type(x).__name__}") from error
 
 
-def stand_in(x: Any) -> np.ndarray:
-    """Return an array of a traced one's shape and type that takes the memory of one row."""
-    return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
-
-
-def check_backend(backend: str | None, operand: np.ndarray) -> None:
+def check_backend(backend: str | None) -> None:
     """Raise for a backend that cannot run a call, whichever platform JAX runs it on.
 
     Parameters
     ----------
     backend : {"cuda", "mirror", "interpret"} or None
-    operand : numpy.ndarray
-        A NumPy stand-in for an operand.
 
     Raises
     ------
@@ -47,7 +41,7 @@ def check_backend(backend: str | None, operand: np.ndarray) -> None:
     try:
         jax.devices("cuda")
     except RuntimeError:  # arrays are NumPy's where there is no such device
-        target.choose(backend, operand)
+        target.choose(backend, False)
     else:
         target.check_backend(backend)
 
@@ -67,12 +61,12 @@ def check_once(
     operands : mapping of str to jax.Array
         They may be traced.
     check : callable
-        Takes stand-ins of the operands; what it raises is raised.
+        Takes descriptions of the operands; what it raises is raised.
     """
     forms = tuple((name, x.shape, x.dtype) for name, x in operands.items())
     key, passed = CALLS.find(facts, forms)
     if passed is None:
-        check({name: stand_in(x) for name, x in operands.items()})
+        check({n: Described.contiguous(n, x.shape, x.dtype) for n, x in operands.items()})
         if key is not None:
             CALLS.remember(key, True)
 

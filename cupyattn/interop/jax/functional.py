@@ -20,7 +20,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.arrays.memory import contiguous_stand_in
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.jax.calls import (
     as_array,
@@ -36,15 +35,13 @@ from cupyattn.ops import attention as api
 from cupyattn.ops import backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import NOT_OFFERED, instead_of
-from cupyattn.problem.request import LENGTHS
-from cupyattn.problem.resolve import check_given_scales, describe_call
+from cupyattn.problem.sequences import LENGTHS
 from cupyattn.problem.settings import ARRAYS, Settings, parse
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 _TABLES = tuple(name for names in _PAIRS.values() for name in names)
 #: Operands that are described before they run, and not read.
-_DESCRIBED = ("q", "k", "v", "mask", "bias")
 #: Arguments of `cupyattn.attention` that JAX has no use for, and what to do in their place.
 _NOT_IN_JAX = {
     "out": "JAX arrays are immutable: take the result",
@@ -191,19 +188,14 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
     """Check a call by shapes and types alone."""
 
     def check(known: dict[str, Any]) -> None:
-        known |= {
-            name: contiguous_stand_in(operands[name].shape, operands[name].dtype)
-            for name in _DESCRIBED
-            if name in operands
-        }
-        check_backend(options.get("backend"), known["q"])
+        check_backend(options.get("backend"))
         constants = {**_constants(options), **_paired(known)}
         given = parse("attention", known["q"], known["k"], known["v"], constants)
-        request = describe_call(*given)
-        if request.settings.tiles is not None:
-            request.kernel  # noqa: B018  refuses tiles
-        if not _scales_depend_on_device(request.settings):
-            check_given_scales(request)
+        problem = api.described(*given)
+        if problem.settings.tiles is not None:
+            problem.kernel  # noqa: B018  refuses tiles
+        if not _scales_depend_on_device(problem.settings):
+            problem.check_scales()
 
     check_once(("jax, attention", *_facts(options)), operands, check)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import GetAttrKey
 
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError
@@ -23,7 +24,6 @@ from cupyattn.interop.jax.calls import (
     each_entry,
     foreign,
     register,
-    stand_in,
 )
 from cupyattn.ops import linear
 from cupyattn.ops.act_quant import places
@@ -262,15 +262,15 @@ def _moved(array: Any, as_given: Any) -> jax.Array:
 
 
 def _check_call(call: _Call, known: Mapping[str, Any]) -> None:
-    """Check a call by stand-ins of its operands."""
+    """Check a call by descriptions of its operands."""
     x, codes, scales = known["x"], known["codes"], known["scales"]
     linear.check_input(x, codes, known.get("outlier_weight"))
     check_values("x", x, least_axes=1)
-    check_backend(call.backend or None, x)
+    check_backend(call.backend or None)
     of_rows = 1 if strategy_of_weight(codes.shape, scales.shape) == "channel" else scales.shape[1]
     product = {
-        "a": stand_in(jax.ShapeDtypeStruct(x.shape, jnp.int8)),
-        "a_scales": stand_in(jax.ShapeDtypeStruct((*x.shape[:-1], of_rows), jnp.float32)),
+        "a": Described.contiguous("a", x.shape, "int8"),
+        "a_scales": Described.contiguous("a_scales", (*x.shape[:-1], of_rows), "float32"),
         "b": codes, "b_scales": scales,
     }  # fmt: skip
     product |= {name: known[name] for name in ("bias", "residual", "gate") if name in known}

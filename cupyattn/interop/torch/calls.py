@@ -20,10 +20,11 @@ from cupyattn.interop.torch.bridge import (
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.kernels import ladder
 from cupyattn.ops.attention import ATTENTION
-from cupyattn.ops.backward import BACKWARD, BackwardSettings, check_offered
-from cupyattn.ops.call_operands import PAIRS
+from cupyattn.ops.backward import BACKWARD, BackwardSettings, arguments_of_backward, check_offered
+from cupyattn.ops.call_operands import arguments_of
 from cupyattn.ops.operation import run_new
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.row_preparation import BUFFERS_OF
 from cupyattn.problem.settings import Settings, interned
 from cupyattn.runtime.ready import Conversion, Ready
 from cupyattn.runtime.recent import CALLS
@@ -94,9 +95,9 @@ def forward(
     check_tensors("attention", tensors if out is None else {**tensors, "out": out})
     o = torch.empty_like(q) if out is None else out
     with on_device_of(q):
-        arrays = {**_arrays(settings, tensors), "out": as_array(o)}
-        found = run_new(ATTENTION, settings.of_call, arrays, key, addresses)
-        return o, as_own_tensor(found[1]) if settings.of_call.return_lse else None
+        call = arguments_of(settings.of_call, {**_arrays(settings, tensors), "out": as_array(o)})
+        found, _ = run_new(ATTENTION, call.asked, call.arrays, key, copied=False)
+        return o, as_own_tensor(found["lse"]) if "lse" in found else None
 
 
 def _find(
@@ -200,7 +201,9 @@ def backward_pass(
         # The faster form where none is asked for.
         asked = BackwardSettings(call, deterministic or None)
         check_offered(arrays["q"], arrays.get("qk_norm"))
-        dq, dk, dv = map(as_own_tensor, run_new(BACKWARD, asked, arrays, key, addresses))
+        backward, own, _ = arguments_of_backward(asked, arrays)
+        made, facts = run_new(BACKWARD, backward, own, key, copied=False)
+        dq, dk, dv = map(as_own_tensor, BACKWARD.restore(facts, own, made))
     return dq, dk, dv
 
 
@@ -263,7 +266,7 @@ def convert(one: Conversion, source: Tensor, scratch: Tensor) -> None:
 def _arrays(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the arrays of a call as `cupyattn.problem.settings.parse` names them."""
     arrays: dict[str, Any] = {name: as_array(x) for name, x in tensors.items()}
-    for option, names in PAIRS.items():
+    for option, names in BUFFERS_OF.items():
         if names[0] in arrays:
             arrays[option] = tuple(arrays.pop(name) for name in names)
     if settings.block_mask is not None:

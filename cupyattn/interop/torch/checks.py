@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import transforms
-from cupyattn.problem.request import LENGTHS
+from cupyattn.problem.sequences import LENGTHS
 from cupyattn.quant.quantized import QuantizedQKV
 
 #: Operands whose rows kernels read in vectors.

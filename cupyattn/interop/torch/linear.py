@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cupyattn.arrays.described import Described
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
@@ -94,14 +95,14 @@ def _refuse_outliers(columns: list[int]) -> None:
         )
 
 
-def _form(name: str, tensor: Tensor | None) -> np.ndarray | None:
-    """Return an array of a tensor's shape and type that takes no memory; refuse other things."""
+def _form(name: str, tensor: Tensor | None) -> Described | None:
+    """Describe a tensor by its shape and type; refuse other things."""
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    return np.broadcast_to(np.zeros((), dtype), tuple(tensor.shape))
+    return Described.contiguous(name, tuple(tensor.shape), dtype)
 
 
 int8_linear = define(

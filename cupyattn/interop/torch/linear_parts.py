@@ -68,13 +68,14 @@ def multiply(
             return results
     # NOTE: the forms tell a call that is kept from all others; only a new one is looked at.
     tensors = {n: gate_rows(x) if n.startswith("gate") else x for n, x in tensors.items()}
-    if not all(map(_can_be_kept, tensors.values())):
+    moved = any(x.data_ptr() != addresses.get(n, x.data_ptr()) for n, x in tensors.items())
+    if moved or not all(map(_can_be_kept, tensors.values())):
         key = None
     with on_device_of(x):
         arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
         arrays |= {f"c{number}": as_array(y) for number, y in enumerate(results)}
         settings = LayersSettings(arrays["c0"].dtype.name, activations, arch, backend)
-        run_new(LAYERS, settings, arrays, key, addresses)
+        run_new(LAYERS, settings, arrays, key, copied=False)
     return results
 
 

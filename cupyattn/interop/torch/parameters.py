@@ -28,7 +28,8 @@ def answer_for_parameters(model: nn.Module) -> None:
     """
     for module in model.modules():
         if _PARAMETERS not in vars(module) and _first_codes(module) is not None:
-            setattr(module, _PARAMETERS, functools.partial(_parameters, module))
+            empty = nn.Parameter(torch.empty(0), requires_grad=False)
+            setattr(module, _PARAMETERS, functools.partial(_parameters, module, empty))
 
 
 def forget_parameters(model: nn.Module) -> None:
@@ -48,11 +49,16 @@ def _first_codes(module: nn.Module) -> Int8Linear | None:
     return next((one for one in module.modules() if isinstance(one, Int8Linear)), None)
 
 
-def _parameters(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """Yield a module's parameters; if it has none, one without elements that is frozen."""
+def _parameters(
+    module: nn.Module, empty: nn.Parameter, recurse: bool = True
+) -> Iterator[nn.Parameter]:
+    """Yield a module's parameters; if it has none, the empty one, which is always the same.
+
+    Group offloading keeps a copy of each parameter on the host and finds it by the parameter.
+    """
     found = [*type(module).parameters(module, recurse)]
     if not found and (layer := _first_codes(module)) is not None and recurse:
         device = home_of(layer, layer.weight_codes)
-        empty = torch.empty(0, dtype=layer.weight_dtype, device=device)
-        found.append(nn.Parameter(empty, requires_grad=False))
+        empty.data = torch.empty(0, dtype=layer.weight_dtype, device=device)
+        found.append(empty)
     yield from found

@@ -8,16 +8,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import ahead
 from cupyattn.compiler.modules import ModuleSpec, architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.linear_parts import OPERANDS, gate_rows
+from cupyattn.interop.torch.linear_parts import OPERANDS
 from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
@@ -91,14 +91,15 @@ def sources(
         return []
     if arch is None and capability == HOPPER_CAPABILITY:
         arch = "sm_90a"
-    arrays = {"x": _array(*x)}
+    arrays = {"x": _described("x", *x)}
     for number, (layer, activation) in enumerate(zip(layers, activations, strict=True)):
         for name, form in zip(OPERANDS, layer, strict=False):
             if form is not None:
-                array = _array(*form)
-                arrays[f"{name}{number}"] = gate_rows(array) if name == "gate" else array
+                own = f"{name}{number}"
+                x_of = _described(own, *form)
+                arrays[own] = x_of.rows() if name == "gate" else x_of
         columns = columns_of(arrays[f"b{number}"].shape[0], activation)
-        arrays[f"c{number}"] = _array((*rows, columns), dtype)
+        arrays[f"c{number}"] = _described(f"c{number}", (*rows, columns), dtype)
     settings = LayersSettings(dtype, activations, arch, "interpret")
     problem = problem_of(LAYERS, settings, arrays)
     plans = LAYERS.plan(problem).plans
@@ -106,6 +107,5 @@ def sources(
     return [(spec, architecture(spec, problem.arch, capability)) for spec in specs]
 
 
-def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Return an array of a form, which is never written to, and so takes no memory."""
-    return np.empty(shape, STORAGE.get(dtype, dtype))
+def _described(name: str, shape: tuple[int, ...], dtype: str) -> Described:
+    return Described.contiguous(name, shape, STORAGE.get(dtype, dtype))

@@ -1,0 +1,366 @@
+"""An array as a call is resolved by it: everything about it but its values, and what is done to it.
+
+A question about a call is asked with descriptions, which take no memory. A view or a copy of one is
+another description, which keeps the steps that lead to it: `Described.bound` takes them with the
+array itself, once it is known what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.form import ArrayForm, form_of
+from cupyattn.arrays.operand import Operand
+
+#: What a step does with an array. Those of `_COPIES` return memory of their own.
+_VIEWS: dict[str, Callable[..., Any]] = {
+    "swapaxes": lambda x, one, other: x.swapaxes(one, other),
+    "front": lambda x: x[None],
+    "first": lambda x: x[0],
+    "cut": lambda x, axis, start, stop: x[(slice(None),) * axis + (slice(start, stop),)],
+    "reshape": lambda x, *shape: x.reshape(shape),
+    "broadcast": lambda x, *shape: _library(x).broadcast_to(x, shape),
+}
+_COPIES: dict[str, Callable[..., Any]] = {
+    "gathered": lambda x, *shape: x.reshape(shape),
+    "whole": lambda x: _library(x).ascontiguousarray(x),
+    "aligned": lambda x: aligned_copy(x),
+    "cast": lambda x, dtype: x.astype(dtype, order="C"),
+    "clipped": lambda x, low, high: _library(x).clip(x, low, high).astype("int32"),
+    "moved": lambda x, device: sys.modules["cupy"].asarray(x),
+    "filled": lambda x, value, *shape: _library(x).full(shape, value, x.dtype),
+    "copied": lambda x: x.copy(),
+    "negated": lambda x: -x,
+}
+_STEPS = _VIEWS | _COPIES
+
+
+@dataclass(frozen=True)
+class Described:
+    """An array without its memory.
+
+    Parameters
+    ----------
+    name : str
+        Of the caller's array that it is, or is made of.
+    shape : tuple of int
+    strides : tuple of int
+        In bytes.
+    dtype : numpy.dtype
+    misalignment : int
+        Its address modulo 16.
+    device : int
+        Number of the device that holds it; -1: the host, as an array of NumPy's.
+    writeable : bool
+    steps : tuple
+        What is done to the caller's array: names of steps, each with its arguments.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    misalignment: int = 0
+    device: int = -1
+    writeable: bool = True
+    steps: tuple[tuple[Any, ...], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, array: Any) -> Described:
+        """Describe an array of NumPy's or CuPy's."""
+        return cls(*form_of(name, array))
+
+    @classmethod
+    def contiguous(
+        cls, name: str, shape: Sequence[int], dtype: Any, device: int = -1
+    ) -> Described:
+        """Describe an array in C order, of an address that counts as aligned."""
+        dtype = np.dtype(dtype)
+        return cls(name, tuple(shape), _c_order(shape, dtype.itemsize), dtype, 0, device)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return int(self.dtype.itemsize)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    @property
+    def library(self) -> str:
+        """The library of the array, ``"numpy"`` or ``"cupy"``."""
+        return "numpy" if self.device < 0 else "cupy"
+
+    @property
+    def capability(self) -> int:
+        """Compute capability times ten of the device that holds it."""
+        return capability_of_device(self.device)
+
+    @functools.cached_property
+    def place(self) -> Operand:
+        """Where it lies, as plans know it."""
+        strides = tuple(s // self.itemsize for s in self.strides)
+        return Operand(self.shape, strides, self.itemsize, self.misalignment)
+
+    @property
+    def as_read(self) -> ArrayForm:
+        """Its form as kernels read it."""
+        strides = tuple(s if n > 1 else 0 for s, n in zip(self.strides, self.shape, strict=True))
+        return self.name, self.shape, strides, self.dtype, self.misalignment, self.device, True
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every element lies at a multiple of its size."""
+        size = self.itemsize
+        odd = any(s % size for s, n in zip(self.strides, self.shape, strict=True) if n > 1)
+        return not odd and self.misalignment % size == 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it lies in C order."""
+        wanted = zip(self.shape, self.strides, _c_order(self.shape, self.itemsize), strict=True)
+        return 0 in self.shape or all(s == want for n, s, want in wanted if n > 1)
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether the last axis is contiguous."""
+        return not (self.ndim and self.shape[-1] > 1 and self.strides[-1] != self.itemsize)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a call copies the caller's array."""
+        return any(step[0] in _COPIES for step in self.steps)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Bytes from its first element to its lowest, and past its highest; equal when empty."""
+        if not self.size:
+            return 0, 0
+        ends = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + self.itemsize
+
+    # ---- views, and copies where kernels cannot read an array where it lies ----------------------
+
+    def swapaxes(self, one: int, other: int) -> Described:
+        """Describe the view with two axes exchanged."""
+        order = list(range(self.ndim))
+        order[one], order[other] = order[other], order[one]
+        shape, strides = (tuple(x[i] for i in order) for x in (self.shape, self.strides))
+        return self._after("swapaxes", one, other, shape=shape, strides=strides)
+
+    def front(self) -> Described:
+        """Describe the view with an axis of length 1 before the others."""
+        strides = (self.itemsize * max(self.size, 1), *self.strides)
+        return self._after("front", shape=(1, *self.shape), strides=strides)
+
+    def first(self) -> Described:
+        """Describe the first element along the first axis."""
+        return self._after("first", shape=self.shape[1:], strides=self.strides[1:])
+
+    def cut(self, axis: int, start: int, stop: int) -> Described:
+        """Describe a part of an axis, from one element up to another."""
+        shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
+        place = (self.misalignment + start * self.strides[axis]) % 16
+        return self._after("cut", axis, start, stop, shape=shape, misalignment=place)
+
+    def broadcast_to(self, shape: tuple[int, ...]) -> Described:
+        """Describe the view in a shape that it broadcasts to."""
+        more = len(shape) - self.ndim
+        strides = tuple(
+            0 if axis < more or self.shape[axis - more] != n else self.strides[axis - more]
+            for axis, n in enumerate(shape)
+        )
+        return self._after("broadcast", *shape, shape=tuple(shape), strides=strides)
+
+    def rows(self) -> Described:
+        """Describe it with one axis before the last, copied where no view has them so."""
+        return self._joined(math.prod(self.shape[:-1]), self.shape[-1])
+
+    def columns(self) -> Described:
+        """Describe it with one axis behind the first, copied where no view has them so."""
+        return self._joined(self.shape[0], math.prod(self.shape[1:]))
+
+    def _joined(self, *shape: int) -> Described:
+        if self.shape == shape:
+            return self
+        strides = _joined_strides(self.shape, self.strides, shape, self.itemsize)
+        if strides is None:
+            return self._copied("gathered", *shape, shape=shape)
+        return self._after("reshape", *shape, shape=shape, strides=strides)
+
+    def readable(self) -> Described:
+        """Describe it, or an aligned copy where its elements are not at multiples of their size."""
+        return self if self.is_aligned else self._copied("aligned")
+
+    def with_whole_rows(self) -> Described:
+        """Describe it, or a copy in C order where its last axis is not contiguous."""
+        return self if self.has_whole_rows else self._copied("whole")
+
+    def whole(self) -> Described:
+        """Describe it, or a copy in C order where it does not lie so."""
+        return self if self.is_contiguous else self._copied("whole")
+
+    def cast(self, dtype: Any) -> Described:
+        """Describe it, or a copy in C order of another type."""
+        dtype = np.dtype(dtype)
+        return self if self.dtype == dtype else self._copied("cast", dtype, dtype=dtype)
+
+    def clipped(self, low: int, high: int) -> Described:
+        """Describe a copy in int32 whose elements are at least `low` and at most `high`."""
+        return self._copied("clipped", low, high, dtype=np.dtype(np.int32))
+
+    def beside(self, other: Described) -> Described:
+        """Describe it, or a copy of an array of the host on the device of another."""
+        if self.device == other.device or self.device >= 0:
+            return self
+        return self._copied("moved", other.device, device=other.device)
+
+    def at_multiples_of(self, nbytes: int) -> Described:
+        """Describe it, or a copy, at an address that is a multiple of so many bytes."""
+        return self if self.misalignment % nbytes == 0 else self._copied("copied")
+
+    def filled(self, value: float, shape: tuple[int, ...]) -> Described:
+        """Describe an array of one number, in another shape."""
+        return self._copied("filled", value, *shape, shape=shape)
+
+    def negated(self) -> Described:
+        """Describe a copy of the negated numbers."""
+        return self._copied("negated")
+
+    def _copied(self, step: str, *arguments: Any, **changed: Any) -> Described:
+        shape, dtype = changed.get("shape", self.shape), changed.get("dtype", self.dtype)
+        strides = _c_order(shape, dtype.itemsize)
+        return self._after(step, *arguments, strides=strides, misalignment=0, **changed)
+
+    def _after(self, step: str, *arguments: Any, **changed: Any) -> Described:
+        return replace(self, steps=(*self.steps, (step, *arguments)), **changed)
+
+    def bound(self, array: Any) -> Any:
+        """Return what is described, of the array that it is made of.
+
+        New arrays are of the current device.
+        """
+        for step, *arguments in self.steps:
+            array = _STEPS[step](array, *arguments)
+        return array
+
+
+def check_together(**named: Described | None) -> None:
+    """Raise unless the arrays that are given (None: not) are of one library, on one device.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    places = {name: x.device for name, x in named.items() if x is not None}
+    if len(set(places.values())) > 1:
+        if min(places.values()) < 0:
+            kinds = ", ".join(f"{x.library}.ndarray" for x in named.values() if x is not None)
+            raise TypeError(f"expected NumPy arrays only or CuPy arrays only, got {kinds}")
+        where = ", ".join(f"{name} on {number}" for name, number in places.items())
+        raise ValueError(f"all arrays of a call must lie on one device, got {where}")
+
+
+def check_receiver(out: Described, shape: Sequence[int], dtype: str) -> None:
+    """Raise ValueError unless `out` can receive a result, whatever it is made of.
+
+    It has the shape and dtype of the result, aligned elements and a contiguous last axis, may be
+    written to, and does not overlap itself.
+    """
+    if out.shape != tuple(shape) or str(out.dtype) != dtype:
+        raise ValueError(
+            f"out must have shape {tuple(shape)} and dtype {dtype}, "
+            f"got shape {out.shape} and dtype {out.dtype}"
+        )
+    if not out.is_aligned:
+        raise ValueError(
+            f"out must have its elements at multiples of their {out.itemsize} bytes, got address "
+            f"{out.itemsize} n + {out.misalignment % out.itemsize} and strides {out.strides}: pass "
+            "an array of its own memory, as empty() returns, and copy the result"
+        )
+    if not out.size:
+        return  # strides of an array of nothing mean nothing, and it shares no memory
+    if not out.has_whole_rows:
+        raise ValueError(
+            f"out must have a contiguous last axis, got strides {out.strides}: give an array in C "
+            "order, or a view of whole rows"
+        )
+    if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
+        raise ValueError(f"out must not be a broadcast view, got strides {out.strides}")
+    if not out.writeable:
+        raise ValueError("out must be an array that may be written to, got a read-only one")
+
+
+def meetings(out: Described, read: Mapping[str, Described]) -> dict[str, tuple[int, int]]:
+    """Return, for each array that is read, between which distances behind it `out` meets it."""
+    low, high = out.reach
+    found = {}
+    for name, x in read.items():
+        first, last = x.reach
+        if first < last and low < high and not x.is_copied:
+            found[name] = first - high, last - low
+    return found
+
+
+@functools.cache
+def capability_of_device(device: int) -> int:
+    """Return the compute capability of a device, times ten."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+def aligned_copy(array: Any) -> Any:
+    """Return a copy in C order, made without a misaligned access."""
+    if isinstance(array, np.ndarray):
+        return np.array(array, order="C", copy=True)
+    cupy, size = sys.modules["cupy"], int(array.dtype.itemsize)
+    # NOTE: a copy of elements would read them at their misaligned addresses, hence bytes.
+    shape, strides = (*array.shape, size), (*array.strides, 1)
+    found = cupy.ndarray(shape, "uint8", array.data, strides).copy(order="C")
+    return found.view(array.dtype).reshape(array.shape)
+
+
+def _library(array: Any) -> Any:
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+
+
+def _c_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _joined_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], joined: tuple[int, ...], itemsize: int
+) -> tuple[int, ...] | None:
+    """Return the strides of a view with axes before the last, or behind the first, as one; None
+    where there is none: they do not follow each other evenly."""
+    if 0 in shape:
+        return _c_order(joined, itemsize)
+    at_front = shape[-1:] == joined[-1:]
+    some = slice(None, -1) if at_front else slice(1, None)
+    kept = strides[-1:] if at_front else strides[:1]
+    steps = [(n, s) for n, s in zip(shape[some], strides[some], strict=True) if n > 1]
+    for (_, outer), (n, inner) in zip(steps, steps[1:], strict=False):
+        if outer != n * inner:
+            return None
+    own = steps[-1][1] if steps else itemsize * (joined[-1] if at_front else 1)
+    return (own, *kept) if at_front else (*kept, own)

@@ -1,0 +1,312 @@
+"""A call of attention, checked and settled: what plans, kernels and mirror are given."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.described import Described
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand, laid_out
+from cupyattn.compiler import target
+from cupyattn.kernels.ladder import Variant
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem import support
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import (
+    Kernel,
+    code_rows,
+    kernel_features,
+    kernel_support,
+    module_spec,
+    scale_tiles,
+    settle,
+)
+from cupyattn.problem.operands import Codes, Operands, ValueCodes
+from cupyattn.problem.problem import Problem, Result
+from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.sequences import LENGTHS, SEQUENCES
+from cupyattn.problem.settings import Settings
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.packed import packed_groups, packed_values
+from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.quant.quantizers import group_count, padded_length
+from cupyattn.quant.static_scales import check_static_scales, static_scales
+
+#: Operands that say what happens to the scores.
+OF_SCORES = ("mask", "bias", "kept_blocks")
+#: A value of `AttentionProblem.prepared_when`.
+BEFORE = "in a pass before"
+#: Products of a score with a channel that the interpreter computes in a second, of each family:
+#: lengths of 256 in one head of 64 on one core of a server.
+INTERPRETED = {"unfused": 6e6, "float32": 5e6, "tensor_core": 6e7, "int8": 1.5e7}
+#: Seconds in the interpreter that a call tells of beforehand.
+LONG = 10.0
+_DEFAULT = QuantConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem(Problem):
+    """One call, resolved.
+
+    Its operands are in layout BHSD with a contiguous last axis, codes where the caller brought
+    codes. Packed sequences are one batch entry. Mask and bias are broadcast to (batch, heads,
+    len_q, len_kv), of packed sequences to the longest lengths.
+
+    Parameters
+    ----------
+    settings : Settings
+        The caller's; layout, limits of lengths and how it quantises as they were settled.
+    variant : Variant
+        The rung that runs.
+    why : str
+        Why this one.
+    call : AttentionSpec
+    preparation : Preparation or None
+        What happens to the rows of Q and K first, with weights and tables as the kernels read them.
+    quantized : QuantizedQKV or None
+        Descriptions of what the caller brought already quantised.
+    """
+
+    settings: Settings
+    variant: Variant
+    why: str
+    call: AttentionSpec
+    preparation: Preparation | None = None
+    quantized: QuantizedQKV | None = field(default=None, compare=False)  # whose arrays are operands
+
+    @property
+    def rows(self) -> dict[str, Described]:
+        """q, k and v by name, or the codes in their place."""
+        z, read = self.quantized, self.operands
+        if z is None:
+            return {name: read[name] for name in "qkv"}
+        v = "v" if z.v_codes is None else "v_codes"
+        return {"q": read["q_codes"], "k": read["k_codes"], "v": read[v]}
+
+    @property
+    def of_scores(self) -> dict[str, Described]:
+        """What says what happens to the scores, of `OF_SCORES`."""
+        return self._those(OF_SCORES)
+
+    @property
+    def sequences(self) -> dict[str, Described]:
+        """What says where packed sequences lie, or how long entries are."""
+        return self._those((*SEQUENCES, *LENGTHS))
+
+    def _those(self, names: tuple[str, ...]) -> dict[str, Described]:
+        return {name: self.operands[name] for name in names if name in self.operands}
+
+    @property
+    def long_run(self) -> str:
+        """What a call says that runs in the interpreter by default, and for long; "" otherwise."""
+        call, settings, name = self.call, self.settings, self.variant.name
+        seconds = math.prod(call.score_shape) * call.head_dim / INTERPRETED[self.variant.family]
+        if self.variant.source is None or settings.backend or seconds < LONG:
+            return ""
+        return (
+            f"{name} runs in the interpreter, as a registered kernel does on NumPy arrays, for "
+            f"about {seconds:.0f} s: backend='mirror' runs the NumPy mirror of its family in its "
+            "place, which does not read the kernel"
+        )
+
+    def needs_none_fused(self, work: Any) -> bool:
+        """Whether the rung's fused form would need none of the scratch memory of its work."""
+        quant, (*passes, last) = self.settings.quant, work.plans
+        codes = any(plan.variant == "quantize" for plan in passes)
+        whole = quant is None or quant.qk_bits == 8
+        forms = self.variant.forms
+        return codes and whole and "16bit" in forms[last.form].takes.values and "fused" in forms
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """The scales that the caller gives, by the names that plans have for them."""
+        quant, call = self.settings.quant, self.call
+        if quant is None or not quant.static:
+            return {}
+        xp: Any = np
+        if self.backend == "cuda":
+            xp = sys.modules["cupy"]
+        given = static_scales(xp, quant, *self._scaled)
+        if call.padded is not None:  # a kernel may write NaN over the scale of an entry alone
+            given = {
+                name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
+                for name, x in given.items()
+                if x is not None
+            }
+        return {f"{name}_static_scale": x for name, x in given.items()}
+
+    def check_scales(self) -> None:
+        """Raise for scales that the caller gives, if there are any, and that do not fit.
+
+        No value of an array on a device is read.
+        """
+        quant = self.settings.quant
+        if quant is not None and quant.static:
+            check_static_scales(quant, *self._scaled)
+
+    @property
+    def _scaled(self) -> tuple[tuple[int, ...], tuple[int, ...], Tiles, int | None]:
+        """What the shapes of given scales follow from, as `static_scales` takes it."""
+        sequences = self.call.batch if self.call.packed else None
+        rows = self.rows
+        return rows["q"].shape, rows["k"].shape, self.scale_tiles, sequences
+
+    @property
+    def prepared_when(self) -> str:
+        """When rows of Q and K are normalised and turned, if they are: `BEFORE` in a pass of its
+        own."""
+        quant = self.settings.quant
+        if self.variant.family == "int8" and not (quant and quant.fused):
+            return "as they are quantised"
+        if self.variant.turns_on_load and not self.call.qk_norm:
+            return "as they are loaded"
+        return BEFORE
+
+    @property
+    def prepares_before(self) -> bool:
+        """Whether a pass of its own prepares rows of Q and K."""
+        return self.preparation is not None and self.prepared_when == BEFORE
+
+    @functools.cached_property
+    def attended(self) -> AttentionSpec:
+        """The call as the attention kernel sees it, after passes that prepare or quantise."""
+        if self.preparation is None:
+            return self.call
+        if self.variant.family == "int8" or self.prepares_before:
+            return replace(self.call, rope="", rope_offset_q=0, qk_norm=False)
+        return self.call
+
+    @functools.cached_property
+    def quant(self) -> QuantConfig:
+        """How ``fa_int8`` quantises the caller's arrays."""
+        return self.settings.quant or _DEFAULT
+
+    @functools.cached_property
+    def architecture(self) -> str | None:
+        """The architecture to plan for: the caller's, or that of the device of the arrays.
+
+        Tiles that a caller names are those of the portable form, unless ``"sm_90a"`` is named too.
+        """
+        settings = self.settings
+        if settings.arch is not None or settings.tiles is not None:
+            return settings.arch
+        return target.own_arch(self.backend, self.rows["q"])
+
+    @property
+    def limited_by(self) -> str:
+        """The architecture whose limits hold where there is no device."""
+        kernel = self.kernel
+        features = kernel_features(kernel, self.places)
+        spec = module_spec(kernel.variant, features, kernel.tiles, kernel.form)
+        return self.architecture or spec.least_arch
+
+    @functools.cached_property
+    def scale_tiles(self) -> Tiles:
+        """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
+        arch, head_dim = self.architecture, self.call.head_dim
+        return self.settings.tiles or scale_tiles(self.variant, head_dim, self.quant, arch)
+
+    @functools.cached_property
+    def given_places(self) -> dict[str, Operand]:
+        """Where q, k and v lie."""
+        return {name: x.place for name, x in self.rows.items()}
+
+    @functools.cached_property
+    def places(self) -> Operands:
+        """Where the operands of the attention kernel lie: the caller's, or those made of them."""
+        call, z = self.call, self.quantized
+        q, k, v = self.given_places.values()
+        if z is not None:
+            if z.has_nibbles:
+                q, k = (code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
+        elif self.variant.family == "int8" and not self.quant.fused:
+            q, k = code_rows(q), code_rows(k)
+            if self.quant.form == "pv8":
+                v = _value_codes(v, call)
+            elif call.dtype == "float32":  # P.V takes float16
+                v = Operand.contiguous(v.shape, 2)
+        elif self.prepares_before:
+            q, k = (Operand.contiguous(x.shape, x.itemsize) for x in (q, k))
+        described = {name: x.place for name, x in self.of_scores.items()}
+        return Operands(q, k, v, self._output, **described)
+
+    @property
+    def _output(self) -> Operand:
+        """Where O goes: the caller's array, or one contiguous in the caller's layout."""
+        if "o" in self.received:
+            return self.received["o"].place
+        itemsize = STORAGE[self.call.dtype].itemsize
+        return laid_out(self.call.output_shape, itemsize, self.settings.layout)
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """The attention kernel, settled when it is first asked for: the last plan is its.
+
+        ValueError or UnsupportedError, with the reason, if it does not take the call.
+        """
+        self.check_scales()
+        codes, tiles, arch = None, self.settings.tiles, self.architecture
+        if self.quantized is not None:
+            codes = Codes.of(self.quantized)
+        elif self.variant.family == "int8":
+            quant, made_for = self.quant, self.scale_tiles
+            if not quant.fused:
+                support.value_tiles_support(quant, made_for, arch).check()
+            codes = self._made_codes
+            if codes.fused:
+                tiles, arch = made_for, None
+        kernel = settle(
+            self.variant, self.attended, self.places, codes=codes, tiles=tiles, arch=arch
+        )
+        on_device = self.backend == "cuda"
+        kernel_support(kernel, self.places, self.architecture, on_device=on_device).check()
+        return kernel
+
+    @property
+    def _made_codes(self) -> Codes:
+        """The codes that passes make of a caller's arrays, or the kernel by itself."""
+        call, quant, tiles, values = self.call, self.quant, self.scale_tiles, None
+        if quant.form == "pv8":
+            batch, heads, keys, head_dim = self.rows["v"].shape
+            group = quant.group_v(tiles)
+            groups = (
+                packed_groups(keys, call.batch, group) if call.packed else group_count(keys, group)
+            )
+            scale = Operand.contiguous((batch, heads, groups, head_dim), 4)
+            values = ValueCodes(
+                scale, group, quant.value_p_type, bool(quant.smooth_v), quant.value_zero_points
+            )
+        return Codes(
+            quant.group_q(tiles), quant.group_kv(tiles), quant.zero_points, values, quant.fused
+        )
+
+
+def results_of(call: AttentionSpec, layout: str, *, receives: bool) -> dict[str, Result]:
+    """Return what is made, in the caller's layout: O, unless an ``out`` receives it, and lse if
+    asked."""
+    found = {}
+    if not receives:
+        batch, heads, rows, head_dim = call.output_shape
+        shape: tuple[int, ...] = call.output_shape
+        if layout == "BSHD":
+            shape = (batch, rows, heads, head_dim)
+        if call.packed is not None:
+            shape = shape[1:]
+        found["o"] = Result(shape, STORAGE[call.dtype])
+    if call.return_lse:
+        found["lse"] = Result(call.lse_shape, STORAGE["float32"])
+    return found
+
+
+def _value_codes(v: Operand, call: AttentionSpec) -> Operand:
+    """Describe codes that are made of V, by channel."""
+    batch, heads, keys, head_dim = v.shape
+    padded = packed_values(keys, call.batch) if call.packed else padded_length(keys)
+    return Operand.contiguous((batch, heads, head_dim, padded), 1)
