@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.architectures import ARCHITECTURES, shared_memory_of
 from cupyattn.compiler.contracts import least_shared_bytes, refused_tiles
 from cupyattn.compiler.modules import ModuleSpec
@@ -285,11 +285,6 @@ def module_spec(
     """Return what to compile for a variant with these features and tiles."""
     defines = {**tiles.defines(), **features.defines()}
     return ModuleSpec(variant.forms[form].source, tuple(sorted(defines.items())))
-
-
-def widest(*operands: Operand) -> int:
-    """Return how many elements an access may have that all of the operands allow."""
-    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
 
 
 def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
