@@ -31,11 +31,11 @@ from cupyattn.kernels.tile_pieces import share_out
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.options import TurnedOptions, Unpack, takes_options
 from cupyattn.problem.received import Received, receive_arguments, receive_in_every_form
-from cupyattn.problem.scoring import check_smoothing
+from cupyattn.problem.settings import TurnedOptions, Unpack, takes_options
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
+from cupyattn.reference.scoring import check_smoothing
 
 
 @points_to_our_names
@@ -74,7 +74,8 @@ def attention(
         As for `cupyattn.reference.attention_exact`.
     rope, rope_interleaved, rope_offset_q
         As for `cupyattn.attention`: the bound is about attention of the operands as the kernel
-        turns them, `cupyattn.problem.rope.Rope.turned`. `rotation` bounds what that rounds (R0).
+        turns them, `cupyattn.problem.row_preparation.Rope.turned`. `rotation` bounds what that
+        rounds (R0).
     quantized : QuantizedQKV, optional
         INT8 operands: the bound is then about attention of ``quantized.dequantize()``.
 

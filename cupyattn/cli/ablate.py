@@ -20,7 +20,7 @@ from cupyattn.ops.attention import attention
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
 from cupyattn.problem import checks
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.quant.choices import CHOICES
 from cupyattn.quant.config import QuantConfig
 

@@ -21,10 +21,9 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.problem import checks
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.options import ShardedGradientOptions, Unpack, takes_options
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, ShardedGradientOptions, Unpack, takes_options
 
 
 @points_to_our_names

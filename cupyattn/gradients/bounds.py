@@ -29,8 +29,7 @@ from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.backward_form import BackwardKernel
 from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.settings import parse
+from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")

@@ -15,8 +15,7 @@ from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.problem.checks import check_backward_shapes, check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.settings import parse
+from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
 from cupyattn.reference.exact import ScoreBlock, blocks_of, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of

@@ -18,12 +18,11 @@ from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.backward_form import NO_DQ, BackwardKernel
 from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.scoring import Scoring
-from cupyattn.problem.settings import parse
+from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
 from cupyattn.reference.attention import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
 from cupyattn.reference.scores import prepare_scores
+from cupyattn.reference.scoring import Scoring
 from cupyattn.reference.softmax_state import Float32, row_maximum
 
 

@@ -53,7 +53,7 @@ class Takes:
         its own tiles.
     stacks : bool
         Whether it takes the calls of a form for few rows, too, with query heads stacked
-        (`cupyattn.problem.stacking`).
+        (`cupyattn.problem.operands.stacking_pays`).
     """
 
     values: tuple[str, ...] = ("16bit",)

@@ -31,7 +31,7 @@ from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
 from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
 from cupyattn.testing import expected, verdict

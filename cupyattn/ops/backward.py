@@ -30,8 +30,7 @@ from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.row_preparation import EPS, Rope
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV

@@ -12,8 +12,7 @@ from cupyattn.arrays.interchange import imported, is_cupy
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.rope import check_turned_before
-from cupyattn.problem.row_preparation import BUFFERS_OF, PAIRS
+from cupyattn.problem.row_preparation import BUFFERS_OF, PAIRS, check_turned_before
 from cupyattn.problem.sequences import longest
 from cupyattn.problem.settings import Asked, Settings
 from cupyattn.quant.quantized import QuantizedQKV

@@ -21,7 +21,7 @@ from cupyattn.plans.structs import (
     PIECE_PARAMS,
     SCHEDULE_PARAMS,  # fmt: skip
 )
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.support import grid_support
 
 LOG2E = math.log2(math.e)

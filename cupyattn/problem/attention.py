@@ -17,10 +17,10 @@ from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.compiler import target
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem import support
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import (
     Kernel,
+    check_value_tiles,
     code_rows,
     kernel_features,
     kernel_support,
@@ -258,7 +258,7 @@ class AttentionProblem(Problem):
         elif self.variant.family == "int8":
             quant, made_for = self.quant, self.scale_tiles
             if not quant.fused:
-                support.value_tiles_support(quant, made_for, arch).check()
+                check_value_tiles(quant, made_for, arch)
             codes = self._made_codes
             if codes.fused:
                 tiles, arch = made_for, None

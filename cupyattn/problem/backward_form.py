@@ -14,8 +14,8 @@ from cupyattn.kernels.backward_tiles import (
     hopper_backward_tiles,
 )
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem import support
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.support import Support, reach
 
 #: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
 NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
@@ -84,7 +84,7 @@ def settle_backward(
     tiles = backward_tiles(call.head_dim, call.block_mask)
     if arch == "sm_90a":
         named = {name: operands[name] for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
-        note = support.backward_support(call, named).note
+        note = _hopper_support(call, named).note
         if not note:
             form, dq = _hopper_form(call, deterministic)
             tiles = (hopper_backward_tiles(call.head_dim),) * 2
@@ -103,3 +103,28 @@ def order_is_faster(call: AttentionSpec) -> bool:
     """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
     length = call.len_kv // 2 if call.causal else call.len_kv
     return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
+
+
+def _hopper_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:
+    """Say whether the Hopper form of the backward pass takes a call.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    operands : mapping of str to Operand
+        Those that the copy engine reads, and the gradients, which are written 16 bytes at a time.
+    """
+    if 0 in (call.len_kv, call.len_q):
+        return Support(False, "there is nothing for the copy engine")
+    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
+    if given:
+        return Support(False, f"the Hopper form takes no {' and no '.join(given)}")
+    rows, keys = call.block_mask
+    size = 128 if call.head_dim <= SUMMED else 64
+    if rows % size or keys % size:
+        return Support(
+            False,
+            "the Hopper form takes block masks whose blocks are multiples of "
+            f"{size} x {size}, got {rows} x {keys}",
+        )
+    return reach(operands)

@@ -23,8 +23,7 @@ from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem.checks import ScoreOptions, check_dtype, check_options
 from cupyattn.problem.form import Kernel, fresh_rows, kernel_support, settle
 from cupyattn.problem.operands import Codes, Operands
-from cupyattn.problem.rope import check_turned_before
-from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.row_preparation import Preparation, check_turned_before
 from cupyattn.problem.settings import Settings, of_arguments
 from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 

@@ -21,10 +21,9 @@ from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.attention import AttentionProblem, results_of
 from cupyattn.problem.block_mask import Blocks
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.problem import Look
 from cupyattn.problem.row_preparation import BUFFERS_OF, Preparation
-from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import (
     LENGTHS,
     SEQUENCES,
@@ -38,6 +37,7 @@ from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant
+from cupyattn.reference.scoring import check_smoothing
 
 _AUTO = ("auto",)
 

@@ -22,9 +22,8 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_dtype
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.options import TurnedOptions, Unpack, takes_options
 from cupyattn.problem.received import Received, receive_arguments
-from cupyattn.problem.scoring import Scoring, check_smoothing
+from cupyattn.problem.settings import TurnedOptions, Unpack, takes_options
 from cupyattn.quant.operand_protocol import (
     Quantized,
     check_one_sequence,
@@ -33,6 +32,7 @@ from cupyattn.quant.operand_protocol import (
 from cupyattn.reference.attention_8bit import by_shifts, by_tile
 from cupyattn.reference.rounding import ex2, fma32, from_sum, round_to
 from cupyattn.reference.scores import Scores, prepare_scores
+from cupyattn.reference.scoring import Scoring, check_smoothing
 from cupyattn.reference.softmax_state import Float32, RowState, Step, inverse, softmax_of_rows
 
 

@@ -21,10 +21,9 @@ from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, c
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import ScoreOptions, check_scale
-from cupyattn.problem.options import MaskedOptions, TurnedOptions, Unpack, takes_options
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.scoring import Scoring
-from cupyattn.problem.settings import parse
+from cupyattn.problem.row_preparation import Rope
+from cupyattn.problem.settings import MaskedOptions, TurnedOptions, Unpack, parse, takes_options
+from cupyattn.reference.scoring import Scoring
 
 #: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few
 #: times that).

@@ -12,8 +12,7 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.checks import with_lengths
+from cupyattn.problem.checks import AttentionSpec, with_lengths
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.received import Received
 from cupyattn.problem.resolve import to_bhsd

@@ -10,7 +10,7 @@ import pytest
 from cupyattn import attention, explain, plan
 from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
-from cupyattn.problem.stacking import LEAST_ROWS
+from cupyattn.problem.operands import LEAST_ROWS
 from tests.support import runs
 from tests.support.marks import slow_unless
 from tests.support.runs import bits

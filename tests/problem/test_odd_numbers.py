@@ -13,7 +13,7 @@ import cupyattn as ca
 from cupyattn.diffusion.arguments import check_number
 from cupyattn.distributed.store import check_timeout
 from cupyattn.kernels.limits import as_float
-from cupyattn.problem.scoring import ScoreOptions, Scoring
+from cupyattn.reference.scoring import ScoreOptions, Scoring
 
 X = np.ones((1, 2, 8, 16), np.float16)
 ROWS, ENDS = X[0].swapaxes(0, 1).copy(), np.array([0, 3, 8])
