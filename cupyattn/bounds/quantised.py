@@ -19,11 +19,10 @@ from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.kernels.numerics import numerics as compose_numerics
-from cupyattn.problem.checks import check_scale
+from cupyattn.problem.checks import check_scale, check_smoothing
 from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.reference.exact import ScoreBlock, blocks_of
-from cupyattn.reference.scoring import check_smoothing
 
 #: What float64 may lose of a product of a probability and a value where it underflows, in both
 #: results and in the bound.

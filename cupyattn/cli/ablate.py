@@ -19,8 +19,8 @@ from cupyattn.measure.words import format_ratio, format_seconds
 from cupyattn.ops.attention import attention
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem import checks
 from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.settings import check_attention
 from cupyattn.quant.choices import CHOICES
 from cupyattn.quant.config import QuantConfig
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         case = case.on_device()
     qkv, options = (case.q, case.k, case.v), inputs.call_options(args)
-    call = checks.check_attention(*qkv, **options)
+    call = check_attention(*qkv, **options)
     rows = array_namespace(case.q).asarray(rungs.judged_rows(call, args.seed))
     exact = rungs.remembered()
     found = []

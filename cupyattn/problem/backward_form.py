@@ -1,9 +1,11 @@
-"""Which kernels make the gradients of a call: form and tiles, settled here and nowhere else."""
+"""A backward pass: what its arrays must satisfy, and which kernels make the gradients: form and
+tiles, settled here and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.backward_tiles import (
@@ -13,8 +15,9 @@ from cupyattn.kernels.backward_tiles import (
     backward_tiles,
     hopper_backward_tiles,
 )
+from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec, check_dtype
 from cupyattn.problem.support import Support, reach
 
 #: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
@@ -55,6 +58,40 @@ class BackwardKernel:
         return self.form.startswith("sm90")
 
 
+def check_backward_shapes(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[int, int, int, int, int, int]:
+    """Return what `check_shapes` does of q, k and v, the others having the shapes that q asks for.
+
+    `out` and `lse` may be None.
+    """
+    sizes = check_shapes(*(tuple(x.shape) for x in (q, k, v)))
+    shape = tuple(q.shape)
+    wanted = {"d_out": (d_out, shape), "out": (out, shape), "lse": (lse, shape[:3])}
+    for name, (array, want) in wanted.items():
+        if array is not None and tuple(array.shape) != want:
+            raise ValueError(
+                f"{name} must have shape {want}, to go with q.shape={shape}, got "
+                f"{name}.shape={tuple(array.shape)}"
+            )
+    return sizes
+
+
+def check_backward(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[tuple[int, int, int, int, int, int], str]:
+    """Return the sizes and the dtype of arrays (batch, heads, len, head_dim) of a backward pass."""
+    sizes, dtype = check_backward_shapes(d_out, q, k, v, out, lse), check_dtype(q, k, v)
+    for name, array, want in (
+        ("d_out", d_out, dtype),
+        ("out", out, dtype),
+        ("lse", lse, "float32"),
+    ):
+        if str(array.dtype) != want:
+            raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
+    return sizes, dtype
+
+
 def settle_backward(
     call: AttentionSpec,
     operands: Mapping[str, Operand],
@@ -84,7 +121,7 @@ def settle_backward(
     tiles = backward_tiles(call.head_dim, call.block_mask)
     if arch == "sm_90a":
         named = {name: operands[name] for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
-        note = _hopper_support(call, named).note
+        note = backward_support(call, named).note
         if not note:
             form, dq = _hopper_form(call, deterministic)
             tiles = (hopper_backward_tiles(call.head_dim),) * 2
@@ -105,7 +142,7 @@ def order_is_faster(call: AttentionSpec) -> bool:
     return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
 
 
-def _hopper_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:
+def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:
     """Say whether the Hopper form of the backward pass takes a call.
 
     Parameters

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.limits import SCALE_MIN, as_float, check_shapes
+from cupyattn.kernels.limits import SCALE_MIN, as_float
 
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
 
@@ -180,31 +181,6 @@ class AttentionSpec:
         return self.output_shape[self.packed is not None : 3]
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreOptions:
-    """What changes and masks scores: options of `cupyattn.attention`, which documents them."""
-
-    causal: bool = False
-    causal_align: str = "bottom-right"
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    mask: Any = None
-    bias: Any = None
-    block_mask: Any = None
-
-    def __post_init__(self) -> None:
-        # NOTE: by an attribute, as a block mask imports this module.
-        if self.block_mask is not None and not hasattr(self.block_mask, "blocks"):
-            raise TypeError(
-                f"block_mask must be a cupyattn.BlockMask or None, got {shown(self.block_mask)}"
-            )
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Rows and keys of a block of the block mask; (0, 0): there is none."""
-        return (0, 0) if self.block_mask is None else self.block_mask.blocks
-
-
 def check_dtype(q: Any, k: Any, v: Any) -> str:
     """Return the common dtype name of q, k and v."""
     return check_one_dtype(q=q, k=k, v=v)
@@ -300,6 +276,18 @@ def check_softcap(softcap: Any) -> float:
     return value
 
 
+def check_smoothing(softcap: float, k_mean: Any) -> None:
+    """Raise where a softcap meets keys whose mean was subtracted.
+
+    Without a softcap the mean shifts all scores of a row, which a softmax does not feel.
+    """
+    if softcap and k_mean is not None:
+        raise ValueError(
+            f"softcap={softcap} needs keys that are not smoothed: quantize them with "
+            "quant=QuantConfig(smooth_k=False)"
+        )
+
+
 def check_switch(name: str, value: Any) -> None:
     """Raise TypeError unless a setting is True or False; None counts as False."""
     if value is not None and not isinstance(value, (bool, np.bool_)):
@@ -324,6 +312,17 @@ def check_bias(bias: Any, shape: tuple[int, ...]) -> str:
     return name
 
 
+def check_block_mask(block_mask: Any, shape: tuple[int, ...]) -> None:
+    """Check a block mask of scores of a shape, if there is one."""
+    # NOTE: by an attribute, as a block mask imports this module.
+    if block_mask is not None and not hasattr(block_mask, "blocks"):
+        raise TypeError(
+            f"block_mask must be a cupyattn.BlockMask or None, got {shown(block_mask)}"
+        )
+    if block_mask is not None:
+        block_mask.check(shape)
+
+
 def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
     """Raise unless an array broadcasts to a shape without enlarging it."""
     have = tuple(array.shape)
@@ -337,107 +336,42 @@ def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_backward_shapes(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> tuple[int, int, int, int, int, int]:
-    """Return what `check_shapes` does of q, k and v, the others having the shapes that q asks for.
-
-    `out` and `lse` may be None.
-    """
-    sizes = check_shapes(*(tuple(x.shape) for x in (q, k, v)))
-    shape = tuple(q.shape)
-    wanted = {"d_out": (d_out, shape), "out": (out, shape), "lse": (lse, shape[:3])}
-    for name, (array, want) in wanted.items():
-        if array is not None and tuple(array.shape) != want:
-            raise ValueError(
-                f"{name} must have shape {want}, to go with q.shape={shape}, got "
-                f"{name}.shape={tuple(array.shape)}"
-            )
-    return sizes
-
-
-def check_backward(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> tuple[tuple[int, int, int, int, int, int], str]:
-    """Return the sizes and the dtype of arrays (batch, heads, len, head_dim) of a backward pass."""
-    sizes, dtype = check_backward_shapes(d_out, q, k, v, out, lse), check_dtype(q, k, v)
-    for name, array, want in (
-        ("d_out", d_out, dtype),
-        ("out", out, dtype),
-        ("lse", lse, "float32"),
-    ):
-        if str(array.dtype) != want:
-            raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
-    return sizes, dtype
-
-
-def check_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    scale: float | None = None,
-    return_lse: bool = False,
-    **scores: Any,
-) -> AttentionSpec:
-    """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
-
-    Parameters
-    ----------
-    q : array, (batch, heads, len_q, head_dim)
-    k, v : array, (batch, heads_kv, len_kv, head_dim)
-        float16, bfloat16 or float32, all of the same dtype.
-    scale : float, optional
-        Softmax scale; ``head_dim ** -0.5`` when omitted.
-    return_lse : bool
-    **scores
-        Fields of `cupyattn.problem.checks.ScoreOptions`.
-
-    Returns
-    -------
-    AttentionSpec
-
-    Raises
-    ------
-    TypeError
-        For another or a mixed dtype.
-    ValueError
-        For shapes that do not fit together, or a scale, alignment, window or softcap that means
-        nothing.
-    UnsupportedError
-        For sizes that the kernels do not take.
-    """
-    sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
-    options = ScoreOptions(**scores)
-    return check_options(sizes, check_dtype(q, k, v), scale, options, return_lse=return_lse)
-
-
 def check_options(
     sizes: tuple[int, int, int, int, int, int],
     dtype: str,
     scale: float | None,
-    scores: ScoreOptions,
+    scores: Mapping[str, Any],
     *,
     return_lse: bool,
 ) -> AttentionSpec:
-    """Check the options of a call whose arrays are checked; `check_attention` documents them.
+    """Check the options of a call whose arrays are checked.
 
-    `sizes` are (batch, heads, heads_kv, len_q, len_kv, head_dim), `dtype` is that of the output.
+    Parameters
+    ----------
+    sizes : (batch, heads, heads_kv, len_q, len_kv, head_dim)
+    dtype : str
+        That of the output.
+    scale, return_lse
+        As for `cupyattn.attention`.
+    scores : mapping
+        What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
     """
     batch, heads, _, len_q, len_kv, head_dim = sizes
-    first, last = check_limits(scores.causal, scores.causal_align, scores.window, len_q, len_kv)
+    first, last = check_limits(
+        scores["causal"], scores["causal_align"], scores["window"], len_q, len_kv
+    )
     shape = (batch, heads, len_q, len_kv)
-    if scores.mask is not None:
-        check_mask(scores.mask, shape)
-    if scores.block_mask is not None:
-        scores.block_mask.check(shape)
+    mask, bias, block_mask = scores["mask"], scores["bias"], scores["block_mask"]
+    if mask is not None:
+        check_mask(mask, shape)
+    check_block_mask(block_mask, shape)
     return AttentionSpec(
         *sizes, dtype, check_scale(scale, head_dim),
         causal=last is not None, causal_shift=last or 0, return_lse=bool(return_lse),
-        window=first is not None, window_shift=first or 0, softcap=check_softcap(scores.softcap),
-        mask=scores.mask is not None,
-        bias="" if scores.bias is None else check_bias(scores.bias, shape),
-        block_mask=scores.blocks,
+        window=first is not None, window_shift=first or 0,
+        softcap=check_softcap(scores["softcap"]), mask=mask is not None,
+        bias="" if bias is None else check_bias(bias, shape),
+        block_mask=(0, 0) if block_mask is None else block_mask.blocks,
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ Plans, the mirror, bounds and the judge all read one record, `Kernel`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.architectures import ARCHITECTURES, shared_memory_of
 from cupyattn.compiler.contracts import least_shared_bytes, refused_tiles
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.errors import KernelLaunchError
+from cupyattn.errors import KernelLaunchError, UnsupportedError
 from cupyattn.kernels import splits
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.forms import Form
@@ -43,6 +44,9 @@ from cupyattn.problem.support import (
 )
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import padded_columns
+
+#: Architectures that have forms of their own; None has the portable ones.
+FORM_ARCHITECTURES = (None, "sm_90a")
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,53 @@ def settle(
         reads = -(-rows // kernel.tiles.block_q)
         return replace(kernel, note=kernel.cut.describe(rows, reads))
     return kernel
+
+
+def settle_each(
+    variant: Variant,
+    call: AttentionSpec,
+    places: Sequence[Operands],
+    asked: Sequence[tuple[Codes | None, str | None, str | None]],
+    tiles: Tiles | None = None,
+) -> list[Kernel]:
+    """Settle each kernel that may run a call, wherever its operands lie.
+
+    Parameters
+    ----------
+    variant, call, tiles
+        As for `settle`.
+    places : sequence of Operands
+        Where the operands may lie.
+    asked : sequence of (Codes or None, str or None, str or None)
+        Codes, form and architecture, as for `settle`.
+
+    Returns
+    -------
+    list of Kernel
+        One for each form and its tiles, in the order in which they are asked for. Whether a device
+        has room for tiles of a portable form is not looked at, since its own limits are not known.
+
+    Raises
+    ------
+    ValueError, UnsupportedError
+        As `settle` of the first, if no form takes the call.
+    """
+    found: dict[tuple[str, Tiles], Kernel] = {}
+    refused: Exception | None = None
+    for (codes, form, arch), operands in itertools.product(asked, places):
+        try:
+            kernel = settle(
+                variant, call, operands, codes=codes, tiles=tiles, arch=arch, form=form
+            )
+            if kernel.row.on_hopper:
+                kernel_support(kernel, operands).check()
+        except (UnsupportedError, ValueError) as error:  # a form that does not take the call
+            refused = refused or error
+            continue
+        found.setdefault((kernel.form, kernel.tiles), kernel)
+    if not found and refused is not None:
+        raise refused
+    return list(found.values())
 
 
 def fresh_rows(x: Operand) -> Operand:

@@ -37,7 +37,6 @@ from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant
-from cupyattn.reference.scoring import check_smoothing
 
 _AUTO = ("auto",)
 
@@ -189,7 +188,7 @@ def _of_codes(
     call, lengths = _padded(call, z.q_codes, settings, arrays)
     operands = {**z.buffers, **of_scores, **lengths}
     check_together(**operands)
-    check_smoothing(call.softcap, z.k_mean)
+    checks.check_smoothing(call.softcap, z.k_mean)
     received = _received(call, settings.layout, z.q_codes, arrays)
     return AttentionProblem(
         what=variant.name, backend=_backend(settings, variant, z.q_codes), arch=settings.arch,

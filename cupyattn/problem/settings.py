@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, TypedDict, TypeVar
 
+from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import ScoreOptions
+from cupyattn.problem.checks import AttentionSpec, check_dtype, check_options
 from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import CodeFacts
@@ -79,10 +80,10 @@ class Settings(NamedTuple):
         """Those of `PLACES`."""
         return {name: getattr(self, name) for name in PLACES}
 
-    def scores(self, arrays: Mapping[str, Any]) -> ScoreOptions:
-        """Return what changes and masks scores, arrays by name among it."""
-        given = (arrays.get(name) for name in ("mask", "bias", "block_mask"))
-        return ScoreOptions(self.causal, self.causal_align, self.window, self.softcap, *given)
+    def scores(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what changes and masks scores, all of `MaskedOptions` but their scale."""
+        given = {name: arrays.get(name) for name in ("mask", "bias", "block_mask")}
+        return {**self.places, "softcap": self.softcap, **given}
 
     def rows(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return what happens to rows of Q and K first, `OPTIONS` of `row_preparation` by name."""
@@ -245,6 +246,39 @@ def parse(
         else:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return Settings(**others), arrays
+
+
+def check_attention(q: Any, k: Any, v: Any, **options: Any) -> AttentionSpec:
+    """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+        float16, bfloat16 or float32, all of the same dtype.
+    **options
+        As for `cupyattn.attention`, of which those count that change or mask scores.
+
+    Returns
+    -------
+    AttentionSpec
+
+    Raises
+    ------
+    TypeError
+        For another or a mixed dtype.
+    ValueError
+        For shapes that do not fit together, or a scale, alignment, window or softcap that means
+        nothing.
+    UnsupportedError
+        For sizes that the kernels do not take.
+    """
+    settings, arrays = parse("check_attention", q, k, v, options)
+    sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    return check_options(
+        sizes, check_dtype(q, k, v), settings.scale, settings.scores(arrays),
+        return_lse=settings.return_lse,
+    )  # fmt: skip
 
 
 def of_arguments(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:

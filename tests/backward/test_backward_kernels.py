@@ -21,7 +21,8 @@ from cupyattn.plans.backward import ROW_PAD, BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.checks import AttentionSpec, Packed, check_attention
+from cupyattn.problem.checks import AttentionSpec, Packed
+from cupyattn.problem.settings import check_attention
 from cupyattn.reference.attention import attention_mirror
 from tests.backward.backward_cases import (
     FORMS,
