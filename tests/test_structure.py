@@ -386,7 +386,7 @@ def test_an_option_of_a_call_is_written_once() -> None:
     }
     assert of_attention < fields[own]
     # Type checkers read the classes of keyword arguments, which have no defaults.
-    kinds = [x for x in fields if x.startswith("cupyattn.problem.settings.") and x.endswith("Options")]
+    kinds = [name for name in fields if ".problem.settings." in name and name.endswith("Options")]
     typed = {name: fields.pop(name) for name in kinds}
     assert sum(map(len, typed.values())) == len(set().union(*typed.values()))
     assert {name for name, some in fields.items() if len(some & of_attention) > 2} == {own}

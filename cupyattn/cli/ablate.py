@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
@@ -132,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
     if not ok:
         output.say("FAILED: a choice misses its bound (J2 or J3 > 1).")
     if args.json:
-        problem = {"name": case.name, **asdict(call)}
+        sizes = {x.name: getattr(call, x.name) for x in fields(call) if x.init}
+        problem = {"name": case.name, **sizes}
         output.write_json(
             args.json,
             {

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.described import Described
+from cupyattn.arrays.described import Described, places_of
 from cupyattn.arrays.interchange import operands as as_arrays
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
@@ -225,7 +225,7 @@ class AttentionProblem(Problem):
     @functools.cached_property
     def given_places(self) -> dict[str, Operand]:
         """Where q, k and v lie."""
-        return {name: x.place for name, x in self.rows.items()}
+        return places_of(self.rows)
 
     @functools.cached_property
     def places(self) -> Operands:
@@ -243,8 +243,7 @@ class AttentionProblem(Problem):
                 v = Operand.contiguous(v.shape, 2)
         elif self.prepares_before:
             q, k = (Operand.contiguous(x.shape, x.itemsize) for x in (q, k))
-        described = {name: x.place for name, x in self.of_scores.items()}
-        return Operands(q, k, v, self._output, **described)
+        return Operands(q, k, v, self._output, **places_of(self.of_scores))
 
     @property
     def _output(self) -> Operand:

@@ -288,12 +288,6 @@ def check_smoothing(softcap: float, k_mean: Any) -> None:
         )
 
 
-def check_switch(name: str, value: Any) -> None:
-    """Raise TypeError unless a setting is True or False; None counts as False."""
-    if value is not None and not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
-
-
 def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
     """Check a boolean mask of scores of a shape (batch, heads, len_q, len_kv)."""
     if mask.dtype != np.bool_:

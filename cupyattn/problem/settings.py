@@ -9,8 +9,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, TypedDict, TypeVar
 
+import numpy as np
+
+from cupyattn.compiler.architectures import E4M3_CAPABILITY, check_arch, check_capability
+from cupyattn.errors import shown
 from cupyattn.kernels.limits import check_shapes
-from cupyattn.kernels.tiles import Tiles
+from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import AttentionSpec, check_dtype, check_options
 from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
@@ -113,6 +117,28 @@ class Asked(NamedTuple):
     of_call: Settings
     codes: CodeFacts | None = None
     blocks: tuple[int, int] = (0, 0)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise for settings that no call has."""
+    check_kind(settings.tiles)
+    if settings.quant is not None and not isinstance(settings.quant, QuantConfig):
+        raise TypeError(
+            f"quant must be a cupyattn.QuantConfig or None, got {shown(settings.quant)}"
+        )
+    for name in ("causal", "return_lse", "check_finite"):
+        check_switch(name, getattr(settings, name))
+    check_arch(settings.arch)
+    if settings.arch is not None and settings.quant is not None and settings.quant.pv == "fp8":
+        check_capability(settings.arch, E4M3_CAPABILITY)
+    if settings.layout not in ("BHSD", "BSHD"):
+        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(settings.layout)}")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Raise TypeError unless a setting is True or False; None counts as False."""
+    if value is not None and not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 class _Interned(Settings):
