@@ -29,10 +29,10 @@ from cupyattn.plans.unfused import plan_unfused_step
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import Kernel, settle
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
 from cupyattn.problem.problem import Problem, Result
+from cupyattn.problem.settings import MaskedOptions, Unpack, check_attention, takes_options
 from cupyattn.problem.support import grid_support
 from cupyattn.reference import unfused as mirror
 
@@ -185,7 +185,7 @@ class _Scores(_Step):
         added: dict[str, Any] = {n: arrays[n] for n in ("mask", "bias") if n in arrays}
         check_together(**arrays)
         backend = target.choose(None, q.device >= 0)
-        call = checks.check_attention(q, k, k, **settings, **added)
+        call = check_attention(q, k, k, **settings, **added)
         if backend == "mirror":
             operands = {n: x for n, x in arrays.items() if n != "kept_blocks"}
             return Problem(

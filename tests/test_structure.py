@@ -340,12 +340,9 @@ def test_a_call_is_resolved_in_one_place() -> None:
     new = (torch[0], torch[0], torch[1], "ops.operation")
     assert callers("run_new") == [f"cupyattn.{module}" for module in new]
     # Mirror, bounds and judge take a record, which their public functions ask for.
-    assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.problem"]
-    named = ("bounds.kernel", *2 * ("problem.received",), "reference.attention")
-    assert callers("receive_arguments") == [f"cupyattn.{module}" for module in named]
-    frames = "cupyattn.distributed.tcp"  # which a channel receives
-    receive = [module for module in callers("receive") if module != frames]
-    assert receive == ["cupyattn.problem.received", "cupyattn.testing.parts"]
+    assert callers("KernelCall") == ["cupyattn.problem.attention", "cupyattn.reference.problem"]
+    assert callers("kernel_call_of") == ["cupyattn.bounds.kernel", "cupyattn.reference.attention"]
+    assert callers("kernel_call") == ["cupyattn.problem.attention", "cupyattn.testing.parts"]
     # The record of pruning says how keys are read, and the plan is made from it.
     assert callers("reads_keys_once") == ["cupyattn.diffusion.pruning"]
 
@@ -389,7 +386,8 @@ def test_an_option_of_a_call_is_written_once() -> None:
     }
     assert of_attention < fields[own]
     # Type checkers read the classes of keyword arguments, which have no defaults.
-    typed = {name: fields.pop(name) for name in [*fields] if ".problem.options." in name}
+    kinds = [name for name in fields if ".problem.settings." in name and name.endswith("Options")]
+    typed = {name: fields.pop(name) for name in kinds}
     assert sum(map(len, typed.values())) == len(set().union(*typed.values()))
     assert {name for name, some in fields.items() if len(some & of_attention) > 2} == {own}
     holders = {"problem.settings", "ops.backward", "distributed.agreement", "interop.torch.calls"}

@@ -63,3 +63,8 @@ def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
     rows = Operand.contiguous((batch, length, heads, head_dim), itemsize)
     by_batch, by_row, by_head, by_column = rows.strides
     return Operand(shape, (by_batch, by_head, by_row, by_column), itemsize, 0)
+
+
+def widest(*operands: Operand) -> int:
+    """Return how many elements an access may have that all of the operands allow."""
+    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))

@@ -21,7 +21,7 @@ from cupyattn.ops.attention import attention, plan
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.linear import Int8Linear
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import check_attention
 from cupyattn.testing import verdict
 
 #: What a block is asked to do: video tokens, and those of the text that they attend to.

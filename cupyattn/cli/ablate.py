@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
@@ -19,8 +19,8 @@ from cupyattn.measure.words import format_ratio, format_seconds
 from cupyattn.ops.attention import attention
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem import checks
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.settings import check_attention
 from cupyattn.quant.choices import CHOICES
 from cupyattn.quant.config import QuantConfig
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         case = case.on_device()
     qkv, options = (case.q, case.k, case.v), inputs.call_options(args)
-    call = checks.check_attention(*qkv, **options)
+    call = check_attention(*qkv, **options)
     rows = array_namespace(case.q).asarray(rungs.judged_rows(call, args.seed))
     exact = rungs.remembered()
     found = []
@@ -132,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
     if not ok:
         output.say("FAILED: a choice misses its bound (J2 or J3 > 1).")
     if args.json:
-        problem = {"name": case.name, **asdict(call)}
+        sizes = {x.name: getattr(call, x.name) for x in fields(call) if x.init}
+        problem = {"name": case.name, **sizes}
         output.write_json(
             args.json,
             {

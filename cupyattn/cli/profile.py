@@ -22,7 +22,7 @@ from cupyattn.measure import device, energy, nvml, rungs, timing, words
 from cupyattn.ops.attention import attention
 from cupyattn.ops.explain import explain, kernel_form
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem import checks
+from cupyattn.problem.settings import check_attention
 
 NVTX_RANGE = "cupyattn profile"
 #: Energy is counted over at least this long.
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     given = chosen(args).on_device()
     options = inputs.call_options(args)
     q, k, v = given.q, given.k, given.v
-    call = checks.check_attention(q, k, v, **options)
+    call = check_attention(q, k, v, **options)
     z = quantize(q, k, v) if variant.family == "int8" else None
     operands = (q, k, v) if z is None else (z,)
     output.say(f"{given.name}\n{explain(*operands, variant=variant.name, **options)}\n")

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import Features
@@ -22,7 +22,6 @@ from cupyattn.plans.structs import (
     IMPORTANCE_PARAMS,
     LARGEST_PARAMS,
 )
-from cupyattn.problem.form import widest
 
 #: Types and head sizes of the kernels of importance.
 IMPORTANCE_DTYPES, MOST_HEAD_DIM = ("float16", "bfloat16"), 256

@@ -17,7 +17,7 @@ from cupyattn.compiler.target import own_arch
 from cupyattn.distributed.mesh import Heads
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import scale_tiles
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.static_scales import check_packed_quant, static_scales

@@ -27,10 +27,9 @@ from cupyattn.bounds.scores import (
 from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
-from cupyattn.problem.backward_form import BackwardKernel
-from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.settings import parse
+from cupyattn.problem.backward_form import BackwardKernel, check_backward
+from cupyattn.problem.checks import check_scale
+from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")
@@ -171,8 +170,8 @@ def gradient_bounds(
     xp = array_namespace(*problem.arrays)
     sizes, dtype = check_backward(*problem.arrays)
     _, _, heads_kv, len_q, len_kv, head_dim = sizes
-    sigma, softcap = check_scale(problem.scale, head_dim), options.softcap
-    features = {"softcap": bool(softcap), "bias": options.bias is not None}
+    sigma, softcap = check_scale(problem.scale, head_dim), options["softcap"]
+    features = {"softcap": bool(softcap), "bias": options["bias"] is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
     scaling = scaling_errors(n, sigma, None, softcap)
     shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys)

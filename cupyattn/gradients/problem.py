@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from cupyattn.arrays.kinds import Array
-from cupyattn.problem.backward_form import BackwardKernel, settle_backward
-from cupyattn.problem.checks import ScoreOptions, check_backward, check_options
+from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
+from cupyattn.problem.checks import check_options
+from cupyattn.problem.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class BackwardProblem:
         O and the log-sum-exp as the forward pass left them; None: exact.
     scale : float or None
         Softmax scale; None: ``head_dim ** -0.5``.
-    options : ScoreOptions
+    options : mapping
+        What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
     all_keys : bool
         Whether the rows attend to no keys but these.
     """
@@ -33,7 +37,7 @@ class BackwardProblem:
     out: Array
     lse: Array
     scale: float | None = None
-    options: ScoreOptions = ScoreOptions()
+    options: Mapping[str, Any] = field(default_factory=lambda: Settings().scores({}))
     all_keys: bool = True
 
     @property

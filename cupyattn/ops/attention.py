@@ -16,10 +16,17 @@ from cupyattn.plans.stages import stages
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.options import CallOptions, Unpack, takes_options
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import NO_WINDOW, Settings, interned, parse
+from cupyattn.problem.settings import (
+    NO_WINDOW,
+    CallOptions,
+    Settings,
+    Unpack,
+    interned,
+    parse,
+    takes_options,
+)
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.problem import run_mirror
@@ -101,8 +108,8 @@ def attention(
     rope : (array, array), optional
         Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16: Q and K
         are turned by their positions first, i of key i. The result is attention of the turned
-        operands, rounded to their type (`cupyattn.problem.rope.Rope.turned`); q and k stay as they
-        are.
+        operands, rounded to their type (`cupyattn.problem.row_preparation.Rope.turned`); q and k
+        stay as they are.
     rope_interleaved : bool
         Angle d turns channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.
     rope_offset_q : int

@@ -22,20 +22,17 @@ from cupyattn.ops.operation import ARRAYS, Library, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
-from cupyattn.problem import checks
 from cupyattn.problem.attention import OF_SCORES, AttentionProblem
-from cupyattn.problem.backward_form import BackwardKernel, settle_backward
+from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.row_preparation import EPS, Rope
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference.problem import entry_of, scoring_of
+from cupyattn.reference.problem import corner_of, masks_of
 
 
 @points_to_our_names
@@ -475,7 +472,7 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
     for name in ("d_out", "o"):
         taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
     q, k, v = forward.rows.values()
-    checks.check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"])
+    check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"])
     taken["lse"] = taken["lse"].whole()
     check_together(q=q, **taken)
     return taken
@@ -521,15 +518,12 @@ def _mirror(
     if rope is not None:
         rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
     operands = {n: arrays["o" if n == "out" else n] for n in ("d_out", *"qkv", "out", "lse")}
-    shared = {
-        name: getattr(settings, name) for name in ("causal", "causal_align", "window", "softcap")
-    }
 
-    def run_one(given: Mapping[str, Any], **own: Any) -> Gradients:
+    def run_one(given: Mapping[str, Any], masks: Mapping[str, Any]) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
         problem = BackwardProblem(
-            **given, scale=settings.scale, options=ScoreOptions(**shared, **own),
+            **given, scale=settings.scale, options=settings.scores(masks),
             all_keys=settled.all_keys,
         )  # fmt: skip
         found = mirror_gradients(problem, settled.kernel)
@@ -538,18 +532,17 @@ def _mirror(
         dq, dk = _inverse(rope).turned(found.dq, found.dk)
         return found._replace(dq=dq, dk=dk)
 
-    whole = entry_of(forward, arrays)
+    masks = masks_of(forward, arrays)
     if forward.call.packed is None:
-        own = {"mask": whole.mask, "bias": whole.bias, "block_mask": whole.block_mask}
-        for name, gradient in run_one(operands, **own)._asdict().items():
+        for name, gradient in run_one(operands, masks)._asdict().items():
             results[name][...] = gradient
         return
     pairs = zip(*(pairwise(arrays[name]) for name in SEQUENCES), strict=True)
     for number, (q_ends, k_ends) in enumerate(pairs):
         places = {"k": slice(*k_ends), "v": slice(*k_ends)}
         one = {name: a[:, :, places.get(name, slice(*q_ends))] for name, a in operands.items()}
-        own = scoring_of(whole, number, one["q"].shape[2], one["k"].shape[2])
-        for name, gradient in run_one(one, **own)._asdict().items():
+        own = corner_of(masks, number, one["q"].shape[2], one["k"].shape[2])
+        for name, gradient in run_one(one, own)._asdict().items():
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 

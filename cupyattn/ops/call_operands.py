@@ -9,8 +9,7 @@ from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.ops.operation import ARRAYS, Library
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.rope import check_turned_before
-from cupyattn.problem.row_preparation import BUFFERS_OF, PAIRS
+from cupyattn.problem.row_preparation import BUFFERS_OF, PAIRS, check_turned_before
 from cupyattn.problem.sequences import longest
 from cupyattn.problem.settings import Asked, Settings
 from cupyattn.quant.quantized import QuantizedQKV

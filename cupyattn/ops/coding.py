@@ -15,11 +15,10 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.plans.prepare_rows import prepares_of
 from cupyattn.plans.quantize import Part, operand_parts
-from cupyattn.problem.form import scale_tiles
+from cupyattn.problem.form import check_value_tiles, scale_tiles
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.sequences import Sequences
-from cupyattn.problem.support import value_tiles_support
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.static_scales import check_static_scales, wanted_scales
 
@@ -110,7 +109,7 @@ def tiles_of(
     arch = arch or own_arch(backend, q)
     if tiles is None:
         tiles = scale_tiles(ladder.lookup("fa_int8"), q.shape[3], quant, arch)
-    value_tiles_support(quant, tiles, arch).check()
+    check_value_tiles(quant, tiles, arch)
     return tiles
 
 

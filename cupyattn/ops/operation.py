@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.described import Described, meetings
+from cupyattn.arrays.described import Described, describe, meetings
 from cupyattn.arrays.form import forms_of
 from cupyattn.arrays.interchange import as_it_is, imported, is_cupy
 from cupyattn.plans.records import Work
@@ -20,7 +20,6 @@ from cupyattn.runtime.ready import Ready, Receiver
 from cupyattn.runtime.recent import CALLS
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
-_DIGITS = "0123456789"
 _log = logging.getLogger("cupyattn")
 
 
@@ -176,14 +175,7 @@ def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -
 
     Arrays, of NumPy or CuPy, may be descriptions of some.
     """
-    found = {
-        name: x if isinstance(x, Described) else Described.of(name, x) for name, x in arrays.items()
-    }
-    receives = operation.receives
-    read = {
-        name: x if name.rstrip(_DIGITS) in receives else x.readable() for name, x in found.items()
-    }
-    return operation.resolve(settings, read)
+    return operation.resolve(settings, describe(arrays, operation.receives))
 
 
 def make_ready(problem: Any, work: Work) -> Ready:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels import tile_pieces
 from cupyattn.kernels.features import Features
@@ -21,8 +21,7 @@ from cupyattn.plans.structs import (
     PIECE_PARAMS,
     SCHEDULE_PARAMS,  # fmt: skip
 )
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import widest
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.support import grid_support
 
 LOG2E = math.log2(math.e)

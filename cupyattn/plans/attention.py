@@ -40,9 +40,9 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     operands : Operands
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
         ``"mask"``, ``"bias"`` and ``"kept_blocks"`` where the call has them; with rope also
-        ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.rope.Rope` has them, and of a packed
-        call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, of a padded one ``"lengths_q"`` and
-        ``"lengths_kv"``, int32.
+        ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.row_preparation.Rope` has them, and
+        of a packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, of a padded one ``"lengths_q"``
+        and ``"lengths_kv"``, int32.
 
     Returns
     -------

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.kernels.features import Features
@@ -21,7 +21,7 @@ from cupyattn.problem.backward_form import (
     SUMS_DQ_IN_ORDER,
     BackwardKernel,
 )
-from cupyattn.problem.form import features_of, widest
+from cupyattn.problem.form import features_of
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128

@@ -48,8 +48,8 @@ def plan_rotation(
     -------
     Plan
         Without launches where x is empty. It writes the buffer ``"turned"`` (x's shape and type,
-        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.rope.Rope`
-        has them.
+        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as
+        `cupyattn.problem.row_preparation.Rope` has them.
 
     Raises
     ------

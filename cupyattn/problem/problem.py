@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cupyattn.arrays.described import Described
+from cupyattn.arrays.described import Described, bound_to
 
 
 class Result(NamedTuple):
@@ -73,8 +73,7 @@ class Problem:
 
     def bound(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is read and written to, by buffer, of the caller's arrays by name."""
-        every = {**self.operands, **self.received}
-        return {buffer: x.bound(arrays[x.name]) for buffer, x in every.items()}
+        return bound_to({**self.operands, **self.received}, arrays)
 
     def look(self, arrays: Mapping[str, Any]) -> None:
         """Look at the values of the caller's arrays; raise for what the call does not take."""

@@ -10,21 +10,15 @@ from cupyattn.arrays.described import Described, check_receiver, check_together
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
 from cupyattn.compiler.architectures import (
-    E4M3_CAPABILITY,
     capability_of,
-    check_arch,
-    check_capability,
 )
-from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
-from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.attention import AttentionProblem, results_of
 from cupyattn.problem.block_mask import Blocks
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.problem import Look
 from cupyattn.problem.row_preparation import BUFFERS_OF, Preparation
-from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import (
     LENGTHS,
     SEQUENCES,
@@ -33,7 +27,7 @@ from cupyattn.problem.sequences import (
     describe_sequences,
     one_entry,
 )
-from cupyattn.problem.settings import Asked, Settings
+from cupyattn.problem.settings import Asked, Settings, check_settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
@@ -64,22 +58,6 @@ def resolve(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
     if asked.codes is None:
         return _of_rows(asked, arrays)
     return _of_codes(asked, asked.codes, arrays)
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise for settings that no call has."""
-    check_kind(settings.tiles)
-    if settings.quant is not None and not isinstance(settings.quant, QuantConfig):
-        raise TypeError(
-            f"quant must be a cupyattn.QuantConfig or None, got {shown(settings.quant)}"
-        )
-    for name in ("causal", "return_lse", "check_finite"):
-        checks.check_switch(name, getattr(settings, name))
-    check_arch(settings.arch)
-    if settings.arch is not None and settings.quant is not None and settings.quant.pv == "fp8":
-        check_capability(settings.arch, E4M3_CAPABILITY)
-    if settings.layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(settings.layout)}")
 
 
 def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
@@ -189,7 +167,7 @@ def _of_codes(
     call, lengths = _padded(call, z.q_codes, settings, arrays)
     operands = {**z.buffers, **of_scores, **lengths}
     check_together(**operands)
-    check_smoothing(call.softcap, z.k_mean)
+    checks.check_smoothing(call.softcap, z.k_mean)
     received = _received(call, settings.layout, z.q_codes, arrays)
     return AttentionProblem(
         what=variant.name, backend=_backend(settings, variant, z.q_codes), arch=settings.arch,

@@ -6,7 +6,6 @@ its packed sequences. Lengths of padded entries become a mask, which admits the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +16,11 @@ from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.compiler import target
-from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import described
-from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.form import fresh_rows, kernel_support, settle
+from cupyattn.problem.attention import AttentionProblem, KernelCall, kernel_call
+from cupyattn.problem.form import FORM_ARCHITECTURES, fresh_rows, settle_each
 from cupyattn.problem.operands import Codes
-from cupyattn.problem.received import FORM_ARCHITECTURES, Received, receive
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import LENGTHS as COUNTS
 from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one_entry
@@ -60,10 +57,10 @@ class Part:
     given: Array
     entry: int | None = None
 
-    def received(self, form: str | None, tiles: Tiles | None) -> Received:
+    def received(self, form: str | None, tiles: Tiles | None) -> KernelCall:
         """Return what a kernel of a form and tiles received."""
         settings = self.settings._replace(tiles=tiles)
-        return receive(settings, self.arrays, quantized=self.quantized, form=form)
+        return kernel_call(settings, self.arrays, quantized=self.quantized, form=form)
 
 
 def parts_of(
@@ -247,34 +244,17 @@ def kernels_tried(
         If no kernel takes the call.
     """
     problem = problem_of_call(settings, arrays, quantized)
-    rung, z = problem.variant, problem.quantized
-    own = target.own_arch("cuda", problem.rows["q"]) if problem.rows["q"].device >= 0 else None
+    z, q = problem.quantized, problem.rows["q"]
+    own = target.own_arch("cuda", q) if q.device >= 0 else None
     codes = None if z is None else Codes.of(z)
     asked = [(codes, form, arch) for arch in (own, *FORM_ARCHITECTURES)]
     if z is not None and codes is not None and z.config.fused and form is None:
         asked.append((replace(codes, fused=True), "fused", None))
-    places = problem.places
-    as_they_lie = {n: replace(x, misalignment=0) for n, x in places.rows.items()}
-    fresh = {n: fresh_rows(x) for n, x in places.rows.items()}
-    tried: list[tuple[str, Tiles]] = []
-    refused: Exception | None = None
-    for (kind, name, arch), rows in itertools.product(asked, (as_they_lie, fresh)):
-        operands = places._replace(**rows)
-        try:
-            kernel = settle(
-                rung, problem.attended, operands, codes=kind, tiles=settings.tiles, arch=arch,
-                form=name,
-            )  # fmt: skip
-            if kernel.row.on_hopper:
-                kernel_support(kernel, operands).check()
-        except (UnsupportedError, ValueError) as error:  # a form that does not take the call
-            refused = refused or error
-            continue
-        if (kernel.form, kernel.tiles) not in tried:
-            tried.append((kernel.form, kernel.tiles))
-    if not tried and refused is not None:
-        raise refused
-    return tried
+    as_they_lie = {n: replace(x, misalignment=0) for n, x in problem.places.rows.items()}
+    fresh = {n: fresh_rows(x) for n, x in problem.places.rows.items()}
+    places = [problem.places._replace(**rows) for rows in (as_they_lie, fresh)]
+    kernels = settle_each(problem.variant, problem.attended, places, asked, settings.tiles)
+    return [(kernel.form, kernel.tiles) for kernel in kernels]
 
 
 def problem_of_call(

@@ -22,8 +22,8 @@ from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.measure import device
 from cupyattn.measure import rungs as measure
 from cupyattn.measure.rungs import Judgement
+from cupyattn.problem.attention import KernelCall
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.received import Received
 from cupyattn.reference import attention as reference_mirror
 from cupyattn.reference import exact
 from cupyattn.testing.verdict import Report
@@ -103,7 +103,7 @@ def test_ladder_fails_where_a_rung_misses_its_bound(
 ) -> None:
     mirror = reference_mirror.run_kernel
 
-    def broken(received: Received, **options: Any) -> Any:
+    def broken(received: KernelCall, **options: Any) -> Any:
         o, lse, steps = mirror(received, **options)
         if received.kernel.variant.name == "fa_warps":
             o = o.copy()

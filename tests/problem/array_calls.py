@@ -11,8 +11,7 @@ import cupyattn as ca
 from cupyattn import bounds, diffusion, distributed, gradients, quant, reference, testing, unfused
 from cupyattn.diffusion import pruning
 from cupyattn.ops import linear
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.row_preparation import Preparation, Rope
 
 Arrays = Mapping[str, Any]
 Call = Callable[[dict[str, Any]], Any]

@@ -33,7 +33,7 @@ from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
 from cupyattn.problem.backward_form import settle_backward
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import check_attention
 from cupyattn.runtime import overlapping, replay, tensor_map
 
 cupy = pytest.importorskip("cupy")

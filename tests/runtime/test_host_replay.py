@@ -17,7 +17,7 @@ from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem import attention as attention_module
 from cupyattn.problem.backward_form import settle_backward
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import check_attention
 from cupyattn.runtime import replay
 from tests.runtime.test_host_calls import (  # noqa: F401
     SHAPES,

@@ -9,7 +9,7 @@ from cupyattn.kernels.ladder import Variant, lookup
 from cupyattn.plans import attention, attention_int8
 from cupyattn.plans.codes import Scales
 from cupyattn.plans.records import Plan
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import kernel_support, settle
 from cupyattn.problem.operands import Codes, Operands
 
