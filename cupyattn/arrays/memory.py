@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,6 @@ def as_input(array: Any) -> Any:
         array = array.view()
         array.flags.writeable = False
     return array
-
-
-def check_apart(
-    meeting: Mapping[str, tuple[int, int]], addresses: Mapping[str, int], out: int
-) -> None:
-    """Raise ValueError where an `out` at an address shares memory with what is read.
-
-    `meeting` is what `cupyattn.arrays.described.meetings` found for arrays of the same forms.
-    """
-    for name, (first, last) in meeting.items():
-        if first < out - addresses[name] < last:
-            raise ValueError(f"out must not share memory with {name}")
 
 
 def is_aligned(array: Any) -> bool:

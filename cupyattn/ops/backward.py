@@ -17,8 +17,8 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import mirror_gradients
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.ops.attention import ATTENTION
-from cupyattn.ops.call_operands import arguments_of, lists_of
-from cupyattn.ops.operation import problem_of, run
+from cupyattn.ops.call_operands import arguments_of
+from cupyattn.ops.operation import ARRAYS, Library, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
@@ -298,7 +298,11 @@ def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]
     return named
 
 
-def run_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Gradients:
+def run_backward(
+    settings: BackwardSettings,
+    arrays: Mapping[str, Any],
+    library: Library = ARRAYS,
+) -> Gradients:
     """Run the backward pass of a forward pass.
 
     Parameters
@@ -306,20 +310,21 @@ def run_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Gradi
     settings : BackwardSettings
     arrays : mapping
         Arguments of `attention_backward` or `attention_varlen_backward`, those that are given.
+    library : Library
+        That of the arrays.
 
     Raises
     ------
     ValueError, TypeError, UnsupportedError
         As `attention_backward`.
     """
-    check_offered(arrays["q"], arrays.get("qk_norm"), settings.deterministic)
-    asked, own, facts = arguments_of_backward(settings, arrays)
-    found: Gradients = run(BACKWARD, asked, own, facts)
+    asked, own, facts = arguments_of_backward(settings, arrays, library)
+    found: Gradients = run(BACKWARD, asked, own, facts, library=library)
     return found
 
 
 def arguments_of_backward(
-    settings: BackwardSettings, given: Mapping[str, Any]
+    settings: BackwardSettings, given: Mapping[str, Any], library: Library = ARRAYS
 ) -> tuple[BackwardAsked, dict[str, Any], tuple[Any, ...] | None]:
     """Return a backward pass as `cupyattn.ops.operation.run` takes it.
 
@@ -327,15 +332,18 @@ def arguments_of_backward(
     ----------
     settings, given
         As `parse_backward` returns them.
+    library : Library
+        That of the arrays.
     """
-    received = ("d_out", "out", "lse")
-    call = arguments_of(settings.of_call, {n: a for n, a in given.items() if n not in received})
-    arrays = {**call.arrays, "d_out": given["d_out"], "o": given["out"], "lse": given["lse"]}
-    if "kept_blocks" in arrays:
-        arrays["kept_rows"] = lists_of(given["block_mask"].transposed, given["q"])
-    # NOTE: rows that are turned back take tables of their own, and copies at the end.
-    facts = None if "rope" in given else call.facts
-    return BackwardAsked(call.asked, settings.deterministic, settings.all_keys), arrays, facts
+    of_call, deterministic, all_keys = settings
+    if "qk_norm" in given or isinstance(given["q"], QuantizedQKV):
+        check_offered(given["q"], given.get("qk_norm"))
+    call = arguments_of(of_call, given, library)
+    if "kept_blocks" in call.arrays:
+        beside = library.beside(given["q"])
+        call.arrays["kept_rows"] = given["block_mask"].transposed.kept_blocks(beside)
+    facts = None if call.facts is None else (*call.facts, type(deterministic))
+    return BackwardAsked(call.asked, deterministic, all_keys), call.arrays, facts
 
 
 class _Backward:
@@ -346,6 +354,7 @@ class _Backward:
 
     def resolve(self, asked: BackwardAsked, arrays: Mapping[str, Described]) -> Problem:
         """Check the forward pass, and d_out, out and lse against it."""
+        check_offered(arrays["q"], arrays.get("q_norm_weight"), asked.deterministic)
         received = ("d_out", "o", "lse")
         own = {n: x for n, x in arrays.items() if n not in (*received, "kept_rows")}
         forward: AttentionProblem = problem_of(ATTENTION, asked.forward, own)
@@ -414,8 +423,13 @@ class _Backward:
         if turned:
             results = {n: to_bhsd(results[n], "BSHD") for n in ("dq", "dk", "dv")}
             results = {n: x[0] if packed else x for n, x in results.items()}
-            results = {n: x.copy(order="C") for n, x in results.items()}
+            results = {n: _in_c_order(x) for n, x in results.items()}
         return Gradients(**results)
+
+
+def _in_c_order(x: Any) -> Any:
+    """Return a copy in C order of an array, or of a tensor of torch's."""
+    return x.contiguous() if hasattr(x, "contiguous") else x.copy(order="C")
 
 
 BACKWARD = _Backward()

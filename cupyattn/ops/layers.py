@@ -55,6 +55,8 @@ class _Layers:
         results: dict[str, Any] = {}
         for number, activation in enumerate(settings.activations):
             own = _of_layer(arrays, number)
+            if "gate" in own and own["gate"].ndim > 2:  # of rows with several axes
+                own["gate"] = own["gate"].rows()
             how = GemmSettings(
                 settings.out_dtype, activation, None, settings.arch, settings.backend
             )

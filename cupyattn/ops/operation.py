@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import numpy as np
 from cupyattn.arrays import memory
 from cupyattn.arrays.described import Described, describe, meetings
 from cupyattn.arrays.form import forms_of
-from cupyattn.arrays.interchange import as_it_is, imported
+from cupyattn.arrays.interchange import as_it_is, imported, is_cupy
 from cupyattn.plans.records import Work
 from cupyattn.runtime import origins
 from cupyattn.runtime.ready import Ready, Receiver
@@ -48,12 +49,67 @@ class Operation(Protocol):
         """Return results as the caller of such arrays gets them."""
 
 
+class Library(Protocol):
+    """The adapter of a library of arrays: what differs between its calls and those of others."""
+
+    def forms_of(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
+        """Return what a call depends on of its arrays beside their values, and where they lie; no
+        forms where they have to be imported."""
+
+    def described(self, arrays: Mapping[str, Any], forms: Any) -> dict[str, Described]:
+        """Describe arrays of these forms; raise for arrays that go in no call together."""
+
+    def imported(self, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+        """Return arrays as NumPy or CuPy has them, of the same memory, and the way back."""
+
+    def beside(self, array: Any) -> Any:
+        """Return an array of NumPy or CuPy that lies where another does; described, a described
+        one."""
+
+    def read(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return arrays of NumPy or CuPy with the same numbers, which are there to be read."""
+
+    def on_device_of(self, array: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which arrays are made, and kernels run, as the library does it."""
+
+    def launch(
+        self, ready: Ready, arrays: Mapping[str, Any], addresses: dict[str, int]
+    ) -> dict[str, Any]:
+        """Launch a call on arrays of its forms; return the results, of the library."""
+
+
+class _Arrays:
+    """NumPy and CuPy, and through them every library that has DLPack."""
+
+    forms_of = staticmethod(forms_of)
+    imported = staticmethod(imported)
+    launch = staticmethod(Ready.__call__)
+
+    def described(self, arrays: Mapping[str, Any], forms: Any) -> dict[str, Described]:
+        return {form[0]: Described(*form) for form in forms}
+
+    def beside(self, array: Any) -> Any:
+        if is_cupy(array) or isinstance(array, (np.ndarray, Described)):
+            return array
+        return imported({"q": array})[0]["q"]
+
+    def read(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        return imported(arrays)[0]
+
+    def on_device_of(self, array: Any) -> contextlib.AbstractContextManager[Any]:
+        return memory.on_device_of(array)
+
+
+ARRAYS = _Arrays()
+
+
 def run(
     operation: Operation,
     settings: Any,
     arrays: Mapping[str, Any],
     facts: tuple[Any, ...] | None = (),
     as_given: Callable[[Any], Any] = as_it_is,
+    library: Library = ARRAYS,
 ) -> Any:
     """Run a call: recall it, or resolve, plan, run and remember it.
 
@@ -69,53 +125,49 @@ def run(
         be remembered.
     as_given : callable
         Turns a result into the kind of array that the caller's are, where they do not say it.
+    library : Library
+        That of the arrays.
     """
     given = arrays
-    forms, addresses = forms_of(arrays)
+    forms, addresses = library.forms_of(arrays)
     if forms is None:
-        arrays, own_way = imported(arrays)
+        arrays, own_way = library.imported(arrays)
         as_given = own_way if as_given is as_it_is else as_given
-        forms, addresses = forms_of(arrays)
+        library = ARRAYS
+        forms, addresses = library.forms_of(arrays)
     key, ready = None, None
     if facts is not None:
         key, ready = CALLS.find((operation.name, settings, *facts), forms)
     if ready is not None:
-        results, known = ready(arrays, addresses), ready.facts
+        results, known = library.launch(ready, arrays, addresses), ready.facts
     else:
-        results, known = run_new(operation, settings, arrays, key)
+        problem = problem_of(operation, settings, library.described(arrays, forms))
+        with library.on_device_of(arrays[problem.like]):
+            results = _run_new(operation, problem, arrays, addresses, key, library)
+        known = problem.facts
     if as_given is not as_it_is:
         results = {name: as_given(result) for name, result in results.items()}
     return operation.restore(known, given, results)
 
 
-def run_new(
-    operation: Operation, settings: Any, arrays: Mapping[str, Any], key: Any, copied: bool = True
-) -> tuple[dict[str, Any], Any]:
-    """Resolve, plan and run a call that was not found; return the results by buffer, and facts.
-
-    Parameters
-    ----------
-    operation, settings
-        As for `run`.
-    arrays : mapping of str to array
-        As for `run`, of NumPy or CuPy.
-    key : object
-        Under which later calls are to find it, in `CALLS`; None for a call that is not remembered.
-    copied : bool
-        Whether one is remembered that copies arrays of its caller's.
-    """
-    problem = problem_of(operation, settings, arrays)
-    with memory.on_device_of(arrays[problem.like]):
-        problem.look(arrays)
-        if problem.backend == "cuda":
-            ready = make_ready(problem, operation.plan(problem))
-            results = ready(arrays, forms_of(arrays)[1])
-            known = key is not None and not problem.looks and (copied or not ready.copies)
-            if known and ready.can_be_kept:
-                CALLS.remember(key, ready)
-        else:
-            results = run_on_host(operation, problem, arrays)
-    return results, problem.facts
+def _run_new(
+    operation: Operation,
+    problem: Any,
+    arrays: Mapping[str, Any],
+    addresses: dict[str, int],
+    key: Any,
+    library: Library,
+) -> dict[str, Any]:
+    """Plan and run a call that was not found, and remember it under its key, if it has one."""
+    if problem.looks:
+        problem.look(library.imported(arrays)[0])
+    if problem.backend != "cuda":
+        return run_on_host(operation, problem, arrays)
+    ready = make_ready(problem, operation.plan(problem))
+    results = library.launch(ready, arrays, addresses)
+    if key is not None and not problem.looks and ready.can_be_kept:
+        CALLS.remember(key, ready)
+    return results
 
 
 def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from cupyattn.compiler.target import choose
 from cupyattn.errors import shown
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import pair_of
+from cupyattn.ops.call_operands import pair_of, with_limits
 from cupyattn.ops.coding import (
     Coding,
     Made,
@@ -39,7 +39,6 @@ from cupyattn.problem.sequences import (
     SEQUENCES,
     Sequences,
     describe_sequences,
-    longest,
     one_entry,
 )
 from cupyattn.quant import queries
@@ -149,7 +148,7 @@ def quantize(
         arrays, as_given = imported(arrays)
     facts: tuple[Any, ...] | None = tuple(map(type, settings))  # 1 is no True, though equal to it
     if len(arrays) > 3 and "cu_seqlens_q" in arrays and None in (max_len_q, max_len_k):
-        settings, facts = _with_limits(settings, arrays), None
+        settings, facts = with_limits(settings, arrays), None
     if quant is not None and quant.static:  # scales are kept with the configuration
         arrays |= _scales_of(quant, arrays["q"])
     prepared: tuple[str, ...] = ()
@@ -178,17 +177,6 @@ def _prepared_first(
     given |= {n: x[0].swapaxes(0, 1) if packed else x for n, x in zip("qk", rows, strict=True)}
     settings = settings._replace(rope_interleaved=False, rope_offset_q=0, qk_norm_eps=EPS)
     return given, settings, problem.facts.prepared
-
-
-def _with_limits(settings: QuantizeSettings, arrays: Mapping[str, Any]) -> QuantizeSettings:
-    """Return settings with the longest lengths of sequences, which offsets are looked at for."""
-    found: dict[str, Any] = {}
-    for name in "qk":
-        limit, offsets = f"max_len_{name}", arrays.get(f"cu_seqlens_{name}")
-        if getattr(settings, limit) is None and offsets is not None:
-            rows = arrays[name]
-            found[limit] = longest(name, offsets, rows.shape[0] if rows.ndim == 3 else None)
-    return settings._replace(**found)
 
 
 def _scales_of(quant: QuantConfig, q: Array) -> dict[str, Array]:

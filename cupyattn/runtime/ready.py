@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described
-from cupyattn.arrays.memory import check_apart, data_address
+from cupyattn.arrays.memory import data_address
 from cupyattn.compiler import ahead
 from cupyattn.compiler import modules as compiler
 from cupyattn.plans.records import Runnable, Work
@@ -24,14 +24,18 @@ Pick = Callable[[Mapping[str, int]], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Receiver:
-    """The buffer of an ``out`` of the caller's, and what `cupyattn.arrays.memory.meetings` says."""
+    """The buffer of an ``out`` of the caller's, and what `cupyattn.arrays.described.meetings`
+    says of arrays of the forms of a call."""
 
     buffer: str
     meetings: Mapping[str, tuple[int, int]]
 
     def check(self, addresses: Mapping[str, int]) -> None:
         """Raise ValueError where it shares memory with what is read."""
-        check_apart(self.meetings, addresses, addresses[self.buffer])
+        out = addresses[self.buffer]
+        for name, (first, last) in self.meetings.items():
+            if first < out - addresses[name] < last:
+                raise ValueError(f"out must not share memory with {name}")
 
 
 class Conversion(NamedTuple):

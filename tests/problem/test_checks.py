@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from cupyattn.arrays import memory as arrays_memory
 from cupyattn.arrays.described import Described, check_receiver, meetings
-from cupyattn.arrays.memory import check_apart, data_address
+from cupyattn.arrays.memory import data_address
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits
 from cupyattn.problem import checks
 from cupyattn.problem.settings import check_attention
+from cupyattn.runtime.ready import Receiver
 
 
 def arrays(
@@ -118,7 +119,7 @@ def check_out(out: np.ndarray, inputs: tuple[np.ndarray, ...] | None = None) -> 
     check_receiver(described, call.output_shape, call.dtype)
     read = {name: Described.of(name, x) for name, x in zip("qkv", inputs, strict=True)}
     addresses = {name: data_address(x) for name, x in zip("qkv", inputs, strict=True)}
-    check_apart(meetings(described, read), addresses, data_address(out))
+    Receiver("o", meetings(described, read)).check({**addresses, "o": data_address(out)})
 
 
 def test_outs_that_fit() -> None:

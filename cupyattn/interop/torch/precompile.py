@@ -95,9 +95,7 @@ def sources(
     for number, (layer, activation) in enumerate(zip(layers, activations, strict=True)):
         for name, form in zip(OPERANDS, layer, strict=False):
             if form is not None:
-                own = f"{name}{number}"
-                x_of = _described(own, *form)
-                arrays[own] = x_of.rows() if name == "gate" else x_of
+                arrays[f"{name}{number}"] = _described(f"{name}{number}", *form)
         columns = columns_of(arrays[f"b{number}"].shape[0], activation)
         arrays[f"c{number}"] = _described(f"c{number}", (*rows, columns), dtype)
     settings = LayersSettings(dtype, activations, arch, "interpret")
