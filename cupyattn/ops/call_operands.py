@@ -12,6 +12,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.row_preparation import BUFFERS_OF, PAIRS, check_turned_before
 from cupyattn.problem.sequences import longest
 from cupyattn.problem.settings import Asked, Settings
+from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 
 #: Arguments that codes stand for, if there are some.
@@ -76,6 +77,10 @@ def arguments_of(
                 blocks = value.blocks
             else:
                 arrays["o" if name == "out" else name] = value
+    quant = settings.quant
+    if codes is None and isinstance(quant, QuantConfig) and type(quant.scales) is tuple:
+        settings = settings._replace(quant=quant.described)
+        arrays |= scales_of(quant, arrays, settings.layout, library)
     unlimited = "cu_seqlens_q" in given and None in (settings.max_len_q, settings.max_len_k)
     if unlimited:
         settings = with_limits(settings, arrays, library)
@@ -86,6 +91,20 @@ def arguments_of(
         return Arguments(asked, arrays, (ladder.VARIANTS.get(settings.variant), settings.types))
     except TypeError:  # a list, which `ladder.lookup` refuses
         return Arguments(asked, arrays, None)
+
+
+def scales_of(
+    quant: QuantConfig, arrays: Mapping[str, Any], layout: str, library: Library = ARRAYS
+) -> dict[str, Any]:
+    """Return the scales that a caller gives by buffer, beside q; none if they are dynamic."""
+    if not quant.static:
+        return {}
+    heads, entries = 1 if layout == "BHSD" else 2, []
+    for name in "qk":
+        shape: tuple[int, ...] = tuple(getattr(arrays[name], "shape", ()))
+        entries.append((shape[0], shape[heads]) if len(shape) == 4 else ())
+    of_q, of_k = entries
+    return quant.scales_beside(library.beside(arrays["q"]), (of_q, of_k))
 
 
 def pair_of(option: str, pair: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.sequences import Sequences
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.static_scales import check_static_scales, wanted_scales
+from cupyattn.quant.static_scales import described_scales
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,7 @@ def given_scales(
     if not coding.quant.static:
         return {}
     count = None if coding.sequences is None else coding.sequences.batch
-    shapes = rows["q"].shape, rows["k"].shape
-    check_static_scales(coding.quant, *shapes, coding.tiles, count)
-    found = {}
-    for name, given, wanted in wanted_scales(coding.quant, *shapes, coding.tiles, count):
-        x = arrays[f"{name}_static_scale"].cast(np.float32).beside(rows["q"])
-        if given is None:  # of queries that are yet to come
-            x, wanted = x.filled(1.0, (1, 1, wanted[2])), (1, 1, wanted[2])
-        x = x if x.shape == wanted else x.broadcast_to(wanted)
-        if count is not None:
-            x = x.broadcast_to((count, *wanted[1:])).swapaxes(0, 2)
-        found[f"{name}_static_scale"] = x.whole()
-    return found
+    return described_scales(coding.quant, arrays, rows, coding.tiles, sequences=count)
 
 
 def made_of(coding: Coding, rows: Mapping[str, Described]) -> Made:

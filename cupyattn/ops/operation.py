@@ -165,7 +165,7 @@ def _run_new(
         return run_on_host(operation, problem, arrays)
     ready = make_ready(problem, operation.plan(problem))
     results = library.launch(ready, arrays, addresses)
-    if key is not None and not problem.looks and ready.can_be_kept:
+    if key is not None and not problem.looks:
         CALLS.remember(key, ready)
     return results
 
@@ -181,8 +181,8 @@ def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -
 def make_ready(problem: Any, work: Work) -> Ready:
     """Compile, load and lay out a problem's work on the current device."""
     return Ready(
-        work, problem.arch, problem.results, kept=problem.kept, copies=problem.copies,
-        receiver=receiver_of(problem), memory=needed(problem, work), facts=problem.facts,
+        work, problem.arch, problem.results, copies=problem.copies, receiver=receiver_of(problem),
+        memory=needed(problem, work), facts=problem.facts,
     )  # fmt: skip
 
 
@@ -236,20 +236,17 @@ def interpret(problem: Any, work: Work, bound: Mapping[str, Any]) -> dict[str, A
     from cupyattn import interpret as interpreter
 
     scratch = {one.name: memory.fresh(one.shape, one.dtype, one.zeros) for one in work.between}
-    copies = {}
     for one in work.between:
         if one.cast_of:
             scratch[one.name][...] = bound[one.cast_of]
         if one.copy_of:
-            scratch[one.name][...] = problem.kept[one.copy_of]
-            copies[one.copy_of] = scratch[one.name].copy()
+            scratch[one.name][...] = bound[one.copy_of]
     # NOTE: a fresh array is often zero, and a store that never happens would not be seen.
     made = {name: memory.fresh(one.shape, one.dtype) for name, one in problem.results.items()}
     for name, one in problem.results.items():
         if one.fill is not None:
             made[name][...] = bound[one.fill] if isinstance(one.fill, str) else one.fill
-    read = {name: bound[name] for name in problem.operands} | copies
-    inputs = {name: memory.as_input(a) for name, a in read.items()}
+    inputs = {name: memory.as_input(bound[name]) for name in problem.operands}
     received = {name: bound[name] for name in problem.received}
     buffers = {**inputs, **received, **scratch, **made}
     for plan, names in zip(work.plans, work.names, strict=True):

@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyattn.arrays.described import Described, check_together
-from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, operand, take
+from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, take
 from cupyattn.arrays.kinds import PLAIN, Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.compiler.target import choose
 from cupyattn.errors import shown
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import pair_of, with_limits
+from cupyattn.ops.call_operands import pair_of, scales_of, with_limits
 from cupyattn.ops.coding import (
     Coding,
     Made,
@@ -149,14 +147,17 @@ def quantize(
     facts: tuple[Any, ...] | None = tuple(map(type, settings))  # 1 is no True, though equal to it
     if len(arrays) > 3 and "cu_seqlens_q" in arrays and None in (max_len_q, max_len_k):
         settings, facts = with_limits(settings, arrays), None
-    if quant is not None and quant.static:  # scales are kept with the configuration
-        arrays |= _scales_of(quant, arrays["q"])
+    if quant is not None:
+        arrays |= scales_of(quant, arrays, "BHSD")
+        settings = settings._replace(quant=quant.described)
     prepared: tuple[str, ...] = ()
     if quant is not None and quant.fused and (rope is not None or qk_norm is not None):
         arrays, settings, prepared = _prepared_first(arrays, settings)
     found: QuantizedQKV = run(QUANTIZE, settings, arrays, facts)
     if prepared:
         found = replace(found, prepared=prepared)
+    if quant is not None and quant.static:
+        found = replace(found, config=quant)
     return found if as_given is as_it_is else replace(found, as_given=as_given)
 
 
@@ -177,17 +178,6 @@ def _prepared_first(
     given |= {n: x[0].swapaxes(0, 1) if packed else x for n, x in zip("qk", rows, strict=True)}
     settings = settings._replace(rope_interleaved=False, rope_offset_q=0, qk_norm_eps=EPS)
     return given, settings, problem.facts.prepared
-
-
-def _scales_of(quant: QuantConfig, q: Array) -> dict[str, Array]:
-    """Return given scales by buffer, numbers as arrays of one, beside q."""
-    found = {}
-    for name, given in zip("qk", quant.scales, strict=True):
-        if not hasattr(given, "shape"):
-            with np.errstate(over="ignore"):
-                given = np.full((1, 1, 1), given, np.float32)
-        found[f"{name}_static_scale"] = operand(f"the static {name}_scale", given)
-    return found
 
 
 @functools.wraps(QuantizedQKV.with_q)
@@ -350,8 +340,9 @@ class _Quantize:
         scales = given_scales(coding, rows, arrays)
         if backend == "mirror":
             return Problem(
-                what=self.name, backend=backend, operands=rows | read_beside(coding), results={},
-                looks=looks, facts=made_of(coding, rows), settled=coding,
+                what=self.name, backend=backend, results={}, looks=looks,
+                operands=rows | read_beside(coding) | {name: arrays[name] for name in scales},
+                facts=made_of(coding, rows), settled=coding,
             )  # fmt: skip
         return replace(coding_problem(rows, coding, backend, scales), looks=looks)
 
@@ -367,7 +358,7 @@ class _Quantize:
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return what a `QuantizedQKV` holds, from NumPy."""
         coding, (q, k, v) = problem.settled, (arrays[name] for name in "qkv")
-        quant, tiles, how = coding.quant, coding.tiles, coding.preparation
+        quant, tiles, how = coding.quant.with_scales(arrays), coding.tiles, coding.preparation
         how = how and how.with_arrays(arrays)
         if coding.sequences is None:
             return {"whole": quantize_mirror(q, k, v, quant, tiles, preparation=how)}
@@ -430,10 +421,11 @@ def quantize_at(
     """
     arrays = {"q": q, "k": k, "v": v, "k_places": places}
     arrays |= {} if key_sums is None else {"k_partial_sum": key_sums}
-    if settings.quant is not None and settings.quant.static:
-        arrays |= _scales_of(settings.quant, q)
-    found: QuantizedQKV = run(QUANTIZE_AT, settings, arrays, None)
-    return found
+    quant = settings.quant or QuantConfig()
+    arrays |= scales_of(quant, arrays, "BHSD")
+    asked = settings._replace(quant=quant.described)
+    found: QuantizedQKV = run(QUANTIZE_AT, asked, arrays, None)
+    return replace(found, config=quant)
 
 
 class _QuantizeAt(_Quantize):

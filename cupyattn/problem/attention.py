@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import numpy as np
 
 from cupyattn.arrays.described import Described, places_of
 from cupyattn.arrays.interchange import operands as as_arrays
@@ -46,7 +43,6 @@ from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, padded_length
-from cupyattn.quant.static_scales import check_static_scales, static_scales
 
 #: Operands that say what happens to the scores.
 OF_SCORES = ("mask", "bias", "kept_blocks")
@@ -134,40 +130,6 @@ class AttentionProblem(Problem):
         whole = quant is None or quant.qk_bits == 8
         forms = self.variant.forms
         return codes and whole and "16bit" in forms[last.form].takes.values and "fused" in forms
-
-    @property
-    def kept(self) -> Mapping[str, Any]:
-        """The scales that the caller gives, by the names that plans have for them."""
-        quant, call = self.settings.quant, self.call
-        if quant is None or not quant.static:
-            return {}
-        xp: Any = np
-        if self.backend == "cuda":
-            xp = sys.modules["cupy"]
-        given = static_scales(xp, quant, *self._scaled)
-        if call.padded is not None:  # a kernel may write NaN over the scale of an entry alone
-            given = {
-                name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
-                for name, x in given.items()
-                if x is not None
-            }
-        return {f"{name}_static_scale": x for name, x in given.items()}
-
-    def check_scales(self) -> None:
-        """Raise for scales that the caller gives, if there are any, and that do not fit.
-
-        No value of an array on a device is read.
-        """
-        quant = self.settings.quant
-        if quant is not None and quant.static:
-            check_static_scales(quant, *self._scaled)
-
-    @property
-    def _scaled(self) -> tuple[tuple[int, ...], tuple[int, ...], Tiles, int | None]:
-        """What the shapes of given scales follow from, as `static_scales` takes it."""
-        sequences = self.call.batch if self.call.packed else None
-        rows = self.rows
-        return rows["q"].shape, rows["k"].shape, self.scale_tiles, sequences
 
     @property
     def prepared_when(self) -> str:
@@ -261,7 +223,6 @@ class AttentionProblem(Problem):
 
         ValueError or UnsupportedError, with the reason, if it does not take the call.
         """
-        self.check_scales()
         codes, tiles, arch = None, self.settings.tiles, self.architecture
         if self.quantized is not None:
             codes = Codes.of(self.quantized)

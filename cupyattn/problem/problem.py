@@ -81,11 +81,6 @@ class Problem:
             one.check(*(x.bound(arrays[x.name]) for x in one.arrays), *one.arguments)
 
     @property
-    def kept(self) -> Mapping[str, Any]:
-        """What every call with these settings reads beside operands: arrays by buffer."""
-        return {}
-
-    @property
     def copies(self) -> dict[str, Described]:
         """The operands that a call copies, by buffer."""
         return {buffer: x for buffer, x in self.operands.items() if x.is_copied}

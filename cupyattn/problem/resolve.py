@@ -32,7 +32,7 @@ from cupyattn.problem.settings import Asked, Settings, check_settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
-from cupyattn.quant.static_scales import check_packed_quant
+from cupyattn.quant.static_scales import check_packed_quant, described_scales
 
 _AUTO = ("auto",)
 
@@ -127,12 +127,28 @@ def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
             for name, x in rows.items()
         )
     received = _received(call, settings.layout, q, arrays)
-    return AttentionProblem(
+    scales = settings.quant if settings.quant is not None and settings.quant.static else None
+    problem = AttentionProblem(
         what=variant.name, backend=_backend(settings, variant, q), arch=settings.arch,
         operands=operands, results=results_of(call, settings.layout, receives=bool(received)),
         received=received, looks=looks, settings=settings, variant=variant, why=why, call=call,
         preparation=preparation,
     )  # fmt: skip
+    return problem if scales is None else _with_scales(problem, scales, arrays)
+
+
+def _with_scales(
+    problem: AttentionProblem, quant: QuantConfig, arrays: Mapping[str, Described]
+) -> AttentionProblem:
+    """Return a call with the scales that the caller gives among its operands."""
+    call, rows = problem.call, problem.rows
+    scales = described_scales(
+        quant, arrays, rows, problem.scale_tiles, sequences=call.batch if call.packed else None,
+        entries=1 if call.padded is None else call.batch,  # a kernel may write NaN over one alone
+    )  # fmt: skip
+    if problem.backend == "mirror":
+        scales = {name: arrays[name] for name in scales}
+    return replace(problem, operands={**problem.operands, **scales})
 
 
 def _of_codes(

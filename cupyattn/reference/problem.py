@@ -51,10 +51,12 @@ def run_mirror(problem: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str
 
 def _whole(problem: AttentionProblem, arrays: Mapping[str, Any]) -> KernelCall:
     """Return a call with its arrays, all of its entries together."""
-    z, preparation = problem.quantized, problem.preparation
+    z, preparation, settings = problem.quantized, problem.preparation, problem.settings
+    if settings.quant is not None:
+        settings = settings._replace(quant=settings.quant.with_scales(arrays))
     rows = {name: None if z else arrays[name] for name in "qkv"}
     return KernelCall(
-        problem.kernel, problem.settings, {**rows, **masks_of(problem, arrays)},
+        problem.kernel, settings, {**rows, **masks_of(problem, arrays)},
         None if z is None else QuantizedQKV.of_buffers(z.facts, arrays),
         None if preparation is None else preparation.with_arrays(arrays),
     )  # fmt: skip
