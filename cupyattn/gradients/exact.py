@@ -16,7 +16,7 @@ from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.problem.backward_form import check_backward_shapes
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
+from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 from cupyattn.reference.exact import ScoreBlock, blocks_of, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
@@ -168,9 +168,7 @@ def backward_exact(
     True
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    settings, arrays = parse("backward_exact", q, k, v, options)
-    scores = settings.scores(arrays)
-    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+    problem = BackwardProblem.of("backward_exact", (d_out, out, lse), q, k, v, options, all_keys)
     return exact_gradients(problem)
 
 

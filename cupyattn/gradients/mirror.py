@@ -18,7 +18,7 @@ from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.backward_form import NO_DQ, BackwardKernel, check_backward
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
+from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 from cupyattn.reference.attention import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
 from cupyattn.reference.scores import prepare_scores
@@ -72,9 +72,7 @@ def backward_mirror(
     ([0.0, 0.0], [1.0, 1.0, 1.0])
     """
     require_numpy(d_out, q, k, v, out, lse)
-    settings, arrays = parse("backward_mirror", q, k, v, options)
-    scores = settings.scores(arrays)
-    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+    problem = BackwardProblem.of("backward_mirror", (d_out, out, lse), q, k, v, options, all_keys)
     return mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
 
 

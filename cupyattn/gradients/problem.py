@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cupyattn.arrays.kinds import Array
 from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
 from cupyattn.problem.checks import check_options
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, parse
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,18 @@ class BackwardProblem:
     scale: float | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: Settings().scores({}))
     all_keys: bool = True
+
+    @classmethod
+    def of(
+        cls, function: str, received: Sequence[Any], q: Any, k: Any, v: Any,
+        options: Mapping[str, Any], all_keys: bool,
+    ) -> BackwardProblem:  # fmt: skip
+        """Tell scale and options apart; `function` is whose arguments they are, and `received` are
+        d_out, out and lse."""
+        settings, arrays = parse(function, q, k, v, options)
+        d_out, out, lse = received
+        scores = settings.scores(arrays)
+        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
