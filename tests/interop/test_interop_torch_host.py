@@ -16,7 +16,6 @@ from cupyattn import QuantConfig
 from cupyattn.arrays import described
 from cupyattn.ops import backward, layers, operation
 from cupyattn.ops.operation import problem_of
-from cupyattn.problem import attention as attention_module
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.settings import accept
 from cupyattn.runtime import recent
@@ -253,41 +252,42 @@ def test_torch_converts_what_the_plan_says(layout: str) -> None:
     assert bool((scratch[:256] == 7).all()) and bool((scratch[256 + nbytes :] == 7).all())
 
 
-def test_scales_that_a_caller_gives_arrive_by_one_copy(
+def test_scales_that_a_caller_gives_are_operands(
     driver: Driver,  # noqa: F811
     calls: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Codes point at what is kept of them, scores at the copy; while a graph is made none is."""
+    """Codes point at the caller's, scores at copies in scratch memory; other scales of the same
+    forms are no other call."""
     copies: list[tuple[int, int, int, int]] = []
-    filled: list[Any] = []
-    capturing = [True]
-    runtime = cupy.cuda.runtime
     monkeypatch.setattr(
-        runtime, "memcpyAsync", lambda to, of, n, _, stream: copies.append((to, of, n, stream))
-    )
-    monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: capturing[0])
-    monkeypatch.setattr(cupy, "copyto", lambda target, _: filled.append(target))
-    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
-    quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
-    settings = calls.Settings(variant="fa_int8", arch="sm_90", quant=quant)
+        cupy.cuda.runtime, "memcpyAsync",
+        lambda to, of, n, _, stream: copies.append((to, of, n, stream)),
+    )  # fmt: skip
+
+    def quantised(scale: float) -> QuantConfig:
+        return QuantConfig(
+            "head", "tensor", smooth_k=False, scales=(np.full((1, 4, 1), scale, "f4"), scale)
+        )
+
     shapes = zip("qkv", SHAPES, strict=True)
     given = {n: OnDevice(array(shape)) for n, shape in shapes}
-    made = planned([x.array for x in given.values()], variant="fa_int8", arch="sm_90", quant=quant)
+    how: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    made = planned([x.array for x in given.values()], quant=quantised(0.1), **how)
     driver.expect(made)
-    for turn in range(3):
-        o, _ = calls.forward(settings, given)
+    for quant in (one := quantised(0.1), one, quantised(0.2)):
+        o, _ = calls.forward(calls.Settings(quant=quant, **how), given)
         _, _, passed = driver.launches[0]
         params = zip(passed, made[0].launches[0].params, strict=True)
         structs = [np.frombuffer(x, parameter[0])[0] for x, parameter in params]
-        of_q, of_k = (int(x["static_scale"]) for x in structs[:2])
-        assert [of_q, of_k] == [x.data.ptr for x in filled[-2:]] and of_k - of_q == 256
-        *_, (to, *rest) = copies
-        assert len(copies) == turn + 1 and rest == [of_q, 512, driver.stream]
-        assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
+        kept = quant.scales_beside(given["q"].array, ((1, 4), (1, 2)))
+        sources = [x.data.ptr for x in kept.values()]
+        assert [int(x["static_scale"]) for x in structs[:2]] == sources
+        assert [of for _, of, *_ in copies[-2:]] == sources
+        assert [int(x["scale"]) for x in structs[:2]] == [to for to, *_ in copies[-2:]]
+        assert [(n, stream) for *_, n, stream in copies[-2:]] == [(16, 7), (4, 7)]
         check(driver, made, {"v": given["v"].array, "o": o.array})
-        assert len(filled) == 2 * min(turn + 1, 2), "planned again only after a capture"
-        capturing[0] = False
+        planned_no_more(monkeypatch)
 
 
 def gradient_plans(arrays: dict[str, Any], **options: Any) -> list[Any]:
