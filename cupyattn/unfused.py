@@ -23,6 +23,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
+from cupyattn.kernels.limits import check_grid
 from cupyattn.ops.operation import run
 from cupyattn.plans.records import Work
 from cupyattn.plans.unfused import plan_unfused_step
@@ -33,7 +34,6 @@ from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import Kernel, settle
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.settings import MaskedOptions, Unpack, check_attention, takes_options
-from cupyattn.problem.support import grid_support
 from cupyattn.reference import unfused as mirror
 
 
@@ -157,7 +157,7 @@ class _Step:
     def settled(self, call: AttentionSpec) -> Kernel:
         """Return the rung's kernel for a step of a call; UnsupportedError past a grid's limit."""
         kernel = settle(ladder.lookup("unfused"), call)
-        grid_support(kernel.variant.name, *kernel.blocks[self.name]).check()
+        check_grid(kernel.variant.name, *kernel.blocks[self.name])
         return kernel
 
     def plan(self, problem: Problem) -> Work:

@@ -11,9 +11,9 @@ from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import Features
-from cupyattn.kernels.limits import MAX_LENGTH
+from cupyattn.kernels.limits import MAX_LENGTH, check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import LOG2E, check_grid
+from cupyattn.plans.assemble import LOG2E
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import (

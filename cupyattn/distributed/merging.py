@@ -18,9 +18,9 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.distributed.partition import Range
 from cupyattn.kernels.features import DTYPES, Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.operation import run
-from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Plan, Work
 from cupyattn.plans.structs import MERGE_PARAMS
 from cupyattn.problem.problem import Problem

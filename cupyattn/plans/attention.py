@@ -11,12 +11,12 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
 from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.plans.assemble import (
     HOPPER_STORE_ROWS,
     _merge_pieces,
     _persistent,
     attn_params,
-    check_grid,
     clear_padding,
     entry_of,
 )
@@ -35,7 +35,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        One that takes the operands: `cupyattn.problem.form.kernel_support` says so. With
+        One that takes the operands: `cupyattn.problem.form.check_kernel` says so. With
         codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
     operands : Operands
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
@@ -63,7 +63,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     features = kernel_features(kernel, operands)
     spec = module_spec(variant, features, tiles, form)
     operands = launched_operands(kernel, operands)
-    q, k, v, o = operands.rows.values()
+    q, k, v, o = operands[:4]
     params = attn_params(call, *operands)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=kernel.note)

@@ -60,7 +60,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     if codes is None:
         raise TypeError("plan_int8 takes a kernel that was settled with codes=...")
     values = codes.values
-    q_codes, k_codes, v, o = operands.rows.values()
+    q_codes, k_codes, v, o = operands[:4]
     numbers = _numbers(kernel, codes, scales)
     features = kernel_features(kernel, operands, quantize_q=numbers is not None)
     spec = module_spec(variant, features, tiles, form)

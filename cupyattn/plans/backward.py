@@ -11,8 +11,9 @@ from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import attn_params, check_grid, tensor_map_of
+from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
 from cupyattn.problem.backward_form import (

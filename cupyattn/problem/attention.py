@@ -23,11 +23,11 @@ from cupyattn.problem.checks import AttentionSpec, check_dtype, check_options
 from cupyattn.problem.form import (
     FORM_ARCHITECTURES,
     Kernel,
+    check_kernel,
     check_value_tiles,
     code_rows,
     fresh_rows,
     kernel_features,
-    kernel_support,
     module_spec,
     scale_tiles,
     settle,
@@ -111,9 +111,11 @@ class AttentionProblem(Problem):
     @property
     def long_run(self) -> str:
         """What a call says that runs in the interpreter by default, and for long; "" otherwise."""
-        call, settings, name = self.call, self.settings, self.variant.name
+        call, name = self.call, self.variant.name
+        if self.variant.source is None or self.settings.backend:
+            return ""
         seconds = math.prod(call.score_shape) * call.head_dim / INTERPRETED[self.variant.family]
-        if self.variant.source is None or settings.backend or seconds < LONG:
+        if seconds < LONG:
             return ""
         return (
             f"{name} runs in the interpreter, as a registered kernel does on NumPy arrays, for "
@@ -235,7 +237,7 @@ class AttentionProblem(Problem):
             self.variant, self.attended, self.places, codes=codes, tiles=tiles, arch=arch
         )
         on_device = self.backend == "cuda"
-        kernel_support(kernel, self.places, self.architecture, on_device=on_device).check()
+        check_kernel(kernel, self.places, self.architecture, on_device=on_device)
         return kernel
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from cupyattn.kernels import splits
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX, several_value_scales
+from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX, check_grid, several_value_scales
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles
@@ -34,14 +34,7 @@ from cupyattn.problem.operands import (
     stacked_call,
     stacked_operands,
 )
-from cupyattn.problem.support import (
-    SUPPORTED,
-    Offer,
-    Support,
-    choose_form,
-    grid_support,
-    no_kernel,
-)
+from cupyattn.problem.support import Offer, choose_form, no_kernel
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import padded_columns
 
@@ -216,7 +209,7 @@ def settle_each(
                 variant, call, operands, codes=codes, tiles=tiles, arch=arch, form=form
             )
             if kernel.row.on_hopper:
-                kernel_support(kernel, operands).check()
+                check_kernel(kernel, operands)
         except (UnsupportedError, ValueError) as error:  # a form that does not take the call
             refused = refused or error
             continue
@@ -310,7 +303,7 @@ def kernel_features(kernel: Kernel, operands: Operands, *, quantize_q: bool = Fa
         Whether it makes the codes of Q by itself.
     """
     call, codes, given = kernel.launched, kernel.codes, launched_operands(kernel, operands)
-    q, k, v, o = given.rows.values()
+    q, k, v, o = given[:4]
     added: dict[str, Any] = {} if codes is None else codes.features
     if kernel.row.on_hopper:
         added |= _score_features(call, given)
@@ -356,10 +349,10 @@ def _score_kind(x: Operand | None, whole: str) -> str:
 # ---- whether it takes its tiles, its codes and its size ------------------------------------------
 
 
-def kernel_support(
+def check_kernel(
     kernel: Kernel, operands: Operands, arch: str | None = None, *, on_device: bool = False
-) -> Support:
-    """Say whether a kernel takes the operands of the call that it was settled for.
+) -> None:
+    """Raise unless a kernel takes the operands of the call that it was settled for.
 
     Parameters
     ----------
@@ -372,84 +365,64 @@ def kernel_support(
         Whether a device is there, whose own limits the launch is held to. Otherwise the limits are
         those of the architecture that the call resolves for: the one that it names, or the least
         that its kernel is compiled for.
+
+    Raises
+    ------
+    ValueError, UnsupportedError, KernelLaunchError
+        For codes, tiles and sizes that it does not take, in this order.
     """
-    for found in _answers(kernel, operands, arch, on_device):
-        if not found.supported:
-            return found
-    return SUPPORTED
-
-
-def _answers(
-    kernel: Kernel, operands: Operands, arch: str | None, on_device: bool
-) -> Iterator[Support]:
-    """Yield what codes, tiles and size have to say, the next only if it is asked for."""
-    codes, tiles = kernel.codes, kernel.tiles
+    codes, tiles, call = kernel.codes, kernel.tiles, kernel.call
     if codes is not None and codes.fused:
-        yield _of_fused(codes, tiles)
+        _check_fused(codes, tiles)
     if codes is not None and codes.values is not None:
-        yield _of_values(codes.values, operands.v, tiles)
-    if math.prod(kernel.call.output_shape) == 0:  # nothing is launched
+        _check_values(codes.values, operands.v, tiles)
+    if math.prod(call.output_shape) == 0:  # nothing is launched
         return
     if not kernel.own_tiles or kernel.variant.source is not None:
-        spec = module_spec(
-            kernel.variant, kernel_features(kernel, operands), kernel.tiles, kernel.form
-        )
-        yield _of_tiles(kernel, spec)
+        features = kernel_features(kernel, operands)
+        spec = module_spec(kernel.variant, features, tiles, kernel.form)
+        if reason := refused_tiles(spec, tiles, _called(kernel)):
+            raise ValueError(reason)
         if not on_device:
-            yield _of_shared_memory(spec, arch or spec.least_arch, kernel)
+            _check_shared_memory(spec, arch or spec.least_arch, kernel)
     for counts in kernel.blocks.values():
-        yield grid_support(kernel.variant.name, *counts)
+        check_grid(kernel.variant.name, *counts)
         if kernel.row.on_hopper:  # every block goes on to a tile past the last, an int as well
-            yield grid_support("the Hopper form", *counts, limit=INT32_MAX - HOPPER_BLOCKS)
+            check_grid("the Hopper form", *counts, limit=INT32_MAX - HOPPER_BLOCKS)
 
 
-def _of_fused(codes: Codes, tiles: Tiles) -> Support:
-    """Say whether the kernel can make the codes itself in tiles of this size."""
+def _check_fused(codes: Codes, tiles: Tiles) -> None:
+    """Raise unless the kernel can make the codes itself in tiles of this size."""
     whole = not tiles.block_q % codes.group_q and not tiles.block_kv % codes.group_kv
-    if tiles.num_stages == 1 and whole:
-        return SUPPORTED
-    return Support(
-        False,
-        f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
-        f"whole groups of {codes.group_q} rows and {codes.group_kv} keys, got {tiles}",
-        ValueError,
-    )
+    if tiles.num_stages != 1 or not whole:
+        raise ValueError(
+            f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
+            f"whole groups of {codes.group_q} rows and {codes.group_kv} keys, got {tiles}"
+        )
 
 
-def _of_values(values: ValueCodes, v_codes: Operand, tiles: Tiles) -> Support:
-    """Say whether the kernel can read codes of V in tiles of this size."""
+def _check_values(values: ValueCodes, v_codes: Operand, tiles: Tiles) -> None:
+    """Raise unless the kernel can read codes of V in tiles of this size."""
     if reason := several_value_scales(values.group, tiles):
-        return Support(False, reason)
-    if 0 in v_codes.shape or v_codes.allows(16):
-        return SUPPORTED
-    return Support(
-        False,
-        "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
-        f"16 n + {v_codes.misalignment} and strides {v_codes.strides}",
-        ValueError,
-    )
+        raise UnsupportedError(reason)
+    if 0 not in v_codes.shape and not v_codes.allows(16):
+        raise ValueError(
+            "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
+            f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
+        )
 
 
-def _of_tiles(kernel: Kernel, spec: ModuleSpec) -> Support:
-    """Say whether the tiles keep the contracts that the kernel's source states."""
-    reason = refused_tiles(spec, kernel.tiles, _called(kernel))
-    return Support(False, reason, ValueError) if reason else SUPPORTED
-
-
-def _of_shared_memory(spec: ModuleSpec, arch: str, kernel: Kernel) -> Support:
-    """Say whether a block has room for the tiles on an architecture."""
+def _check_shared_memory(spec: ModuleSpec, arch: str, kernel: Kernel) -> None:
+    """Raise unless a block has room for the tiles on an architecture."""
     least, limit = least_shared_bytes(spec), shared_memory_of(arch)
     most = max(map(shared_memory_of, ARCHITECTURES))
-    if least <= limit:
-        return SUPPORTED
-    return Support(
-        False,
-        f"{_called(kernel)} does not take {kernel.tiles} at head_dim {kernel.call.head_dim}: a "
-        f"block needs at least {least} bytes of shared memory, {arch} allows {limit}; reduce "
-        "tiles.block_kv or tiles.num_stages first, then tiles.block_q"
-        + (", or name another arch" if least <= most else ""),
-        KernelLaunchError,
-    )
+    if least > limit:
+        raise KernelLaunchError(
+            f"{_called(kernel)} does not take {kernel.tiles} at head_dim {kernel.call.head_dim}: a "
+            f"block needs at least {least} bytes of shared memory, {arch} allows {limit}; reduce "
+            "tiles.block_kv or tiles.num_stages first, then tiles.block_q"
+            + (", or name another arch" if least <= most else "")
+        )
 
 
 def _called(kernel: Kernel) -> str:

@@ -64,12 +64,12 @@ class Problem:
     what: str
     backend: str
     arch: str | None = None
-    operands: Mapping[str, Described]
-    results: Mapping[str, Result]
-    received: Mapping[str, Described] = field(default_factory=dict)
+    operands: Mapping[str, Described] = field(hash=False)
+    results: Mapping[str, Result] = field(hash=False)
+    received: Mapping[str, Described] = field(default_factory=dict, hash=False)
     looks: tuple[Look, ...] = ()
-    facts: Any = None
-    settled: Any = None
+    facts: Any = field(default=None, hash=False)
+    settled: Any = field(default=None, hash=False)
 
     def bound(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is read and written to, by buffer, of the caller's arrays by name."""

@@ -21,6 +21,7 @@ from cupyattn.problem.problem import Look
 from cupyattn.problem.row_preparation import BUFFERS_OF, Preparation
 from cupyattn.problem.sequences import (
     LENGTHS,
+    LENGTHS_OF,
     SEQUENCES,
     Sequences,
     describe_lengths,
@@ -120,10 +121,10 @@ def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
     if settings.check_finite:
-        counts = (operands.get(name) for name in ("lengths_q", "lengths_kv", "lengths_kv"))
+        counts = {name: operands.get(LENGTHS_OF[name]) for name in rows}
         looks += tuple(
-            Look(check_finite, (x,) if count is None else (x, count), (name,))
-            for (name, x), count in zip(rows.items(), counts, strict=True)
+            Look(check_finite, (x,) if (count := counts[name]) is None else (x, count), (name,))
+            for name, x in rows.items()
         )
     received = _received(call, settings.layout, q, arrays)
     scales = settings.quant if settings.quant is not None and settings.quant.static else None
@@ -199,8 +200,8 @@ def _padded(
     """Return a call with the lengths of its batch entries, and these; the call as it is without."""
     lengths = describe_lengths(q, arrays)
     if lengths:
-        given = "lengths_q" in lengths, "lengths_kv" in lengths
-        call = checks.check_padded(call, given, **settings.places)
+        of_q, of_kv = (name in lengths for name in LENGTHS)
+        call = checks.check_padded(call, (of_q, of_kv), **settings.places)
     return call, lengths
 
 

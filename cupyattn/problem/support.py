@@ -15,7 +15,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
 from cupyattn.kernels.forms import OPTIONS, VALUES, Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import GROUP_ALL, INT32_MAX
+from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.operands import (
@@ -38,30 +38,22 @@ LOG2E = math.log2(math.e)
 
 
 class Support(NamedTuple):
-    """Whether a form or a kernel takes a call, and if not, why not.
+    """Whether a form takes a call, and if not, why not.
 
     Parameters
     ----------
     supported : bool
     reason : str
         Why not, in words for the caller; "" where it is supported.
-    error : type
-        What a call raises that nothing else takes.
     """
 
     supported: bool
     reason: str = ""
-    error: type[Exception] = UnsupportedError
 
     @property
     def note(self) -> str:
         """What a plan of the portable form says about it; "" where the form takes the call."""
         return "" if self.supported else f"portable form: {self.reason}"
-
-    def check(self) -> None:
-        """Raise the error, with the reason, unless the call is taken."""
-        if not self.supported:
-            raise self.error(self.reason)
 
 
 SUPPORTED = Support(True)
@@ -369,14 +361,3 @@ def reach(operands: Mapping[str, Operand]) -> Support:
                 f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes",
             )
     return SUPPORTED
-
-
-def grid_support(what: str, *counts: int, limit: int = INT32_MAX) -> Support:
-    """Say whether a launch may have as many blocks as the product of `counts`."""
-    blocks = math.prod(counts)
-    if blocks <= limit:
-        return SUPPORTED
-    return Support(
-        False,
-        f"{what} takes {blocks} blocks, more than {limit}: split the call over batch or heads",
-    )

@@ -90,7 +90,7 @@ def parts_of(
         arrays = {n: to_bhsd(a, "BSHD") if n in "qkv" and a is not None else a
                   for n, a in arrays.items()}  # fmt: skip
         settings = settings._replace(layout="BHSD")
-    if "lengths_q" in arrays or "lengths_kv" in arrays:
+    if {*COUNTS} & arrays.keys():
         settings, arrays = _masked(settings, arrays, quantized)
     return [Part(settings, arrays, quantized, o, lse, given)]
 
@@ -107,7 +107,7 @@ def _masked(
     described = {name: Described.of(name, x) for name, x in own.items()}
     xp, lengths = array_namespace(like), describe_lengths(Described.of("q", like), described)
     lengths = {name: x.bound(own[name]) for name, x in lengths.items()}
-    full = {"lengths_q": len_q, "lengths_kv": len_kv}
+    full = dict(zip(COUNTS, (len_q, len_kv), strict=True))
     counts = [xp.clip(lengths[n], 0, most) if n in lengths else xp.full(shape[0], most)
               for n, most in full.items()]  # fmt: skip
     of_q, of_kv = (count[:, None, None, None] for count in counts)
@@ -264,7 +264,7 @@ def problem_of_call(
     if quantized is None:
         present = {n: a for n, a in arrays.items() if a is not None or n in "qkv"}
     else:  # whose rows were prepared before
-        names = ("mask", "bias", "block_mask", "lengths_q", "lengths_kv")
+        names = ("mask", "bias", "block_mask", *COUNTS)
         present = {"q": quantized, "k": None, "v": None}
         present |= {n: arrays[n] for n in names if arrays.get(n) is not None}
         settings = settings._replace(layout="BHSD")
