@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Operand:
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(tuple(shape), tuple(strides), itemsize, 0)
 
-    @property
+    @functools.cached_property
     def row_strides(self) -> tuple[int, ...]:
         """Strides of every axis but the last; 0 for an axis of length 1, which no kernel steps."""
         return tuple(
