@@ -297,7 +297,7 @@ class QuantConfig:
             with memory.on_device_of(array):
                 own = map(_laid_out, self.scales, shapes, (array, array))
                 found = dict(zip(SCALE_BUFFERS, own, strict=True))
-                if not is_cupy(array) or _is_made():
+                if not is_cupy(array) or memory.is_made():
                     self._on_devices[key] = found
         return found
 
@@ -371,18 +371,6 @@ def _laid_out(scale: Any, shape: tuple[int, ...], beside: Any) -> Any:
         scale = scale.copy()  # from another device to this one
         return xp.ascontiguousarray(xp.broadcast_to(scale.astype(np.float32), shape))
     return xp.array(np.broadcast_to(np.float32(scale), shape))
-
-
-def _is_made() -> bool:
-    """Wait for what lies on the current device, so that all streams may read it; False while a CUDA
-    graph captures the current stream, which alone makes it then."""
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    if runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
-        return False
-    runtime.deviceSynchronize()
-    return True
 
 
 def _group(granularity: str, block: int, thread: int) -> int:
