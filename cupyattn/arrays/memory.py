@@ -16,6 +16,18 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     return device
 
 
+def is_made() -> bool:
+    """Wait for arrays of the current device, which all streams may read then; False while a CUDA
+    graph captures CuPy's current stream, which makes them when it is replayed alone."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    if runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
+        return False
+    runtime.deviceSynchronize()
+    return True
+
+
 def as_input(array: Any) -> Any:
     """Return an operand as a kernel gets it: the interpreter holds it to reading alone."""
     if isinstance(array, np.ndarray):

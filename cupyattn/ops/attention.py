@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import arguments_of
@@ -410,10 +409,7 @@ def described(settings: Settings, given: Mapping[str, Any]) -> AttentionProblem:
         As `cupyattn.problem.settings.parse` tells them apart.
     """
     call = arguments_of(settings, given)
-    arrays = call.arrays
-    if not any(isinstance(x, Described) for x in arrays.values()):
-        arrays, _ = imported(arrays)
-    problem: AttentionProblem = problem_of(ATTENTION, call.asked, arrays)
+    problem: AttentionProblem = problem_of(ATTENTION, call.asked, imported(call.arrays)[0])
     return problem
 
 

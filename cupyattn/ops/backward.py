@@ -437,23 +437,6 @@ BACKWARD = _Backward()
 _SIN_BACK = "rope_sin_back"
 
 
-def check_backward_call(settings: BackwardSettings, arrays: Mapping[str, Any]) -> None:
-    """Check a backward pass by descriptions of its arrays.
-
-    Parameters
-    ----------
-    settings, arrays
-        As `parse_backward` returns them.
-
-    Raises
-    ------
-    ValueError, TypeError, UnsupportedError
-        As `attention_backward`.
-    """
-    asked, own, _ = arguments_of_backward(settings, arrays)
-    problem_of(BACKWARD, asked, own)
-
-
 def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
     """Return the shape of the gradient of an operand of layout BHSD: the caller's."""
     shape = tuple(x.shape if turned else to_bhsd(x, layout).shape)
@@ -586,9 +569,14 @@ def resolved_backward(
     function : str
         Whose arguments they are, for messages.
     d_out, q, k, v, out, lse
-        As for `attention_backward`.
+        As for `attention_backward`; arrays, or descriptions of some.
     options
         As for `parse_backward`.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
     """
     settings, arrays = parse_backward(function, (d_out, out, lse), q, k, v, options)
     asked, own, _ = arguments_of_backward(settings, arrays)

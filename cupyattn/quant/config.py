@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays import memory
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import device_of, is_cupy, taken_or_number
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.arrays.memory import on_device_of
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
 from cupyattn.kernels.limits import as_float
@@ -66,9 +66,9 @@ class QuantConfig:
         8-bit floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
         Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
-        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library, on the host finite
-        and at least 2^-126. It keeps copies, read-only on the host; those on a device must not be
-        changed. Values past 127 scales saturate. V's scales are always dynamic.
+        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library. It keeps copies,
+        read-only on the host; those on a device must not be changed. Values past 127 scales
+        saturate. V's scales are always dynamic.
     p_type : {"16bit", "u8", "s8", "e4m3"}, optional
         P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
         the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
@@ -148,8 +148,6 @@ class QuantConfig:
                 own = tuple(_kept(name, x) for name, x in zip("qk", self.scales, strict=False))
                 object.__setattr__(self, "scales", own + self.scales[2:])
             self._check_static_scales()
-            for name, x in zip("qk", self.scales, strict=True):
-                _check_values(name, x)
         _one_of("fused", self.fused, (True, False))
         if self.fused:
             self._check_fused()
@@ -278,10 +276,16 @@ class QuantConfig:
         Returns
         -------
         dict of str to array, float32, (batch or 1, heads or 1, groups)
+
+        Raises
+        ------
+        ValueError
+            As `check_scales`.
         """
         granularities = self.granularity_q, self.granularity_k
         shapes = tuple(map(_repeated, self.scales, granularities, entries))
         if isinstance(array, Described):
+            self.check_scales()
             return {
                 name: Described.contiguous(name, shape, np.float32, array.device)
                 for name, shape in zip(SCALE_BUFFERS, shapes, strict=True)
@@ -289,14 +293,23 @@ class QuantConfig:
         key = device_of(array), shapes
         found: dict[str, Any] | None = self._on_devices.get(key)
         if found is None:
-            with on_device_of(array):
+            self.check_scales()
+            with memory.on_device_of(array):
                 own = map(_laid_out, self.scales, shapes, (array, array))
                 found = dict(zip(SCALE_BUFFERS, own, strict=True))
-                if not is_cupy(array) or not _is_captured():
-                    if is_cupy(array):  # other streams may read them from now on
-                        array.device.synchronize()
+                if not is_cupy(array) or memory.is_made():
                     self._on_devices[key] = found
         return found
+
+    def check_scales(self) -> None:
+        """Raise ValueError for given scales of the host that are not finite and at least 2^-126."""
+        for name, scale in zip("qk", self.scales, strict=True):
+            if isinstance(scale, Described) or is_cupy(scale):
+                continue
+            with np.errstate(over="ignore"):
+                array = np.asarray(scale, np.float32)
+            if not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
+                raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
 
     @functools.cached_property
     def _on_devices(self) -> dict[Any, dict[str, Any]]:
@@ -342,16 +355,6 @@ def _kept(name: str, scale: Any) -> Any:
     return own
 
 
-def _check_values(name: str, scale: Any) -> None:
-    """Raise ValueError for scales of the host that are no finite numbers from 2^-126 up."""
-    if isinstance(scale, Described) or is_cupy(scale):
-        return
-    with np.errstate(over="ignore"):
-        array = np.asarray(scale, np.float32)
-    if not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
-        raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
-
-
 def _repeated(scale: Any, granularity: str, entries: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of given scales, those of one batch entry or head as those of all."""
     have: tuple[int, ...] = getattr(scale, "shape", (1, 1, 1))
@@ -367,14 +370,7 @@ def _laid_out(scale: Any, shape: tuple[int, ...], beside: Any) -> Any:
     if is_cupy(scale):
         scale = scale.copy()  # from another device to this one
         return xp.ascontiguousarray(xp.broadcast_to(scale.astype(np.float32), shape))
-    return xp.asarray(np.ascontiguousarray(np.broadcast_to(np.float32(scale), shape)))
-
-
-def _is_captured() -> bool:
-    """Whether a CUDA graph captures CuPy's current stream: what it makes is not there before."""
-    import cupy
-
-    return bool(cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr))
+    return xp.array(np.broadcast_to(np.float32(scale), shape))
 
 
 def _group(granularity: str, block: int, thread: int) -> int:

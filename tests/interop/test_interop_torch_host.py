@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,12 +15,10 @@ from cupyattn import QuantConfig
 from cupyattn.arrays import described
 from cupyattn.ops import backward, layers, operation
 from cupyattn.ops.operation import problem_of
-from cupyattn.problem import attention as attention_module
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.settings import accept
 from cupyattn.runtime import recent
 from cupyattn.runtime.ready import Conversion, Ready
-from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
 from tests.runtime.test_host_calls import (  # noqa: F401
     CASES,
     SHAPES,
@@ -253,41 +250,42 @@ def test_torch_converts_what_the_plan_says(layout: str) -> None:
     assert bool((scratch[:256] == 7).all()) and bool((scratch[256 + nbytes :] == 7).all())
 
 
-def test_scales_that_a_caller_gives_arrive_by_one_copy(
+def test_scales_that_a_caller_gives_are_operands(
     driver: Driver,  # noqa: F811
     calls: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Codes point at what is kept of them, scores at the copy; while a graph is made none is."""
+    """Codes point at the caller's, scores at copies in scratch memory; other scales of the same
+    forms are no other call."""
     copies: list[tuple[int, int, int, int]] = []
-    filled: list[Any] = []
-    capturing = [True]
-    runtime = cupy.cuda.runtime
     monkeypatch.setattr(
-        runtime, "memcpyAsync", lambda to, of, n, _, stream: copies.append((to, of, n, stream))
-    )
-    monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: capturing[0])
-    monkeypatch.setattr(cupy, "copyto", lambda target, _: filled.append(target))
-    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
-    quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
-    settings = calls.Settings(variant="fa_int8", arch="sm_90", quant=quant)
+        cupy.cuda.runtime, "memcpyAsync",
+        lambda to, of, n, _, stream: copies.append((to, of, n, stream)),
+    )  # fmt: skip
+
+    def quantised(scale: float) -> QuantConfig:
+        return QuantConfig(
+            "head", "tensor", smooth_k=False, scales=(np.full((1, 4, 1), scale, "f4"), scale)
+        )
+
     shapes = zip("qkv", SHAPES, strict=True)
     given = {n: OnDevice(array(shape)) for n, shape in shapes}
-    made = planned([x.array for x in given.values()], variant="fa_int8", arch="sm_90", quant=quant)
+    how: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    made = planned([x.array for x in given.values()], quant=quantised(0.1), **how)
     driver.expect(made)
-    for turn in range(3):
-        o, _ = calls.forward(settings, given)
+    for quant in (one := quantised(0.1), one, quantised(0.2)):
+        o, _ = calls.forward(calls.Settings(quant=quant, **how), given)
         _, _, passed = driver.launches[0]
         params = zip(passed, made[0].launches[0].params, strict=True)
         structs = [np.frombuffer(x, parameter[0])[0] for x, parameter in params]
-        of_q, of_k = (int(x["static_scale"]) for x in structs[:2])
-        assert [of_q, of_k] == [x.data.ptr for x in filled[-2:]] and of_k - of_q == 256
-        *_, (to, *rest) = copies
-        assert len(copies) == turn + 1 and rest == [of_q, 512, driver.stream]
-        assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
+        kept = quant.scales_beside(given["q"].array, ((1, 4), (1, 2)))
+        sources = [x.data.ptr for x in kept.values()]
+        assert [int(x["static_scale"]) for x in structs[:2]] == sources
+        assert [of for _, of, *_ in copies[-2:]] == sources
+        assert [int(x["scale"]) for x in structs[:2]] == [to for to, *_ in copies[-2:]]
+        assert [(n, stream) for *_, n, stream in copies[-2:]] == [(16, 7), (4, 7)]
         check(driver, made, {"v": given["v"].array, "o": o.array})
-        assert len(filled) == 2 * min(turn + 1, 2), "planned again only after a capture"
-        capturing[0] = False
+        planned_no_more(monkeypatch)
 
 
 def gradient_plans(arrays: dict[str, Any], **options: Any) -> list[Any]:
@@ -543,143 +541,3 @@ def test_what_makes_calls_on_tensors_different(
         assert find(looked_at, {**given, **ends}, None) is None
     assert find(but(check_finite=True), given, None) is None
     assert find(but(window=[1, 2]), given, None) is None
-
-
-@pytest.fixture
-def made(calls: Any, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:
-    """The scratch memory that calls take of torch."""
-    found: list[OnDevice] = []
-
-    def noted(shape: Any, **how: Any) -> OnDevice:
-        new = empty(shape, **how)
-        if how["dtype"] is torch.uint8:
-            found.append(new)
-        return new
-
-    monkeypatch.setattr(torch, "empty", noted)
-    return found
-
-
-def test_a_linear_layer_on_tensors_is_planned_once(
-    host: Host,  # noqa: F811
-    made: list[OnDevice],
-) -> None:
-    """Kernels get the addresses of tensors; no array is made of one."""
-    linear = importlib.import_module("cupyattn.interop.torch.linear")
-    given = operands(5)
-    weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
-    bias, planned = OnDevice(array((N,), "float32")), 0
-    for turn in range(3):
-        x = OnDevice(array((2, 5, K)))
-        y = linear.run(x, weight, scales, bias, "silu", "sm_90", None)
-        assert y.shape == (2, 5, N)
-        entry, quantised = host.passed(2 * turn)
-        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
-        _, multiplied = host.passed(2 * turn + 1)
-        assert multiplied["c"] == y.data_ptr() and multiplied["bias"] == bias.data_ptr()
-        assert multiplied["a"] == quantised["codes"]
-        assert multiplied["a_scales"] == quantised["scales"]
-        assert multiplied["b"] == weight.data_ptr()
-        assert multiplied["b_scales"] == scales.data_ptr()
-        planned = planned or len(host.plans)
-        start = made[-1].data_ptr()
-        assert made[-1].shape == (10 * K + 256,)  # codes, and 20 scales
-        assert (quantised["codes"], quantised["scales"]) == (start, start + 10 * K)
-    known = len(recent.CALLS)
-    assert len(host.plans) == planned and len(made) == 3
-    linear.run(OnDevice(array((2, 5, K))), weight, scales, None, "silu", "sm_90", None)
-    assert len(recent.CALLS) > known  # another form: without a bias
-
-
-@pytest.mark.parametrize("summed", [False, True])
-def test_what_inductor_runs_of_a_layer_is_planned_once(
-    summed: bool,
-    host: Host,  # noqa: F811
-    made: list[OnDevice],
-) -> None:
-    """Kernels get the addresses of the tensors of each call, a gate's rows at their distance."""
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    given, planned = operands(5), 0
-    weight = [OnDevice(given[name]) for name in ("b", "b_scales")]
-    for turn in range(3):
-        x, residual, gate = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N))), Gate()
-        beside = (None, residual, gate) if summed else (None, None, None)
-        y = parts.run_layer(x, *weight, *beside, "gelu", "sm_90", None)
-        entry, quantised = host.passed(2 * turn)
-        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
-        _, multiplied = host.passed(2 * turn + 1)
-        assert multiplied["c"] == y.data_ptr() and multiplied["b"] == weight[0].data_ptr()
-        assert multiplied["a"] == quantised["codes"]
-        planned = planned or len(host.plans)
-        assert len(host.plans) == planned and len(made) == turn + 1
-        if summed:
-            assert multiplied["residual"] == residual.data_ptr()
-            assert multiplied["gate"] == gate.data_ptr()
-
-
-@pytest.mark.parametrize("strategy", ["block", "channel"])
-def test_layers_of_one_input_quantise_it_once_and_are_one_graph(
-    strategy: str,
-    host: Host,  # noqa: F811
-    made: list[OnDevice],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A call that comes again at its addresses is one launch, of a graph of all kernels."""
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    given = [operands(5, strategy) for _ in range(3)]
-    weights, scales = ([OnDevice(one[name]) for one in given] for name in ("b", "b_scales"))
-    biases = [OnDevice(array((N,))) for _ in range(3)]
-    x = OnDevice(array((2, 5, K)))
-    how = ["", "silu", ""], "sm_90", None
-    for _ in range(2):
-        results = parts._layers(x, weights, scales, biases, *how)
-        assert [y.shape for y in results] == [(2, 5, N)] * 3
-    _, quantised = host.passed(4)
-    assert len(host.driver.launches) == 8 and quantised["x"] == x.data_ptr()
-    assert quantised["codes"] == made[-1].data_ptr()
-    for number in range(3):
-        _, multiplied = host.passed(5 + number)
-        assert multiplied["a"] == quantised["codes"]
-        assert multiplied["a_scales"] == quantised["scales"]
-        assert multiplied["b"] == weights[number].data_ptr()
-        assert multiplied["b_scales"] == scales[number].data_ptr()
-        assert multiplied["c"] == results[number].data_ptr()
-        assert multiplied["bias"] == biases[number].data_ptr()
-    planned, same = len(host.plans), itertools.cycle([*results, made[-1]])
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: next(same))
-    for _ in range(2):
-        parts._layers(x, weights, scales, biases, *how)
-    assert len(host.plans) == planned and host.driver.replays[-2:] == [(0, 7)] * 2
-    assert len(host.driver.graphs[0].launches) == 4
-
-
-class Gate(OnDevice):
-    """The second of three parts of a modulation."""
-
-    def __init__(self) -> None:
-        super().__init__(array((2, 1, 3 * N))[..., N : 2 * N])
-
-
-def test_a_gate_that_has_to_be_copied_is_read_from_its_copy_every_time(
-    host: Host,  # noqa: F811
-    made: list[OnDevice],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its rows lie at no common distance."""
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    copies = []
-
-    def gathered(x: Any, *shape: int) -> Any:
-        copies.append(array(shape))
-        return copies[-1]
-
-    monkeypatch.setitem(described._STEPS, "gathered", gathered)
-    given = operands(5)
-    weight = [OnDevice(given[name]) for name in ("b", "b_scales")]
-    for turn in range(3):
-        residual = OnDevice(array((2, 2, 5, N)))
-        x, gate = OnDevice(array((2, 2, 5, K))), OnDevice(array((2, 3, N))[:, :2])
-        parts.run_layer(x, *weight, None, residual, gate, "", "sm_90", None)
-        assert len(copies) == turn + 1
-        assert host.passed(2 * turn + 1)[1]["gate"] == copies[turn].data.ptr
-        planned_no_more(monkeypatch)

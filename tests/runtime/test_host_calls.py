@@ -136,6 +136,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     monkeypatch.setattr(arrays_memory, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
+    monkeypatch.setattr(cupy, "array", lambda x: array(x.shape, x.dtype.name))
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceSynchronize", lambda: None)
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", fake.fill)
     monkeypatch.setattr(cupy.cuda.runtime, "graphLaunch", fake.replay)
     monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", lambda x: x in fake.recording)

@@ -300,11 +300,8 @@ def _check_gradient(call: _Call, operands: Mapping[str, Any], o: Any, lse: Any) 
 
     def check(known: dict[str, Any]) -> None:
         constants = {**_constants(options), **_paired(known)}
-        received = known["o"], known["o"], known["lse"]
-        q, k, v = (known[name] for name in "qkv")
-        backward.check_backward_call(
-            *backward.parse_backward("attention_backward", received, q, k, v, constants)
-        )
+        q, k, v, o, lse = (known[name] for name in ("q", "k", "v", "o", "lse"))
+        backward.resolved_backward("attention_backward", o, q, k, v, o, lse, constants)
 
     facts = ("jax, gradients", *_facts(options))
     check_once(facts, {**operands, "o": o, "lse": lse}, check)

@@ -174,8 +174,7 @@ class Tensors:
                 return self.launch(ready, tensors, addresses)
         if ready.receiver is not None:
             ready.receiver.check(addresses)
-        if ready.copies:
-            tensors = {**tensors, **_copied(ready, tensors, addresses)}
+        copies = _copied(ready, tensors, addresses) if ready.copies else {}
         made = {}
         for name, shape, dtype, _ in ready.results:
             made[name] = x = torch.empty(shape, dtype=_TYPES[dtype], device=device)
@@ -185,7 +184,8 @@ class Tensors:
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
             start = scratch.data_ptr()
             for one in ready.conversions:
-                convert(one, tensors[one.buffer], scratch)
+                copy = copies.get(one.buffer)
+                convert(one, tensors[one.buffer] if copy is None else as_tensor(copy), scratch)
         # NOTE: torch.cuda.current_stream makes an object of the handle, which takes the host 6 us.
         ready.launch(addresses, start, torch._C._cuda_getCurrentRawStream(device.index))
         return made
@@ -223,15 +223,15 @@ def dtype_of(name: str, dtype: torch.dtype) -> np.dtype[Any]:
 
 def _copied(
     ready: Ready, tensors: Mapping[str, Any], addresses: dict[str, int]
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Return copies of the operands that a call copies, and add their addresses to the others.
 
-    They are made on torch's current stream, whose allocator reuses them in its order.
+    They are made on torch's current stream, whose allocator reuses their memory in its order.
     """
     with on_device_of(next(iter(tensors.values()))):
         arrays, _ = Tensors().imported({x.name: tensors[x.name] for x in ready.copies.values()})
-        own = {name: as_tensor(x.bound(arrays[x.name])) for name, x in ready.copies.items()}
-    addresses |= {name: x.data_ptr() for name, x in own.items()}
+        own = {name: x.bound(arrays[x.name]) for name, x in ready.copies.items()}
+    addresses |= {name: x.data.ptr for name, x in own.items()}
     return own
 
 
