@@ -24,7 +24,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
 from cupyattn.kernels.limits import check_grid
-from cupyattn.ops.operation import run
+from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.records import Work
 from cupyattn.plans.unfused import plan_unfused_step
 from cupyattn.problem import checks
@@ -148,11 +148,10 @@ def _check_float32(name: str, array: Any) -> None:
         )
 
 
-class _Step:
+class _Step(Operation):
     """One kernel of ``attn_unfused.cu`` as an operation."""
 
     name = ""
-    receives: tuple[str, ...] = ()
 
     def settled(self, call: AttentionSpec) -> Kernel:
         """Return the rung's kernel for a step of a call; UnsupportedError past a grid's limit."""
@@ -168,12 +167,6 @@ class _Step:
             o = problem.results["o"]
             described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
         return Work.of(plan_unfused_step(self.name, problem.settled, described))
-
-    def restore(
-        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the results by buffer."""
-        return results
 
 
 class _Scores(_Step):

@@ -8,7 +8,7 @@ from typing import Any
 from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import arguments_of
-from cupyattn.ops.operation import problem_of, run
+from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
 from cupyattn.plans.stages import stages
@@ -355,13 +355,13 @@ def run_attention(settings: Settings, given: Mapping[str, Any]) -> Any:
     return run(ATTENTION, call.asked, call.arrays, call.facts, as_given)
 
 
-class _Attention:
+class _Attention(Operation):
     """Attention as an operation, of sequences that are packed or not."""
 
     name = "attention"
-    receives: tuple[str, ...] = ("o",)
+    receives = ("o",)
 
-    resolve = staticmethod(resolve)
+    resolve = staticmethod(resolve)  # type: ignore[assignment]
 
     def plan(self, problem: AttentionProblem) -> Work:
         """Return the passes that prepare and quantise, and the rung's kernels."""

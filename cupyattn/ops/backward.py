@@ -18,7 +18,7 @@ from cupyattn.gradients.mirror import mirror_gradients
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import arguments_of
-from cupyattn.ops.operation import ARRAYS, Library, problem_of, run
+from cupyattn.ops.operation import ARRAYS, Library, Operation, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
@@ -346,11 +346,10 @@ def arguments_of_backward(
     return BackwardAsked(call.asked, deterministic, all_keys), call.arrays, facts
 
 
-class _Backward:
+class _Backward(Operation):
     """The gradients of attention as an operation."""
 
     name = "attention_backward"
-    receives: tuple[str, ...] = ()
 
     def resolve(self, asked: BackwardAsked, arrays: Mapping[str, Described]) -> Problem:
         """Check the forward pass, and d_out, out and lse against it."""

@@ -23,7 +23,7 @@ from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 _log = logging.getLogger("cupyattn")
 
 
-class Operation(Protocol):
+class Operation:
     """All that is said of an operation: how its calls are kept and launched, it does not know.
 
     A problem is a `cupyattn.problem.problem.Problem`.
@@ -31,22 +31,27 @@ class Operation(Protocol):
 
     name: str
     #: Arrays of the caller's that are written to, by buffer, without numbers at the end.
-    receives: tuple[str, ...]
+    receives: tuple[str, ...] = ()
 
     def resolve(self, settings: Any, arrays: Mapping[str, Described]) -> Any:
         """Check a call, and settle what runs: return its problem, which nothing else decides."""
+        raise NotImplementedError
 
     def plan(self, problem: Any) -> Work:
         """Return which kernels are launched: pure data."""
+        raise NotImplementedError
 
     def mirror(self, problem: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results from NumPy, with the kernels' blocks and rounding points.
 
         `arrays` are those of the problem, by buffer (`Problem.bound`).
         """
+        raise NotImplementedError
 
     def restore(self, facts: Any, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
-        """Return results as the caller of such arrays gets them."""
+        """Return results as the caller of such arrays gets them: by buffer, where nothing else is
+        said."""
+        return results
 
 
 class Library(Protocol):

@@ -26,7 +26,7 @@ from cupyattn.ops.coding import (
     read_beside,
     tiles_of,
 )
-from cupyattn.ops.operation import problem_of, run
+from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.plans.quantize import plan_quantize
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
@@ -297,11 +297,10 @@ class QuantizeSettings(NamedTuple):
     qk_norm_eps: float = EPS
 
 
-class _Quantize:
+class _Quantize(Operation):
     """Quantising Q, K and V as an operation."""
 
     name = "quantize"
-    receives: tuple[str, ...] = ()
 
     def resolve(
         self, settings: QuantizeSettings, arrays: Mapping[str, Described]
