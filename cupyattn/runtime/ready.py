@@ -272,7 +272,9 @@ class Ready:
         self.launch(addresses, start, self._cupy.cuda.get_current_stream().ptr)
         return made
 
-    def launch(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
+    def launch(
+        self, addresses: Mapping[str, int], scratch: int, stream: int
+    ) -> replay.Recorded | None:
         """Launch on memory of the caller's, unchecked, on the current device.
 
         What `conversions` says is the caller's to do before, on the same stream.
@@ -283,13 +285,18 @@ class Ready:
             Of operands and results.
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
+
+        Returns
+        -------
+        Recorded or None
+            A graph of what was launched, which this thread may launch in its place.
         """
         if self._is_replayed:
             work = functools.partial(self.enqueue, addresses, scratch)
             key = self, scratch, self._pick_outer(addresses)
-            replay.graphs().launch(key, work, stream)
-        else:
-            self.enqueue(addresses, scratch, stream)
+            return replay.graphs(self.device).launch(key, work, stream, len(self._launches))
+        self.enqueue(addresses, scratch, stream)
+        return None
 
     @functools.cached_property
     def _is_replayed(self) -> bool:
