@@ -198,10 +198,17 @@ class Ready:
             for plan, names in zip(work.plans, work.names, strict=True)
             for one in ready(plan, arch)
         ]
+
     @property
     def scratch_bytes(self) -> int:
         """Scratch memory that a launch takes."""
         return self.layout.nbytes
+
+    @property
+    def is_launched_alone(self) -> bool:
+        """Whether `launch` is all of a call: a graph, and nothing copied, converted or filled."""
+        filled = any(fill is not None for *_, fill in self.results)
+        return self._is_replayed and not (self.copies or self.conversions or filled)
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph is capturing CuPy's current stream."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,6 +96,30 @@ def _allocate(nbytes: int) -> Any:
     memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
     owned = cupy.cuda.UnownedMemory(memory.data_ptr(), nbytes, memory, index)
     return cupy.cuda.MemoryPointer(owned, 0)
+
+
+class Launched(NamedTuple):
+    """A call that was launched: what was ready, and its operands and results by buffer."""
+
+    ready: Ready
+    tensors: Mapping[str, Any]
+
+
+class _PerThread(threading.local):
+    launched: list[Launched] | None = None
+
+
+_per_thread = _PerThread()
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Launched]]:
+    """Note which calls this thread launches within, on tensors of CUDA devices."""
+    outer, _per_thread.launched = _per_thread.launched, []
+    try:
+        yield _per_thread.launched
+    finally:
+        _per_thread.launched = outer
 
 
 class Tensors:
@@ -188,6 +213,8 @@ class Tensors:
                 convert(one, tensors[one.buffer] if copy is None else as_tensor(copy), scratch)
         # NOTE: torch.cuda.current_stream makes an object of the handle, which takes the host 6 us.
         ready.launch(addresses, start, torch._C._cuda_getCurrentRawStream(device.index))
+        if _per_thread.launched is not None:
+            _per_thread.launched.append(Launched(ready, {**tensors, **made}))
         return made
 
 

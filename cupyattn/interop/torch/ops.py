@@ -32,7 +32,8 @@ from cupyattn.interop.torch.transforms import (
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Operators of every module here, and what each does.
 library = torch.library.Library("cupyattn", "DEF")
-_kernels: dict[Any, Any] = {}
+#: What each operator does on a CPU or a CUDA device.
+KERNELS: dict[Any, Any] = {}
 
 
 def _define(name: str, schema: Schema) -> Any:
@@ -111,7 +112,7 @@ def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> A
         library.impl(name, kernel, key)
     torch.library.register_fake(f"cupyattn::{name}", fake, lib=library)
     operator = getattr(torch.ops.cupyattn, name).default
-    _kernels[operator] = kernel
+    KERNELS[operator] = kernel
     return operator
 
 
@@ -134,7 +135,7 @@ def differentiate(
         Runs all entries of an axis that `torch.func.vmap` maps in one call.
     """
     torch.library.register_autograd(operator, derivative, setup_context=save, lib=library)
-    kernel = _kernels[operator]
+    kernel = KERNELS[operator]
     differentiated = make_autograd_impl(operator, Info(derivative, save))
 
     def straight(keyset: Any, *arguments: Any) -> Any:
