@@ -1,5 +1,6 @@
-"""Calls made for one place of Inductor's code, with no device, as test_interop_torch_host.py: what is
-launched, what is kept, and how little the host does for a call that comes again.
+"""Calls made for one place of Inductor's code, with no device, as test_interop_torch_host.py.
+
+What is launched, what is kept, and how little the host does for a call that comes again.
 """
 
 from __future__ import annotations
