@@ -398,6 +398,16 @@ class CallOptions(AttentionOptions, total=False):
     max_len_k: int | None
 
 
+class ModuleOptions(PlaceOptions, KernelOptions, total=False):
+    """Options of `cupyattn.interop.torch.Attention`, of arrays the block mask alone."""
+
+    rope_interleaved: bool
+    rope_offset_q: int
+    qk_norm_eps: float
+    block_mask: BlockMask | None
+    layout: str
+
+
 class ShardedGradientOptions(PlaceOptions, RunOptions, total=False):
     """Options of the gradients of attention on several ranks."""
 

@@ -48,15 +48,20 @@ def multiply(
     list of Tensor
         The result of each layer: memory of torch's own, which its CUDA graphs take back.
     """
-    tensors: dict[str, Tensor] = {"x": x}
+    dtype = str(x.dtype).removeprefix("torch.")
+    settings = LayersSettings(dtype, activations, arch, backend)
+    found: list[Tensor] = run(LAYERS, settings, named(x, layers), library=_OF_LAYERS)
+    return found
+
+
+def named(x: Tensor, layers: Sequence[Sequence[Tensor | None]]) -> dict[str, Tensor]:
+    """Return the tensors of `multiply` by the buffers of the plan."""
+    tensors = {"x": x}
     for number, layer in enumerate(layers):
         for name, tensor in zip(_names(number), layer, strict=False):
             if tensor is not None:
                 tensors[name] = tensor
-    dtype = str(x.dtype).removeprefix("torch.")
-    settings = LayersSettings(dtype, activations, arch, backend)
-    found: list[Tensor] = run(LAYERS, settings, tensors, library=_OF_LAYERS)
-    return found
+    return tensors
 
 
 _OF_LAYERS = Tensors()

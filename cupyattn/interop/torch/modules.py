@@ -19,13 +19,10 @@ from cupyattn.interop.torch.dispatch import call, in_region
 from cupyattn.interop.torch.functional import named, pair, with_lengths
 from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
-from cupyattn.kernels.tiles import Tiles, check_kind
-from cupyattn.problem.block_mask import BlockMask
+from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_scale, check_softcap, check_window
-from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import accept, interned
-from cupyattn.quant.config import QuantConfig
+from cupyattn.problem.settings import ModuleOptions, Unpack, accept, interned, takes_options
 
 
 class Attention(torch.nn.Module):
@@ -47,42 +44,15 @@ class Attention(torch.nn.Module):
     """
 
     @points_to_our_names
-    def __init__(
-        self,
-        *,
-        variant: str = "auto",
-        accuracy: str = "full",
-        scale: float | None = None,
-        causal: bool = False,
-        causal_align: str = "bottom-right",
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        rope_interleaved: bool = False,
-        rope_offset_q: int = 0,
-        qk_norm_eps: float = EPS,
-        block_mask: BlockMask | None = None,
-        layout: str = "BHSD",
-        return_lse: bool = False,
-        quant: QuantConfig | None = None,
-        tiles: Tiles | None = None,
-        deterministic: bool = False,
-        arch: str | None = None,
-        backend: str | None = None,
-    ) -> None:
+    @takes_options
+    def __init__(self, *, deterministic: bool = False, **options: Unpack[ModuleOptions]) -> None:
         super().__init__()
-        settings = TensorSettings.of(
-            variant=variant, accuracy=accuracy, scale=scale, causal=causal,
-            causal_align=causal_align, window=window, softcap=softcap,
-            rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-            qk_norm_eps=qk_norm_eps, layout=layout, return_lse=return_lse,
-            deterministic=deterministic, quant=quant, tiles=tiles, block_mask=block_mask,
-            arch=arch, backend=backend,
-        )  # fmt: skip
-        check_arch(arch)
-        check_kind(tiles)
-        check_scale(scale, 1)
-        check_softcap(softcap)
-        check_window(window)
+        settings = TensorSettings.of(deterministic=deterministic, **options)
+        check_arch(settings.of_call.arch)
+        check_kind(settings.of_call.tiles)
+        check_scale(settings.of_call.scale, 1)
+        check_softcap(settings.of_call.softcap)
+        check_window(settings.of_call.window)
         of_call = interned(*settings.of_call)
         if not any(hasattr(value, "shape") for value in of_call):  # such a value is not kept alive
             accept(of_call)  # modules of equal settings share calls from the first one on
