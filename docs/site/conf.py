@@ -19,7 +19,7 @@ extensions = [
     "sphinx_design",
     "sphinx-mathjax-offline",  # MathJax comes with the site: a reader needs no network
 ]
-exclude_patterns = ["conf.py"]
+templates_path = ["_templates"]
 
 # ---- pages ---------------------------------------------------------------------------------------
 
