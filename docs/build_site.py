@@ -49,8 +49,10 @@ def reference() -> dict[str, str]:
     """Return the pages of the reference: one that lists the modules, and one a module."""
     listed = "\n".join(f"reference/{name}" for name in MODULES)
     pages = {
-        "reference.md": "# Reference\n\nEach module has a page, and each public name has one.\n\n"
-        f"```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
+        "reference.md": "# Reference\n\nEach module has a page, and each public name has one. "
+        "[COMMANDS](pages/COMMANDS.md) describes the commands, and [LIMITS](pages/LIMITS.md) the "
+        "devices, the environment variables and what is refused.\n\n"
+        f"```{{toctree}}\n:maxdepth: 1\n\n{listed}\npages/COMMANDS\npages/LIMITS\n```\n"
     }
     homes: dict[tuple[str, str], str] = {}
     for module in MODULES:
