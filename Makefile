@@ -105,6 +105,7 @@ docs: $(DOCS_READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(RUN) -m codespell_lib cupyattn kernels_cu docs tests experiments examples *.md
 	$(CLANG_FORMAT) --dry-run -Werror $(KERNELS)
 
 setup: $(READY)
