@@ -63,7 +63,7 @@ def _paragraphs(text: str) -> Iterator[str]:
     text = re.sub(r"^(#|\||!\[|\$\$).*$", "", text, flags=re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.MULTILINE):
         paragraph = re.sub(r"\]\([^)]*\)", "]", paragraph)
-        yield re.sub(r"\$[^$]*\$|`[^`]*`", "x", paragraph)
+        yield re.sub(r"\$[^$]*\$|`[^`]*`", "X", paragraph)
 
 
 def _of_python(text: str) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _of_python(text: str) -> Iterator[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
                 if not re.search(r"^\s*>>>|^-+$| : ", paragraph, re.MULTILINE):
-                    yield re.sub(r"``?[^`]*``?", "x", paragraph)
+                    yield re.sub(r"``?[^`]*``?", "X", paragraph)
     block: list[str] = []
     last = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
