@@ -187,12 +187,11 @@ class Layer:
         at = (None if noise is None else self._step.at) or self._any_step
         given |= {n: x.contiguous() for n in "qkv" if (x := given[n]).stride(3) != 1}
         q, k = given["q"], given["k"]
-        o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
 
         def run(**form: Any) -> Tensor:
             if self._by_class:
                 form = _of_class(mode, form)
-            return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
+            return calls.forward(calls.TensorSettings.of(**form), given)[0]
 
         found = attention.in_mode(
             mode, at, run,
