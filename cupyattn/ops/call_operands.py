@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
 
 
 def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
-    """Return the arrays of a call by name, those that are given."""
+    """Return the arrays of a call by name, without the absent ones."""
     arrays = {"q": q, "k": k, "v": v}
     for name, array in others.items():
         if array is not None:
