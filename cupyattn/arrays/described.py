@@ -281,10 +281,8 @@ def describe(arrays: Mapping[str, Any], receives: tuple[str, ...] = ()) -> dict[
     """
     given = {name: x for name, x in arrays.items() if not isinstance(x, Described)}
     found = {form[0]: Described(*form) for form in checked_forms(given)}
-    for name, x in arrays.items():
-        one = found.get(name, x)
-        found[name] = one if name.rstrip(_DIGITS) in receives else one.readable()
-    return found
+    every = {name: found.get(name, x) for name, x in arrays.items()}
+    return {n: x if n.rstrip(_DIGITS) in receives else x.readable() for n, x in every.items()}
 
 
 def places_of(described: Mapping[str, Described]) -> dict[str, Operand]:

@@ -17,8 +17,10 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_made() -> bool:
-    """Wait for arrays of the current device, which all streams may read then; False while a CUDA
-    graph captures CuPy's current stream, which makes them when it is replayed alone."""
+    """Wait for the arrays of the current device, which all streams may read then.
+
+    False while a CUDA graph captures CuPy's current stream: replays make the arrays.
+    """
     import cupy
 
     runtime = cupy.cuda.runtime

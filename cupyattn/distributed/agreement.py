@@ -382,7 +382,7 @@ def _own_call(
     if _is_packed(arrays):
         asked = asked._replace(layout="BSHD")
         own = {name: one_entry(name, x) for name, x in own.items()}
-    if isinstance(asked.quant, QuantConfig):  # scales are those of the rows of all ranks
+    if isinstance(asked.quant, QuantConfig):  # scales belong to the rows of all ranks
         asked = asked._replace(quant=replace(asked.quant, scales="dynamic"))
     described = described_call(asked, own)
     q, k, v = (x.bound(own[x.name]) for x in described.rows.values())

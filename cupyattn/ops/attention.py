@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import arguments_of
+from cupyattn.ops.call_operands import arguments_of, named
 from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
@@ -191,7 +191,7 @@ def attention(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
-    arrays = _arrays(
+    arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
         lengths_q=lengths_q, lengths_kv=lengths_kv,
     )  # fmt: skip
@@ -326,20 +326,11 @@ def attention_varlen(
         rope_offset_q, qk_norm_eps, "BHSD", return_lse, quant, tiles, arch, backend, check_finite,
         max_len_q, max_len_k,
     )  # fmt: skip
-    arrays = _arrays(
+    arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
     return run_attention(settings, arrays)
-
-
-def _arrays(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
-    """Return the arrays of a call by name, those that are given."""
-    arrays = {"q": q, "k": k, "v": v}
-    for name, array in others.items():
-        if array is not None:
-            arrays[name] = array
-    return arrays
 
 
 def run_attention(settings: Settings, given: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import mirror_gradients
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.ops.attention import ATTENTION
-from cupyattn.ops.call_operands import arguments_of
+from cupyattn.ops.call_operands import arguments_of, named
 from cupyattn.ops.operation import ARRAYS, Library, Operation, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
@@ -130,10 +130,9 @@ def attention_backward(
         "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, EPS, layout, True, None, None, arch, backend,
     )  # fmt: skip
-    others = {
-        "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
-    }  # fmt: skip
-    arrays = _given((d_out, q, k, v, out, lse), others)
+    arrays = named(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask
+    ) | {"d_out": d_out, "out": out, "lse": lse}
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
@@ -210,11 +209,10 @@ def attention_varlen_backward(
         "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, EPS, "BHSD", True, None, None, arch, backend, False, max_len_q, max_len_k,
     )  # fmt: skip
-    others = {
-        "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
-    arrays = _given((d_out, q, k, v, out, lse), others)
+    arrays = named(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    ) | {"d_out": d_out, "out": out, "lse": lse}  # fmt: skip
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
@@ -289,13 +287,6 @@ class BackwardSettled(NamedTuple):
     kernel: BackwardKernel
     places: BackwardOperands
     all_keys: bool
-
-
-def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays of a call by name, d_out, q, k, v, out and lse before those that are given."""
-    named = dict(zip(("d_out", "q", "k", "v", "out", "lse"), arrays, strict=True))
-    named |= {name: array for name, array in others.items() if array is not None}
-    return named
 
 
 def run_backward(

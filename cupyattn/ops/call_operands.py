@@ -36,6 +36,15 @@ class Arguments(NamedTuple):
     facts: tuple[Any, ...] | None
 
 
+def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
+    """Return the arrays of a call by name, without the absent ones."""
+    arrays = {"q": q, "k": k, "v": v}
+    for name, array in others.items():
+        if array is not None:
+            arrays[name] = array
+    return arrays
+
+
 def arguments_of(
     settings: Settings, given: Mapping[str, Any], library: Library = ARRAYS
 ) -> Arguments:

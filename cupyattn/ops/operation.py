@@ -55,7 +55,7 @@ class Operation:
 
 
 class Library(Protocol):
-    """The adapter of a library of arrays: what differs between its calls and those of others."""
+    """The adapter of a library of arrays: all in which its calls differ from other calls."""
 
     def forms_of(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
         """Return what a call depends on of its arrays beside their values, and where they lie; no

@@ -16,7 +16,7 @@ from cupyattn.compiler.target import choose
 from cupyattn.errors import shown
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import pair_of, scales_of, with_limits
+from cupyattn.ops.call_operands import named, pair_of, scales_of, with_limits
 from cupyattn.ops.coding import (
     Coding,
     Made,
@@ -135,19 +135,18 @@ def quantize(
         quant, tiles, arch, backend, max_len_q, max_len_k, rope_interleaved, rope_offset_q,
         qk_norm_eps,
     )  # fmt: skip
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+    arrays = named(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     as_given: Callable[[Any], Any] = as_it_is
     for option, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             arrays |= pair_of(option, pair)
-    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    arrays |= {name: array for name, array in offsets.items() if array is not None}
     if not type(q) is type(k) is type(v) in PLAIN and not all(map(is_cupy, arrays.values())):
         arrays, as_given = imported(arrays)
     facts: tuple[Any, ...] | None = tuple(map(type, settings))  # 1 is no True, though equal to it
     if len(arrays) > 3 and "cu_seqlens_q" in arrays and None in (max_len_q, max_len_k):
         settings, facts = with_limits(settings, arrays), None
-    if quant is not None:
+    static = quant is not None and quant.static
+    if quant is not None and static:
         arrays |= scales_of(quant, arrays, "BHSD")
         settings = settings._replace(quant=quant.described)
     prepared: tuple[str, ...] = ()
@@ -156,7 +155,7 @@ def quantize(
     found: QuantizedQKV = run(QUANTIZE, settings, arrays, facts)
     if prepared:
         found = replace(found, prepared=prepared)
-    if quant is not None and quant.static:
+    if quant is not None and static:
         found = replace(found, config=quant)
     return found if as_given is as_it_is else replace(found, as_given=as_given)
 

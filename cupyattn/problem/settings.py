@@ -339,30 +339,45 @@ class PlaceOptions(TypedDict, total=False):
     softcap: float
 
 
-class MaskedOptions(PlaceOptions, total=False):
+class BlockOptions(TypedDict, total=False):
+    """The option that drops blocks of scores."""
+
+    block_mask: BlockMask | None
+
+
+class MaskedOptions(PlaceOptions, BlockOptions, total=False):
     """Options that change or mask scores."""
 
     mask: Any
     bias: Any
-    block_mask: BlockMask | None
 
 
-class TurnedOptions(MaskedOptions, total=False):
-    """Options of scores whose queries and keys may be turned by their positions."""
+class PositionOptions(TypedDict, total=False):
+    """Options that say how tables turn queries and keys."""
 
-    rope: Any
     rope_interleaved: bool
     rope_offset_q: int
 
 
-class ProblemOptions(TurnedOptions, total=False):
+class TurnedOptions(MaskedOptions, PositionOptions, total=False):
+    """Options of scores whose queries and keys may be turned by their positions."""
+
+    rope: Any
+
+
+class RowOptions(TypedDict, total=False):
+    """Options that say how rows lie, and what is added to their mean squares."""
+
+    qk_norm_eps: float
+    layout: str
+
+
+class ProblemOptions(TurnedOptions, RowOptions, total=False):
     """Options that decide the exact result."""
 
     qk_norm: Any
-    qk_norm_eps: float
     lengths_q: Any
     lengths_kv: Any
-    layout: str
 
 
 class RunOptions(TypedDict, total=False):
@@ -398,14 +413,10 @@ class CallOptions(AttentionOptions, total=False):
     max_len_k: int | None
 
 
-class ModuleOptions(PlaceOptions, KernelOptions, total=False):
+class ModuleOptions(
+    PlaceOptions, KernelOptions, BlockOptions, PositionOptions, RowOptions, total=False
+):
     """Options of `cupyattn.interop.torch.Attention`, of arrays the block mask alone."""
-
-    rope_interleaved: bool
-    rope_offset_q: int
-    qk_norm_eps: float
-    block_mask: BlockMask | None
-    layout: str
 
 
 class ShardedGradientOptions(PlaceOptions, RunOptions, total=False):

@@ -356,7 +356,7 @@ def _kept(name: str, scale: Any) -> Any:
 
 
 def _repeated(scale: Any, granularity: str, entries: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of given scales, those of one batch entry or head as those of all."""
+    """Return the shape of given scales: all entries and heads have the scales of a single one."""
     have: tuple[int, ...] = getattr(scale, "shape", (1, 1, 1))
     if granularity == "tensor" or not entries:
         return have

@@ -190,6 +190,17 @@ def test_scales_that_a_caller_gives_are_copied_in_every_replay(
     assert {one[-1] for one in launched} == {driver.stream} != {one[-1] for one in recorded}
 
 
+def test_scales_that_a_graph_is_yet_to_make_are_not_kept(driver: Driver) -> None:  # noqa: F811
+    """While a caller captures, nothing that is copied to the device is there for other calls."""
+    quant, q = QuantConfig("tensor", "tensor", scales=(0.1, 0.2)), array(SHAPES[0])
+    entries = (1, 4), (1, 2)
+    driver.recording[driver.stream] = Done()
+    captured = quant.scales_beside(q, entries)
+    driver.recording.clear()
+    kept = quant.scales_beside(q, entries)
+    assert kept is not captured and quant.scales_beside(q, entries) is kept
+
+
 def test_threads_record_graphs_of_their_own(driver: Driver) -> None:  # noqa: F811
     """The driver lets no two threads use one graph; what one has recorded the other launches."""
     inputs, out = problem()

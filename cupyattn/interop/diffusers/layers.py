@@ -143,7 +143,7 @@ class Layer:
         if reason is None and mode is not None:
             try:
                 mask, bias = masks.of_scores(options["attn_mask"])
-                return self._run(named(q, k, v, mask, bias, None, None), scale, mode)
+                return self._run(named(q, k, v, mask=mask, bias=bias), scale, mode)
             except UnsupportedError as error:
                 reason = str(error)
         self.stays_native(reason or UNKNOWN)
@@ -187,12 +187,11 @@ class Layer:
         at = (None if noise is None else self._step.at) or self._any_step
         given |= {n: x.contiguous() for n in "qkv" if (x := given[n]).stride(3) != 1}
         q, k = given["q"], given["k"]
-        o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
 
         def run(**form: Any) -> Tensor:
             if self._by_class:
                 form = _of_class(mode, form)
-            return calls.forward(calls.TensorSettings.of(**form), given, o)[0]
+            return calls.forward(calls.TensorSettings.of(**form), given)[0]
 
         found = attention.in_mode(
             mode, at, run,
@@ -246,7 +245,7 @@ class Layer:
         self._count(mode)
         q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
         mask, bias = masks.of_scores(options["attn_mask"])
-        return operator.attend(named(q, k, v, mask, bias, None, None), scale, self._texts[mode])
+        return operator.attend(named(q, k, v, mask=mask, bias=bias), scale, self._texts[mode])
 
     def note(self, ran: str) -> None:
         """Remember what the graph that torch traces has of this layer, now and whenever it runs.

@@ -21,7 +21,7 @@ from cupyattn.arrays.form import forms_of
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.runtime.ready import Conversion, Ready
 
-#: Types of results by those of arrays.
+#: Types of tensors by types of arrays.
 _TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGE.items()}
 
 

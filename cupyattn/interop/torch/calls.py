@@ -75,7 +75,7 @@ def forward(
     call, q = settings.of_call, tensors["q"]
     given = {**tensors}
     if out is None and q.layout == torch.strided and not q.is_contiguous():
-        out = torch.empty_like(q)  # with its axes in their order
+        out = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
     if settings.block_mask is not None:
         given["block_mask"] = settings.block_mask
     if out is not None:

@@ -16,7 +16,7 @@ from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, in_region
-from cupyattn.interop.torch.functional import named, pair, with_lengths
+from cupyattn.interop.torch.functional import named, pair
 from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
 from cupyattn.kernels.tiles import check_kind
@@ -97,7 +97,10 @@ class Attention(torch.nn.Module):
         settings = self.settings
         if settings.block_mask is not None and torch.compiler.is_compiling():
             settings = settings._replace(block_mask=self._block_mask_number)
-        tensors = with_lengths(named(q, k, v, mask, bias, rope, qk_norm), lengths_q, lengths_kv)
+        tensors = named(
+            q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, lengths_q=lengths_q,
+            lengths_kv=lengths_kv,
+        )  # fmt: skip
         return call(settings, tensors)
 
     def extra_repr(self) -> str:
@@ -246,7 +249,7 @@ class Int8Attention(torch.nn.Module):
             As `attention` and `cupyattn.Int8Attention`.
         """
         timestep = _number(timestep)
-        tensors = in_region(named(q, k, v, mask, None, rope, None))
+        tensors = in_region(named(q, k, v, mask=mask, rope=rope))
         differentiable, watched = how_seen(tensors.values())
         if not (differentiable or watched):
             found = int8_layer.attend(
@@ -309,7 +312,7 @@ class Int8Attention(torch.nn.Module):
         RuntimeError, NotImplementedError, ValueError, TypeError
             As a call.
         """
-        tensors = in_region(named(q_cond, k, v, mask, None, rope, None))
+        tensors = in_region(named(q_cond, k, v, mask=mask, rope=rope))
         tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
         if any(how_seen(tensors.values())):
             raise UnsupportedError(
