@@ -10,6 +10,7 @@ import importlib
 import itertools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +18,22 @@ from typing import Any
 import pytest
 
 import cupyattn as ca
+from cupyattn.arrays import described
 from cupyattn.compiler import modules as compiler
+from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.runtime import recent, replay
 from tests.interop.test_interop_torch_host import OnDevice, calls  # noqa: F401
 from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
-from tests.runtime.test_host_calls import array, driver  # noqa: F401
+from tests.runtime.test_host_calls import SHAPES, array, check, driver, planned  # noqa: F401
 from tests.support.own_kernels import renamed
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
 places = importlib.import_module("cupyattn.interop.torch.places")
+calls_module = importlib.import_module("cupyattn.interop.torch.calls")
 importlib.import_module("cupyattn.interop.torch.linear")
+operator = importlib.import_module("cupyattn.interop.diffusers.operator")
 
 #: Of a layer of 10 rows, as Inductor writes them.
 RESULT = f"(2, 5, {N}), ({5 * N}, {N}, 1), torch.float16"
@@ -54,7 +59,9 @@ class Memory:
         form = shape, dtype, len([x for x in self.asked if x == (shape, dtype)])
         self.asked.append(form[:2])
         if form not in self.kept:
-            self.kept[form] = Given(array(shape, str(dtype).removeprefix("torch.")))
+            own = array(shape, str(dtype).removeprefix("torch."))
+            in_bytes = tuple(n * own.itemsize for n in strides)
+            self.kept[form] = Given(cupy.ndarray(shape, own.dtype, own.data, in_bytes))
         return self.kept[form]
 
 
@@ -264,6 +271,100 @@ def test_one_tensor_in_two_places_of_a_call_is_not_told_apart_by_its_place(
     for _ in range(5):
         again(memory, call, *tensors)
     assert not known(call)
+
+
+def test_operands_that_every_call_copies_are_copied(
+    host: Host,  # noqa: F811
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gate whose rows lie at no common distance: launching is not all of such a call."""
+    copies: list[Any] = []
+
+    def gathered(x: Any, *shape: int) -> Any:
+        copies.append(array(shape))
+        return copies[-1]
+
+    monkeypatch.setitem(described._STEPS, "gathered", gathered)
+    given = operands(5)
+    tensors = [
+        Given(array((2, 2, 5, K))), Given(given["b"]), Given(given["b_scales"]),
+        Given(array((2, 2, 5, N))), Given(array((2, 3, N))[:, :2]),
+    ]  # fmt: skip
+    result = f"(2, 2, 5, {N}), ({10 * N}, {5 * N}, {N}, 1), torch.float16"
+    text = "(t0, t1, t2, None, t3, t4, '', 'sm_90', None, )"
+    call = places.place("int8_layer", ("cuda", 0), 5, (), (result,), text, "y0")
+    for turn in range(5):
+        again(memory, call, *tensors)
+        assert len(copies) == turn + 1
+        assert host.passed(2 * turn + 1)[1]["gate"] == copies[turn].data.ptr
+    assert not known(call)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+Q, KV = SHAPES[:2]
+
+
+def attention_of(variant: str, *, transposed: bool) -> tuple[Any, list[Given]]:
+    """A place of attention of models of diffusers, whose queries may lie as heads of rows do."""
+    shapes = [(b, n, h, d) if transposed else (b, h, n, d) for b, h, n, d in (Q, KV, KV)]
+    arrays = [array(shape) for shape in shapes]
+    tensors = [Given(x.transpose(0, 2, 1, 3) if transposed else x) for x in arrays]
+    result = f"{Q}, {tensors[0].stride()}, torch.float16"
+    settings = f"variant={variant!r}, arch='sm_90'"
+    text = f"(t0, t1, t2, None, None, None, 0, False, {settings!r}, )"
+    call = places.place("diffusers_attention", ("cuda", 0), 3, (), (result,), text, "y0")
+    return call, tensors
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+def test_attention_of_models_is_launched_from_its_place(
+    variant: str,
+    transposed: bool,
+    driver: Any,  # noqa: F811
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result lies as the queries do; kernels get all addresses."""
+    call, tensors = attention_of(variant, transposed=transposed)
+    monkeypatch.setattr(torch, "empty_like", lambda x: memory(x.shape, x.stride(), x.dtype))
+    _, (out, *_) = attention_of(variant, transposed=transposed)
+    given = [x.array for x in tensors]
+    made = planned(given, out.array, variant=variant, arch="sm_90")
+    driver.expect(made)
+    for _ in range(4):
+        again(memory, call, *tensors)
+    (graph,) = known(call).values()
+    driver.launches.clear()
+    y = again(memory, call, *tensors)
+    assert driver.replays[-1] == (graph.handle, driver.stream)
+    check(driver, made, {"v": given[2], "o": y.array})
+    assert y.stride() == tensors[0].stride()
+
+
+def test_calls_that_fall_back_are_counted_each_time(
+    driver: Any,  # noqa: F811
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What INT8 refuses runs in 16 bits, and never from a place alone."""
+    call, tensors = attention_of("fa_int8", transposed=False)
+    own = calls_module.forward
+
+    def refused(settings: Any, *given: Any) -> Any:
+        if settings.of_call.variant == "fa_int8":
+            raise UnsupportedError("no such call in INT8")
+        return own(settings, *given)
+
+    monkeypatch.setattr(operator, "forward", refused)
+    monkeypatch.setattr(operator, "fallbacks", Counter())
+    given = [x.array for x in tensors]
+    driver.expect(planned(given, variant="auto", arch="sm_90"))
+    for _ in range(6):
+        again(memory, call, *tensors)
+    assert operator.fallbacks == {"no such call in INT8": 6} and not known(call)
 
 
 # ---- how little a call that comes again takes ----------------------------------------------------
