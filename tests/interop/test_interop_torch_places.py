@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +21,7 @@ from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.runtime import recent, replay
+from experiments.speed.host_places import functions_of
 from tests.interop.test_interop_torch_host import OnDevice, calls  # noqa: F401
 from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
 from tests.runtime.test_host_calls import SHAPES, array, check, driver, planned  # noqa: F401
@@ -368,22 +367,6 @@ def test_calls_that_fall_back_are_counted_each_time(
 
 
 # ---- how little a call that comes again takes ----------------------------------------------------
-
-
-def functions_of(call: Callable[[], Any]) -> int:
-    """How many functions run in a call, of Python and of C."""
-    count = 0
-
-    def noted(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(noted)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count - 2  # `call` itself, and the end of profiling
 
 
 @pytest.mark.parametrize(("layers", "functions"), [(1, 15), (3, 25)])
