@@ -116,6 +116,24 @@ def test_attention_is_called_at_its_place(dynamic: bool) -> None:
         assert torch.equal(compiled(*longer)[0], attend(*longer)[0])
 
 
+def test_attention_of_models_is_called_at_its_place() -> None:
+    """The result lies as the queries do; a mask is an operand, a bias that is missing none."""
+    operator = importlib.import_module("cupyattn.interop.diffusers.operator")
+    given = {name: rows(2, n, 2).transpose(1, 2) for name, n in (("q", 5), ("k", 7), ("v", 7))}
+    mask = torch.ones(5, 7, dtype=torch.bool).tril()
+
+    def function(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        tensors = {"q": q, "k": k, "v": v, "mask": mask}
+        return operator.attend(tensors, None, "backend='mirror'"), q.shape[1]
+
+    operands = *given.values(), mask
+    (found, _), code = code_of(torch.compile(function, fullgraph=True), *operands)
+    assert "cupyattn_place('diffusers_attention', ('cpu', 0), 4, [], " in code
+    assert "(t0, t1, t2, t3, None, None, 0, False, " in code
+    assert torch.equal(found, function(*operands)[0])
+    assert found.stride() == given["q"].stride()
+
+
 def test_one_tensor_that_comes_twice_is_one_parameter() -> None:
     model = block()
 
