@@ -4,17 +4,20 @@ what its caches hold.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+pytree = importlib.import_module("torch.utils._pytree")
 interop = importlib.import_module("cupyattn.interop.torch")
 epilogues = importlib.import_module("cupyattn.interop.torch.epilogues")
 inductor_calls = importlib.import_module("cupyattn.interop.torch.inductor_calls")
@@ -144,6 +147,104 @@ def test_one_tensor_that_comes_twice_is_one_parameter() -> None:
     assert "cupyattn_place('int8_layer', ('cpu', 0), 4, [], " in code
     assert '"(t0, t1, t2, t3, t0, None, ' in code
     assert torch.equal(found, function(rows()))
+
+
+class Mirror:
+    """Stands in for a ready call: what it launches is the operator's mirror, on given addresses."""
+
+    receiver, results, scratch_bytes, is_launched_alone = None, (), 64, True
+
+    def __init__(self, kernel: Any, tensors: Any, made: Any, arguments: Any) -> None:
+        self.kernel, self.arguments = kernel, arguments
+        self.tensors, self.made = tensors, made
+
+    def launch(self, addresses: dict[str, int], scratch: int, stream: int) -> Any:
+        def at(name: str, like: Any) -> Any:
+            nbytes = like.untyped_storage().nbytes() - like.storage_offset() * like.itemsize
+            lies = (ctypes.c_char * nbytes).from_address(addresses[name])
+            own = torch.frombuffer(lies, dtype=like.dtype)
+            return own.as_strided(like.shape, like.stride())
+
+        def replay() -> None:
+            given = {id(x): at(f"t{n}", x) for n, x in enumerate(self.tensors)}
+            made = self.kernel(*pytree.tree_map(lambda x: given.get(id(x), x), tuple(self.arguments)))
+            for n, y in enumerate(pytree.tree_leaves(made)):
+                if y.numel():
+                    at(f"y{n}", y).copy_(y)
+
+        replay()
+        return SimpleNamespace(handle=replay, last_call=0)
+
+
+class Pool(dict[Any, list[Any]]):
+    """Stands in for a device's allocator: memory that nothing has any more is taken again."""
+
+    def __call__(self, *form: Any) -> Any:
+        shape, strides, _ = form
+        kept = self.setdefault(form, [])
+        for base, alone in kept:
+            if self.users(base) == alone:
+                return base.as_strided(shape, strides)
+        base = torch._C._dynamo.guards._empty_strided_cpu(*form)
+        kept.append((base, self.users(base)))
+        return base.as_strided(shape, strides)
+
+    def users(self, base: Any) -> int:
+        return int(torch._C._storage_Use_Count(base.untyped_storage()._cdata))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_calls_from_their_place_have_the_bits_of_the_operators(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for a device: what is launched has addresses and nothing else."""
+    pytest.importorskip("cupy")
+    guards = torch._C._dynamo.guards
+    ready: dict[Any, Mirror] = {}
+    run, kinds, found = places.Place.run, places.place, []
+
+    def noted(self: Any, tensors: Any, arguments: Any) -> Any:
+        made = run(self, tensors, arguments)
+        form = id(self), *(tuple(x.shape) for x in tensors)
+        own = ready.setdefault(form, Mirror(self._kernel, tensors, made, arguments))
+        by_name = {f"t{n}": x for n, x in enumerate(tensors)}
+        by_name |= {f"y{n}": y for n, y in enumerate(pytree.tree_leaves(made))}
+        places.bridge._per_thread.launched.append(places.bridge.Launched(own, by_name))
+        return made
+
+    def on_device(operator: str, device: Any, *given: Any) -> Any:
+        call = kinds(operator, ("cuda", 0), *given)
+        own = call.__globals__["found"]
+        call.__globals__.update(
+            capturing=lambda _: False, launch=lambda replay, _: (direct.append(1), replay()),
+            found=lambda *all_of: (found.append(1), own(*all_of))[1],
+        )  # fmt: skip
+        return call
+
+    direct: list[int] = []
+    monkeypatch.setattr(places.Place, "run", noted)
+    monkeypatch.setattr(places, "place", on_device)
+    monkeypatch.setattr(guards, "_empty_strided_cuda", Pool())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    model = block()
+
+    def function(x: Any) -> Any:
+        heads = [one(x).unflatten(-1, (2, -1)).transpose(1, 2) for one in (model.q, model.k)]
+        y = interop.attention(heads[0], heads[1], heads[1], backend="mirror").transpose(1, 2)
+        return model.o(y.flatten(2), residual=x)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    inputs = [rows(2, n) for n in ((5, 9) if dynamic else (5,))]
+    expected = [function(x) for x in inputs]
+    with torch.no_grad():
+        for _ in range(6):
+            assert all(torch.equal(compiled(x), y) for x, y in zip(inputs, expected, strict=True))
+        direct.clear()
+        found.clear()
+        for x in inputs:
+            x.copy_(torch.randn_like(x))
+            assert torch.equal(compiled(x), function(x))
+    assert not found and len(direct) == 3 * len(inputs)
 
 
 def test_modes_and_profilers_see_operators() -> None:
