@@ -167,7 +167,8 @@ class Mirror:
 
         def replay() -> None:
             given = {id(x): at(f"t{n}", x) for n, x in enumerate(self.tensors)}
-            made = self.kernel(*pytree.tree_map(lambda x: given.get(id(x), x), tuple(self.arguments)))
+            operands = pytree.tree_map(lambda x: given.get(id(x), x), tuple(self.arguments))
+            made = self.kernel(*operands)
             for n, y in enumerate(pytree.tree_leaves(made)):
                 if y.numel():
                     at(f"y{n}", y).copy_(y)
