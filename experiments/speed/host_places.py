@@ -1,11 +1,11 @@
 """How long does the host take for an operator in code that Inductor compiled?
 
 Varies       operator: a layer of INT8 codes, three layers of one input, attention of models of
-             diffusers; its call: by torch's dispatcher, or by the function made for its place
-Holds fixed  1 x 64 tokens, width 256, 4 heads, bfloat16: kernels shorter than their launches
-Measures     equality of results, bit for bit; microseconds of the host a call, of 100 calls behind
-             which the device runs, in turns; functions of Python and C that run in a call
-Expect       at most 5 us a call from its place, the driver included
+             diffusers. Its call: by torch's dispatcher, or by the function made for its place.
+Holds fixed  1 x 64 tokens, width 256, 4 heads, bfloat16: kernels shorter than their launches.
+Measures     equality of results, bit for bit. Microseconds of the host a call, of 100 calls behind
+             which the device runs, in turns. Functions of Python and C that run in a call.
+Expect       at most 5 us a call from its place, the driver included.
 Run          python -m experiments.speed.host_places [--quick] [--rounds N] [--json FILE]
 
 With ``--quick`` on the host, where mirrors run and nothing is timed.

@@ -1,4 +1,4 @@
-"""What Inductor writes for our operators: calls made for their place (`places`).
+"""Code that Inductor writes for our operators: calls made for their place (`places`).
 
 Inductor's table of generators is private (torch 2.11 to 2.13 have it). Scheduling, aliasing,
 strides and asserts stay Inductor's: a generator writes one line, and one into the header. Without
@@ -75,7 +75,7 @@ def _generate(node: Any, writeline: Callable[[Any], None]) -> None:
 
 
 def _texts(node: Any, wrapper: Any, device: Any) -> tuple[str, str]:
-    """Return the arguments of `places.place`, and those of a call at the place."""
+    """Return the arguments of `places.place`, and the arguments of a call at the place."""
     references = [x.codegen_reference() for x in node.inputs]
     numbers = {text: number for number, text in enumerate(dict.fromkeys(references))}
     given, named = node.unflatten_args(

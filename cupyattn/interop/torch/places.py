@@ -1,9 +1,9 @@
-"""Calls made for one place in Inductor's code: what comes again there is one launch of a graph.
+"""Calls made for one place in Inductor's code: a call that comes again is one launch of a graph.
 
-Inductor's code names in its header what is called at a place (`place`), and calls it with tensors.
-The call allocates results and scratch memory as Inductor does, reads addresses, looks once into a
-dictionary of its thread, and launches the graph that it finds. What it does not find goes the way
-of all calls. A place is made of texts alone, so that Inductor's caches hold it.
+The header of the code makes a function for each place (`place`); the code calls it with tensors.
+The function allocates results and scratch memory as Inductor does, and reads addresses. It looks
+once into a dictionary of its thread, and launches the graph that it finds. If there is none, the
+operator runs. A place is made of texts alone, so Inductor's caches hold it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def place(
 
 
 class _Here(threading.local):
-    """What a thread finds at a place."""
+    """The graphs of a thread at a place."""
 
     def __init__(self, device: int) -> None:
         self.graphs: dict[tuple[int, ...], replay.Recorded] = {}
@@ -111,10 +111,10 @@ class _Here(threading.local):
 
 
 class _Known(NamedTuple):
-    """A call of a form: what launches it, and which tensor of the place each buffer is.
+    """A call of a form: its launches, and the number of each buffer among tensors and results.
 
-    `launch` gets the addresses of operands and results by these numbers; None until the call was
-    recalled once, and where launching is not all of it.
+    There are no numbers before a second call found the same launches, and none if a call does more
+    than launch.
     """
 
     ready: Ready
@@ -136,12 +136,12 @@ class Place:
         self._operator = getattr(torch.ops.cupyattn, operator).default
         self._kernel = ops.KERNELS[self._operator]
         self._device = device
-        self._known: dict[Any, _Known] = {}  # by symbols, and what addresses are multiples of
+        self._known: dict[Any, _Known] = {}  # by symbols, and addresses modulo 16
         self._nbytes: dict[tuple[int, ...], int] = {(): 0}  # of scratch memory, by symbols
         self._generation = GENERATION[0]
 
     def names(self) -> dict[str, Any]:
-        """Return what the text of a place names."""
+        """Return the names that the text of a place uses."""
         found = {
             "operator": self._operator, "run": self.run, "torch": torch, "math": math,
             "modes": torch._C._len_torch_dispatch_stack,
@@ -207,7 +207,7 @@ class Place:
         return returned
 
     def _renew(self) -> None:
-        """Forget what is stale."""
+        """Forget stale calls and graphs."""
         now = GENERATION[0]
         if self._generation != now:
             self._known.clear()
@@ -223,7 +223,7 @@ class Place:
         results: Sequence[Tensor],
         arguments: Sequence[Any],
     ) -> Any:
-        """Run the operator with results of its own, and know the next time what it launches."""
+        """Run the operator, which allocates its results, and remember its launches."""
         with bridge.noting() as launched:
             made = self.run(tensors, arguments)
         if len(launched) != 1:  # such as calls whose fallbacks are counted
@@ -245,7 +245,7 @@ class Place:
 
 
 def _buffers(by_buffer: Any, tensors: Sequence[Tensor]) -> dict[str, int] | None:
-    """Return which of the tensors each buffer is; None if that is none, or there are two."""
+    """Return the number of each buffer's tensor; None if one has no number, or two have one."""
     numbers = {id(x): number for number, x in enumerate(tensors)}
     found = {name: numbers.get(id(x), -1) for name, x in by_buffer.items()}
     return None if len(numbers) < len(tensors) or -1 in found.values() else found
