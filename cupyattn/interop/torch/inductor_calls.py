@@ -33,6 +33,7 @@ def register() -> None:
             CUSTOM_EXTERN_KERNEL_CODEGEN,
             CustomCodegen,
         )
+        from torch._inductor.codegen.wrapper import ExternKernelAllocLine  # noqa: F401
 
         made = CustomCodegen(python=_generate)
         for name in OPERATORS:
@@ -60,15 +61,15 @@ def _generate(node: Any, writeline: Callable[[Any], None]) -> None:
     if not plain and device is not None and device.type in ("cpu", "cuda"):
         try:
             made, operands = _texts(node, wrapper, device)
-        except (AttributeError, TypeError) as error:
-            _refuse(error)
-        else:
             root = wrapper
             while hasattr(root, "parent_wrapper"):
                 root = root.parent_wrapper
             name = node.get_name()
             root.add_import_once(_IMPORT)
             root.header.writeline(f"cupyattn_{name} = cupyattn_place({made})")
+        except (AttributeError, TypeError) as error:
+            _refuse(error)
+        else:
             writeline(f"{name} = cupyattn_{name}({operands})")
             return
     writeline(ExternKernelAllocLine(wrapper, node))
