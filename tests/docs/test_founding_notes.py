@@ -7,6 +7,7 @@ tensors stay on the CPU and are smaller.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
@@ -27,6 +28,8 @@ import cupyattn as ca
 from cupyattn import cli
 from cupyattn.lazy_face import RENAMED
 from cupyattn.measure.device import device_missing
+from docs import founding_names, write_founding
+from docs.founding_names import SUCCESSOR, TYPED
 from tests.checkpoints.checkpoint_files import write
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +180,7 @@ def test_every_package_answers_for_names_of_the_plan(place: str) -> None:
     for name in RENAMED:
         if name in getattr(package, "__all__", ()):
             continue
-        sentence = f"^{name} is not in {re.escape(place)}: use cupyattn"
+        sentence = f"^{name} is not in {re.escape(place)}: use (cupyattn|torchmetrics)"
         with pytest.raises(AttributeError, match=sentence) as asked:
             getattr(package, name)
         assert isinstance(asked.value, ca.UnsupportedError)
@@ -326,4 +329,59 @@ def test_the_page_has_every_name_command_and_flag_of_the_plan() -> None:
         found: Any = ca
         for part in path.split("."):
             found = getattr(found, part)
+
+
+@pytest.mark.parametrize("marks", write_founding.tables(), ids=lambda marks: marks[0].split()[1])
+def test_the_tables_of_the_page_are_those_of_the_code(marks: tuple[str, str]) -> None:
+    inside = PAGE.read_text(encoding="utf-8").partition(marks[0])[2].partition(marks[1])[0]
+    table = write_founding.tables()[marks]
+    assert inside == f"\n{table}\n", "run python -m docs.write_founding"
+
+
+def names_of_the_plan() -> set[str]:
+    """Modules, functions, classes and arguments that code of the plan takes for its own."""
+    found: set[str] = set()
+    calls = r"Int8Attention|attention|TritonInt8Config|get_T2V_pipeline|fused_cfg|optimizer"
+    for title in PYTHON:
+        for node in ast.walk(ast.parse(BLOCKS[title][1])):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ImportFrom) and re.match(
+                r"kernels|attention|triton|kandinsky", node.module or ""
+            ):
+                found |= {str(node.module), *(alias.name for alias in node.names)}
+            elif isinstance(node, ast.Call) and re.search(f"({calls})$", ast.unparse(node.func)):
+                found |= {str(key.arg) for key in node.keywords}
+    return found - {"forward", "__init__", "dtype", "bias"}
+
+
+def test_the_page_has_every_name_of_code_of_the_plan() -> None:
+    names, page = names_of_the_plan(), PAGE.read_text(encoding="utf-8")
+    assert len(names) > 30 and {"get_T2V_pipeline", "eval_images", "softmax_eps"} <= names
+    assert not [name for name in names if not re.search(rf"\b{name}\b", page)]
+
+
+def test_every_verdict_is_one_that_the_page_explains() -> None:
+    rows = (*founding_names.MODULES, *founding_names.NAMES, *founding_names.COMMANDS)
+    assert {row.verdict for row in rows} == {TYPED, SUCCESSOR}
+    for row in founding_names.NAMES:
+        renamed = [name for name in re.findall(r"`(\w+)", row.notes) if name in RENAMED]
+        typed = row.verdict == TYPED
+        assert not typed or set(renamed) <= {"replace_attention_with_int8"}, row
+
+
+@pytest.mark.frameworks
+def test_float32_that_wants_gradients_names_what_to_give() -> None:
+    torch = pytest.importorskip("torch")
+    from cupyattn.interop.torch import Int8Attention
+
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with pytest.raises(ca.UnsupportedError, match="float32: give torch.float16 or torch.bfloat16"):
+        Int8Attention(1, 8)(q, q, q, 3)
+
+
+def test_the_core_class_has_cuda_as_the_plan_calls_it() -> None:
+    layer = ca.Int8Attention(1, 8).cuda()
+    q = np.ones((1, 1, 4, 8), np.float16)
+    assert layer(q, q, q, timestep=500).shape == q.shape
 
