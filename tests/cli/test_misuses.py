@@ -187,7 +187,7 @@ def test_a_misuse_is_answered_by_one_line(
 BESIDE = {
     "ladder": "--variants fa", "ablate": "rungs", "compare": "a.json a.json",
     "verify": "fa --distribution normal --dtype float16", "profile": "fa", "interpret": "fa",
-    "plan": "--devices 2", "analyze": "m.safetensors",
+    "plan": "--devices 2", "analyze": "m.safetensors", "benchmark": "m.safetensors",
     "convert": "m.safetensors --output out --dry-run", "dequantize": "m.safetensors --output out",
     "kandinsky": "--model-path m.safetensors --output-path out", "cache": "",
 }  # fmt: skip

@@ -277,15 +277,25 @@ def test_the_commands_for_checkpoints_run_with_their_flags(
 @pytest.mark.skipif(not device_missing(), reason="there is a device")
 @pytest.mark.parametrize(
     "title",
-    ["commands: profile", "commands: Nsight Compute", "commands: cycles", "commands: sanitizer"],
+    ["commands: profile", "commands: Nsight Compute", "commands: cycles", "commands: sanitizer",
+     "commands: debugger"],
 )
 def test_the_commands_for_profiling_say_what_they_need(
     title: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (words,) = commands(title)
+    words = commands(title)[0]
+    tool = words[: words.index("cupyattn")]
     words = words[words.index("cupyattn") + 1 :]
-    assert cli.main(words[: words.index("2>&1")] if "2>&1" in words else words) == 2
-    assert "profile needs a CUDA device" in capsys.readouterr().err
+    words = words[: words.index("2>&1")] if "2>&1" in words else words
+    assert cli.main(words) == 2
+    assert "profile needs a CUDA device" in (said := capsys.readouterr().err)
+    assert f"cupyattn interpret {words[1]} counts" in said
+    # The tool's own command, of ours, needs no device.
+    flag = {"compute-sanitizer": "--sanitizer", "cuda-gdb": "--gdb"}.get("".join(tool), "--ncu")
+    assert cli.main([*words, flag, "--dry-run"]) == 0
+    program, *rest = shlex.split(capsys.readouterr().out.splitlines()[0])
+    assert program == (tool[0] if tool else "ncu")
+    assert rest[rest.index("profile") :][: len(words)] == words
 
 
 def test_a_flag_that_is_gone_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
