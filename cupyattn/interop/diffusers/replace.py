@@ -198,7 +198,7 @@ def replace_attention_with_int8(
     }  # fmt: skip
     selection, policies = Selection.of(include, exclude), _policies(policy)
     pipe_or_model = target_of(pipe_or_model)
-    owner, models = _models(pipe_or_model, scheduler)
+    owner, models = models_of(pipe_or_model, scheduler)
     chosen = [
         (prefix, name, module)
         for prefix, model in models.items()
@@ -217,8 +217,7 @@ def replace_attention_with_int8(
                 f"{needs_noise[0]}: give the pipeline, scheduler=..., or one of the modes "
                 f"{', '.join(MODES)} as policy"
             )
-        kind_of(owner.scheduler)
-        noise = Noise(owner)
+        noise = _noise_of(owner)
     if any(hasattr(module.processor, "_attention_backend") for *_, module in chosen):
         backends.backend()
     of_models = {prefix: steps.Step(noise) for prefix in models}
@@ -244,7 +243,7 @@ def replace_attention_with_int8(
     return Int8Replacement(pipe_or_model, layers, hooks)
 
 
-def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
+def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
     if _is_pipeline(pipe_or_model):
         for name, part in pipe_or_model.components.items():
@@ -272,6 +271,17 @@ def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
             f"{type(pipe_or_model).__name__}"
         )
     return None if scheduler is None else SimpleNamespace(scheduler=scheduler), models
+
+
+def _noise_of(owner: Any) -> Noise:
+    """Return the noise of what has a scheduler; raise unless that is known."""
+    kind_of(owner.scheduler)
+    return Noise(owner)
+
+
+def steps_of(owner: Any) -> steps.Step:
+    """Return what knows the steps of what has a scheduler; raise unless its noise is known."""
+    return steps.Step(_noise_of(owner))
 
 
 def _is_pipeline(given: Any) -> bool:
