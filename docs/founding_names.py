@@ -102,8 +102,10 @@ NAMES = (
         "`cupyattn.compute_sigma_schedule`, `cupyattn.compute_adaptive_scales`"),
     Row("`calibrate_quantization_scales(model, calib_dataloader)`", SUCCESSOR,
         "`cupyattn.calibrate_quantization_scales`",
-        "takes (q, k, timestep) of recorded calls; the percentile is in per cent"),
-    Row("`model.compute_qk(batch)`", SUCCESSOR, "q and k of recorded calls"),
+        "takes a recording of the model, or (q, k, timestep) of calls; "
+        "`scales_Q, scales_K = ...` works; the percentile is in per cent"),
+    Row("`model.compute_qk(batch)`", SUCCESSOR, "`cupyattn.interop.torch.record(model)`",
+        "keeps q and k of the model's own calls: [CALIBRATION.md](CALIBRATION.md)"),
     Row("`adaptive_precision_attention`", SUCCESSOR, "`cupyattn.Int8Attention`",
         'raises; `precision_policy="adaptive"`, the default, has the limits of the notes, 5 and '
         "0.1"),
