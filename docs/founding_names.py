@@ -32,6 +32,49 @@ class Row(NamedTuple):
     remark: str = ""
 
 
+#: What blocks of the notes' code end with that do not run to their end: the beginning of the one
+#: line, as a regular expression, and the page's words for it. All others run.
+ENDS = {
+    "softmax epsilon": (
+        r"UnsupportedError: softmax_eps=1e-05 is not supported", "`softmax_eps=0`"
+    ),
+    "torch: softmax epsilon": (
+        r"UnsupportedError: softmax_eps=1e-05 is not supported", "`softmax_eps=0`"
+    ),
+    "torch: trade-offs": (
+        r"TypeError: .* head_dim, .*: give Int8Attention\(num_heads=32, head_dim=",
+        "`head_dim=`, which it leaves out",
+    ),
+    "torch: 16 bits for critical steps": (
+        r"RenamedImportError: .* use cupyattn\.attention", "`cupyattn.attention`"
+    ),
+    "precision by step": (
+        r"RenamedImportError: int8_attention is not .*variant='fa_int8'", "`cupyattn.attention`"
+    ),
+    "Kandinsky in a pipeline": (
+        r"RenamedImportError: .*cupyattn\.checkpoints\.optimize_kandinsky",
+        "`cupyattn.checkpoints.optimize_kandinsky`",
+    ),
+    "linear layers": (
+        r"RenamedImportError: TritonInt8LinearLayer .*use cupyattn\.Int8Linear",
+        "`cupyattn.Int8Linear`",
+    ),
+    "configuration": (
+        r"RenamedImportError: TritonInt8Config .*use cupyattn\.Int8Config",
+        "`cupyattn.Int8Config`",
+    ),
+    # What is not ours: torch's own functions, misspelt once, and libraries that judge images.
+    "benchmark": (
+        r"(AssertionError|RuntimeError|AttributeError): .*(CUDA|cuda_synchronize)",
+        "`torch.cuda.synchronize`, which it misspells; or `cupyattn profile`",
+    ),
+    "quality": (
+        r"ModuleNotFoundError: No module named '(torchvision|lpips)'",
+        "torchvision and lpips, which it needs; or torchmetrics",
+    ),
+}
+#: Blocks marked as Python that are lists and formulas.
+NO_CODE = {"profiling by hand", "list of layers", "quantisation in words"}
 #: Modules that code of the notes imports from, and files that they name.
 MODULES = (
     Row("`from kernels.attention_int8 import Int8Attention`, "

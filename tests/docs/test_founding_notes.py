@@ -29,7 +29,8 @@ from cupyattn import cli
 from cupyattn.lazy_face import RENAMED
 from cupyattn.measure.device import device_missing
 from docs import founding_names, write_founding
-from docs.founding_names import SUCCESSOR, TYPED
+from docs.founding_claims import PROMISES
+from docs.founding_names import ENDS, NO_CODE, SUCCESSOR, TYPED
 from tests.checkpoints.checkpoint_files import write
 
 ROOT = Path(__file__).parents[2]
@@ -68,22 +69,6 @@ ON_A_CPU = {
     "[512, 1024, 2048, 4096, 8192]": "[130]", "= 512, 128, 32": "= 16, 8, 2",
     "ProfilerActivity.CUDA": "ProfilerActivity.CPU", "cuda_time_total": "cpu_time_total",
 }  # fmt: skip
-#: What blocks end with that do not run: one line.
-ENDS = {
-    "softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
-    "torch: softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
-    "torch: trade-offs": r"TypeError: .* head_dim, .*: give Int8Attention\(num_heads=32, head_dim=",
-    "torch: 16 bits for critical steps": r"RenamedImportError: .* use cupyattn\.attention",
-    "precision by step": r"RenamedImportError: int8_attention is not .*variant='fa_int8'",
-    "Kandinsky in a pipeline": r"RenamedImportError: .*cupyattn\.checkpoints\.optimize_kandinsky",
-    "linear layers": r"RenamedImportError: TritonInt8LinearLayer .*use cupyattn\.Int8Linear",
-    "configuration": r"RenamedImportError: TritonInt8Config .*use cupyattn\.Int8Config",
-    # What is not ours: torch's own functions, misspelt once, and libraries that judge images.
-    "benchmark": r"(AssertionError|RuntimeError|AttributeError): .*(CUDA|cuda_synchronize)",
-    "quality": r"ModuleNotFoundError: No module named '(torchvision|lpips)'",
-}
-#: Lists and formulas that are marked as Python.
-NO_CODE = {"profiling by hand", "list of layers", "quantisation in words"}
 PYTHON = [t for t, (language, _) in BLOCKS.items() if language == "python" and t not in NO_CODE]
 
 
@@ -152,7 +137,7 @@ def test_a_block_runs_or_names_its_successor(title: str, monkeypatch: pytest.Mon
         except Exception as error:  # noqa: BLE001  whatever it is, it has to be the one above
             ended = f"{type(error).__name__}: {error}"
     assert "\n" not in ended.strip()
-    assert re.match(ENDS.get(title, "ran$"), ended), ended
+    assert re.match(ENDS[title][0] if title in ENDS else "ran$", ended), ended
 
 
 def test_what_is_no_code_names_nothing_of_ours() -> None:
@@ -378,6 +363,33 @@ def test_every_verdict_is_one_that_the_page_explains() -> None:
         renamed = [name for name in re.findall(r"`(\w+)", row.notes) if name in RENAMED]
         typed = row.verdict == TYPED
         assert not typed or set(renamed) <= {"replace_attention_with_int8"}, row
+
+
+def test_promises_that_a_number_answers() -> None:
+    """Each sentence of `docs.founding_claims` that states one."""
+    said = {promise.says: promise.found for promise in PROMISES}
+    ones = np.ones((1, 1, 4096, 64), np.float16)
+    assert (ca.attention(ones[:, :, :16], ones, ones) == 1).all()
+    assert "they give 1" in said["ones give 128 / 4096 at length 4,096"]
+    sigmas = ca.compute_sigma_schedule(1000)
+    found = ", ".join(f"{x:.2g}" for x in (sigmas[0], sigmas[500]))
+    assert found == "80, 2.5" and f"{sigmas[999]:.3f}" == "0.002"
+    assert "80, 2.5 and 0.002" in said["sigma is 79.4, 1.0 and 0.002 at steps 0, 500 and 999"]
+    assert 256 * 127 * 127 < 2**24 and float(np.float32(2**24 + 1)) != 2**24 + 1
+    assert abs(float(np.float16(1 + 2**-11)) - (1 + 2**-11)) == 2**-11
+    assert "4.9e-4" in said["FP32 to FP16 rounds by about 1e-4"]
+    tiles, q = ca.Tiles(128, 128, 4, 1), np.ones((1, 1, 128, 256), np.float32)
+    with pytest.raises(ca.KernelLaunchError, match="bytes of shared memory") as refused:
+        ca.attention(q, q, q, variant="fa", tiles=tiles)
+    assert "\n" not in str(refused.value)
+
+
+def test_promises_have_a_verdict_and_what_they_name_is_there() -> None:
+    assert len(PROMISES) == len({promise.says for promise in PROMISES}) > 35
+    for promise in PROMISES:
+        assert promise.found
+        for path in re.findall(r"\]\(([\w./]+)\)", promise.found):
+            assert (PAGE.parent / path).exists(), path
 
 
 @pytest.mark.frameworks
