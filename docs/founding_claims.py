@@ -11,7 +11,7 @@ from typing import NamedTuple
 from docs.founding_names import SUCCESSOR
 from docs.performance_claims import HOLDS, IN_PART, REFUTED
 
-#: What is not in this library.
+#: The verdict on a promise that this library does not keep.
 ABSENT = "not here"
 
 

@@ -1,4 +1,4 @@
-"""Names, modules, commands and flags of the founding notes, and what is here in their place.
+"""Names, modules, commands and flags of the founding notes, and their successors here.
 
 `docs.write_founding` makes tables of docs/FOUNDING_NOTES.md of them, and
 tests/docs/test_founding_notes.py holds each to what the code does.
@@ -32,8 +32,8 @@ class Row(NamedTuple):
     remark: str = ""
 
 
-#: What blocks of the notes' code end with that do not run to their end: the beginning of the one
-#: line, as a regular expression, and the page's words for it. All others run.
+#: Blocks of the notes' code that do not run to their end. Of each the beginning of the one line
+#: that it ends with, as a regular expression, and the page's words for it.
 ENDS = {
     "softmax epsilon": (
         r"UnsupportedError: softmax_eps=1e-05 is not supported", "`softmax_eps=0`"
@@ -63,7 +63,7 @@ ENDS = {
         r"RenamedImportError: TritonInt8Config .*use cupyattn\.Int8Config",
         "`cupyattn.Int8Config`",
     ),
-    # What is not ours: torch's own functions, misspelt once, and libraries that judge images.
+    # Other libraries: torch's own functions, misspelt once, and libraries that judge images.
     "benchmark": (
         r"(AssertionError|RuntimeError|AttributeError): .*(CUDA|cuda_synchronize)",
         "`torch.cuda.synchronize`, which it misspells; or `cupyattn profile`",

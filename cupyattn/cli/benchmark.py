@@ -1,6 +1,6 @@
-"""Time the linear layers of a checkpoint in 16 bits and as INT8: one layer of each shape, counted
-as often as the model has it, held to its bound first. Layers are chosen by name and size, as
-convert does before it looks at outliers. Without a device: memory and errors alone."""
+"""Time the linear layers of a checkpoint in 16 bits and as INT8. One layer of each shape runs, is
+held to its bound first, and is counted as often as the model has it. Layers are chosen by name and
+size, as convert does before it looks at outliers. Without a device: memory and errors alone."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _with_calibration(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def trial(options: Mapping[str, Any]) -> Int8Attention:
     """Return attention with the options of a layer, so that they are checked before a model runs.
 
-    Heads are those of a calibration, since those of the layer are known once it is called.
+    It has the heads of a calibration, since a layer's own heads are known once it is called.
     """
     given = dict(options)
     heads = head_dim = 1

@@ -1,8 +1,8 @@
 """``torch.ops.cupyattn.diffusers_layer``: a layer's attention in a graph, by the layer itself.
 
-For what depends on the step or on the keys at each call: static scales, pruned keys, block masks.
-The layer is named by a number in a tensor, so that blocks share a graph; it runs on the host, which
-CUDA graphs do not replay, so that Inductor leaves the operator out of them.
+For options that depend on the step or on the keys at each call: static scales, pruned keys, block
+masks. The layer is named by a number in a tensor, so that blocks share a graph. CUDA graphs do not
+replay code of the host, so that Inductor leaves the operator out of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def number_of(layer: HostLayer) -> Tensor:
 def attend(
     tensors: Mapping[str, Tensor], scale: float | None, layer: Tensor, mode: str
 ) -> Tensor:
-    """Run a layer in a graph; tensors are those of `operator.attend`."""
+    """Run a layer in a graph; `operator.attend` documents the tensors."""
     operands = [tensors.get(name) for name in _TENSORS]
     o: Tensor = torch.ops.cupyattn.diffusers_layer(*operands, scale, layer, mode)
     return o

@@ -196,9 +196,9 @@ def replace_attention_with_int8(
     ``compile_repeated_blocks``, with ``fullgraph=True``. Attention is an operator of the graph.
     There is one graph for every mode that the policy takes; a step of a mode that ran before
     compiles nothing. In a caller's own function that is compiled and calls the model, and in
-    ``torch.export``, only a policy of one mode takes calls, without scales that follow the step: no
-    code of the host sees the steps. With static scales, pruning and block masks the host decides
-    at each call of a graph, so that Inductor leaves these calls out of CUDA graphs; an exported
+    ``torch.export``, no code of the host sees the steps. Only a policy of one mode takes calls
+    there, without scales that follow the step. With static scales, pruning and block masks the host
+    decides at each call of a graph. Inductor leaves these calls out of CUDA graphs, and an exported
     program has none of them. The report says which layers stay native, and why.
 
     Examples

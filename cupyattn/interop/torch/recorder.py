@@ -83,7 +83,7 @@ class Recorder:
 
     @property
     def recording(self) -> Recording:
-        """What is kept so far.
+        """All calls that are kept so far.
 
         Raises
         ------
@@ -106,7 +106,7 @@ class Recorder:
         return Recording(tuple(calls), inputs, self._sigmas, kinds)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is kept as safetensors, which `Recording.load` reads."""
+        """Write `recording` as safetensors, which `Recording.load` reads."""
         self.recording.save(path)
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class Recorder:
         return self._place(step) % self._every["step"] == 0
 
     def _place(self, step: int) -> int:
-        """Return a step's place among those that are wanted."""
+        """Return a step's place among the steps that are wanted."""
         return step if isinstance(self._steps, int | None) else self._steps.index(step)
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
