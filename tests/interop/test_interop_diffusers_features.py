@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.diffusion import Calibration, calibrate
+from cupyattn.diffusion import Calibration, Calibrations, calibrate
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -205,6 +205,15 @@ def test_layers_get_what_their_patterns_say() -> None:
     assert "window_size" not in first._options
     model(x)
     assert handle.report().modes == {"balanced": 2}
+    handle.restore()
+    of_one = Calibrations({"blocks.0.attn": scales()})
+    other = torch.nn.ModuleList([copy.deepcopy(model.blocks[0])])
+    more = torch.nn.ModuleDict({"blocks": model.blocks, "more_blocks": other})
+    handle = interop.replace_attention_with_int8(
+        more, policy="balanced", quant=of_one, scheduler=steps(STEPS), **SHORT
+    )
+    have = {x.name for x in handle._handle_layers if "timestep_scales" in x._options}
+    assert have == {"blocks.0.attn"}  # and not more_blocks.0.attn
 
 
 def test_a_pipeline_runs_with_scales_that_were_recorded_from_it() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.calibration import Calibration
+from cupyattn.diffusion.layer_scales import Calibrations
 from cupyattn.diffusion.settings import ATTENTION_TYPES
 from cupyattn.errors import shown
 from cupyattn.interop.selection import check_found, compiled
@@ -31,7 +32,8 @@ class Features:
     **given
         Options of `cupyattn.Int8Attention`, those that are not None. A mapping has names or regular
         expressions of layers, each with a value. A layer's own name decides, then the first
-        expression that is found in it; layers without one have the default.
+        expression that is found in it; layers without one have the default. `Calibrations` have
+        names alone.
 
     Raises
     ------
@@ -47,7 +49,9 @@ class Features:
             if isinstance(value, Mapping):
                 if not value:
                     raise ValueError(f"{name} is an empty mapping: give a value for some layers")
-                expressions = compiled(f"the names of {name}", [*value])
+                whole = isinstance(value, Calibrations)  # no layer has another's scales
+                texts = [f"^{re.escape(n)}$" for n in value] if whole else [*value]
+                expressions = compiled(f"the names of {name}", texts)
                 self._patterns[name] = [*zip(expressions, value.values(), strict=True)]
 
     def check(self, names: Sequence[str]) -> None:
