@@ -86,7 +86,8 @@ class Way:
                 z = quantize(*qkv, quant=self.quant)
                 ran = kernel_form(z, variant=_INT8, **options, **self.scores)
                 report = verdict.judge(
-                    o, q, k, v, variant=_INT8, quantized=z, rows=rows, **ran, **options, **self.scores
+                    o, q, k, v, variant=_INT8, quantized=z, rows=rows, **ran, **options,
+                    **self.scores,
                 )  # fmt: skip
                 j2, j3, form = report.ratio, report.quantisation, ran["form"]
         except UnsupportedError as error:

@@ -104,5 +104,5 @@ def test_ablate_judges_the_ways_of_diffusion(
     assert 1 < error["static scales of a head"] < error["the same by timestep, 2 times the noise"]
     for row in (pruned, local, blocks):  # normal data spreads attention over all keys
         assert row["judgement"]["relative_error"] > 0.1
-    assert cli.main([*words, "--causal"]) == 0
+    assert cli.main(["ablate", "diffusion", *SMALL, "--causal"]) == 0
     assert "leave --causal out" in capsys.readouterr().out
