@@ -89,7 +89,7 @@ def test_ablate_judges_the_ways_of_diffusion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    shape = ["--distribution", "normal", "--len", "256", "--heads", "1", "--head-dim", "16"]
+    shape = ["--distribution", "normal", "--len", "160", "--heads", "1", "--head-dim", "8"]
     words = ["ablate", "diffusion", *shape, "--batch", "1"]
     assert cli.main([*words, "--json", str(file)]) == 0
     rows = {row["variant"]: row for row in json.loads(file.read_text())["problems"][0]["rows"]}
