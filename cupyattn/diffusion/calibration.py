@@ -23,7 +23,8 @@ from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
 Float32 = npt.NDArray[np.float32]
 
 _KIND, _VERSION = "cupyattn.calibration", 1
-_OF = ("maxima", "values")
+#: What a percentile may be of.
+OF = ("maxima", "values")
 #: Magnitudes are counted by the upper half of their float32: 8 significant bits.
 _PATTERNS, _LARGEST_FINITE = 2**15, 0x7F7F
 
@@ -257,7 +258,7 @@ def calibrate_quantization_scales(
         batches.check_one_size()
         sigmas, source = _of_recording(batches, sigmas), source or batches.source
     check_percentile(percentile)
-    if of not in _OF:
+    if of not in OF:
         raise ValueError(f"of must be 'maxima' or 'values', got {of!r}")
     schedule = compute_sigma_schedule() if sigmas is None else check_sigmas("sigmas", sigmas)
     bins = SnrBins.even(schedule, num_bins)

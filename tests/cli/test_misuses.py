@@ -188,6 +188,7 @@ BESIDE = {
     "ladder": "--variants fa", "ablate": "rungs", "compare": "a.json a.json",
     "verify": "fa --distribution normal --dtype float16", "profile": "fa", "interpret": "fa",
     "plan": "--devices 2", "analyze": "m.safetensors", "benchmark": "m.safetensors",
+    "calibrate": "m.safetensors --output out",
     "convert": "m.safetensors --output out --dry-run", "dequantize": "m.safetensors --output out",
     "kandinsky": "--model-path m.safetensors --output-path out", "cache": "",
 }  # fmt: skip
@@ -198,7 +199,7 @@ MEANT = {
 }  # fmt: skip
 #: Flags that a message has by the name of the argument in Python.
 IN_PYTHON = {
-    "--min-elements": "min_elements_for_int8", "--block-size": "block_size",
+    "--min-elements": "min_elements_for_int8", "--percentile": "percentile", "--block-size": "block_size",
     "--tiles": "--tiles describes a kernel in a .cu file",
 }  # fmt: skip
 

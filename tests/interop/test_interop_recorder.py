@@ -132,6 +132,11 @@ def test_a_file_of_a_recording_is_read_by_everything(
     assert [*again] == ["blocks.0", "blocks.1"] and again["blocks.0"].source == "Model blocks.0"
     assert np.array_equal(again["blocks.1"].q_scale, one.q_scale)
 
+    out = tmp_path / "again.safetensors"
+    assert cli.main(["calibrate", str(path), "--output", str(out), "--percentile", "100"]) == 0
+    assert "scales of 2 layers are in" in capsys.readouterr().out
+    assert np.array_equal(Calibrations.load(out)["blocks.1"].q_scale, one.q_scale)
+
     checkpoint = tmp_path / "model.safetensors"
     from safetensors.torch import save_file
 
@@ -222,7 +227,9 @@ def test_a_recorder_that_saw_nothing_says_so() -> None:
         raise KeyError
 
 
-def test_recordings_that_mean_nothing_get_a_sentence(tmp_path: Path) -> None:
+def test_recordings_that_mean_nothing_get_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = recorded(1).recording
     with pytest.raises(ValueError, match=r"^the recording has no attention of 'x', it has blocks"):
         found.of("x")
@@ -245,6 +252,13 @@ def test_recordings_that_mean_nothing_get_a_sentence(tmp_path: Path) -> None:
     found.save(path)
     with pytest.raises(ValueError, match="holds no usable calibrations: its kind is"):
         Calibrations.load(path)
+    for words, message in (
+        (["--bins", "2"], "needs a timestep"), (["--percentile", "0.99"], "percentile is in per"),
+    ):  # fmt: skip
+        out = str(tmp_path / "y.safetensors")
+        assert cli.main(["calibrate", str(path), "--output", out, *words]) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
 
 
 def test_a_recording_of_another_model_is_refused_by_the_commands(
