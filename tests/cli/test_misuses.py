@@ -199,7 +199,8 @@ MEANT = {
 }  # fmt: skip
 #: Flags that a message has by the name of the argument in Python.
 IN_PYTHON = {
-    "--min-elements": "min_elements_for_int8", "--percentile": "percentile", "--block-size": "block_size",
+    "--min-elements": "min_elements_for_int8", "--block-size": "block_size",
+    "--percentile": "percentile",
     "--tiles": "--tiles describes a kernel in a .cu file",
 }  # fmt: skip
 
