@@ -284,6 +284,8 @@ def test_programs_and_functions_that_see_no_step_say_so() -> None:
         ({"quant": static()}, "blocks.0.attn has static scales, for which the noise level of each"),
         ({"quant": scales()}, "blocks.0.attn has a calibration by step, for which the noise"),
         ({"quant": {"attn9": static()}}, "'attn9' of quant is found in the name of no attention"),
+        ({"quant": Calibrations({"blocks.9.attn": scales()})},
+         r"quant has a calibration of blocks.9.attn, which is no attention module of this model"),
         ({"enable_pruning": {"x": True}}, "'x' of enable_pruning is found in the name of no atten"),
         ({"enable_pruning": {}}, "enable_pruning is an empty mapping"),
         ({"quant": scales(), "timestep_scales": scales()}, "blocks.0.attn has a calibration as qu"),

@@ -14,7 +14,8 @@ from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.layer_scales import Calibrations
 from cupyattn.diffusion.settings import ATTENTION_TYPES
 from cupyattn.errors import shown
-from cupyattn.interop.selection import check_found, compiled
+from cupyattn.interop.selection import check_found, compiled, some_of
+from cupyattn.measure.words import printable
 from cupyattn.quant.config import QuantConfig
 
 #: Options that have a meaning for some values of another only, by that other option.
@@ -55,8 +56,17 @@ class Features:
                 self._patterns[name] = [*zip(expressions, value.values(), strict=True)]
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise ValueError for a pattern that is found in no name of an attention module."""
+        """Raise ValueError for a pattern or a layer that no attention module has the name of."""
         for option, patterns in self._patterns.items():
+            if isinstance(given := self.given[option], Calibrations):
+                other = [name for name in given if name not in names]
+                if other:
+                    raise ValueError(
+                        f"{option} has a calibration of {printable(other[0])}, which is no "
+                        f"attention module of this model, there are {some_of(names)}: record and "
+                        "calibrate this model"
+                    )
+                continue
             check_found(option, [pattern for pattern, _ in patterns], names, "attention module")
 
     def of(self, name: str) -> dict[str, Any]:
