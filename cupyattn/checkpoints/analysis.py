@@ -171,6 +171,15 @@ class Analysis:
             **{v: total([t for t in self.tensors if t.verdict == v]) for v in VERDICTS},
         }
 
+    @property
+    def recommended(self) -> str:
+        """``"channel"`` where that is recommended for all layers tried, else ``"block"``.
+
+        "" where no activations were given.
+        """
+        tried = {t.recommended for t in self.tensors if t.recommended}
+        return min(tried, default="")  # of several, "block"
+
     def with_config(self, config: Int8Config) -> Analysis:
         """Return the same findings judged by another configuration."""
         judged = (judge(t, config) for t in self.tensors)

@@ -32,6 +32,8 @@ COMMANDS = {
     "convert": "write a checkpoint whose large linear layers have INT8 weights",
     "dequantize": "write an INT8 checkpoint as one that every loader takes",
     "kandinsky": "write the transformer of Kandinsky 5 with INT8 weights",
+    "calibrate": "static INT8 scales for each layer of a recorded model",
+    "benchmark": "time the linear layers of a checkpoint in 16 bits and as INT8",
     "info": "device, driver, NVRTC, what is supported, where things lie",
     "cache": "show, clear or fill the cache of compiled kernels",
 }

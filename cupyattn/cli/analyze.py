@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from cupyattn.checkpoints.activations import read_activations
 from cupyattn.checkpoints.analysis import analyze
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
@@ -26,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--activations", metavar="FILE",
-        help="safetensors of what layers get, by their names: compares scales by their errors",
+        help="a recording, or safetensors of what layers get, by their names: compares scales by "
+        "their errors",
     )  # fmt: skip
     parser.add_argument("--plot", metavar="FILE", help="draw histograms (.png, .svg or .pdf)")
     parser.add_argument("--tensors", action="store_true", help="a row for each tensor")
@@ -86,10 +88,7 @@ def run(args: argparse.Namespace) -> int:
         plot.check(args.plot)
     config = limits(args)
     source = open_checkpoint(args.model)
-    samples = {}
-    if args.activations:
-        of_layers = open_checkpoint(args.activations)
-        samples = {name: of_layers.read(name) for name in of_layers.tensors}
+    samples = read_activations(args.activations, source) if args.activations else {}
     with output.progress("analyzing", len(source.tensors)) as advance:
         found = analyze(source, config, activations=samples, advance=advance)
     output.print_table(found.header, found.cells(every=args.tensors))

@@ -10,16 +10,19 @@ from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import load_int8
 from cupyattn.interop.torch.models import replace_linear_with_int8
 from cupyattn.interop.torch.modules import Attention, Int8Attention
+from cupyattn.interop.torch.recorder import Recorder, record
 from cupyattn.lazy_face import lazy_face
 
 __all__ = [
     "Attention",
     "Int8Attention",
     "Int8Linear",
+    "Recorder",
     "attention",
     "attention_varlen",
     "int8_attention",
     "load_int8",
+    "record",
     "replace_linear_with_int8",
     "scaled_dot_product_attention",
 ]
