@@ -25,7 +25,7 @@ Records = dict[tuple[int, int], list[Any]]
 
 
 def load(xp: Any, path: Path, length: int) -> Records:
-    """Read the first tokens of arrays (1, heads, tokens, head_dim) named ``layer1_step25_q`` etc."""
+    """Read the first tokens of arrays (1, heads, tokens, head_dim) named ``layer1_step25_q``."""
     with np.load(path) as file:
         places = {tuple(map(int, re.findall(r"\d+", name))) for name in file.files}
         return {
