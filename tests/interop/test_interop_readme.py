@@ -37,8 +37,9 @@ def test_the_blocks_of_the_readme_run_in_order(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ladder, "VARIANTS", dict(ladder.VARIANTS))
     names: dict[str, Any] = {"pipe": cases.make("flux", torch.bfloat16), "arguments": arguments()}
-    for block in blocks:
-        exec(block, names)
+    with torch.compiler.set_stance("force_eager"):  # what compiled blocks give is tested elsewhere
+        for block in blocks:
+            exec(block, names)
     assert "2 attention modules: 4 calls by cupyattn" in capsys.readouterr().out
     assert type(names["model"][0]).__name__ == "Int8Linear"
     assert names["o"].shape == names["q"].shape == (1, 8, 256, 64)

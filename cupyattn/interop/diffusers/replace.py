@@ -198,11 +198,11 @@ def replace_attention_with_int8(
     }  # fmt: skip
     selection, policies = Selection.of(include, exclude), _policies(policy)
     pipe_or_model = target_of(pipe_or_model)
-    owner, models = _models(pipe_or_model, scheduler)
+    owner, models = models_of(pipe_or_model, scheduler)
     chosen = [
         (prefix, name, module)
         for prefix, model in models.items()
-        for name, module in _attention_modules(prefix, model)
+        for name, module in attention_modules(prefix, model)
         if name in selection
     ]
     _check_chosen(chosen, models, selection, policies, (include, exclude))
@@ -244,9 +244,9 @@ def replace_attention_with_int8(
     return Int8Replacement(pipe_or_model, layers, hooks)
 
 
-def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
+def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
-    if _is_pipeline(pipe_or_model):
+    if is_pipeline(pipe_or_model):
         for name, part in pipe_or_model.components.items():
             if isinstance(part, Handle):
                 raise TypeError(
@@ -274,7 +274,7 @@ def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     return None if scheduler is None else SimpleNamespace(scheduler=scheduler), models
 
 
-def _is_pipeline(given: Any) -> bool:
+def is_pipeline(given: Any) -> bool:
     # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
     home = sys.modules.get("diffusers.pipelines.pipeline_utils")
     return home is not None and isinstance(given, home.DiffusionPipeline)
@@ -284,7 +284,7 @@ def _takes_timestep(model: Any) -> bool:
     return any(name in inspect.signature(model.forward).parameters for name in steps.TIMESTEPS)
 
 
-def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
+def attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, _ATTENTION) and hasattr(module, "processor"):
             yield prefix + name.replace(COMPILED, ""), module
@@ -297,7 +297,7 @@ def _check_chosen(
     policies: Sequence[tuple[re.Pattern[str], Any]],
     given: tuple[Patterns, Patterns],
 ) -> None:
-    names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
+    names = [name for p, model in models.items() for name, _ in attention_modules(p, model)]
     if names:
         selection.check(names, "attention module")
         check_found("policy", [pattern for pattern, _ in policies], names, "attention module")

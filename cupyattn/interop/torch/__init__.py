@@ -1,5 +1,6 @@
 """Attention for torch: functions and modules with autograd, on torch's memory and streams."""
 
+from cupyattn.interop.torch.accelerating import Accelerated, accelerate
 from cupyattn.interop.torch.functional import (
     attention,
     attention_varlen,
@@ -13,9 +14,11 @@ from cupyattn.interop.torch.modules import Attention, Int8Attention
 from cupyattn.lazy_face import lazy_face
 
 __all__ = [
+    "Accelerated",
     "Attention",
     "Int8Attention",
     "Int8Linear",
+    "accelerate",
     "attention",
     "attention_varlen",
     "int8_attention",

@@ -31,6 +31,10 @@ from cupyattn.quant.blocks import Int8Config
 ORIGINALS = ("cpu", "device", "drop")
 
 
+class NothingReplaced(ValueError):
+    """No linear layer of a model becomes INT8; the message says why the first ones do not."""
+
+
 class Replacement(Handle):
     """A model whose linear layers are INT8, until they are restored.
 
@@ -231,7 +235,9 @@ def replace_linear_with_int8(
         why = "; ".join(printable(f"{n}: {reason}") for n, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
-        raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
+        raise NothingReplaced(
+            f"no linear layer of the model becomes INT8 ({why or 'it has none'})"
+        )
     call.trained |= {p: p.requires_grad for p in own.parameters()}
     call.missing |= reasons.keys()
     for _, name, module, unit in put_activated(own):
