@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cupyattn.measure.timing import Estimate
+from cupyattn.measure.timing import UNDECIDED, Estimate, judged
 
 FILE = Path(__file__).with_suffix(".json")
 #: How models were compiled: block by block, or all of a pass as one CUDA graph.
 COMPILED = ("blocks", "graphs")
 #: Largest factor between the widths of a model and of the measured one that stands for it.
 MOST_FACTOR = 1.5
-FASTER, UNDECIDED, SLOWER = "faster", "undecided", "slower"
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,6 @@ class WholeModel:
         """
         found = self.gains.get(how, self.gains["blocks"])[part]
         return Estimate(*(found if part == "linear" else found[accuracy]))
-
-
-def judged(gain: Estimate) -> str:
-    """Return `FASTER`, `SLOWER`, or `UNDECIDED` where the interval includes 1.
-
-    Examples
-    --------
-    >>> judged(Estimate(1.2, 1.1, 1.3)), judged(Estimate(1.03, 0.98, 1.09))
-    ('faster', 'undecided')
-    """
-    return FASTER if gain.low > 1 else SLOWER if gain.high < 1 else UNDECIDED
 
 
 def said(gain: Estimate) -> str:

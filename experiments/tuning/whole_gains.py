@@ -45,7 +45,7 @@ CLASSES = {
 
 def width_of(family: Family) -> int:
     """Return how many channels most linear layers of a family take, as `accelerate` does."""
-    from cupyattn.interop.torch.accelerating import width_of as width
+    from cupyattn.interop.torch.accelerated_parts import width_of as width
 
     torch, diffusers = libraries()
     with torch.device("meta"):

@@ -16,7 +16,7 @@ from cupyattn.diffusion import whole_gains  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
-from cupyattn.interop.torch import accelerating, models  # noqa: E402
+from cupyattn.interop.torch import accelerated_parts, models  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
@@ -44,7 +44,7 @@ def run(model: Any) -> Any:
 def record(**gains: tuple[float, float, float]) -> whole_gains.WholeModel:
     """A measured model with gains by part, or by part and class: ``linear``, ``balanced``."""
     sure = (1.2, 1.1, 1.3)
-    of = {name: gains.get(name, sure) for name in accelerating.ACCURACIES}
+    of = {name: gains.get(name, sure) for name in accelerated_parts.ACCURACIES}
     blocks = {"linear": gains.get("linear", sure), "attention": of, "both": of}
     return whole_gains.WholeModel(
         "Small", "SD3Transformer2DModel", 128, 256, 8, "NVIDIA H200", 90, 5e-3, 5e-3, 5e-3,
@@ -55,7 +55,7 @@ def record(**gains: tuple[float, float, float]) -> whole_gains.WholeModel:
 def given_record(monkeypatch: pytest.MonkeyPatch, found: whole_gains.WholeModel) -> None:
     monkeypatch.setattr(
         "cupyattn.interop.diffusers.accelerating.part_of",
-        lambda prefix, model: accelerating.Part(prefix, model, found, on_measured_device=True),
+        lambda prefix, model: accelerated_parts.Part(prefix, model, found, on_measured_device=True),
     )
 
 
@@ -207,7 +207,7 @@ def test_the_nearest_width_of_a_class_stands_for_a_model() -> None:
     ]  # fmt: skip
     names = [one and one.name for one in found]
     assert names == ["Wan 2.1 14B", "Wan 2.2 5B", None, None, None]
-    assert accelerating.width_of([]) == 0
+    assert accelerated_parts.width_of([]) == 0
 
 
 def test_gains_are_what_the_record_of_whole_models_says() -> None:

@@ -13,16 +13,15 @@ from cupyattn.interop.diffusers.replace import (
 )
 from cupyattn.interop.handle import target_of
 from cupyattn.interop.selection import Patterns
-from cupyattn.interop.torch.accelerating import (
-    Accelerated,
+from cupyattn.interop.torch.accelerated_parts import (
     Log,
     Part,
     Request,
-    accelerated,
     exactly,
     layer_names,
     part_of,
 )
+from cupyattn.interop.torch.accelerating import Accelerated, accelerated
 
 #: Policies of `replace_attention_with_int8` by accuracy class.
 POLICIES = {"full": "precision", "balanced": "balanced", "aggressive": "aggressive"}

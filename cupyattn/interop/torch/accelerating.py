@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,126 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from cupyattn.diffusion.whole_gains import FASTER, WholeModel, judged, nearest, said
-from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
-from cupyattn.interop.selection import Patterns, Selection
-from cupyattn.interop.torch.candidates import int8_layers, linear_layers
-from cupyattn.interop.torch.compiling import COMPILED, Compiled, compiled_blocks
-from cupyattn.interop.torch.models import NothingReplaced, Replacement, replace_linear_with_int8
+from cupyattn.diffusion.whole_gains import said
+from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
+from cupyattn.interop.selection import Patterns
+from cupyattn.interop.torch.accelerated_parts import (
+    Log,
+    Part,
+    Request,
+    exactly,
+    layer_names,
+    part_of,
+)
+from cupyattn.interop.torch.candidates import int8_layers
+from cupyattn.interop.torch.comparing import compare
+from cupyattn.interop.torch.compiling import compiled_blocks
+from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
 from cupyattn.interop.torch.writing import write_int8
+from cupyattn.measure.trial import Comparison
 from cupyattn.measure.words import counted, printable
 from cupyattn.quant.blocks import Int8Config
 
-#: Accuracy classes of attention, as `cupyattn.attention` has them.
-ACCURACIES = ("full", "balanced", "aggressive")
 #: Kinds of reasons that a line names before the rest is counted.
 _MOST_REASONS = 3
-
-Log = Callable[[str], object] | None
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `accelerate` that are the same with and without diffusers.
-
-    Parameters
-    ----------
-    accuracy, compile, include, exclude, checkpoint, again, arch, backend, log
-        As for `accelerate`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an accuracy or a way to compile that there is not, and patterns that are none.
-    """
-
-    accuracy: str = "full"
-    compile: str | bool = "blocks"
-    include: Patterns = None
-    exclude: Patterns = None
-    checkpoint: str | PathLike[str] | None = None
-    again: bool = False
-    arch: str | None = None
-    backend: str | None = None
-    log: Log = print
-
-    def __post_init__(self) -> None:
-        if self.accuracy not in ACCURACIES:
-            raise ValueError(
-                f"accuracy must be {', '.join(map(repr, ACCURACIES))}, got {self.accuracy!r}"
-            )
-        if self.compile not in COMPILED:
-            raise ValueError(
-                f"compile must be 'blocks', 'graphs' or False, got {self.compile!r}"
-            )
-        _ = self.selection
-
-    @property
-    def selection(self) -> Selection:
-        """Which layers and attention modules are meant."""
-        return Selection.of(self.include, self.exclude)
-
-    @property
-    def how(self) -> str:
-        """How gains of the record were compiled that hold for these request."""
-        return "graphs" if self.compile == "graphs" else "blocks"
-
-
-@dataclass
-class Part:
-    """What became of one model.
-
-    Parameters
-    ----------
-    prefix : str
-        Of its names: ``"transformer."`` in a pipeline, "" alone.
-    model : Module
-    known : WholeModel or None
-        The measured model that stands for it.
-    on_measured_device : bool
-        Whether its device is of the kind that was measured: else gains of `known` do not count.
-    linear : Replacement or None
-    compiled : Compiled or None
-    native : dict of str to str
-        Why ``"linear"`` or ``"attention"`` was left native as a whole.
-    accuracy : str
-        Class of the attention that was replaced; "" without any.
-    """
-
-    prefix: str
-    model: nn.Module
-    known: WholeModel | None
-    on_measured_device: bool
-    linear: Replacement | None = None
-    compiled: Compiled | None = None
-    native: dict[str, str] = field(default_factory=dict)
-    accuracy: str = ""
-
-    @property
-    def record(self) -> WholeModel | None:
-        """The measured model whose gains count."""
-        return self.known if self.on_measured_device else None
-
-    def settle(self, part: str, request: Request) -> str:
-        """Return the accuracy class in which a part is replaced; "" if it is left native.
-
-        Of attention that is the class asked for or, if the record has that no faster than native, a
-        more accurate one that is.
-        """
-        if self.record is None:
-            return request.accuracy
-        record, how = self.record, request.how
-        classes = ACCURACIES[ACCURACIES.index(request.accuracy) :: -1]
-        for accuracy in classes:
-            if judged(record.gain(part, accuracy, how)) == FASTER:
-                return accuracy
-        why = said(record.gain(part, request.accuracy, how))
-        graph = record.gain(part, request.accuracy, "graphs")
-        if how == "blocks" and "graphs" in record.gains and judged(graph) == FASTER:
-            why += f"; with compile='graphs' {said(graph)}"
-        self.native[part] = why
-        return ""
-
 
 @dataclass(frozen=True)
 class Acceleration:
@@ -165,10 +66,13 @@ class Accelerated(Handle):
     `compare` are the handle's own. As a context manager it restores at the end.
     """
 
-    __slots__ = ("_handle_attention", "_handle_parts", "_handle_request")
+    __slots__ = (
+        "_handle_attention", "_handle_is_restored", "_handle_parts", "_handle_request",
+    )  # fmt: skip
     _handle_maker = "accelerate"
     _handle_arguments = ("accuracy", "include", "exclude", "checkpoint", "again", "log")
     _handle_attention: Any
+    _handle_is_restored: bool
     _handle_parts: tuple[Part, ...]
     _handle_request: Request
 
@@ -178,6 +82,7 @@ class Accelerated(Handle):
         super().__init__(target)
         object.__setattr__(self, "_handle_parts", tuple(parts))
         object.__setattr__(self, "_handle_attention", attention)
+        object.__setattr__(self, "_handle_is_restored", False)
         object.__setattr__(self, "_handle_request", request)
 
     # If torch compiles a function that calls the handle, the error gives this reason.
@@ -210,6 +115,7 @@ class Accelerated(Handle):
             linear layers then stay; all else is as before.
         """
         _undo(self._handle_parts, self._handle_attention)
+        object.__setattr__(self, "_handle_is_restored", True)
 
     def save(
         self, folder: str | PathLike[str], *, advance: Callable[[str], None] | None = None
@@ -245,6 +151,61 @@ class Accelerated(Handle):
                 home.mkdir(exist_ok=True)
             write_int8(part.model, home / part.prefix.removesuffix("."), advance)
         return home
+
+
+    def compare(
+        self,
+        *,
+        rounds: int = 7,
+        record: str | PathLike[str] | None = None,
+        page: str | PathLike[str] | None = None,
+        seed: int = 0,
+        log: Log = print,
+        **call: Any,
+    ) -> Comparison:
+        """Run a call native and accelerated in turns: what each part gains, and at what cost.
+
+        Parameters
+        ----------
+        rounds : int
+            Runs of each way that are timed, behind one that compiles.
+        record : path, optional
+            JSON, written after each run. A file that is there is gone on with.
+        page : path, optional
+            A page of HTML, with pictures side by side.
+        seed : int
+            Of a generator that each run gets, unless the call names one.
+        log : callable, optional
+            Takes a line after each run, with the time left; None: silent.
+        **call
+            Arguments of the pipeline or the model.
+
+        Returns
+        -------
+        Comparison
+            Printed: time of a step with 95 % intervals, memory, relative L2 of latents by step,
+            PSNR and SSIM of pictures, and a verdict on each part.
+
+        Raises
+        ------
+        ValueError
+            If the weights are offloaded, or `record` is of another comparison.
+        RuntimeError
+            After `restore`, and if the weights of INT8 layers are lost.
+
+        Notes
+        -----
+        Native is compiled as the accelerated model is, and has its own weights on the device,
+        beside the codes. Steps of a pipeline are those of its scheduler; that of a model is a call.
+        """
+        if self._handle_is_restored or all(len(p.native) == 2 for p in self._handle_parts):
+            raise RuntimeError(
+                "nothing is replaced, so that there is nothing to compare: report() says why"
+            )
+        return compare(
+            self.target, self._handle_parts, self._handle_request, call, rounds=rounds,
+            record=record, page=page, seed=seed, log=log,
+        )  # fmt: skip
 
 
 def accelerate(
@@ -333,48 +294,6 @@ def accelerate(
 
 
 # ---- how both are made ---------------------------------------------------------------------------
-
-
-def part_of(prefix: str, model: nn.Module) -> Part:
-    """Return a model before anything becomes of it."""
-    model = uncompiled(model)
-    width = width_of(layer for _, layer, _ in linear_layers(model))
-    known = nearest(type(model).__name__, width)
-    where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    capability = None
-    if where.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(where)
-        capability = 10 * major + minor
-    return Part(prefix, model, known, known is not None and known.capability == capability)
-
-
-def width_of(layers: Iterable[nn.Linear]) -> int:
-    """Return how many channels most linear layers take, 0 without one.
-
-    Examples
-    --------
-    >>> width_of([nn.Linear(8, 2), nn.Linear(4, 2), nn.Linear(8, 8)])
-    8
-    """
-    counts = Counter(layer.in_features for layer in layers)
-    return max(counts, key=lambda width: (counts[width], width), default=0)
-
-
-def layer_names(part: Part) -> Iterator[str]:
-    """Yield the names of a model's linear layers, with its prefix, INT8 ones, too."""
-    for name, *_ in (*linear_layers(part.model), *int8_layers(part.model)):
-        yield f"{part.prefix}{name}"
-
-
-def exactly(names: Iterable[str]) -> str:
-    """Return a regular expression that is found in these names alone.
-
-    Examples
-    --------
-    >>> exactly(["a.0", "b"])
-    '^(?:a\\\\.0|b)$'
-    """
-    return f"^(?:{'|'.join(map(re.escape, names))})$"
 
 
 def accelerated(
