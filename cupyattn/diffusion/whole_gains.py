@@ -41,6 +41,8 @@ class WholeModel:
     channel_error, native_error, fp8_error : float
         Relative L2 to float32 of one block of each kind, with INT8 layers by channel, as it is, and
         with FP8 layers by row.
+    native_seconds : mapping of str to float
+        Of a native pass, by `COMPILED`.
     gains : mapping of str to mapping
         By `COMPILED`, as far as it was measured: ``"linear"``, and ``"attention"`` and ``"both"``
         by accuracy class, each times as fast as native with the ends of its 95 % interval.
@@ -56,6 +58,7 @@ class WholeModel:
     channel_error: float
     native_error: float
     fp8_error: float
+    native_seconds: Mapping[str, float]
     gains: Mapping[str, Any]
 
     @property
@@ -98,7 +101,7 @@ def measured() -> tuple[WholeModel, ...]:
         WholeModel(
             row["model"], row["class"], row["width"], row["tokens"], row["prompt"], row["device"],
             table["capability"], row["error"]["channel"], row["error"]["native"],
-            row["error"]["fp8"], row["gains"],
+            row["error"]["fp8"], row["native_seconds"], row["gains"],
         )
         for row in table["models"]
     )  # fmt: skip

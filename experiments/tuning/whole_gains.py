@@ -97,6 +97,9 @@ def table(record: Mapping[str, Any]) -> dict[str, Any]:
                 name: round(error[way], 5)
                 for name, way in (("native", NATIVE), ("channel", FULL), ("fp8", FP8_OURS))
             },
+            "native_seconds": {
+                how: round(cell["ways"][NATIVE]["seconds"], 6) for how, cell in cells.items()
+            },
             "gains": {how: gains(cell["ways"]) for how, cell in cells.items()},
         })  # fmt: skip
     return {

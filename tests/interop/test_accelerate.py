@@ -48,7 +48,7 @@ def record(**gains: tuple[float, float, float]) -> whole_gains.WholeModel:
     blocks = {"linear": gains.get("linear", sure), "attention": of, "both": of}
     return whole_gains.WholeModel(
         "Small", "SD3Transformer2DModel", 128, 256, 8, "NVIDIA H200", 90, 5e-3, 5e-3, 5e-3,
-        {"blocks": blocks, "graphs": {**blocks, "linear": sure}},
+        {}, {"blocks": blocks, "graphs": {**blocks, "linear": sure}},
     )  # fmt: skip
 
 
