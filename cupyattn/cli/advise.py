@@ -14,9 +14,10 @@ from typing import Any
 
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import flags, output
-from cupyattn.diffusion import advice, whole_gains
+from cupyattn.diffusion import advice
 from cupyattn.diffusion.work import describes, work_of
 from cupyattn.errors import UnsupportedError
+from cupyattn.measure import whole_gains
 from cupyattn.measure.timing import FASTER, judged
 from cupyattn.measure.words import format_seconds
 

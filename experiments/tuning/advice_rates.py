@@ -1,7 +1,7 @@
 """Which rates say what whole models gain?
 
 Varies       nothing: it reads the gains of whole models, and the shapes of their weights
-Holds fixed  cupyattn/diffusion/whole_gains.json; LTX and Wan 2.2 5B are held out, and so is the
+Holds fixed  cupyattn/measure/whole_gains.json; LTX and Wan 2.2 5B are held out, and so is the
              number of tokens of Wan 14B in experiments/results/diffusers_blocks.json
 Measures     seconds for each operation and element, fitted by least squares of relative errors with
              coefficients of at least 0: of a native pass, and of what each part saves
@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.diffusion import advice, whole_gains
+from cupyattn.diffusion import advice
 from cupyattn.diffusion.work import Work, work_of
+from cupyattn.measure import whole_gains
 from experiments._harness.diffusers_models import libraries
 from experiments._harness.whole_families import FAMILIES, Family
 from experiments.tuning.whole_gains import CLASSES

@@ -8,7 +8,7 @@ Measures     of each model the gain of each part, compiled by blocks and as one 
 Run          python -m experiments.tuning.whole_gains [--check]
 
 It measures nothing, so that there is no ``--quick`` and no record: it is a generator. It writes
-cupyattn/diffusion/whole_gains.json, by which ``accelerate`` chooses; ``--check`` writes nothing and
+cupyattn/measure/whole_gains.json, by which ``accelerate`` chooses; ``--check`` writes nothing and
 says whether that file is what the record says. It needs torch and diffusers for the widths of the
 models, which are made without memory.
 
@@ -27,6 +27,7 @@ from typing import Any
 
 from cupyattn.interop.torch.candidates import linear_layers
 from cupyattn.measure import timing
+from cupyattn.measure.whole_gains import usual_width
 from experiments._harness import recording
 from experiments._harness.diffusers_models import libraries
 from experiments._harness.recording import ROOT
@@ -34,7 +35,7 @@ from experiments._harness.whole_families import FAMILIES, Family
 from experiments.diffusion import whole_models
 from experiments.diffusion.whole_models import FP8, FP8_OURS, FULL, NATIVE
 
-TARGET = ROOT / "cupyattn" / "diffusion" / "whole_gains.json"
+TARGET = ROOT / "cupyattn" / "measure" / "whole_gains.json"
 #: Cells of the record, by how a model was compiled.
 CELLS = {"blocks": "passes", "graphs": "graphs"}
 #: Ways with INT8 layers, by their accuracy class of attention.
@@ -45,12 +46,10 @@ CLASSES = {
 
 def width_of(family: Family) -> int:
     """Return how many channels most linear layers of a family take, as `accelerate` does."""
-    from cupyattn.interop.torch.accelerated_parts import width_of as width
-
     torch, diffusers = libraries()
     with torch.device("meta"):
         model = getattr(diffusers, family.cls)(**family.shallow().config)
-    return width(layer for _, layer, _ in linear_layers(model))
+    return usual_width(layer.in_features for _, layer, _ in linear_layers(model))
 
 
 def gains(ways: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ diffusers = pytest.importorskip("diffusers")
 
 from torch import nn  # noqa: E402
 
-from cupyattn.diffusion import whole_gains  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
 from cupyattn.interop.torch import accelerated_parts, models  # noqa: E402
+from cupyattn.measure import whole_gains  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
@@ -55,7 +55,7 @@ def record(**gains: tuple[float, float, float]) -> whole_gains.WholeModel:
 def given_record(monkeypatch: pytest.MonkeyPatch, found: whole_gains.WholeModel) -> None:
     monkeypatch.setattr(
         "cupyattn.interop.diffusers.accelerating.part_of",
-        lambda prefix, model: accelerated_parts.Part(prefix, model, found, on_measured_device=True),
+        lambda prefix, model: accelerated_parts.Part(prefix, model, found),
     )
 
 
@@ -190,12 +190,14 @@ def test_nothing_is_replaced_or_compiled_where_all_was_slower(
 
 
 def test_the_record_decides_between_channels_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_record(monkeypatch, record())
     model = transformer()
-    with interop.accelerate(model, **EAGER):
-        assert model.transformer_blocks[0].attn.to_q.strategy == "channel"
-    with interop_torch.accelerate(model, **EAGER):  # of a width that was not measured
-        assert model.transformer_blocks[0].attn.to_q.strategy == "block"
+    layer = "transformer_blocks.0.attn.to_q"
+    with interop.accelerate(model, **EAGER):  # of a width that was not measured
+        assert model.get_submodule(layer).strategy == "block"
+    monkeypatch.setattr("cupyattn.checkpoints.choosing.nearest", lambda cls, width: record())
+    with interop.accelerate(model, **EAGER) as handle:
+        assert model.get_submodule(layer).strategy == "channel"
+        assert "INT8 by channel" in handle.report().lines[1]
 
 
 def test_the_nearest_width_of_a_class_stands_for_a_model() -> None:
@@ -207,7 +209,6 @@ def test_the_nearest_width_of_a_class_stands_for_a_model() -> None:
     ]  # fmt: skip
     names = [one and one.name for one in found]
     assert names == ["Wan 2.1 14B", "Wan 2.2 5B", None, None, None]
-    assert accelerated_parts.width_of([]) == 0
 
 
 def test_gains_are_what_the_record_of_whole_models_says() -> None:

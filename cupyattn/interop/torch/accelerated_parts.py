@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from os import PathLike
@@ -11,13 +10,13 @@ from os import PathLike
 import torch
 from torch import nn
 
-from cupyattn.diffusion.whole_gains import WholeModel, nearest, said
 from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.compiling import COMPILED, Compiled
 from cupyattn.interop.torch.models import Replacement
 from cupyattn.measure.timing import FASTER, judged
+from cupyattn.measure.whole_gains import WholeModel, nearest, said, usual_width
 
 #: Accuracy classes of attention, as `cupyattn.attention` has them.
 ACCURACIES = ("full", "balanced", "aggressive")
@@ -81,10 +80,8 @@ class Part:
     prefix : str
         Of its names: ``"transformer."`` in a pipeline, "" alone.
     model : Module
-    known : WholeModel or None
-        The measured model that stands for it.
-    on_measured_device : bool
-        Whether its device is of the kind that was measured: else gains of `known` do not count.
+    record : WholeModel or None
+        The measured model that stands for it, if its device is of the kind that was measured.
     linear : Replacement or None
     compiled : Compiled or None
     native : dict of str to str
@@ -95,17 +92,11 @@ class Part:
 
     prefix: str
     model: nn.Module
-    known: WholeModel | None
-    on_measured_device: bool
+    record: WholeModel | None
     linear: Replacement | None = None
     compiled: Compiled | None = None
     native: dict[str, str] = field(default_factory=dict)
     accuracy: str = ""
-
-    @property
-    def record(self) -> WholeModel | None:
-        """The measured model whose gains count."""
-        return self.known if self.on_measured_device else None
 
     def settle(self, part: str, request: Request) -> str:
         """Return the accuracy class in which a part is replaced; "" if it is left native.
@@ -131,26 +122,14 @@ class Part:
 def part_of(prefix: str, model: nn.Module) -> Part:
     """Return a model before anything becomes of it."""
     model = uncompiled(model)
-    width = width_of(layer for _, layer, _ in linear_layers(model))
+    width = usual_width(layer.in_features for _, layer, _ in linear_layers(model))
     known = nearest(type(model).__name__, width)
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     capability = None
     if where.type == "cuda":
         major, minor = torch.cuda.get_device_capability(where)
         capability = 10 * major + minor
-    return Part(prefix, model, known, known is not None and known.capability == capability)
-
-
-def width_of(layers: Iterable[nn.Linear]) -> int:
-    """Return how many channels most linear layers take, 0 without one.
-
-    Examples
-    --------
-    >>> width_of([nn.Linear(8, 2), nn.Linear(4, 2), nn.Linear(8, 8)])
-    8
-    """
-    counts = Counter(layer.in_features for layer in layers)
-    return max(counts, key=lambda width: (counts[width], width), default=0)
+    return Part(prefix, model, known if known and known.capability == capability else None)
 
 
 def layer_names(part: Part) -> Iterator[str]:

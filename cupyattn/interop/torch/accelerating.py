@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cupyattn.diffusion.whole_gains import said
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
 from cupyattn.interop.selection import Patterns
 from cupyattn.interop.torch.accelerated_parts import (
@@ -29,8 +28,8 @@ from cupyattn.interop.torch.compiling import compiled_blocks
 from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
 from cupyattn.interop.torch.writing import write_int8
 from cupyattn.measure.trial import Comparison
+from cupyattn.measure.whole_gains import said
 from cupyattn.measure.words import counted, printable
-from cupyattn.quant.blocks import Int8Config
 
 #: Kinds of reasons that a line names before the rest is counted.
 _MOST_REASONS = 3
@@ -347,13 +346,11 @@ def _replace_layers(part: Part, request: Request) -> None:
         part.native["linear"] = "excluded" if everything else "the model has none"
     if not names or not part.settle("linear", request):
         return
-    strategy = "channel" if part.known is not None and part.known.allows_channel else "block"
     try:
         part.linear = replace_linear_with_int8(
             part.model,
             _codes_of(part, request.checkpoint),
             include=exactly(name.removeprefix(part.prefix) for name in names),
-            config=Int8Config(strategy=strategy),
             arch=request.arch, backend=request.backend, again=request.again,
         )  # fmt: skip
     except NothingReplaced as error:

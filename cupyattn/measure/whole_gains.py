@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ def measured() -> tuple[WholeModel, ...]:
         )
         for row in table["models"]
     )  # fmt: skip
+
+
+def usual_width(widths: Iterable[int]) -> int:
+    """Return how many channels most layers take, 0 without one.
+
+    Examples
+    --------
+    >>> usual_width([8, 4, 8]), usual_width([])
+    (8, 0)
+    """
+    counts = Counter(widths)
+    return max(counts, key=lambda width: (counts[width], width), default=0)
 
 
 def nearest(cls: str, width: int) -> WholeModel | None:
