@@ -46,7 +46,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: ladder test test-quick test-slow test-interop test-browser test-wheel lint setup clean
+.PHONY: ladder test test-quick test-slow test-interop test-browser test-site test-wheel docs lint setup clean
 
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
@@ -64,7 +64,8 @@ test-quick: $(READY)
 # SLOW_TESTS="tests/quant tests/plans" runs those of some folders; a folder may have none.
 SLOW_TESTS ?= tests
 test-slow: $(READY)
-	$(PYTEST) -m slow --ignore=tests/docs/test_packaging.py $(SLOW_TESTS) || test $$? = 5
+	$(PYTEST) -m slow --ignore=tests/docs/test_packaging.py \
+		--ignore=tests/docs/test_site.py $(SLOW_TESTS) || test $$? = 5
 
 # What torch, JAX and diffusers do with cupyattn, and other readers with its checkpoints: without
 # them these tests are skipped. SLOW= runs those of every model family, too.
@@ -74,8 +75,10 @@ FRAMEWORKS ?= torch jax diffusers~=0.42.1 transformers accelerate compressed-ten
 ifdef NO_VENV
 FRAMEWORKS_READY :=
 BROWSER_READY :=
+DOCS_READY :=
 else
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
+DOCS_READY := $(VENV)/.ready-docs
 BROWSER_READY := $(VENV)/.ready-browser
 endif
 
@@ -83,17 +86,26 @@ test-interop: $(FRAMEWORKS_READY)
 	$(PYTEST) $(SLOW) tests/interop tests/docs/test_examples.py
 	$(PYTEST) -m frameworks tests/checkpoints tests/diffusion tests/docs tests/experiments tests/problem tests/testing
 
-# The report in Chromium, at the widths of phones and of a desk, light and dark.
-test-browser: $(BROWSER_READY)
-	$(RUN) -m pytest tests/cli/test_report_browser.py
+# The site is built anew, warnings as errors, and looks for nothing in a network.
+test-site: $(DOCS_READY)
+	$(RUN) -m pytest -m slow tests/docs/test_site.py
+
+# The report and the site in Chromium, at the widths of phones and of a desk, light and dark.
+test-browser: $(BROWSER_READY) $(DOCS_READY)
+	$(RUN) -m pytest tests/cli/test_report_browser.py tests/docs/test_site_browser.py
 
 # Builds sdist and wheel, installs each with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)
 	$(RUN) -m pytest -m slow tests/docs/test_packaging.py
 
+# The documentation site, in build/docs/html; a warning is an error.
+docs: $(DOCS_READY)
+	$(RUN) -m docs.build_site
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(RUN) -m codespell_lib cupyattn kernels_cu docs tests experiments examples *.md
 	$(CLANG_FORMAT) --dry-run -Werror $(KERNELS)
 
 setup: $(READY)
@@ -113,6 +125,12 @@ $(VENV)/.ready-$(EXTRA): setup.cfg pyproject.toml
 $(VENV)/.ready-frameworks: $(READY)
 	@echo "Adding $(FRAMEWORKS) to $(VENV), once: torch alone may be gigabytes where there is a GPU"
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
+	@touch $@
+
+# The reference has the pages of cupyattn.interop, which imports the frameworks.
+$(VENV)/.ready-docs: $(VENV)/.ready-frameworks
+	@echo "Adding cupyattn[docs] to $(VENV), once"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.ready-browser: $(READY)

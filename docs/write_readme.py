@@ -1,4 +1,4 @@
-"""Write the figures of the README's first screen from the records in experiments/results.
+"""Write the figures of README.md and docs/INTEROP.md, and a drawing, from the records.
 
     python -m docs.write_readme
 """
@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cupyattn.cli import plot
+from cupyattn.measure.words import format_seconds
+from docs import performance_plots
 from docs.performance_tables import range_of
-from experiments._harness import recording
+from experiments._harness import plots, recording
 from experiments._harness.recording import ROOT
 from experiments.diffusion import diffusers_blocks, whole_models
 from experiments.speed import scores
 
-README = ROOT / "README.md"
+README, INTEROP = ROOT / "README.md", ROOT / "docs" / "INTEROP.md"
+DRAWING = ROOT / "docs" / "whole_models.svg"
 SPEED = "<!-- speed: begin -->", "<!-- speed: end -->"
-WHOLE = whole_models.BEGIN, whole_models.END
+PIPELINES = "<!-- pipelines: begin -->", "<!-- pipelines: end -->"
+OVERVIEW = "<!-- overview: begin -->", "<!-- overview: end -->"
 INT8 = "<!-- int8: begin -->", "<!-- int8: end -->"
+#: What README and its drawing show of whole models, under names that a newcomer knows.
+SHOWN = {
+    whole_models.NATIVE: "bfloat16",
+    whole_models.FP8: "FP8 layers",
+    whole_models.BALANCED: "cupyattn, balanced",
+}
 #: Ways of a block's record, in the order of the table.
 WAYS = ("attention in 16 bits", "INT8 attention", "INT8 linear layers", "both INT8")
 
@@ -28,8 +40,8 @@ def _device(record: Mapping[str, Any]) -> str:
     return str(record["environment"]["device"]["name"])
 
 
-def _link(name: str) -> str:
-    return f"[{name}.json](experiments/results/{name}.json)"
+def _link(name: str, up: str = "") -> str:
+    return f"[{name}.json]({up}experiments/results/{name}.json)"
 
 
 def lower(ratio: float) -> str:
@@ -71,17 +83,64 @@ def _by(ratios: Mapping[str, float]) -> str:
     return ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ordered)
 
 
+def _measured(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [row for row in record["rows"] if "passes" in row["cells"]]
+
+
+def pipelines(record: Mapping[str, Any]) -> str:
+    """Return the time of a pass of whole models, and how much faster INT8 makes it."""
+    native, fp8, ours = SHOWN
+    rows = []
+    for row in _measured(record):
+        ways = row["cells"]["passes"]["ways"]
+        rows.append([
+            row["model"], f"{row['tokens']:,}", format_seconds(ways[native]["seconds"]),
+            format_seconds(ways[ours]["seconds"]),
+            *(whole_models.ratio_cell(ways[way]["ratio"]) for way in (ours, fp8)),
+        ])  # fmt: skip
+    header = ["model", "tokens", "bfloat16", "cupyattn", "times as fast", "FP8 layers"]
+    return "\n".join([
+        f"One pass of a whole compiled model with random weights, on an {_device(record)} "
+        f"({_link(whole_models.NAME)}).",
+        "Intervals are of 95 %; *undecided* means that one includes 1. FP8 is torch's product by "
+        "row, with torch's attention.", "",
+        *recording.markdown(header, rows), "",
+        "Where a model has become slower, the host is the limit: "
+        "[compile it as CUDA graphs](docs/INTEROP.md#whole-models).",
+    ])  # fmt: skip
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Draw the time of a pass of whole models as bars, each a share of the model's own."""
+    rows = _measured(record)
+    figure, (axis,) = performance_plots.figure_of(1, 1, (7.5, 0.55 * len(rows) + 0.8))
+    colours = (plots.GREY, plots.COLOURS[1], plots.COLOURS[0])
+    for place, row in enumerate(rows):
+        ways = row["cells"]["passes"]["ways"]
+        own = ways[whole_models.NATIVE]["seconds"]
+        for step, (way, colour) in enumerate(zip(SHOWN, colours, strict=True)):
+            seconds, y = ways[way]["seconds"], place + 0.26 * (step - 1)
+            label = SHOWN[way] if not place else None
+            axis.barh(y, seconds / own, height=0.24, color=colour, label=label)
+            text = f" {format_seconds(seconds)}"
+            axis.text(seconds / own, y, text, va="center", fontsize=7, color=plots.TEXT)
+    axis.set_yticks(range(len(rows)), [row["model"] for row in rows], color=plots.TEXT)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.45)
+    performance_plots.labelled(axis, "", "time of one pass, as a share of bfloat16's")
+    axis.legend(frameon=False, fontsize=8, labelcolor=plots.TEXT)
+    plot.save(figure, str(path), source=plots.source(record))
+
+
 def whole(record: Mapping[str, Any]) -> str:
     """Return what INT8 wins in whole models, beside FP8."""
     return "\n".join([
-        "**Whole models.** Times as fast as the same model in bfloat16, at its own depth, with "
+        "Times as fast as the same model in bfloat16, at its own depth, with "
         "random weights and compiled blocks.",
-        f"Measured on an {_device(record)} ({_link(whole_models.NAME)}), with 95 % intervals: "
-        "*undecided* where one has 1.",
+        f"Measured on an {_device(record)} ({_link(whole_models.NAME, '../')}), with 95 % "
+        "intervals: *undecided* where one has 1.",
         "FP8 is torch's product by row. INT8 has a scale for each row and column: *full* attends "
-        "in 16 bits, the others in the INT8 of their accuracy class.",
-        "Errors, CUDA graphs, host and memory are in [docs/INTEROP.md](docs/INTEROP.md"
-        "#whole-models).", "",
+        "in 16 bits, the others in the INT8 of their accuracy class.", "",
         *recording.markdown(*whole_models.overview(record)),
     ])  # fmt: skip
 
@@ -108,7 +167,7 @@ def when_int8_pays(blocks: Mapping[str, Any]) -> list[str]:
             " Without `torch.compile` ten steps with both take longer than the model's own:"
         )
         lines.append(f"{_by(slower)}.")
-    return [*lines, "Intervals are in [docs/INTEROP.md](docs/INTEROP.md#what-it-wins)."]
+    return lines
 
 
 def int8(
@@ -151,10 +210,10 @@ def int8(
     return "\n".join([
         *when_int8_pays(blocks), "",
         f"Times as fast as a model with one block of each kind, all under `torch.compile`, on an "
-        f"{_device(blocks)} ({_link('diffusers_blocks')}).",
+        f"{_device(blocks)} ({_link('diffusers_blocks', '../')}).",
         "Only Flux attends to tokens and prompt jointly. *error* is the relative L2 error of the "
         "output against float32;",
-        "`rel. error` of [the ladder](#the-ladder) is that of attention alone.", "",
+        "`rel. error` of [the ladder](LADDER.md) is that of attention alone.", "",
         *recording.markdown(header, rows), "",
         diffusers_blocks.RECIPE, "",
         f"Attention alone, at length {problem['length']:,}, batch {problem['batch']} and "
@@ -164,21 +223,27 @@ def int8(
         '"balanced" quantises (scales of K for each block of keys), it is '
         f"{plain['fa_int8']['speed_of_fa_tc'][0]:.2f} at head_dim "
         f"{other['problem']['head_dim']}.",
-        f"Measured on an {_device(ladder)} ({_link('ladder')}, {_link('scores_h100')}).",
+        f"Measured on an {_device(ladder)} ({_link('ladder', '../')}, "
+        f"{_link('scores_h100', '../')}).",
     ])  # fmt: skip
 
 
-def figures() -> dict[tuple[str, str], str]:
-    """Return the texts by the marks that they stand between."""
+def figures() -> dict[tuple[Path, str, str], str]:
+    """Return the texts by page and the marks that they stand between."""
     stored = recording.stored
+    whole_record = stored(whole_models.NAME)
     return {
-        SPEED: speed(stored("peers")),
-        WHOLE: whole(stored(whole_models.NAME)),
-        INT8: int8(stored("diffusers_blocks"), stored("ladder"), stored("scores_h100")),
+        (README, *SPEED): speed(stored("peers")),
+        (README, *PIPELINES): pipelines(whole_record),
+        (INTEROP, *OVERVIEW): whole(whole_record),
+        (INTEROP, *INT8): int8(
+            stored("diffusers_blocks"), stored("ladder"), stored("scores_h100")
+        ),
     }
 
 
 if __name__ == "__main__":
-    for (begin, end), text in figures().items():
-        recording.replace_between(README, begin, end, text)
-    print(f"wrote {README}")
+    for (page, begin, end), text in figures().items():
+        recording.replace_between(page, begin, end, text)
+    draw(recording.stored(whole_models.NAME), DRAWING)
+    print(f"wrote {README}, {INTEROP} and {DRAWING}")

@@ -53,7 +53,7 @@ def attention(
     quantized: Any = None,
     **options: Unpack[TurnedOptions],
 ) -> Bound:
-    r"""Bound |kernel - exact attention| of the operands that the kernel received (J2).
+    r"""Bound ``|kernel - exact attention|`` of the operands that the kernel received (J2).
 
     Parameters
     ----------

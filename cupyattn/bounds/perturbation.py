@@ -37,7 +37,7 @@ def gamma(n: Any, u: float) -> Any:
 
     Notes
     -----
-    [L1] |Π(1 + δ_i)^±1 - 1| <= γ_n for n factors with |δ_i| <= u (Higham 2002, Lemma 3.1). So a sum
+    [L1] ``|Π(1 + δ_i)^±1 - 1| <= γ_n`` for n factors ``|δ_i| <= u`` (Higham 2002, Lemma 3.1). A sum
     in any order, with at most n roundings on the way of any term, errs by at most γ_n Σ|terms|.
 
     Examples
@@ -133,7 +133,7 @@ def softmax_perturbation(
     Returns
     -------
     delta_o : (..., rows, head_dim) array
-        Bound of |Σ p'_j v_j - o|.
+        Bound of ``|Σ p'_j v_j - o|``.
     P_plus : (..., rows, keys) array
         Bound of p'_j, the perturbed probabilities.
     delta_lse : (..., rows) array
@@ -146,10 +146,10 @@ def softmax_perturbation(
     With h = max d, per channel, the least of
 
     - tanh(h/2) (max v - min v) [L6],
-    - (e^{2h} - 1)/2 Σ p_j |v_j - o| [L7],
-    - Σ p_j (e^{d_j} - 1) |v_j - o| / Σ p_j e^{-d_j} [L8];
+    - ``(e^{2h} - 1)/2 Σ p_j |v_j - o|`` [L7],
+    - ``Σ p_j (e^{d_j} - 1) |v_j - o| / Σ p_j e^{-d_j}`` [L8];
 
-    p'_j <= p_j e^{d_j} / Σ p_j e^{-d_j} [L5]; |δlse| <= log Σ p_j e^{d_j} [L9].
+    ``p'_j <= p_j e^{d_j} / Σ p_j e^{-d_j}`` [L5]; ``|δlse| <= log Σ p_j e^{d_j}`` [L9].
 
     Examples
     --------
@@ -188,7 +188,7 @@ def softmax_perturbation(
 
 
 def weight_shift(P: Array, P_plus: Array, d: Array, delta_lse: Array) -> Array:
-    r"""Bound |p'_j - p_j|, what perturbed scores may do to each probability [L5].
+    r"""Bound ``|p'_j - p_j|``, what perturbed scores may do to each probability [L5].
 
     Parameters
     ----------

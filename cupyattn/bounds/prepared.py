@@ -15,7 +15,7 @@ from cupyattn.problem.row_preparation import Preparation
 
 
 def rotation(x: Array, rope: Rope, position: int) -> Array:
-    r"""Bound |operand as the kernels turn it - operand turned exactly|, element by element (R0).
+    r"""Bound the error of an operand as the kernels rotate it, element by element (R0).
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def rotation(x: Array, rope: Rope, position: int) -> Array:
 def preparation(
     how: Preparation, q: Array, k: Array, *, stored: bool = False
 ) -> tuple[Array, Array]:
-    r"""Bound |operands as the kernels prepare them - `Preparation.exact`|, element by element (R0).
+    r"""Bound ``|prepared operands - Preparation.exact|``, element by element (R0).
 
     Parameters
     ----------

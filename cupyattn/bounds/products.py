@@ -54,13 +54,14 @@ def gemm_error(
 
     Notes
     -----
-    With f the product of both scales and S = Σ |dot| f over K = ceil(k / 128) slices: G1 and G2
+    With f the product of both scales and ``S = Σ |dot| f`` over K = ceil(k / 128) slices: G1 and G2
     give ``γ_{K+1} S`` and what underflows, however many blocks share a tile; with scales of
-    channels S = |dot| f, and G1 and G2 give ``γ_3 S``; outliers ``γ_{r + ceil(r/16)}(2^-23)`` of
-    everything so far, for r columns, and the sums from block to block ``γ_7``; G3 one rounding; G4
-    passes on its largest slope times all of that and adds ``8 u |x| + 2^-118``; G7 is `gated_error`
-    of both halves and one rounding; G6 multiplies by the gate and rounds once; G5 half a unit of
-    the last place. docs/MATH_REFERENCE.md [L39], with scales of channels [L40].
+    channels ``S = |dot| f``, and G1 and G2 give ``γ_3 S``; outliers
+    ``γ_{r + ceil(r/16)}(2^-23)`` of everything so far, for r columns, and the sums from block to
+    block ``γ_7``; G3 one rounding; G4 passes on its largest slope times all of that and adds ``8 u
+    |x| + 2^-118``; G7 is `gated_error` of both halves and one rounding; G6 multiplies by the gate
+    and rounds once; G5 half a unit of the last place. docs/MATH_REFERENCE.md [L39], with scales of
+    channels [L40].
     """
     a, a_scales, b, b_scales, bias, outliers = product_operands(
         a, a_scales, b, b_scales, bias, outliers

@@ -42,7 +42,7 @@ def quantisation(
     prepared: tuple[Array, Array] | None = None,
     **options: Unpack[MaskedOptions],
 ) -> Bound:
-    r"""Bound |exact attention of INT8 operands - exact attention of the caller's arrays| (J3).
+    r"""Bound how far exact attention of INT8 operands is from that of the caller's arrays (J3).
 
     Parameters
     ----------
@@ -64,15 +64,15 @@ def quantisation(
 
     Notes
     -----
-    Codes of scale s leave |x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ, where
+    Codes of scale s leave ``|x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ``, where
     the second number counts only if a static scale clips; with zero points the first is
     s/2 (1 + 2^-12). Hence, with centred keys [L18],
 
     .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
 
     where operands that were prepared add their error to Δ [L19],
-    and V's own rounding to 16 bits adds Σ p'_j |δv_j|. A softcap is 1-Lipschitz and a bias the same
-    on both sides: neither adds anything.
+    and V's own rounding to 16 bits adds ``Σ p'_j |δv_j|``. A softcap is 1-Lipschitz, and a bias is
+    the same on both sides: neither adds anything.
     """
     check_queries(quantized)
     q, k, v = operands(q=q, k=k, v=v)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from cupyattn.measure.whole_gains import nearest, usual_width
 from cupyattn.quant.blocks import AUTO
 
-#: The error of scales of channels, as a multiple of that of blocks, up to which a layer is said to
-#: be as good with them.
+#: Largest error of a layer with scales of channels, as a multiple of its error with blocks, for
+#: which channels are recommended.
 CHANNEL_LIMIT = 1.05
 #: The same up to which a model gets them, the worst of its layers. Activations of the transformer
 #: in experiments/dit give at most 1.12, three channels that are ten times as large at least 1.6.

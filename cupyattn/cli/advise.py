@@ -1,8 +1,8 @@
 """Say beforehand what INT8 layers and attention will gain in a diffusion transformer.
 
 MODEL_OR_CONFIG is a model's folder or file, whose header alone is read, or a config.json of
-diffusers, whose model is then made without memory. Rates are those of whole models that were
-measured: device time, with blocks compiled. Nothing is run.
+diffusers, whose model is then made without memory. Rates were fitted to whole
+models with compiled blocks, and give the time of the device. Nothing is run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a diffusion transformer will gain, said beforehand from its shapes and stored rates.
 
-A pass takes the time of its linear layers, by their operations, of its attention, by operations and
-head_dim, and of all else, by what layers read and write. INT8 layers and our attention save a time
-for each operation. The rates were fitted to whole models; ``python -m
+A pass has three parts. Linear layers take time by their operations, attention by operations and
+head_dim, and the rest by the elements that layers read and write. INT8 layers and our attention
+save a time for each operation. The rates were fitted to whole models; ``python -m
 experiments.tuning.advice_rates`` writes them.
 """
 
@@ -85,7 +85,7 @@ class Advice:
 
 @functools.cache
 def rates() -> dict[str, Rates]:
-    """Return what is known by the short names of devices."""
+    """Return all rates, by the short names of devices."""
     found = json.loads(FILE.read_text(encoding="utf-8"))["rates"]
     return {name: Rates(**row) for name, row in found.items()}
 

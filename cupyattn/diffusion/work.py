@@ -11,7 +11,7 @@ from typing import Any
 
 from cupyattn.checkpoints.roles import LAYER_ROLES, role_of
 
-#: Rows of a layer: those of the prompt, of tokens and prompt together, or else of the tokens.
+#: Layers that take the rows of the prompt, and of tokens and prompt together; others take tokens.
 _PROMPT = re.compile(
     r"add_[qkv]_proj|to_add_out|ff_context|context_refiner|context_embedder|txt_|text_|caption|"
     r"token_refiner|refiner_blocks|attn2\.to_[kv]\.|cross_attention\.to_(key|value)\."

@@ -265,7 +265,8 @@ def _revision() -> dict[str, Any]:
         )
         return done.stdout.strip()
 
-    # NOTE: results are written by the run that they describe; they do not make it dirty.
-    changed = git("status", "--porcelain", "--", ".", ":!experiments/results", ":!README.md")
+    # NOTE: a run writes its results, and the pages that show them; they do not make it dirty.
+    written = (":!experiments/results", ":!docs", ":!README.md")
+    changed = git("status", "--porcelain", "--", ".", *written)
     revision = git("rev-parse", "--verify", "--quiet", "HEAD")
     return {"revision": revision, "dirty": bool(changed)} if revision else {}

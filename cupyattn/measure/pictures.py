@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-#: Standard deviation of the window of `ssim`, in pixels, and its two constants (Wang et al., Image
-#: quality assessment, IEEE Transactions on Image Processing 13(4), 2004).
+#: Standard deviation of the window of `ssim`, in pixels, and two constants. Source: Wang et al.,
+#: Image quality assessment, IEEE Transactions on Image Processing 13(4), 2004.
 _SIGMA, _K1, _K2 = 1.5, 0.01, 0.03
 
 Picture = Any

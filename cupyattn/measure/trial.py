@@ -177,7 +177,7 @@ def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def time_left(done: Sequence[float], left: int) -> str:
-    """Say how long the runs that are left will take, by those that are done; "" without any.
+    """Say how long the runs that are left will take, given the seconds of earlier runs.
 
     Examples
     --------

@@ -25,7 +25,7 @@ BLOCK_SIZE = 128
 #: What shares a scale: 128 x 128 of a weight and 128 adjacent channels of an activation's row, or
 #: an output channel of a weight (a row) and a row of activations.
 STRATEGIES = ("block", "channel")
-#: In a configuration: by what is known of the model (`cupyattn.checkpoints.choosing`).
+#: In a configuration: chosen for each model by `cupyattn.checkpoints.choosing`.
 AUTO = "auto"
 #: Codes along k whose products int32 sums without overflow: -128 times -128 is 2^14.
 MOST_CHANNEL_CODES = (2**31 - 1) // 2**14

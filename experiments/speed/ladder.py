@@ -7,7 +7,7 @@ Measures     J2, J3, relative error; time, TFLOP/s, share of the ceiling, ratio 
 Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends,
              where torch can be imported, in the same interleaved rounds
 Run          python -m experiments.speed.ladder [--quick] [--json FILE] [--plot FILE]
-             [--update-readme] [--stored] [--merge FILE ...]
+             [--update-docs] [--stored] [--merge FILE ...]
 
 ``--merge`` puts what a run that was cut off lacks into its record, from another, which says when
 that was measured.
@@ -34,9 +34,9 @@ from experiments._harness.others import FLASH_2, sdpa
 from experiments._harness.recording import ROOT
 
 HEAD_DIMS = (64, 128, 256)
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "LADDER.md"
 BEGIN, END = "<!-- ladder: begin -->", "<!-- ladder: end -->"
-#: The problem whose full table is in the README.
+#: The problem whose full table is in docs/LADDER.md.
 SHOWN = {"head_dim": 128, "causal": False}
 
 
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     record = recording.run_grid(args, "ladder", grid, baseline=baseline)
     if args.plot:
         draw(record, args.plot)
-    if args.update_readme:
-        update_readme(record)
+    if args.update_docs:
+        update_docs(record)
     return 0 if recording.passed(record) else 1
 
 
@@ -117,11 +117,11 @@ def draw(record: Mapping[str, Any], path: str) -> None:
     plot.draw_ladder(found, path)
 
 
-# ---- README --------------------------------------------------------------------------------------
+# ---- docs/LADDER.md ------------------------------------------------------------------------------
 
 
-def readme_table(record: Mapping[str, Any]) -> str:
-    """Return the README's text between its markers."""
+def page_table(record: Mapping[str, Any]) -> str:
+    """Return the page's text between its markers."""
     shown = next(
         (p for p in record["problems"] if SHOWN.items() <= p["problem"].items()),
         record["problems"][0],
@@ -198,9 +198,9 @@ def _speed_table(record: Mapping[str, Any]) -> list[str]:
     return recording.markdown(header, rows)
 
 
-def update_readme(record: Mapping[str, Any], path: Path = README) -> None:
-    """Replace what stands between the README's marks by the table of a record."""
-    recording.replace_between(path, BEGIN, END, readme_table(record))
+def update_docs(record: Mapping[str, Any], path: Path = PAGE) -> None:
+    """Replace the table of the page by that of a record."""
+    recording.replace_between(path, BEGIN, END, page_table(record))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,9 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--plot", metavar="FILE", help="draw the record (.png, .svg or .pdf)")
     parser.add_argument(
-        "--update-readme",
+        "--update-docs",
         action="store_true",
-        help="rewrite the README's table; alone, from experiments/results/ladder.json",
+        help="rewrite the table of docs/LADDER.md; alone, from experiments/results/ladder.json",
     )
     parser.add_argument(
         "--stored", action="store_true", help="measure nothing: use experiments/results/ladder.json"
@@ -221,12 +221,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="with --stored: records of what that one lacks, put into it first",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    if args.stored or (args.update_readme and not args.quick and device.device_missing()):
+    if args.stored or (args.update_docs and not args.quick and device.device_missing()):
         record = merging.record_with("ladder", args.merge, merging.with_missing)
         if args.plot:
             draw(record, args.plot)
-        if args.update_readme:
-            update_readme(record)
+        if args.update_docs:
+            update_docs(record)
         return 0
     return recording.main(run, args)
 

@@ -1,17 +1,17 @@
 """Which rates say what whole models gain?
 
-Varies       nothing: it reads the gains of whole models, and the shapes of their weights
-Holds fixed  cupyattn/measure/whole_gains.json; LTX and Wan 2.2 5B are held out, and so is the
-             number of tokens of Wan 14B in experiments/results/diffusers_blocks.json
-Measures     seconds for each operation and element, fitted by least squares of relative errors with
-             coefficients of at least 0: of a native pass, and of what each part saves
+Varies       nothing: it reads the gains of whole models, and the shapes of their weights.
+Holds fixed  cupyattn/measure/whole_gains.json. LTX and Wan 2.2 5B are held out, and so is the
+             number of tokens of Wan 14B in experiments/results/diffusers_blocks.json.
+Measures     seconds for each operation and element of a native pass, and seconds that each part
+             saves. They are fitted by least squares of relative errors, and not negative.
 Run          python -m experiments.tuning.advice_rates [--check]
 
 It measures nothing, so that there is no ``--quick`` and no record: it is a generator. It writes
 cupyattn/diffusion/advice_rates.json, by which ``cupyattn advise`` predicts; ``--check`` writes
-nothing and prints each prediction beside the record. Passes are those of CUDA graphs where they
-were measured, so that the host has no part in them. HunyuanVideo gives torch's attention a mask of
-keys, with which it is slower: that attention has rates of its own.
+nothing and prints each prediction beside the record. Passes are CUDA graphs where they were
+measured as such, so that the host has no part in them. HunyuanVideo gives torch's attention a mask
+of keys, which makes it slower: that attention has separate rates.
 """
 
 from __future__ import annotations

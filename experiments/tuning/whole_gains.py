@@ -1,10 +1,10 @@
 """What do attention and linear layers win in the whole models that were measured?
 
-Varies       nothing: it reads what diffusion/whole_models.py measured
-Holds fixed  the record, experiments/results/whole_models.json
-Measures     of each model the gain of each part, compiled by blocks and as one CUDA graph: linear
-             layers in INT8, attention of each accuracy class, and both, as ratios of native speed
-             with their 95 % intervals; and the relative L2 error that INT8 layers by channel add
+Varies       nothing: it reads the record of diffusion/whole_models.py.
+Holds fixed  the record, experiments/results/whole_models.json.
+Measures     the gain of each part of a model, compiled by blocks and as one CUDA graph. Parts are
+             linear layers in INT8, attention of each accuracy class, and both. Gains are ratios
+             of native speed with 95 % intervals. Beside them, the error of INT8 layers by channel.
 Run          python -m experiments.tuning.whole_gains [--check]
 
 It measures nothing, so that there is no ``--quick`` and no record: it is a generator. It writes
@@ -12,9 +12,9 @@ cupyattn/measure/whole_gains.json, by which ``accelerate`` chooses; ``--check`` 
 says whether that file is what the record says. It needs torch and diffusers for the widths of the
 models, which are made without memory.
 
-A part alone follows from three ways that took turns. Our 16-bit attention saves, round by round,
-the time of FP8 layers less that of FP8 layers with it; an INT8 class of attention saves beyond that
-what INT8 layers with it take less than INT8 layers with 16-bit attention.
+A part alone follows from three ways that took turns. Our 16-bit attention saves, in each round, the
+time by which FP8 layers with it are faster than FP8 layers alone. INT8 attention saves more than
+that: the time by which INT8 layers with it are faster than INT8 layers with 16-bit attention.
 """
 
 from __future__ import annotations

@@ -53,14 +53,6 @@ def test_the_table_of_pruning_is_what_the_record_says() -> None:
             assert cell == f"{found[name, kind]:.2g}"
 
 
-def test_the_example_of_the_readme_runs() -> None:
-    section = (ROOT / "README.md").read_text().split("## Diffusion transformers\n")[1]
-    names: dict[str, object] = dict.fromkeys("qkv", np.ones((1, 8, 64, 64), np.float16))
-    names["ca"] = ca
-    exec(section.split("```python\n")[1].split("```")[0], names)
-    assert names["o_cond"].shape == names["o"].shape == (1, 8, 64, 64)  # type: ignore[attr-defined]
-
-
 def test_every_argument_is_in_the_table_and_in_the_docstring() -> None:
     table = PAGE.split("## Arguments")[1].split("## Limits")[0]
     named = set(re.findall(r"`(\w+)`", table))

@@ -89,13 +89,6 @@ def test_commands_and_names_exist() -> None:
     assert distributed.group.TIMEOUT == 120 and distributed.start.PORT == 29400
 
 
-def test_the_section_of_the_readme_runs() -> None:
-    text = (ROOT / "README.md").read_text().split("## Several devices\n")[1]
-    names: dict[str, object] = dict.fromkeys("qkv", np.ones((1, 8, 256, 16), np.float16))
-    exec(text.split("```python\n")[1].split("```")[0], names)
-    assert names["o"].shape == (1, 8, 256, 16)  # type: ignore[attr-defined]
-
-
 def test_the_experiment_runs_in_small(tmp_path: Path) -> None:
     file, drawing = tmp_path / "scaling.json", tmp_path / "scaling.svg"
     given = ["--quick", "--devices", "1", "2", "--json", str(file), "--plot", str(drawing)]

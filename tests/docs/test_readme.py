@@ -1,4 +1,4 @@
-"""The README's code runs, its commands exist, and its table is what the committed record says."""
+"""README and the pages that it leads to: code runs, commands exist, figures are the records'."""
 
 from __future__ import annotations
 
@@ -21,16 +21,37 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def section(title: str) -> str:
-    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-def code(title: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+def code(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = code("Ten lines")
+def test_the_front_page_is_short() -> None:
+    assert len(README.splitlines()) <= 200 and len(README.split()) <= 1800
+
+
+def test_the_clone_address_is_in_one_place() -> None:
+    found = re.search(r"^url = (.*)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    if found is None:
+        assert "There is no public clone address" in README
+    else:
+        assert f"git clone {found[1]}" in README and "no public clone address" not in README
+
+
+def test_the_first_block_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others need diffusers: tests/interop/test_interop_readme.py."""
+    names: dict[str, object] = {}
+    exec(code(README)[0], names)
+    printed = capsys.readouterr().out
+    assert "fa_tc: O is within its bound" in printed
+    assert "fa_tc: the fastest rung of accuracy class 'full' for float16" in printed
+
+
+def test_the_examples_of_arrays_run(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = code(page("ARRAYS.md"))
     ten_lines, features, varlen, padded, codes, keys, linear, prepared, gradients = blocks
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
@@ -74,7 +95,7 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "attn_mine.cu").write_text(source.replace("attn_fa(", "attn_mine("))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kernels, "VARIANTS", dict(kernels.VARIANTS))
-    (block,) = code("Add a rung in four lines")
+    (block,) = code(page("OWN_KERNEL.md"))
     assert len([line for line in block.splitlines() if line]) <= 4
     exec(block, {})
     from cupyattn.compiler import modules as kc
@@ -90,17 +111,30 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_table_is_what_the_record_says() -> None:
-    inside = README.split(ladder.BEGIN)[1].split(ladder.END)[0]
-    table = ladder.readme_table(recording.stored("ladder"))
+    inside = page("LADDER.md").split(ladder.BEGIN)[1].split(ladder.END)[0]
+    table = ladder.page_table(recording.stored("ladder"))
     assert inside == f"\n{table}\n", (
-        "run python -m experiments.speed.ladder --stored --update-readme"
+        "run python -m experiments.speed.ladder --stored --update-docs"
     )
 
 
-@pytest.mark.parametrize("marks", write_readme.figures(), ids=lambda marks: marks[0].split()[1])
-def test_figures_of_the_first_screen_are_what_the_records_say(marks: tuple[str, str]) -> None:
-    inside = README.split(marks[0])[1].split(marks[1])[0]
-    assert inside == f"\n{write_readme.figures()[marks]}\n", "run python -m docs.write_readme"
+FIGURES = write_readme.figures()
+
+
+@pytest.mark.parametrize("place", FIGURES, ids=lambda place: place[1].split()[1])
+def test_figures_are_what_the_records_say(place: tuple[Path, str, str]) -> None:
+    file, begin, end = place
+    inside = file.read_text(encoding="utf-8").split(begin)[1].split(end)[0]
+    assert inside == f"\n{FIGURES[place]}\n", "run python -m docs.write_readme"
+
+
+def test_the_drawing_is_of_the_record(tmp_path: Path) -> None:
+    write_readme.draw(recording.stored("whole_models"), tmp_path / "drawn.svg")
+    drawn, kept = (
+        re.sub(r"<path.*?/>", "", path.read_text("utf-8"), flags=re.DOTALL)
+        for path in (tmp_path / "drawn.svg", write_readme.DRAWING)
+    )
+    assert re.findall(r"<!-- (.*?) -->", drawn) == re.findall(r"<!-- (.*?) -->", kept)
 
 
 def test_a_slower_record_makes_another_sentence() -> None:
@@ -133,10 +167,9 @@ def test_ratios_are_those_of_pairs_of_rounds() -> None:
 
 def test_the_settings_that_were_measured_stand_under_the_table() -> None:
     attention, linear = diffusers_blocks.REPLACED["both INT8"][0], diffusers_blocks.STRATEGY
-    interop = (ROOT / "docs" / "INTEROP.md").read_text(encoding="utf-8")
-    for page in (README, interop):
-        assert f'replace_attention_with_int8(model, policy="{attention}")' in page
-        assert f'Int8Config(strategy="{linear}")' in page
+    interop = page("INTEROP.md")
+    assert f'replace_attention_with_int8(model, policy="{attention}")' in interop
+    assert f'Int8Config(strategy="{linear}")' in interop
 
 
 def test_no_ratio_below_one_is_printed_as_one() -> None:
@@ -148,47 +181,45 @@ def test_no_ratio_below_one_is_printed_as_one() -> None:
     assert float(low) <= least < float(low) + 1e-3 and high == "1.999"
 
 
-@pytest.mark.parametrize("marks", write_readme.figures(), ids=lambda marks: marks[0].split()[1])
-def test_sentences_of_the_first_screen_are_short(marks: tuple[str, str]) -> None:
-    text = "\n".join(line for line in write_readme.figures()[marks].splitlines() if line[:1] != "|")
+@pytest.mark.parametrize("place", FIGURES, ids=lambda place: place[1].split()[1])
+def test_sentences_beside_figures_are_short(place: tuple[Path, str, str]) -> None:
+    text = "\n".join(line for line in FIGURES[place].splitlines() if line[:1] != "|")
     sentences = re.split(r"(?<=[.:])\s+(?=[A-Z*\d])|\n\n", text)
     assert len(sentences) > 1
     assert not {one: len(one.split()) for one in sentences if len(one.split()) > 30}
 
 
-def test_the_first_screen_explains_our_words_before_they_are_used() -> None:
-    first = README.split("## Two commands")[0]
+def test_the_first_screens_use_no_words_of_ours() -> None:
+    first, learn = README.split("## Arrays")[0], README.split("## Learn")[1]
     for word in ("rung", "form", "mirror", "J1", "J2", "J3"):
-        row = f"\n| {word} | "
-        assert row in first
-        before = first.split(row)[0].split("\n| word | means |")[0]
-        assert word == "form" or not re.search(rf"\b{word}s?\b", before), word
-    assert "for you if" in first and "not for you if" in first and "on no package index" in first
+        assert not re.search(rf"\b{word}s?\b", re.sub(r"\(docs/.*?\)", "", first)), word
+    assert "A *rung* is" in learn and "rung" not in README.split("## Learn")[0].lower()
+    assert "for you if" in first and "not for you if" in first
 
 
 def test_every_command_is_named() -> None:
-    commands = section("Two commands")
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", commands, re.MULTILINE):
+    commands, makefile = page("COMMANDS.md"), (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", commands + README, re.MULTILINE)
+    assert {"ladder", "test"} <= set(targets)
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
     for name in cli.COMMANDS:
-        assert f"`{name}`" in commands or f"cupyattn {name}" in commands
+        assert f"`{name}`" in commands
 
 
-def test_the_files_that_it_points_to_exist() -> None:
-    paths = re.findall(r"`((?:cupyattn|kernels_cu|experiments|tests|docs)/[\w./]*)`", README)
-    assert len(paths) > 15
-    for path in paths:
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/LADDER.md"])
+def test_the_files_that_a_page_names_exist(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    named = r"`((?:cupyattn|kernels_cu|experiments|tests|docs)/[\w./]*)`"
+    for path in re.findall(named, text):
         assert (ROOT / path).exists(), path
-    for file in re.findall(r"^(?:less|diff(?: -y)?) (.*?)(?: +#.*)?$", README, re.MULTILINE):
-        for name in file.split():
+    for diffed in re.findall(r"^(?:less|diff(?: -y)?) (.*?)(?: +#.*)?$", text, re.MULTILINE):
+        for name in diffed.split():
             assert (ROOT / "kernels_cu" / name).is_file(), name
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
 
 
 def test_the_chain_of_diffs_is_the_ladder() -> None:
-    steps = re.findall(r"^diff(?: -y)? ([\w/]+)\.cu ([\w/]+)\.cu", README, re.MULTILINE)
+    steps = re.findall(r"^diff(?: -y)? ([\w/]+)\.cu ([\w/]+)\.cu", page("LADDER.md"), re.MULTILINE)
     names = [f"attn_{name}" for name in kernels.VARIANTS]
     assert steps[:-3] == list(zip(names, names[1:], strict=False))
     last = names[-1]

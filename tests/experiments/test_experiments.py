@@ -389,7 +389,7 @@ def made_up(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> None:
-    table = ladder.readme_table(made_up(recording.stored("ladder")))
+    table = ladder.page_table(made_up(recording.stored("ladder")))
     lines = table.splitlines()
     assert "Made up, driver 1.2" in lines[0]
     assert (
@@ -401,7 +401,7 @@ def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> Non
     assert widths == {10}
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
-    ladder.update_readme(made_up(recording.stored("ladder")), readme)
+    ladder.update_docs(made_up(recording.stored("ladder")), readme)
     assert readme.read_text() == f"above\n{ladder.BEGIN}\n{table}\n{ladder.END}\nbelow\n"
 
 
@@ -410,7 +410,7 @@ def test_a_readme_without_markers_is_left_alone(tmp_path: Path, text: str) -> No
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(ValueError, match="must hold"):
-        ladder.update_readme(recording.stored("ladder"), readme)
+        ladder.update_docs(recording.stored("ladder"), readme)
     assert readme.read_text() == text
 
 

@@ -13,7 +13,7 @@ import pytest
 from cupyattn.switches import is_on
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+LIMITS = (ROOT / "docs" / "LIMITS.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_the_readme_names_every_variable() -> None:
     """All that the package reads, but for what device runs say of their revision."""
     sources = [path.read_text() for path in (ROOT / "cupyattn").rglob("*.py")]
     read = {name for text in sources for name in re.findall(r"\"(CUPYATTN_[A-Z_]+)\"", text)}
-    named = set(re.findall(r"^\| `(CUPYATTN_\w+?)(?:=\w+)?`", README, re.MULTILINE))
+    named = set(re.findall(r"^\| `(CUPYATTN_\w+?)(?:=\w+)?`", LIMITS, re.MULTILINE))
     assert read - {"CUPYATTN_REVISION"} == named

@@ -369,7 +369,7 @@ def _no_attention() -> None:
     """Replace no attention: without diffusers all of it stays native."""
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- five lines ----------------------------------------------------------------------------------
 
 
 def five_lines(

@@ -222,7 +222,7 @@ class _Marks:
         self._end = self._now()
 
     def seconds(self) -> list[float]:
-        """Return the seconds between steps; those of the call if it has fewer than two."""
+        """Return the seconds between steps, or of the call if it has fewer than two steps."""
         marks = self._steps if len(self._steps) > 1 else [self._start, self._end]
         if not self._on_device:
             return [b - a for a, b in zip(marks, marks[1:], strict=False)]

@@ -23,7 +23,7 @@ _ATTENTION = "cupyattn.interop.diffusers.replace"
 
 
 class Way(NamedTuple):
-    """The models of a pipeline in one way, by their prefixes, and what is said of it."""
+    """The models of a pipeline in one way, by their prefixes, and its name."""
 
     said: str
     models: dict[str, nn.Module]
@@ -129,7 +129,7 @@ def _native_unit(unit: ActivatedInt8Linear, memo: Mapping[int, Any]) -> nn.Modul
 
 
 def _shell(module: nn.Module) -> Any:
-    """Return a module with the same parts and dicts of its own."""
+    """Return a module with the same parts, in separate dicts."""
     made = copy.copy(module)
     for name in ("_parameters", "_buffers", "_modules"):
         vars(made)[name] = dict(vars(module)[name])

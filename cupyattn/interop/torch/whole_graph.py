@@ -1,10 +1,10 @@
 """All of a model's pass as one CUDA graph, recorded for each form of its arguments.
 
 The host then launches one graph in place of a thousand kernels. A pass is recorded at its third
-call: the first compiles, the second settles what is prepared once. A graph repeats what the device
-did, and no code of the host, so that passes are called as they are where that could differ: with
-hooks of diffusers in the model (step caches, offloading), adapters, gradients, or arguments whose
-numbers lie on the host.
+call: the first compiles, the second settles everything that is prepared once. A graph repeats the
+work of the device, and no code of the host. So passes run without one where host code decides: with
+hooks of diffusers in the model (step caches, offloading), adapters or gradients. The same holds for
+arguments whose numbers lie on the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model with INT8 layers as a folder, from which `load_int8` and ``checkpoint=`` take the codes.
 
-The files are those that `cupyattn.checkpoints.convert` writes of the same weights, so that other
-readers take them, too: whole or not at all, and read back before the folder gets its name.
+The files have the layout of `cupyattn.checkpoints.convert`, so that other readers take them, too.
+The folder appears whole or not at all, and is read back before it gets its name.
 """
 
 from __future__ import annotations

@@ -1,0 +1,143 @@
+"""Count what STYLE asks to avoid, file by file: words, long sentences, comments without a noun.
+
+    python -m docs.style            # print what each file has
+    python -m docs.style --update   # write tests/docs/style_counts.json
+
+A file may break no rule more often than that list says. `--update` refuses a list whose sums have
+grown; what moves from one file to another may be counted there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COUNTS = ROOT / "tests" / "docs" / "style_counts.json"
+#: Words that a reader stumbles over, and phrases in which a noun is missing.
+AVOIDED = re.compile(
+    r"\b(anew|lest|nobody|no say|comes by|comes to|whereof|thereof|of late|likewise\.)",
+    re.IGNORECASE,
+)
+MISSING_NOUN = re.compile(
+    r"\b(those (?:of|that|which|with|whose)|that which|what (?:is|it|there)|of its own)\b",
+    re.IGNORECASE,
+)
+WORDS_A_SENTENCE = 25
+RULES = ("avoided words", "missing nouns", "long sentences")
+#: Pages that a command writes from elsewhere, and the notebook, which is a diary.
+WRITTEN = {"docs/API.md", "tests/README.md", "experiments/results/NOTES.md"}
+SUFFIXES = (".py", ".md", ".cu", ".cuh")
+FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
+
+
+def files() -> list[Path]:
+    """Return all files that have prose of ours, by name."""
+    found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    for folder in FOLDERS:
+        found += (path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
+    return sorted(path for path in found if path.relative_to(ROOT).as_posix() not in WRITTEN)
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Yield the paragraphs of a page, or the comments and docstrings of a source."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield from _paragraphs(text)
+    elif path.suffix == ".py":
+        yield from _of_python(text)
+    else:
+        blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
+        yield from (re.sub(r"^[ \t]*//", "", block, flags=re.MULTILINE) for block in blocks)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(#|\||!\[|\$\$).*$", "", text, flags=re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.MULTILINE):
+        paragraph = re.sub(r"\]\([^)]*\)", "]", paragraph)
+        yield re.sub(r"\$[^$]*\$|`[^`]*`", "X", paragraph)
+
+
+def _of_python(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+                if not re.search(r"^\s*>>>|^-+$| : ", paragraph, re.MULTILINE):
+                    yield re.sub(r"``?[^`]*``?", "X", paragraph)
+    block: list[str] = []
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1 and block:
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("#: "))
+            last = token.start[0]
+    if block:
+        yield " ".join(block)
+
+
+def sentences(paragraph: str) -> list[str]:
+    """Return the sentences of a paragraph.
+
+    Examples
+    --------
+    >>> sentences("It runs, e.g. here. So does 2.5 of it! ")
+    ['It runs, e.g. here.', 'So does 2.5 of it!']
+    """
+    return [one for one in re.split(r"(?<=[.!?])\s+(?=[A-Z`*(\[])", paragraph.strip()) if one]
+
+
+def counts(path: Path) -> dict[str, int]:
+    """Return how often a file breaks each rule, rules that it keeps left out."""
+    found = dict.fromkeys(RULES, 0)
+    for paragraph in prose(path):
+        found["avoided words"] += len(AVOIDED.findall(paragraph))
+        found["missing nouns"] += len(MISSING_NOUN.findall(paragraph))
+        found["long sentences"] += sum(
+            len(one.split()) > WORDS_A_SENTENCE for one in sentences(paragraph)
+        )
+    return {rule: count for rule, count in found.items() if count}
+
+
+def all_counts() -> dict[str, dict[str, int]]:
+    """Return what each file breaks, files that keep all rules left out."""
+    found = {path.relative_to(ROOT).as_posix(): counts(path) for path in files()}
+    return {name: of_file for name, of_file in found.items() if of_file}
+
+
+def totals(found: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return how often each rule is broken in all files."""
+    return {rule: sum(of_file.get(rule, 0) for of_file in found.values()) for rule in RULES}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the counts, or write them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--update", action="store_true", help=f"write {COUNTS.name}")
+    args = parser.parse_args(argv)
+    found = all_counts()
+    sums = totals(found)
+    if args.update:
+        allowed = totals(json.loads(COUNTS.read_text("utf-8"))) if COUNTS.exists() else sums
+        if grown := [rule for rule in RULES if sums[rule] > allowed[rule]]:
+            print(f"not written: more {' and '.join(grown)} than before ({sums} over {allowed})")
+            return 1
+        COUNTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
+    else:
+        for name, of_file in found.items():
+            print(name, ", ".join(f"{count} {rule}" for rule, count in of_file.items()))
+    print(", ".join(f"{count:,} {rule}" for rule, count in sums.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
