@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,7 +98,10 @@ def test_only_so_many_forms_have_graphs(model: Model) -> None:
         (lambda m: m.requires_grad_(True), "gradients"),
         (lambda m: setattr(m, "peft_config", {"a": 1}), "adapters"),
         (lambda m: setattr(m.inner, "_hf_hook", 1), "hooks of step caches or offloading"),
-        (lambda m: setattr(m.inner, "_diffusers_hook", 1), "hooks of step caches or offloading"),
+        (
+            lambda m: setattr(m.inner, "_diffusers_hook", SimpleNamespace(hooks={"cache": 1})),
+            "hooks of step caches or offloading",
+        ),
     ],
 )
 def test_what_host_code_decides_is_called_as_it_is(
@@ -111,6 +115,10 @@ def test_what_host_code_decides_is_called_as_it_is(
     x = torch.randn(2, 4)
     assert torch.equal(model(x)["sample"], model.inner(x))
     assert record.recorded == 1 and record.replayed == 1 and dict(graph.reasons) == {reason: 1}
+    if "cache" in str(vars(model.inner).get("_diffusers_hook")):
+        model.inner._diffusers_hook.hooks.clear()  # as disabling a cache leaves it
+        model(x)
+        assert record.replayed == 2
 
 
 def test_arguments_of_the_host_are_not_frozen(

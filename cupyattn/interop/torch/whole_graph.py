@@ -27,7 +27,6 @@ _log = logging.getLogger("cupyattn")
 MOST_GRAPHS = 4
 #: Calls of a form that run before it is recorded.
 CALLS_BEFORE = 2
-_HOOKS = ("_diffusers_hook", "_hf_hook")
 #: Values beside tensors by which a form is known.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -118,7 +117,7 @@ class WholeGraph:
             return "a model that is being trained"
         if getattr(self._model, "peft_config", None):
             return "adapters"
-        if any(name in home for home in self._homes for name in _HOOKS):
+        if any(map(_is_hooked, self._homes)):
             return "hooks of step caches or offloading"
         for x in leaves:
             if isinstance(x, Tensor):
@@ -148,6 +147,12 @@ class WholeGraph:
         self.reasons[reason] += 1
         if self.reasons[reason] == 1:
             _log.info("%s runs without a CUDA graph: %s", type(self._model).__name__, reason)
+
+
+def _is_hooked(home: dict[str, Any]) -> bool:
+    """Whether diffusers or accelerate hooks a module; diffusers leaves an empty registry behind."""
+    registry = home.get("_diffusers_hook")
+    return "_hf_hook" in home or (registry is not None and bool(registry.hooks))
 
 
 def _on_device(x: Tensor) -> bool:
