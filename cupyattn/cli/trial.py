@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     flags.check_whole(args, "rounds")
+    flags.check_whole(args, "seed", least=0)
     name, target, call = given(args.function)
     record = args.json or Path(f"{name}.trial.json")
     page = args.html or Path(f"{name}.trial.html")

@@ -201,3 +201,21 @@ def test_what_is_no_such_function_is_said(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["trial", function]) == 2
     assert message in capsys.readouterr().err
+
+
+# ---- the experiment ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_experiment_on_accelerated_models_runs_in_small(tmp_path: Path) -> None:
+    from experiments._harness.whole_families import FAMILIES
+    from experiments.diffusion import accelerated_models
+
+    file = tmp_path / "record.json"
+    given = ["--quick", "--rounds", "1", "--models", "Wan 2.1 14B", "--json", str(file)]
+    assert accelerated_models.main(given) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["bits_equal"] and row["codes_equal"] and len(row["verdicts"]) == 3
+    short = accelerated_models.shortened(FAMILIES["Flux"], 3)
+    assert short.blocks == {"num_layers": 3, "num_single_layers": 3}
+    assert short.tokens == FAMILIES["Flux"].tokens
