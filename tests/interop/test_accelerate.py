@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +270,45 @@ def test_arguments_that_there_are_not_are_refused(options: dict[str, Any], messa
 def test_no_module_hides_the_package_accelerate() -> None:
     package = Path(interop.__file__).parents[2]
     assert not [*package.rglob("accelerate.py")]
+
+
+def test_restore_without_the_handle_takes_compiled_code_back_too() -> None:
+    model = transformer()
+    native = run(model)
+    interop.accelerate(model, compile="graphs", log=None)
+    assert "forward" in vars(model)
+    assert copy.deepcopy(model.transformer_blocks[0])._compiled_call_impl is None
+    restore(model)
+    assert "forward" not in vars(model)
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert torch.equal(run(model), native)
+    interop.accelerate(model, log=None)
+    handle = interop.accelerate(model, again=True, log=None)
+    assert "fullgraph=True" in handle.report().lines[0]
+    handle.restore()
+    assert torch.equal(run(model), native)
+
+
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
+def test_a_model_that_nobody_has_any_more_is_freed(how: str) -> None:
+    model = transformer()
+    interop.accelerate(model, compile=how, log=None)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+def test_activations_decide_between_blocks_and_channels() -> None:
+    pipe = cases.make("sd3")
+    pipe.transformer = transformer()
+    name = "transformer_blocks.0.ff.net.2"
+    x = torch.randn(16, 512)
+    for outliers, expected in ((1.0, "channel"), (30.0, "block")):
+        x[:, [5, 200, 300]] *= outliers
+        given = {f"transformer.{name}": x}
+        with interop.accelerate(pipe, activations=given, **EAGER):
+            assert pipe.transformer.get_submodule(name).strategy == expected
 
 
 # ---- saved codes ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ diffusers = pytest.importorskip("diffusers")
 from cupyattn import cli  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop.torch import comparing  # noqa: E402
+from cupyattn.interop.torch.ways import ways_of  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_accelerate import run, transformer  # noqa: E402
 
@@ -138,6 +139,16 @@ def test_native_is_compiled_as_the_accelerated_model_is() -> None:
             "native", "native, not compiled", "linear layers", "attention", "accelerated"
         ]
     assert seen[:5] == [(False, True), (False, False), (False, True), (False, True), (True, True)]
+
+
+def test_native_weights_are_on_the_device_once(handle: Any) -> None:
+    ways = ways_of(handle._handle_parts, handle._handle_request)
+    layer = "transformer_blocks.1.ff.net.2"
+    natives = {ways[name].models["transformer."].get_submodule(layer).weight.data_ptr()
+               for name in ("native", "attention")}  # fmt: skip
+    codes = [ways[name].models["transformer."].get_submodule(layer).weight_codes.data_ptr()
+             for name in ("linear layers", "accelerated")]  # fmt: skip
+    assert len(natives) == 1 and codes[0] == codes[1]
 
 
 def test_nothing_replaced_is_nothing_to_compare(handle: Any) -> None:

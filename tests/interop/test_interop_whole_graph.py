@@ -143,9 +143,21 @@ def test_weights_that_moved_are_not_read_where_they_were(model: Model) -> None:
     model.inner.weight.data = torch.zeros(4, 4)
     x = torch.randn(2, 4)
     assert torch.equal(model(x)["sample"], model.inner.bias.expand(2, 4))
-    assert graph.reasons["weights that were moved since"] == 1
+    assert graph.reasons["weights or layers that were moved since"] == 1
     model(x)
     assert record.recorded == 2  # for where they are now
+
+
+def test_a_layer_that_another_took_the_place_of_is_not_run(model: Model) -> None:
+    record = Recorder()
+    WholeGraph(model, record)
+    for _ in range(4):
+        model(torch.randn(2, 4))
+    model.inner = nn.Linear(4, 4).requires_grad_(False)
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        assert torch.equal(model(x)["sample"], model.inner(x))
+    assert record.recorded == 2
 
 
 def test_a_pass_that_waits_for_the_device_runs_without_a_graph(model: Model) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
+
+from torch import Tensor
 
 from cupyattn.interop.diffusers.replace import (
     Int8Replacement,
@@ -35,6 +38,7 @@ def accelerate(
     include: Patterns = None,
     exclude: Patterns = None,
     checkpoint: str | PathLike[str] | None = None,
+    activations: Mapping[str, Tensor] | None = None,
     again: bool = False,
     arch: str | None = None,
     backend: str | None = None,
@@ -59,6 +63,8 @@ def accelerate(
     checkpoint : path, optional
         What `save` of an earlier handle or `cupyattn convert` wrote: its codes are taken, and
         nothing is quantised.
+    activations : mapping of str to Tensor, optional
+        What layers get, (..., in), by name: they decide between scales of blocks and of channels.
     again : bool
         Take back first what earlier calls replaced in the models, all of it.
     arch, backend : str, optional
@@ -102,7 +108,7 @@ def accelerate(
     attention: 1 module by cupyattn, in 16 bits
     """
     request = Request(
-        accuracy, compile, include, exclude, checkpoint, again, arch, backend, log
+        accuracy, compile, include, exclude, checkpoint, activations, again, arch, backend, log
     )  # fmt: skip
     pipe_or_model = target_of(pipe_or_model)
     _, models = models_of(pipe_or_model, None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.selection import Patterns, Selection
@@ -30,7 +30,7 @@ class Request:
 
     Parameters
     ----------
-    accuracy, compile, include, exclude, checkpoint, again, arch, backend, log
+    accuracy, compile, include, exclude, checkpoint, activations, again, arch, backend, log
         As for `accelerate`.
 
     Raises
@@ -44,6 +44,7 @@ class Request:
     include: Patterns = None
     exclude: Patterns = None
     checkpoint: str | PathLike[str] | None = None
+    activations: Mapping[str, Tensor] | None = None
     again: bool = False
     arch: str | None = None
     backend: str | None = None
@@ -97,6 +98,13 @@ class Part:
     compiled: Compiled | None = None
     native: dict[str, str] = field(default_factory=dict)
     accuracy: str = ""
+
+    def own(self, given: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """Return the entries whose names begin with the part's prefix, by names without it."""
+        if given is None:
+            return None
+        mine = {n: x for n, x in given.items() if n.startswith(self.prefix)}
+        return {name.removeprefix(self.prefix): x for name, x in mine.items()}
 
     def settle(self, part: str, request: Request) -> str:
         """Return the accuracy class in which a part is replaced; "" if it is left native.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
 from cupyattn.interop.selection import Patterns
@@ -24,7 +24,7 @@ from cupyattn.interop.torch.accelerated_parts import (
 )
 from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.interop.torch.comparing import compare
-from cupyattn.interop.torch.compiling import compiled_blocks
+from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled
 from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
 from cupyattn.interop.torch.writing import write_int8
 from cupyattn.measure.trial import Comparison
@@ -69,7 +69,9 @@ class Accelerated(Handle):
         "_handle_attention", "_handle_is_restored", "_handle_parts", "_handle_request",
     )  # fmt: skip
     _handle_maker = "accelerate"
-    _handle_arguments = ("accuracy", "include", "exclude", "checkpoint", "again", "log")
+    _handle_arguments = (
+        "accuracy", "include", "exclude", "checkpoint", "activations", "again", "log",
+    )  # fmt: skip
     _handle_attention: Any
     _handle_is_restored: bool
     _handle_parts: tuple[Part, ...]
@@ -215,6 +217,7 @@ def accelerate(
     include: Patterns = None,
     exclude: Patterns = None,
     checkpoint: str | PathLike[str] | None = None,
+    activations: Mapping[str, Tensor] | None = None,
     again: bool = False,
     arch: str | None = None,
     backend: str | None = None,
@@ -241,6 +244,8 @@ def accelerate(
     checkpoint : path, optional
         What `Accelerated.save` or `cupyattn convert` wrote: its codes are taken, and nothing is
         quantised.
+    activations : mapping of str to Tensor, optional
+        What layers get, (..., in), by name: they decide between scales of blocks and of channels.
     again : bool
         Take back first what earlier calls replaced in the model, all of it.
     arch, backend : str, optional
@@ -277,7 +282,7 @@ def accelerate(
     'Linear'
     """
     request = Request(
-        accuracy, compile, include, exclude, checkpoint, again, arch, backend, log
+        accuracy, compile, include, exclude, checkpoint, activations, again, arch, backend, log
     )  # fmt: skip
     model = target_of(model)
     if not isinstance(model, nn.Module):
@@ -312,6 +317,8 @@ def accelerated(
     attention = None
     try:
         for part in parts:
+            if request.again:
+                restore_compiled(part.model)
             _replace_layers(part, request)
         attention = attend()
         for part in parts:
@@ -352,6 +359,7 @@ def _replace_layers(part: Part, request: Request) -> None:
             _codes_of(part, request.checkpoint),
             include=exactly(name.removeprefix(part.prefix) for name in names),
             arch=request.arch, backend=request.backend, again=request.again,
+            activations=part.own(request.activations),
         )  # fmt: skip
     except NothingReplaced as error:
         part.native["linear"] = str(error)

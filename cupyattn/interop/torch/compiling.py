@@ -13,9 +13,11 @@ from cupyattn.interop.torch.whole_graph import WholeGraph
 #: What ``compile=`` of `accelerate` may be.
 COMPILED: tuple[str | bool, ...] = ("blocks", "graphs", False)
 _COMPILED_CALL = "_compiled_call_impl"
+#: The attribute of a model that holds its `Compiled`, for callers without a handle.
+_ATTRIBUTE = "_compiled_by_accelerate"
 
 
-@dataclass
+@dataclass(eq=False)
 class Compiled:
     """Modules of a model that were compiled, and how it is taken back.
 
@@ -33,6 +35,9 @@ class Compiled:
     modules: list[tuple[nn.Module, Any]] = field(default_factory=list)
     graph: WholeGraph | None = None
 
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # copies and files of a model have their own code
+
     def said(self) -> str:
         """Return what was compiled, and why passes ran without a graph since."""
         reasons = self.graph.reasons if self.graph is not None else {}
@@ -47,6 +52,17 @@ class Compiled:
         while self.modules:
             module, former = self.modules.pop()
             setattr(module, _COMPILED_CALL, former)
+
+
+def _nothing() -> None:
+    """Return what copies of a model have in the place of its `Compiled`."""
+
+
+def restore_compiled(model: nn.Module) -> None:
+    """Let a model run the code that it ran before `compiled_blocks`, whoever called that."""
+    done = vars(model).pop(_ATTRIBUTE, None)
+    if done is not None:
+        done.undo()
 
 
 def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
@@ -79,6 +95,7 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     if graphs:
         done.graph = WholeGraph(model)
         done.summary += ", each form of a pass a CUDA graph from its third call on"
+    vars(model)[_ATTRIBUTE] = done
     return done
 
 

@@ -22,6 +22,10 @@ from cupyattn.measure.trial import ALL, AS_GIVEN, ATTENTION, LINEAR, NATIVE
 _ATTENTION = "cupyattn.interop.diffusers.replace"
 
 
+#: Weights of native layers by the identities of the INT8 layers that stand in their places.
+Weights = dict[int, nn.Parameter]
+
+
 class Way(NamedTuple):
     """The models of a pipeline in one way, by their prefixes, and its name."""
 
@@ -47,15 +51,16 @@ def ways_of(parts: tuple[Part, ...], request: Request) -> dict[str, Way]:
     attention = any(part.accuracy for part in parts)
     classes = dict.fromkeys(part.accuracy for part in parts if part.accuracy)
     of = " and ".join("16 bits" if one == "full" else f"{one} INT8" for one in classes)
+    weights: Weights = {}
     names = {LINEAR: "INT8 linear layers", ATTENTION: f"attention in {of}"}
-    found = {NATIVE: Way(NATIVE, _copies(parts, request, linear=False, attention=False))}
+    found = {NATIVE: Way(NATIVE, _copies(parts, request, weights, linear=False, attention=False))}
     if request.compile:
-        models = _copies(parts, request, linear=False, attention=False, compiled=False)
+        models = _copies(parts, request, weights, linear=False, attention=False, compiled=False)
         found[AS_GIVEN] = Way(AS_GIVEN, models)
     if linear and attention:
-        found[LINEAR] = Way(names[LINEAR], _copies(parts, request, linear=True, attention=False))
+        found[LINEAR] = Way(names[LINEAR], _copies(parts, request, weights, linear=True, attention=False))
         found[ATTENTION] = Way(
-            names[ATTENTION], _copies(parts, request, linear=False, attention=True)
+            names[ATTENTION], _copies(parts, request, weights, linear=False, attention=True)
         )
     said = [names[LINEAR]] * linear + [names[ATTENTION]] * attention
     found[ALL] = Way(" and ".join(said), {part.prefix: part.model for part in parts})
@@ -63,12 +68,12 @@ def ways_of(parts: tuple[Part, ...], request: Request) -> dict[str, Way]:
 
 
 def _copies(
-    parts: tuple[Part, ...], request: Request, *, linear: bool, attention: bool,
+    parts: tuple[Part, ...], request: Request, weights: Weights, *, linear: bool, attention: bool,
     compiled: bool = True,
 ) -> dict[str, nn.Module]:  # fmt: skip
     made = {}
     for part in parts:
-        model = shared_copy(part.model, native_layers=not linear)
+        model = shared_copy(part.model, None if linear else weights)
         if not attention and _ATTENTION in sys.modules:
             sys.modules[_ATTENTION].restore_attention(model)
         if compiled and request.compile:
@@ -77,20 +82,21 @@ def _copies(
     return made
 
 
-def shared_copy(model: nn.Module, *, native_layers: bool) -> nn.Module:
+def shared_copy(model: nn.Module, weights: Weights | None) -> nn.Module:
     """Return a copy of a model whose parameters and buffers are the same tensors.
 
     Parameters
     ----------
     model : Module
-    native_layers : bool
-        In the places of INT8 layers it has what they replaced, with the weights on the device.
+    weights : dict, optional
+        Of native layers on the device, which stand in the places of INT8 layers then. Weights that
+        it lacks are added, so that all copies have the same ones.
     """
     memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    if native_layers:
+    if weights is not None:
         for name, module in model.named_modules():
             if isinstance(module, Int8Linear):
-                memo[id(module)] = _native(name, module)
+                memo[id(module)] = _native(name, module, weights)
         for module in model.modules():
             if isinstance(module, ActivatedInt8Linear) and isinstance(module.proj, Int8Linear):
                 memo[id(module)] = _native_unit(module, memo)
@@ -100,12 +106,12 @@ def shared_copy(model: nn.Module, *, native_layers: bool) -> nn.Module:
     finally:
         if forward is not None:
             vars(model)["forward"] = forward
-    if native_layers:
+    if weights is not None:
         unguard(made)
     return made
 
 
-def _native(name: str, layer: Int8Linear) -> nn.Module:
+def _native(name: str, layer: Int8Linear, weights: Weights) -> nn.Module:
     original = original_of(layer)
     if original is None or not isinstance(original.module, nn.Linear):
         raise RuntimeError(
@@ -113,8 +119,10 @@ def _native(name: str, layer: Int8Linear) -> nn.Module:
             "it with: load the model's own weights again"
         )
     linear = _shell(original.module)
-    weight = original.module.weight.detach().to(layer.weight_codes.device, layer.weight_dtype)
-    linear._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    if id(layer) not in weights:
+        weight = original.module.weight.detach().to(layer.weight_codes.device, layer.weight_dtype)
+        weights[id(layer)] = nn.Parameter(weight, requires_grad=False)
+    linear._parameters["weight"] = weights[id(layer)]
     linear._parameters["bias"] = layer.bias
     return linear
 

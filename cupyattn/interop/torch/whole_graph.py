@@ -40,6 +40,7 @@ class _Recorded(NamedTuple):
     arguments: list[Tensor]
     result: Any
     addresses: list[tuple[dict[str, Any], str, int]]
+    parts: list[tuple[dict[str, Any], str, nn.Module]]
 
 
 class WholeGraph:
@@ -95,9 +96,9 @@ class WholeGraph:
             else:
                 self._graphs[form] = self._try(leaves, structure)
         recorded = None if reason else self._graphs[form]
-        if recorded is not None and not _in_place(recorded.addresses):
+        if recorded is not None and not _in_place(recorded):
             del self._graphs[form]
-            recorded, reason = None, "weights that were moved since"
+            recorded, reason = None, "weights or layers that were moved since"
         if recorded is None:
             self._say(reason or "a pass that cannot be recorded")
             return self._forward(*args, **kwargs)
@@ -136,12 +137,18 @@ class WholeGraph:
         except RuntimeError as error:
             self._say(f"a pass that cannot be recorded: {str(error).splitlines()[0]}")
             return None
+        self._homes = [vars(module) for module in self._model.modules()]
         addresses = [
             (home[kind], name, x.data_ptr())
             for home in self._homes for kind in ("_parameters", "_buffers")
             for name, x in home[kind].items() if x is not None
         ]  # fmt: skip
-        return _Recorded(graph, [x for x in own if isinstance(x, Tensor)], result, addresses)
+        parts = [
+            (home["_modules"], name, part)
+            for home in self._homes for name, part in home["_modules"].items() if part is not None
+        ]  # fmt: skip
+        arguments = [x for x in own if isinstance(x, Tensor)]
+        return _Recorded(graph, arguments, result, addresses, parts)
 
     def _say(self, reason: str) -> None:
         self.reasons[reason] += 1
@@ -166,11 +173,11 @@ def _form_of(leaves: Sequence[Any], structure: Any) -> Form:
     return structure, forms_of(tensors)[0], *values
 
 
-def _in_place(addresses: Sequence[tuple[dict[str, Any], str, int]]) -> bool:
-    """Whether parameters and buffers lie where a graph reads them."""
-    return all(
+def _in_place(recorded: _Recorded) -> bool:
+    """Whether layers, parameters and buffers are where a graph reads them."""
+    return all(home.get(name) is part for home, name, part in recorded.parts) and all(
         (x := home.get(name)) is not None and x.data_ptr() == address
-        for home, name, address in addresses
+        for home, name, address in recorded.addresses
     )
 
 
