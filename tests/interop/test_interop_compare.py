@@ -141,6 +141,27 @@ def test_native_is_compiled_as_the_accelerated_model_is() -> None:
     assert seen[:5] == [(False, True), (False, False), (False, True), (False, True), (True, True)]
 
 
+def test_graphs_are_recorded_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer()
+    passes: list[str] = []
+    own = comparing._Bench.run
+
+    def counted(self: Any, way: Any, **options: Any) -> Any:
+        passes.append(way.said)
+        return own(self, way, **options)
+
+    monkeypatch.setattr(comparing._Bench, "run", counted)
+    given = {
+        "hidden_states": cases.noise(1, 4, 12, 12), "encoder_hidden_states": cases.noise(1, 8, 32),
+        "pooled_projections": cases.noise(1, 32), "timestep": torch.tensor([500.0]),
+    }  # fmt: skip
+    with interop.accelerate(model, compile="graphs", exclude="attn$", **QUIET) as handle:
+        with torch.compiler.set_stance("force_eager"):
+            handle.compare(rounds=1, **QUIET, **given)
+        assert "without a graph: 4 for arguments on the host" in handle.report().lines[0]
+    assert passes[:3] == ["native"] * 3 and len(passes) == 3 * (3 + 1)
+
+
 def test_native_weights_are_on_the_device_once(handle: Any) -> None:
     ways = ways_of(handle._handle_parts, handle._handle_request)
     layer = "transformer_blocks.1.ff.net.2"

@@ -18,6 +18,7 @@ from cupyattn.files import replacing
 from cupyattn.interop.torch.accelerated_parts import Part, Request
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.ways import Way, bytes_of, ways_of
+from cupyattn.interop.torch.whole_graph import CALLS_BEFORE
 from cupyattn.measure import device, trial
 from cupyattn.measure.pictures import data_uri, psnr, ssim
 from cupyattn.measure.trial import NATIVE, Comparison
@@ -68,7 +69,8 @@ def compare(
                     file.write(text.encode())
 
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILES), bench.restored(parts):
-        _measure(bench, ways, found, rounds, keep, log or _silent)
+        warm = CALLS_BEFORE if request.compile == "graphs" else 0
+        _measure(bench, ways, found, (warm, rounds), keep, log or _silent)
     return Comparison(found)
 
 
@@ -77,14 +79,19 @@ def _silent(_: str) -> None:
 
 
 def _measure(
-    bench: _Bench, ways: Mapping[str, Way], found: dict[str, Any], rounds: int,
+    bench: _Bench, ways: Mapping[str, Way], found: dict[str, Any], counts: tuple[int, int],
     keep: Callable[[], None], log: Callable[[str], object],
 ) -> None:  # fmt: skip
+    """Run every way once, and again until its graph is recorded; then so many rounds in turns."""
+    warm, rounds = counts
     native: tuple[list[Tensor], list[Any]] | None = None
     for name, way in ways.items():
         start = time.perf_counter()
         ran = bench.run(way, follow=True)
         seconds = time.perf_counter() - start
+        if len(ran.steps) <= warm:  # passes too few for a graph, which would be recorded in a round
+            for _ in range(warm):
+                bench.run(way)
         if native is None:
             native = ran.latents, ran.pictures
         row = found["ways"].setdefault(name, {"rounds": []})

@@ -58,10 +58,9 @@ def ways_of(parts: tuple[Part, ...], request: Request) -> dict[str, Way]:
         models = _copies(parts, request, weights, linear=False, attention=False, compiled=False)
         found[AS_GIVEN] = Way(AS_GIVEN, models)
     if linear and attention:
-        found[LINEAR] = Way(names[LINEAR], _copies(parts, request, weights, linear=True, attention=False))
-        found[ATTENTION] = Way(
-            names[ATTENTION], _copies(parts, request, weights, linear=False, attention=True)
-        )
+        for name, of_layers in ((LINEAR, True), (ATTENTION, False)):
+            models = _copies(parts, request, weights, linear=of_layers, attention=not of_layers)
+            found[name] = Way(names[name], models)
     said = [names[LINEAR]] * linear + [names[ATTENTION]] * attention
     found[ALL] = Way(" and ".join(said), {part.prefix: part.model for part in parts})
     return found
