@@ -9,7 +9,7 @@ Measures     seconds to accelerate. `handle.compare` of a pass: time in turns wi
 Beside       native, compiled in the same way, and native without a compiler.
 Expect       the gains of whole models in experiments/results/whole_models.json, nearly.
 Run          python -m experiments.diffusion.accelerated_models [--models NAME ...] [--blocks N]
-             [--accuracy CLASS] [--quick] [--json FILE] [--rounds N]
+             [--compile blocks graphs] [--accuracy CLASS] [--quick] [--json FILE] [--rounds N]
 
 With three blocks it takes about four minutes on an H200, most of them spent in compiling.
 """
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.models:
         full = FAMILIES[name]
         family = whole_families.small(name) if args.quick else shortened(full, args.blocks)
-        for how in ("off",) if args.quick else HOW:
+        for how in ("off",) if args.quick else args.compile:
             start = time.perf_counter()
             found = measured(family, False if args.quick else how, args)
             gc.collect()
@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=DEFAULT, metavar="NAME",
                         help=", ".join(FAMILIES))  # fmt: skip
     parser.add_argument("--blocks", type=int, default=3, metavar="N", help="of each kind")
+    parser.add_argument("--compile", nargs="+", choices=HOW, default=HOW, help="how")
     parser.add_argument("--accuracy", choices=("full", "balanced", "aggressive"),
                         default="balanced", help="class of attention")  # fmt: skip
     return recording.main(run, parser.parse_args(argv))
