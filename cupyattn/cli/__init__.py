@@ -28,6 +28,8 @@ COMMANDS = {
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
     "plan": "launches, scratch memory and memory of a call beforehand, on one device or several",
     "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
+    "advise": "what INT8 will gain in a diffusion transformer, from shapes and stored rates",
+    "trial": "run a pipeline of your own native and accelerated in turns: time, memory, pictures",
     "analyze": "what INT8 would do to a model's weights, and how much it would save",
     "convert": "write a checkpoint whose large linear layers have INT8 weights",
     "dequantize": "write an INT8 checkpoint as one that every loader takes",

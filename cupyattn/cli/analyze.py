@@ -13,7 +13,7 @@ from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
 from cupyattn.files import check_folder
 from cupyattn.measure.words import printable
-from cupyattn.quant.blocks import FALLBACK_DTYPES, STRATEGIES, Int8Config
+from cupyattn.quant.blocks import AUTO, FALLBACK_DTYPES, STRATEGIES, Int8Config
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, metavar="N", help="rows and columns that share a scale: 128"
     )
     rules.add_argument(
-        "--strategy", choices=STRATEGIES, help="what shares a scale: a block or a row (block)"
+        "--strategy", choices=(AUTO, *STRATEGIES),
+        help="what shares a scale: a block or a row (auto: by activations or family, else block)",
     )
     rules.add_argument(
         "--fallback-dtype", choices=FALLBACK_DTYPES, help="of other float32 weights (bf16)"

@@ -191,6 +191,7 @@ BESIDE = {
     "calibrate": "m.safetensors --output out",
     "convert": "m.safetensors --output out --dry-run", "dequantize": "m.safetensors --output out",
     "kandinsky": "--model-path m.safetensors --output-path out", "cache": "",
+    "advise": "m.safetensors --tokens 4096", "trial": "mine.py:flux",
 }  # fmt: skip
 #: Numbers that would otherwise be tried, by their flags: they mean something.
 MEANT = {

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "INTEROP": "interop/test_interop_torch_linear.py",
     "INTERPRETER": "docs/test_interpreter_doc.py",
     "OWN_KERNEL": "docs/test_readme.py",
+    "PIPELINES": "interop/test_pipelines_page.py",
 }
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -232,7 +232,7 @@ def replace_attention_with_int8(
     chosen = [
         (prefix, name, module)
         for prefix, model in models.items()
-        for name, module in _attention_modules(prefix, model)
+        for name, module in attention_modules(prefix, model)
         if name in selection
     ]
     _check_chosen(chosen, models, selection, policies, (include, exclude), asked)
@@ -286,7 +286,7 @@ def replace_attention_with_int8(
 
 def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
-    if _is_pipeline(pipe_or_model):
+    if is_pipeline(pipe_or_model):
         for name, part in pipe_or_model.components.items():
             if isinstance(part, Handle):
                 raise TypeError(
@@ -325,7 +325,7 @@ def steps_of(owner: Any) -> steps.Step:
     return steps.Step(_noise_of(owner))
 
 
-def _is_pipeline(given: Any) -> bool:
+def is_pipeline(given: Any) -> bool:
     # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
     home = sys.modules.get("diffusers.pipelines.pipeline_utils")
     return home is not None and isinstance(given, home.DiffusionPipeline)
@@ -335,7 +335,7 @@ def _takes_timestep(model: Any) -> bool:
     return any(name in inspect.signature(model.forward).parameters for name in steps.TIMESTEPS)
 
 
-def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
+def attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, _ATTENTION) and hasattr(module, "processor"):
             yield prefix + name.replace(COMPILED, ""), module
@@ -349,7 +349,7 @@ def _check_chosen(
     given: tuple[Patterns, Patterns],
     asked: Features,
 ) -> None:
-    names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
+    names = [name for p, model in models.items() for name, _ in attention_modules(p, model)]
     if names:
         selection.check(names, "attention module")
         check_found("policy", [pattern for pattern, _ in policies], names, "attention module")

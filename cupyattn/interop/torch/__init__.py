@@ -1,5 +1,6 @@
 """Attention for torch: functions and modules with autograd, on torch's memory and streams."""
 
+from cupyattn.interop.torch.accelerating import Accelerated, accelerate
 from cupyattn.interop.torch.functional import (
     attention,
     attention_varlen,
@@ -14,10 +15,12 @@ from cupyattn.interop.torch.recorder import Recorder, record
 from cupyattn.lazy_face import lazy_face
 
 __all__ = [
+    "Accelerated",
     "Attention",
     "Int8Attention",
     "Int8Linear",
     "Recorder",
+    "accelerate",
     "attention",
     "attention_varlen",
     "int8_attention",
