@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-
 _log = logging.getLogger("cupyattn")
 
 #: Forms of a pass that are recorded, each with memory for what lies between its layers.
