@@ -16,6 +16,7 @@ import numpy as np
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
 from cupyattn.checkpoints.analysis import check_patterns, has_codes
+from cupyattn.checkpoints.choosing import choose
 from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.kandinsky import KandinskyModel
 from cupyattn.checkpoints.quantised import check_full_width
@@ -198,7 +199,8 @@ def benchmark_layers(
         Weights in float16, bfloat16 or float32; all are taken as bfloat16.
     config : Int8Config, optional
         `min_elements_for_int8` and `fp32_patterns` say which layers, `strategy` what shares a
-        scale. Layers are chosen by name and size; outliers are not looked for.
+        scale (`cupyattn.checkpoints.choosing`). Layers are chosen by name and size; outliers are
+        not looked for.
     xp : module
         ``cupy``: layers are timed, in turns. ``numpy``: on the mirror, without times.
     tokens : int
@@ -237,14 +239,15 @@ def benchmark_layers(
             "more that INT8 takes: cupyattn analyze says what each tensor is"
         )
     rng, found = np.random.default_rng(seed), []
+    widths = (info.shape[1] for info in map(source.tensors.get, sum(groups.values(), [])) if info)
+    strategy = choose(config.strategy, model, widths).strategy
     for shape, names in groups.items():
         w = xp.asarray(source.read(names[0]).astype(np.float32).astype(STORAGE["bfloat16"]))
         x = rng.standard_normal((tokens, shape[1]), np.float32).astype(STORAGE["bfloat16"])
         families = [*dict.fromkeys(family_of(name).removesuffix(".weight") for name in names)]
         more = f" and {len(families) - 1} more" if len(families) > 1 else ""
         label = f"{shape[0]} x {shape[1]}: {families[0]}{more}"
-        options = "", config.strategy
-        found.append(_layer((label, len(names)), xp.asarray(x), w, options, rounds))
+        found.append(_layer((label, len(names)), xp.asarray(x), w, ("", strategy), rounds))
         if advance is not None:
             advance(names[0])
     return found

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from cupyattn.interop.torch.bridge import form_of
+
 _log = logging.getLogger("cupyattn")
 
 #: Forms of a pass that are recorded, each with memory for what lies between its layers.
@@ -167,8 +169,7 @@ def _on_device(x: Tensor) -> bool:
 def _form_of(leaves: Sequence[Any], structure: Any) -> Form:
     """Return what a graph depends on of its arguments, beside the numbers of tensors."""
     found = [
-        (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
-        for x in leaves
+        form_of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves
     ]
     return structure, *found
 
