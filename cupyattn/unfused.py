@@ -23,17 +23,17 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
-from cupyattn.ops.operation import run
+from cupyattn.kernels.limits import check_grid
+from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.records import Work
 from cupyattn.plans.unfused import plan_unfused_step
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import Kernel, settle
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.problem.support import grid_support
+from cupyattn.problem.settings import MaskedOptions, Unpack, check_attention, takes_options
 from cupyattn.reference import unfused as mirror
 
 
@@ -148,16 +148,15 @@ def _check_float32(name: str, array: Any) -> None:
         )
 
 
-class _Step:
+class _Step(Operation):
     """One kernel of ``attn_unfused.cu`` as an operation."""
 
     name = ""
-    receives: tuple[str, ...] = ()
 
     def settled(self, call: AttentionSpec) -> Kernel:
         """Return the rung's kernel for a step of a call; UnsupportedError past a grid's limit."""
         kernel = settle(ladder.lookup("unfused"), call)
-        grid_support(kernel.variant.name, *kernel.blocks[self.name]).check()
+        check_grid(kernel.variant.name, *kernel.blocks[self.name])
         return kernel
 
     def plan(self, problem: Problem) -> Work:
@@ -169,12 +168,6 @@ class _Step:
             described["o"] = Operand.contiguous(o.shape, o.dtype.itemsize)
         return Work.of(plan_unfused_step(self.name, problem.settled, described))
 
-    def restore(
-        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the results by buffer."""
-        return results
-
 
 class _Scores(_Step):
     name = "scores"
@@ -185,7 +178,7 @@ class _Scores(_Step):
         added: dict[str, Any] = {n: arrays[n] for n in ("mask", "bias") if n in arrays}
         check_together(**arrays)
         backend = target.choose(None, q.device >= 0)
-        call = checks.check_attention(q, k, k, **settings, **added)
+        call = check_attention(q, k, k, **settings, **added)
         if backend == "mirror":
             operands = {n: x for n, x in arrays.items() if n != "kept_blocks"}
             return Problem(

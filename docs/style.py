@@ -59,8 +59,9 @@ def prose(path: Path) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^(#|\||!\[|\$\$).*$", "", text, flags=re.MULTILINE)
+    skipped = r"^```.*?^```$|<!--.*?-->|^\$\$.*?\$\$"
+    text = re.sub(skipped, "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(#|\||!\[).*$", "", text, flags=re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.MULTILINE):
         paragraph = re.sub(r"\]\([^)]*\)", "]", paragraph)
         yield re.sub(r"\$[^$]*\$|`[^`]*`", "X", paragraph)

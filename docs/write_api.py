@@ -19,7 +19,7 @@ from pathlib import Path
 
 import cupyattn
 from cupyattn.files import replacing
-from cupyattn.problem import options
+from cupyattn.problem import settings
 
 PACKAGE = Path(cupyattn.__file__).parent
 PAGE = Path(__file__).with_name("API.md")
@@ -166,7 +166,7 @@ def rest(kwarg: ast.arg) -> list[str]:
     kind = ast.unparse(kwarg.annotation) if kwarg.annotation else ""
     if not kind.startswith("Unpack["):
         return [f"**{kwarg.arg}"]
-    return [f"{one.name}={one.default!r}" for one in options.parameters(kind)]
+    return [f"{one.name}={one.default!r}" for one in settings.parameters(kind)]
 
 
 def arguments(found: Found) -> list[str]:

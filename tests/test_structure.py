@@ -329,23 +329,22 @@ def test_a_call_is_resolved_in_one_place() -> None:
     # judge asks which kernels a call may run. Inductor has shapes alone, and what they launch is
     # compiled.
     ask = ("interop.torch.precompile", "ops.attention", "ops.backward", "ops.backward",
-           "ops.backward", "ops.layers", "ops.layers", "ops.operation", "ops.prepared",
-           "ops.prepared", "ops.quantize")  # fmt: skip
+           "ops.layers", "ops.layers", "ops.operation", "ops.prepared", "ops.prepared",
+           "ops.quantize")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
     # Ranks that agree, JAX that traces, plans and judges ask with descriptions or with arrays.
-    assert callers("check_backward_call") == ["cupyattn.interop.jax.functional"]
+    explained = ["cupyattn.interop.jax.functional", "cupyattn.ops.explain"]
+    assert callers("resolved_backward") == explained
     assert callers("check_product") == ["cupyattn.interop.jax.linear", "cupyattn.ops.gemm"]
-    # A call that is known launches; a new one goes here, of arrays and of torch's tensors alike.
-    torch = "interop.torch.calls", "interop.torch.linear_parts"
-    new = (torch[0], torch[0], torch[1], "ops.operation")
-    assert callers("run_new") == [f"cupyattn.{module}" for module in new]
+    # All calls, of arrays and of torch's tensors, are found and made in one place; beside it JAX
+    # keeps what was checked, and ranks what they agreed on.
+    keep = "distributed.agreement", "interop.jax.calls", "ops.operation"
+    assert callers("remember") == [f"cupyattn.{module}" for module in keep]
+    assert callers("make_ready") == ["cupyattn.ops.operation", "cupyattn.ops.prepared"]
     # Mirror, bounds and judge take a record, which their public functions ask for.
-    assert callers("Received") == ["cupyattn.problem.received", "cupyattn.reference.problem"]
-    named = ("bounds.kernel", *2 * ("problem.received",), "reference.attention")
-    assert callers("receive_arguments") == [f"cupyattn.{module}" for module in named]
-    frames = "cupyattn.distributed.tcp"  # which a channel receives
-    receive = [module for module in callers("receive") if module != frames]
-    assert receive == ["cupyattn.problem.received", "cupyattn.testing.parts"]
+    assert callers("KernelCall") == ["cupyattn.problem.attention", "cupyattn.reference.problem"]
+    assert callers("kernel_call_of") == ["cupyattn.bounds.kernel", "cupyattn.reference.attention"]
+    assert callers("kernel_call") == ["cupyattn.problem.attention", "cupyattn.testing.parts"]
     # The record of pruning says how keys are read, and the plan is made from it.
     assert callers("reads_keys_once") == ["cupyattn.diffusion.pruning"]
 
@@ -389,7 +388,8 @@ def test_an_option_of_a_call_is_written_once() -> None:
     }
     assert of_attention < fields[own]
     # Type checkers read the classes of keyword arguments, which have no defaults.
-    typed = {name: fields.pop(name) for name in [*fields] if ".problem.options." in name}
+    kinds = [name for name in fields if ".problem.settings." in name and name.endswith("Options")]
+    typed = {name: fields.pop(name) for name in kinds}
     assert sum(map(len, typed.values())) == len(set().union(*typed.values()))
     assert {name for name, some in fields.items() if len(some & of_attention) > 2} == {own}
     holders = {"problem.settings", "ops.backward", "distributed.agreement", "interop.torch.calls"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.form import ArrayForm, form_of
+from cupyattn.arrays.form import ArrayForm, checked_forms, form_of
 from cupyattn.arrays.operand import Operand
 
 #: What a step does with an array. Those of `_COPIES` return memory of their own.
@@ -40,6 +40,7 @@ _COPIES: dict[str, Callable[..., Any]] = {
     "negated": lambda x: -x,
 }
 _STEPS = _VIEWS | _COPIES
+_DIGITS = "0123456789"
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,36 @@ class Described:
         for step, *arguments in self.steps:
             array = _STEPS[step](array, *arguments)
         return array
+
+
+def describe(arrays: Mapping[str, Any], receives: tuple[str, ...] = ()) -> dict[str, Described]:
+    """Describe arrays of NumPy or CuPy as kernels read them; descriptions among them stay.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array or Described
+    receives : tuple of str
+        Names, without numbers at the end, of those that are written to.
+
+    Raises
+    ------
+    TypeError
+        For an array of another library.
+    """
+    given = {name: x for name, x in arrays.items() if not isinstance(x, Described)}
+    found = {form[0]: Described(*form) for form in checked_forms(given)}
+    every = {name: found.get(name, x) for name, x in arrays.items()}
+    return {n: x if n.rstrip(_DIGITS) in receives else x.readable() for n, x in every.items()}
+
+
+def places_of(described: Mapping[str, Described]) -> dict[str, Operand]:
+    """Return where arrays lie, as plans know it."""
+    return {name: x.place for name, x in described.items()}
+
+
+def bound_to(described: Mapping[str, Described], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is described, of the arrays that it is made of by their names."""
+    return {name: x.bound(arrays[x.name]) for name, x in described.items()}
 
 
 def check_together(**named: Described | None) -> None:

@@ -47,10 +47,16 @@ def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, d
 
 def form_of(name: str, array: Any) -> ArrayForm:
     """Return the form of an array of NumPy or CuPy."""
-    forms, _ = forms_of({name: array})
+    return checked_forms({name: array})[0]
+
+
+def checked_forms(arrays: Mapping[str, Any]) -> tuple[ArrayForm, ...]:
+    """Return the forms of arrays of NumPy or CuPy; TypeError for another among them."""
+    forms, known = forms_of(arrays)
     if forms is None:
+        name, array = next((n, x) for n, x in arrays.items() if n not in known)
         raise TypeError(f"{name} must be a NumPy or CuPy array, got {type(array).__name__}")
-    return forms[0]
+    return forms
 
 
 def said(form: ArrayForm) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.described import aligned_copy
+from cupyattn.arrays.described import Described, aligned_copy
 from cupyattn.arrays.kinds import STORAGE, check_kind
 from cupyattn.arrays.memory import is_aligned
 
@@ -51,7 +51,7 @@ def imported(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any],
     Parameters
     ----------
     arrays : mapping of str to array
-        By the buffers of a plan.
+        By the buffers of a plan; descriptions among them stay.
 
     Returns
     -------
@@ -64,8 +64,13 @@ def imported(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any],
     TypeError
         As `take`.
     """
-    found, ways = {}, []
+    found: dict[str, Any] = {}
+    ways: list[Callable[[Any], Any]] = []
     for name, array in arrays.items():
+        if isinstance(array, Described):
+            found[name] = array
+            ways.append(as_it_is)
+            continue
         called = _CALLED.get(name, name)
         own, way = (array, as_it_is) if isinstance(array, np.generic) else _imported(called, array)
         if not is_cupy(own):

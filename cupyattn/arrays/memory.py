@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,24 +16,26 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     return device
 
 
+def is_made() -> bool:
+    """Wait for the arrays of the current device, which all streams may read then.
+
+    False while a CUDA graph captures CuPy's current stream: replays make the arrays.
+    """
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    if runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
+        return False
+    runtime.deviceSynchronize()
+    return True
+
+
 def as_input(array: Any) -> Any:
     """Return an operand as a kernel gets it: the interpreter holds it to reading alone."""
     if isinstance(array, np.ndarray):
         array = array.view()
         array.flags.writeable = False
     return array
-
-
-def check_apart(
-    meeting: Mapping[str, tuple[int, int]], addresses: Mapping[str, int], out: int
-) -> None:
-    """Raise ValueError where an `out` at an address shares memory with what is read.
-
-    `meeting` is what `cupyattn.arrays.described.meetings` found for arrays of the same forms.
-    """
-    for name, (first, last) in meeting.items():
-        if first < out - addresses[name] < last:
-            raise ValueError(f"out must not share memory with {name}")
 
 
 def is_aligned(array: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Operand:
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(tuple(shape), tuple(strides), itemsize, 0)
 
-    @property
+    @functools.cached_property
     def row_strides(self) -> tuple[int, ...]:
         """Strides of every axis but the last; 0 for an axis of length 1, which no kernel steps."""
         return tuple(
@@ -63,3 +64,8 @@ def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
     rows = Operand.contiguous((batch, length, heads, head_dim), itemsize)
     by_batch, by_row, by_head, by_column = rows.strides
     return Operand(shape, (by_batch, by_head, by_row, by_column), itemsize, 0)
+
+
+def widest(*operands: Operand) -> int:
+    """Return how many elements an access may have that all of the operands allow."""
+    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))

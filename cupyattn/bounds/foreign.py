@@ -36,7 +36,7 @@ from cupyattn.kernels.numerics import (
     Foreign,
     Numerics,
 )
-from cupyattn.problem.received import Received
+from cupyattn.problem.attention import KernelCall
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: The terms of `bound_foreign`, in the order in which a kernel rounds.
@@ -70,12 +70,12 @@ ARGUMENT_ROUNDINGS = 10
 LOG_ERROR = 2.0**-20
 
 
-def bound_foreign(received: Received, n: Numerics, *, rows: Array | None = None) -> Bound:
+def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = None) -> Bound:
     """Bound what a kernel of another library does to the caller's operands.
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
         Of arrays; the rung that it names is not looked at.
     n : Numerics
         With `Foreign`.
@@ -101,9 +101,9 @@ def bound_foreign(received: Received, n: Numerics, *, rows: Array | None = None)
             f"{f.name} is judged by the caller's q, k and v: leave quantized out, and name its "
             "codes by cupyattn.testing.numerics(..., qk='int8')"
         )
-    if options.softcap:
+    if call.softcap:
         raise ValueError(
-            f"softcap must be 0 with numerics of another library, got {options.softcap}: how "
+            f"softcap must be 0 with numerics of another library, got {call.softcap}: how "
             "exact its tanh is differs by library, so no bound covers it"
         )
     q, k, v = received.prepared

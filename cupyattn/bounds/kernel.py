@@ -29,11 +29,11 @@ from cupyattn.bounds.scores import perturb, scaling_errors
 from cupyattn.kernels.numerics import MOST_PIECES, Numerics, check_features
 from cupyattn.kernels.tile_pieces import share_out
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.attention import KernelCall, in_every_form, kernel_call_of
 from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.checks import check_smoothing
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.options import TurnedOptions, Unpack, takes_options
-from cupyattn.problem.received import Received, receive_arguments, receive_in_every_form
-from cupyattn.problem.scoring import check_smoothing
+from cupyattn.problem.settings import TurnedOptions, Unpack, takes_options
 from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
@@ -74,7 +74,8 @@ def attention(
         As for `cupyattn.reference.attention_exact`.
     rope, rope_interleaved, rope_offset_q
         As for `cupyattn.attention`: the bound is about attention of the operands as the kernel
-        turns them, `cupyattn.problem.rope.Rope.turned`. `rotation` bounds what that rounds (R0).
+        turns them, `cupyattn.problem.row_preparation.Rope.turned`. `rotation` bounds what that
+        rounds (R0).
     quantized : QuantizedQKV, optional
         INT8 operands: the bound is then about attention of ``quantized.dequantize()``.
 
@@ -110,19 +111,20 @@ def attention(
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
     given = locals()
+    received = kernel_call_of(given)
     if form is not None or numerics is not None:
-        return bound_kernel(receive_arguments(given), rows=rows, numerics=numerics)
-    return widest([bound_kernel(one, rows=rows) for one in receive_in_every_form(given)])
+        return bound_kernel(received, rows=rows, numerics=numerics)
+    return widest([bound_kernel(one, rows=rows) for one in in_every_form(received)])
 
 
 def bound_kernel(
-    received: Received, *, rows: Array | None = None, numerics: Numerics | None = None
+    received: KernelCall, *, rows: Array | None = None, numerics: Numerics | None = None
 ) -> Bound:
     """Bound what a kernel does to the operands that it received.
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
     rows, numerics
         As for `attention`.
     """
@@ -137,12 +139,12 @@ def bound_kernel(
     return assemble(terms, lse)
 
 
-def predict_kernel(received: Received, *, rows: Array | None = None) -> codes.Prediction:
+def predict_kernel(received: KernelCall, *, rows: Array | None = None) -> codes.Prediction:
     """Predict the codes of P, and with them the output, of a kernel that has codes of P.
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
         With the tiles of the call.
     rows
         As for `attention`.
@@ -184,7 +186,7 @@ def _may_cut(kernel: Kernel) -> bool:
 
 
 def taken_by(
-    received: Received, numerics: Numerics | None = None
+    received: KernelCall, numerics: Numerics | None = None
 ) -> tuple[tuple[Array, Array, Array], Shared]:
     """Return q, k and v as a kernel multiplies and sums them, and what its bounds share.
 
@@ -196,7 +198,7 @@ def taken_by(
     kernel, options, quantized = received.kernel, received.scores, received.quantized
     call = kernel.call
     n = numerics or kernel.numerics(quantized and quantized.config)
-    check_features(n, options.softcap, options.bias)
+    check_features(n, options["softcap"], options["bias"])
     if (quantized is None) != (n.scaling != "dequantised"):
         way_out = (
             "works on quantised operands: give quantized=cupyattn.quantize(q, k, v), with the "
@@ -212,7 +214,7 @@ def taken_by(
         q, k, v = kernel_operands(quantized)
         if quantized.v_codes is not None:  # the kernel sums V without its mean
             v = quantized.centred_values()
-        check_smoothing(options.softcap, quantized.k_mean)
+        check_smoothing(options["softcap"], quantized.k_mean)
     shared = Shared(
         n, kernel.tiles, call.scale, scaling_errors(n, call.scale, quantized, call.softcap),
         None if quantized is None else quantized.k_mean,

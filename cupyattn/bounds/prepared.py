@@ -10,8 +10,7 @@ from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.row_preparation import Preparation, Rope
 
 
 def rotation(x: Array, rope: Rope, position: int) -> Array:

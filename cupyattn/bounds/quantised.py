@@ -19,10 +19,8 @@ from cupyattn.bounds.bound import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.kernels.numerics import numerics as compose_numerics
-from cupyattn.problem.checks import check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.scoring import check_smoothing
-from cupyattn.problem.settings import parse
+from cupyattn.problem.checks import check_scale, check_smoothing
+from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 

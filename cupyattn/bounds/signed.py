@@ -16,7 +16,7 @@ from cupyattn.bounds.kernel import bound_kernel, taken_by
 from cupyattn.bounds.rows import FLUSHED_WEIGHT, Rows, Shared
 from cupyattn.bounds.scores import REFERENCE
 from cupyattn.kernels.numerics import Numerics
-from cupyattn.problem.received import Received
+from cupyattn.problem.attention import KernelCall
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: The probability that a judgement of right outputs fails by the draw of its signs.
@@ -24,7 +24,7 @@ FAILURE = 1e-12
 
 
 def signed_bound(
-    received: Received,
+    received: KernelCall,
     *,
     rows: Array,
     elements: int,
@@ -35,7 +35,7 @@ def signed_bound(
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
         With the signed values.
     rows : 1-D integer array
     elements : int

@@ -22,8 +22,7 @@ from cupyattn.measure.words import counted, format_bytes, format_seconds, format
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
 from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.checks import check_limits
+from cupyattn.problem.checks import AttentionSpec, check_limits
 
 #: What is planned for where there is no device.
 _ARCH = "sm_90a"

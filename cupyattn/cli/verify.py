@@ -37,9 +37,8 @@ from cupyattn.measure.rungs import Judgement
 from cupyattn.ops.attention import attention
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem import scoring
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference import exact, rounding
+from cupyattn.reference import exact, rounding, scoring
 from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.runtime.origins import WORDS
 

@@ -7,13 +7,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import Features
-from cupyattn.kernels.limits import MAX_LENGTH
+from cupyattn.kernels.limits import MAX_LENGTH, check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import LOG2E, check_grid
+from cupyattn.plans.assemble import LOG2E
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import (
@@ -22,7 +22,6 @@ from cupyattn.plans.structs import (
     IMPORTANCE_PARAMS,
     LARGEST_PARAMS,
 )
-from cupyattn.problem.form import widest
 
 #: Types and head sizes of the kernels of importance.
 IMPORTANCE_DTYPES, MOST_HEAD_DIM = ("float16", "bfloat16"), 256

@@ -32,7 +32,7 @@ from cupyattn.diffusion.key_passes import (
 )
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
-from cupyattn.ops.operation import run
+from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.records import Work
 from cupyattn.problem.problem import Problem, Result
 
@@ -139,11 +139,10 @@ class ImportanceSettings(NamedTuple):
     key_sums: bool
 
 
-class _Importance:
+class _Importance(Operation):
     """Weighing keys as an operation."""
 
     name = "key_importance"
-    receives: tuple[str, ...] = ()
 
     def resolve(self, settings: ImportanceSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check queries and keys, and settle which rows are sampled."""
@@ -187,12 +186,6 @@ class _Importance:
             share = 1 / max(k.shape[2], 1)
             return {"importance": array_namespace(q, k).full(k.shape[:3], share, np.float32)}
         return {"importance": _mean_probabilities(q, k, scale, sampled)}
-
-    def restore(
-        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return importance, sums of keys and states of rows, as far as there are such."""
-        return results
 
 
 IMPORTANCE = _Importance()
@@ -378,11 +371,10 @@ def _moved(rows: dict[str, Array], importance: Array, count: int, backend: str) 
     return made
 
 
-class _Compact:
+class _Compact(Operation):
     """Choosing keys, and moving rows of those chosen, as an operation of (count, backend)."""
 
     name = "compact"
-    receives: tuple[str, ...] = ()
 
     def resolve(self, settings: tuple[int, str], arrays: Mapping[str, Described]) -> Problem:
         """Check rows and importance against each other."""
@@ -418,12 +410,6 @@ class _Compact:
         k, v, importance = (arrays[name] for name in ("k", "v", "importance"))
         found = _indexed(k, v, importance, problem.settled)
         return dict(zip(("kept_k", "kept_v", "kept"), found, strict=True))
-
-    def restore(
-        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return rows, marks and places by name."""
-        return results
 
 
 COMPACT = _Compact()

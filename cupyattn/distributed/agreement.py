@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -285,7 +285,7 @@ def resolve_sharded(
             take_others(own_call)
         coding = None
         if own_call.variant.family == "int8":
-            coding = _Coding.of(own_call, own_rows[0])
+            coding = _Coding.of(own_call, own_rows[0], asked.quant)
         found.append((own_call, (own_rows, own_way), packed, coding))
         call = own_call.call
         same = {
@@ -341,8 +341,10 @@ class _Coding(NamedTuple):
     scale_tiles: Tiles
 
     @classmethod
-    def of(cls, described: AttentionProblem, q: Any) -> _Coding:
-        quant = scales_beside(described.settings.quant or QuantConfig(), q)
+    def of(cls, described: AttentionProblem, q: Any, given: QuantConfig | None) -> _Coding:
+        quant = described.settings.quant or QuantConfig()
+        if given is not None and given.static:
+            quant = scales_beside(replace(quant, scales=given.scales), q)
         return cls(quant, tiles_of_scales(described, quant))
 
     @property
@@ -380,6 +382,8 @@ def _own_call(
     if _is_packed(arrays):
         asked = asked._replace(layout="BSHD")
         own = {name: one_entry(name, x) for name, x in own.items()}
+    if isinstance(asked.quant, QuantConfig):  # scales belong to the rows of all ranks
+        asked = asked._replace(quant=replace(asked.quant, scales="dynamic"))
     described = described_call(asked, own)
     q, k, v = (x.bound(own[x.name]) for x in described.rows.values())
     group.check_array("q", q)

@@ -18,13 +18,12 @@ from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.ring import differentiate
 from cupyattn.gradients.exact import Gradients
-from cupyattn.problem import checks
 from cupyattn.problem.attention import AttentionProblem
+from cupyattn.problem.backward_form import check_backward
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.options import ShardedGradientOptions, Unpack, takes_options
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, ShardedGradientOptions, Unpack, takes_options
 
 
 @points_to_our_names
@@ -186,7 +185,7 @@ def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> list[Any]:
         found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
     layout = described.settings.layout
     found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}
-    checks.check_backward(**found, q=q, k=k, v=v)
+    check_backward(**found, q=q, k=k, v=v)
     return list(found.values())
 
 

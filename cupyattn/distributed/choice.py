@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, fastest
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 
 #: The rung by whose rate a variant without one is judged: all meshes compute the same.
 _STAND_IN = "fa_tc"

@@ -18,9 +18,9 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.distributed.partition import Range
 from cupyattn.kernels.features import DTYPES, Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.operation import run
-from cupyattn.plans.assemble import check_grid
+from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.records import Launch, Plan, Work
 from cupyattn.plans.structs import MERGE_PARAMS
 from cupyattn.problem.problem import Problem
@@ -135,11 +135,11 @@ def _stored(x: Any, dtype: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-class _Merge:
+class _Merge(Operation):
     """Merging a part into O and lse where they lie, as an operation of (backend, dtype)."""
 
     name = "merge_partials"
-    receives: tuple[str, ...] = ("O", "lse")
+    receives = ("O", "lse")
 
     def resolve(self, settings: tuple[str, str], arrays: Mapping[str, Described]) -> Problem:
         """Settle what is read: of O itself, where its type stays."""
@@ -168,9 +168,6 @@ class _Merge:
         names = ("before_O", "lse", "part_O", "part_lse", "O")
         merge_mirror(*(arrays[name] for name in names))
         return {}
-
-    def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> None:
-        """Return nothing: O and lse were changed where they lie."""
 
 
 MERGE = _Merge()

@@ -12,7 +12,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.distributed.mesh import Mesh, shares_of_heads
 from cupyattn.kernels.measured_times import MEASURED
 from cupyattn.measure.rungs import admitted_pairs
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 
 #: Batch entries times heads of the calls in `cupyattn.kernels.measured_times`.
 _MEASURED_HEADS = 64

@@ -11,8 +11,7 @@ from cupyattn.distributed.agreement import ShardedSettings, agree
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.options import ShardedOptions, Unpack, takes_options
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, ShardedOptions, Unpack, takes_options
 
 
 @points_to_our_names

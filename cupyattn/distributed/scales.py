@@ -17,10 +17,10 @@ from cupyattn.compiler.target import own_arch
 from cupyattn.distributed.mesh import Heads
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import scale_tiles
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.static_scales import check_packed_quant, static_scales
+from cupyattn.quant.static_scales import check_packed_quant, check_static_scales
 
 
 def compared_scales(quant: QuantConfig) -> dict[str, str]:
@@ -80,7 +80,7 @@ def check_scales(
     Raises
     ------
     ValueError, UnsupportedError
-        As `cupyattn.quant.static_scales.static_scales`.
+        As `cupyattn.quant.static_scales.check_static_scales` and `QuantConfig.check_scales`.
     """
     if not quant.static:
         return
@@ -91,7 +91,9 @@ def check_scales(
     q = call.batch, call.heads, call.len_q, call.head_dim
     k = call.batch, call.heads_kv, call.len_kv, call.head_dim
     on_hosts = (on_host(x) if hasattr(x, "shape") else x for x in quant.scales)
-    static_scales(np, replace(quant, scales=tuple(on_hosts)), q, k, tiles, sequences)
+    quant = replace(quant, scales=tuple(on_hosts))
+    check_static_scales(quant, q, k, tiles, sequences)
+    quant.check_scales()
 
 
 def scales_beside(quant: QuantConfig, q: Any) -> QuantConfig:

@@ -27,10 +27,9 @@ from cupyattn.bounds.scores import (
 from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
-from cupyattn.problem.backward_form import BackwardKernel
-from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.settings import parse
+from cupyattn.problem.backward_form import BackwardKernel, check_backward
+from cupyattn.problem.checks import check_scale
+from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")
@@ -143,9 +142,7 @@ def backward_bound(
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     out_error, lse_error = operands(out_error=out_error, lse_error=lse_error)
-    settings, arrays = parse("backward_bound", q, k, v, options)
-    scores = settings.scores(arrays)
-    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+    problem = BackwardProblem.of("backward_bound", (d_out, out, lse), q, k, v, options, all_keys)
     kernel = problem.portable_kernel(deterministic=False)
     return gradient_bounds(problem, kernel, out_error, lse_error)
 
@@ -171,8 +168,8 @@ def gradient_bounds(
     xp = array_namespace(*problem.arrays)
     sizes, dtype = check_backward(*problem.arrays)
     _, _, heads_kv, len_q, len_kv, head_dim = sizes
-    sigma, softcap = check_scale(problem.scale, head_dim), options.softcap
-    features = {"softcap": bool(softcap), "bias": options.bias is not None}
+    sigma, softcap = check_scale(problem.scale, head_dim), options["softcap"]
+    features = {"softcap": bool(softcap), "bias": options["bias"] is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
     scaling = scaling_errors(n, sigma, None, softcap)
     shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys)

@@ -14,9 +14,9 @@ from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
 from cupyattn.gradients.problem import BackwardProblem
-from cupyattn.problem.checks import check_backward_shapes, check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.settings import parse
+from cupyattn.problem.backward_form import check_backward_shapes
+from cupyattn.problem.checks import check_scale
+from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 from cupyattn.reference.exact import ScoreBlock, blocks_of, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
@@ -99,8 +99,8 @@ def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
                 P = xp.where(coarse_rows(row_lse)[..., None], softmax, P)
         O = P @ block.v if given_out is None else as_float64(given_out[block.index])
         slope: Array | float = 1.0
-        if options.softcap:
-            slope = xp.where(block.admitted, 1.0 - (block.unbiased / options.softcap) ** 2, 1.0)
+        if options["softcap"]:
+            slope = xp.where(block.admitted, 1.0 - (block.unbiased / options["softcap"]) ** 2, 1.0)
         yield GradientBlock(
             block, dO, O, row_lse, P, softmax, softmax_lse, dO @ block.v.swapaxes(-1, -2),
             (dO * O).sum(axis=-1), slope,
@@ -168,9 +168,7 @@ def backward_exact(
     True
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    settings, arrays = parse("backward_exact", q, k, v, options)
-    scores = settings.scores(arrays)
-    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+    problem = BackwardProblem.of("backward_exact", (d_out, out, lse), q, k, v, options, all_keys)
     return exact_gradients(problem)
 
 

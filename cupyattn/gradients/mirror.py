@@ -16,14 +16,13 @@ from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
 from cupyattn.gradients.exact import Gradients, coarse_rows
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
-from cupyattn.problem.backward_form import NO_DQ, BackwardKernel
-from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.scoring import Scoring
-from cupyattn.problem.settings import parse
+from cupyattn.problem.backward_form import NO_DQ, BackwardKernel, check_backward
+from cupyattn.problem.checks import check_scale
+from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 from cupyattn.reference.attention import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
 from cupyattn.reference.scores import prepare_scores
+from cupyattn.reference.scoring import Scoring
 from cupyattn.reference.softmax_state import Float32, row_maximum
 
 
@@ -73,9 +72,7 @@ def backward_mirror(
     ([0.0, 0.0], [1.0, 1.0, 1.0])
     """
     require_numpy(d_out, q, k, v, out, lse)
-    settings, arrays = parse("backward_mirror", q, k, v, options)
-    scores = settings.scores(arrays)
-    problem = BackwardProblem(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+    problem = BackwardProblem.of("backward_mirror", (d_out, out, lse), q, k, v, options, all_keys)
     return mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
 
 
@@ -91,7 +88,7 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
     (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
     sigma = check_scale(problem.scale, head_dim)
-    features = {"softcap": bool(options.softcap), "bias": options.bias is not None}
+    features = {"softcap": bool(options["softcap"]), "bias": options["bias"] is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
     scoring = Scoring.of(q, k, options)
     keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from cupyattn.arrays.kinds import Array
-from cupyattn.problem.backward_form import BackwardKernel, settle_backward
-from cupyattn.problem.checks import ScoreOptions, check_backward, check_options
+from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
+from cupyattn.problem.checks import check_options
+from cupyattn.problem.settings import Settings, parse
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class BackwardProblem:
         O and the log-sum-exp as the forward pass left them; None: exact.
     scale : float or None
         Softmax scale; None: ``head_dim ** -0.5``.
-    options : ScoreOptions
+    options : mapping
+        What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
     all_keys : bool
         Whether the rows attend to no keys but these.
     """
@@ -33,8 +37,20 @@ class BackwardProblem:
     out: Array
     lse: Array
     scale: float | None = None
-    options: ScoreOptions = ScoreOptions()
+    options: Mapping[str, Any] = field(default_factory=lambda: Settings().scores({}))
     all_keys: bool = True
+
+    @classmethod
+    def of(
+        cls, function: str, received: Sequence[Any], q: Any, k: Any, v: Any,
+        options: Mapping[str, Any], all_keys: bool,
+    ) -> BackwardProblem:  # fmt: skip
+        """Tell scale and options apart; `function` is whose arguments they are, and `received` are
+        d_out, out and lse."""
+        settings, arrays = parse(function, q, k, v, options)
+        d_out, out, lse = received
+        scores = settings.scores(arrays)
+        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
 
     @property
     def arrays(self) -> tuple[Array, ...]:

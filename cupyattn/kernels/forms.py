@@ -53,7 +53,7 @@ class Takes:
         its own tiles.
     stacks : bool
         Whether it takes the calls of a form for few rows, too, with query heads stacked
-        (`cupyattn.problem.stacking`).
+        (`cupyattn.problem.operands.stacking_pays`).
     """
 
     values: tuple[str, ...] = ("16bit",)
@@ -89,6 +89,11 @@ class FormTiles:
         is not cut.
     scored : mapping of str to FormTiles
         Those of calls with one of these `OPTIONS`: of several the first that the call has.
+
+    Attributes
+    ----------
+    largest_head_dim : int
+        The largest head size that the form takes.
     """
 
     default: Mapping[int, Tiles]
@@ -97,15 +102,14 @@ class FormTiles:
     more_rows: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     least_keys: int = 0
     scored: Mapping[str, FormTiles] = field(default_factory=dict)
+    largest_head_dim: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "largest_head_dim", max(self.default))
 
     def with_options(self, options: Collection[str]) -> FormTiles:
         """Return the tiles of calls that have some of `OPTIONS`."""
         return next((x for name, x in self.scored.items() if name in options), self)
-
-    @property
-    def largest_head_dim(self) -> int:
-        """The largest head size that the form takes."""
-        return max(self.default)
 
     def limit(self, head_dim: int) -> int:
         """Return the entry of `default` that a head size belongs to.
@@ -147,6 +151,59 @@ class FormTiles:
             tiles = replace(tiles, block_kv=min(tiles.block_kv, keys))
         return tiles
 
+    def for_call(
+        self,
+        head_dim: int,
+        given: Tiles | None = None,
+        *,
+        lengths: tuple[int, int] | None = None,
+        causal: bool = False,
+        block_mask: tuple[int, int] = (0, 0),
+        rows: int = 1,
+        options: Collection[str] = (),
+    ) -> Tiles:
+        """Return the tiles of a call: those given, or the form's own.
+
+        Parameters
+        ----------
+        head_dim : int
+        given : Tiles, optional
+            The caller's.
+        lengths : (int, int), optional
+            Query rows and keys, which the tiles of the Hopper forms depend on.
+        causal : bool
+            Whether the keys that a row attends to end with its place, by a causal mask or a window:
+            the tiles of Hopper forms depend on that, too.
+        block_mask : (int, int)
+            Rows and keys of a block of the call's block mask; (0, 0): there is none.
+        rows : int
+            Those that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
+        options : collection of str
+            Those of `OPTIONS` that the call has.
+
+        Raises
+        ------
+        LookupError
+            If the form takes no such head size.
+        ValueError
+            If the tiles do not divide the blocks.
+        """
+        own = self.with_options(options)
+        limit = own.limit(head_dim)
+        tiles = given
+        if tiles is None and block_mask != (0, 0):
+            tiles = own.for_blocks(head_dim, block_mask)
+        if tiles is None and own.more_rows:
+            tiles = own.for_rows(limit, rows)
+        tiles = tiles or own.for_lengths(limit, lengths, causal)
+        if not divides(tiles, block_mask):
+            raise ValueError(
+                f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide "
+                f"the blocks of the block mask, {block_mask[0]} x {block_mask[1]}: leave tiles "
+                "out, or give powers of two"
+            )
+        return tiles
+
 
 @dataclass(frozen=True)
 class Form:
@@ -164,6 +221,11 @@ class Form:
     block_scales : bool
         Whether granularity "block" means the rows and keys of its tiles, where it is the fastest
         form for the operands.
+
+    Attributes
+    ----------
+    on_hopper : bool
+        Whether it is for compute capability 9.0 alone.
     """
 
     source: str | Path
@@ -171,16 +233,15 @@ class Form:
     takes: Takes = Takes()
     pieces: bool = False
     block_scales: bool = True
+    on_hopper: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_hopper", self.takes.arch is not None)
 
     @property
     def entry_point(self) -> str:
         """Name of the kernel in a source below ``kernels_cu/``: that of the file."""
         return PurePath(self.source).stem
-
-    @property
-    def on_hopper(self) -> bool:
-        """Whether it is for compute capability 9.0 alone."""
-        return self.takes.arch is not None
 
 
 def divides(tiles: Tiles, blocks: tuple[int, int]) -> bool:

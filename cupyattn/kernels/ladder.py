@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.forms import OPTIONS, Form, FormTiles, Takes, divides
+from cupyattn.kernels.forms import OPTIONS, Form, FormTiles, Takes
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 
@@ -169,16 +170,7 @@ class Variant:
             raise ValueError(f"the {form} form of {self.name} {error}") from None
 
     def tiles_for(
-        self,
-        head_dim: int,
-        given: Tiles | None = None,
-        *,
-        form: str = "portable",
-        lengths: tuple[int, int] | None = None,
-        causal: bool = False,
-        block_mask: tuple[int, int] = (0, 0),
-        rows: int = 1,
-        options: Collection[str] = (),
+        self, head_dim: int, given: Tiles | None = None, *, form: str = "portable", **call: Any
     ) -> Tiles:
         """Return the tiles of a call: those given, or the variant's own.
 
@@ -189,17 +181,8 @@ class Variant:
             The caller's.
         form : str
             One of `forms`.
-        lengths : (int, int), optional
-            Query rows and keys, which the tiles of the Hopper forms depend on.
-        causal : bool
-            Whether the keys that a row attends to end with its place, by a causal mask or a window:
-            the tiles of Hopper forms depend on that, too.
-        block_mask : (int, int)
-            Rows and keys of a block of the call's block mask; (0, 0): there is none.
-        rows : int
-            Those that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
-        options : collection of str
-            Those of `cupyattn.kernels.forms.OPTIONS` that the call has.
+        **call
+            As for `cupyattn.kernels.forms.FormTiles.for_call`.
 
         Raises
         ------
@@ -209,21 +192,7 @@ class Variant:
         """
         self.check_form(form)
         self._limit(head_dim, form)
-        own = self.forms[form].tiles.with_options(options)
-        limit = own.limit(head_dim)
-        tiles = given
-        if tiles is None and block_mask != (0, 0):
-            tiles = own.for_blocks(head_dim, block_mask)
-        if tiles is None and own.more_rows:
-            tiles = own.for_rows(limit, rows)
-        tiles = tiles or own.for_lengths(limit, lengths, causal)
-        if not divides(tiles, block_mask):
-            raise ValueError(
-                f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide "
-                f"the blocks of the block mask, {block_mask[0]} x {block_mask[1]}: leave tiles "
-                "out, or give powers of two"
-            )
-        return tiles
+        return self.forms[form].tiles.for_call(head_dim, given, **call)
 
 
 _ALL = ("float16", "bfloat16", "float32")

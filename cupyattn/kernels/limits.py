@@ -131,3 +131,13 @@ def check_cu_seqlens(name: str, cu_seqlens: np.ndarray, total: int, longest: int
             f"max_len_{name}={longest} is less than the longest sequence of cu_seqlens_{name}, "
             f"{lengths.max()} rows"
         )
+
+
+def check_grid(what: str, *counts: int, limit: int = INT32_MAX) -> int:
+    """Return the product of `counts`, how many blocks there are; UnsupportedError past a limit."""
+    blocks = math.prod(counts)
+    if blocks > limit:
+        raise UnsupportedError(
+            f"{what} takes {blocks} blocks, more than {limit}: split the call over batch or heads"
+        )
+    return blocks

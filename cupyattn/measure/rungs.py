@@ -29,9 +29,9 @@ from cupyattn.ops.attention import attention, resolved
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
-from cupyattn.problem import checks
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.settings import check_attention
 from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
 from cupyattn.testing import expected, verdict
@@ -312,7 +312,7 @@ def ladder(
         interchange.take(name, array) for name, array in zip("qkv", (q, k, v), strict=True)
     )
     options: dict[str, Any] = {"scale": scale, "causal": causal, "causal_align": causal_align}
-    call = checks.check_attention(q, k, v, **options)
+    call = check_attention(q, k, v, **options)
     if 0 in (*q.shape, *k.shape):
         raise ValueError(
             "q, k and v must hold 1 or more of every axis to be judged, got "
@@ -382,7 +382,7 @@ def _registered(
     found = _interpreted(variant, inputs, quant, options)
     asked = {**options, "quant": quant} if variant.family == "int8" else options
     corner = _corner(inputs)
-    call = checks.check_attention(*corner, **options)
+    call = check_attention(*corner, **options)
     memory = _memory_bytes(corner, variant, call, asked)
     return Rung(
         variant.name, variant.idea, found.judgement, memory, interpreted=found, ran="interpreter"

@@ -11,7 +11,7 @@ from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.ops.operation import run
+from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.plans.records import Work
 from cupyattn.plans.row_quant import plan_row_quant
@@ -78,7 +78,7 @@ def act_quant(
     """
     arrays = {"x": x}
     settings = ActQuantSettings(block_size, backend, 0, "", strategy)
-    codes, scales = run(ACT_QUANT, settings, arrays, (type(block_size),))
+    codes, scales = run(ACT_QUANT, settings, arrays, (type(block_size),)).values()
     return codes, scales
 
 
@@ -107,7 +107,7 @@ def act_quant_but(
         The columns, and zeros.
     """
     settings = ActQuantSettings(BLOCK_SIZE, backend, columns.shape[0], dtype)
-    codes, scales, kept = run(ACT_QUANT, settings, {"x": x, "place": place})
+    codes, scales, kept = run(ACT_QUANT, settings, {"x": x, "place": place}).values()
     return codes, scales, kept
 
 
@@ -137,11 +137,10 @@ class ActQuantSettings(NamedTuple):
     strategy: str = "block"
 
 
-class _ActQuant:
+class _ActQuant(Operation):
     """Activations to codes as an operation."""
 
     name = "act_quant"
-    receives: tuple[str, ...] = ()
 
     def resolve(self, settings: ActQuantSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the activations; blocks of other sizes than the kernel's go to the mirror."""
@@ -198,12 +197,6 @@ class _ActQuant:
             x[..., columns] = 0
         codes, scales = quantize_rows(x, settings.block_size, settings.strategy)
         return {"codes": codes, "scales": scales, **made}
-
-    def restore(
-        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """Return codes, scales and the columns that were kept."""
-        return tuple(results.values())
 
 
 ACT_QUANT = _ActQuant()

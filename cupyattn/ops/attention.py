@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import arguments_of
-from cupyattn.ops.operation import problem_of, run
+from cupyattn.ops.call_operands import arguments_of, named
+from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.ops.prepared import Prepared
 from cupyattn.plans.records import Work
 from cupyattn.plans.stages import stages
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.options import CallOptions, Unpack, takes_options
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import NO_WINDOW, Settings, interned, parse
+from cupyattn.problem.settings import (
+    NO_WINDOW,
+    CallOptions,
+    Settings,
+    Unpack,
+    interned,
+    parse,
+    takes_options,
+)
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.problem import run_mirror
@@ -101,8 +107,8 @@ def attention(
     rope : (array, array), optional
         Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16: Q and K
         are turned by their positions first, i of key i. The result is attention of the turned
-        operands, rounded to their type (`cupyattn.problem.rope.Rope.turned`); q and k stay as they
-        are.
+        operands, rounded to their type (`cupyattn.problem.row_preparation.Rope.turned`); q and k
+        stay as they are.
     rope_interleaved : bool
         Angle d turns channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.
     rope_offset_q : int
@@ -185,7 +191,7 @@ def attention(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
-    arrays = _arrays(
+    arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
         lengths_q=lengths_q, lengths_kv=lengths_kv,
     )  # fmt: skip
@@ -320,20 +326,11 @@ def attention_varlen(
         rope_offset_q, qk_norm_eps, "BHSD", return_lse, quant, tiles, arch, backend, check_finite,
         max_len_q, max_len_k,
     )  # fmt: skip
-    arrays = _arrays(
+    arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
     return run_attention(settings, arrays)
-
-
-def _arrays(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
-    """Return the arrays of a call by name, those that are given."""
-    arrays = {"q": q, "k": k, "v": v}
-    for name, array in others.items():
-        if array is not None:
-            arrays[name] = array
-    return arrays
 
 
 def run_attention(settings: Settings, given: Mapping[str, Any]) -> Any:
@@ -349,13 +346,13 @@ def run_attention(settings: Settings, given: Mapping[str, Any]) -> Any:
     return run(ATTENTION, call.asked, call.arrays, call.facts, as_given)
 
 
-class _Attention:
+class _Attention(Operation):
     """Attention as an operation, of sequences that are packed or not."""
 
     name = "attention"
-    receives: tuple[str, ...] = ("o",)
+    receives = ("o",)
 
-    resolve = staticmethod(resolve)
+    resolve = staticmethod(resolve)  # type: ignore[assignment]
 
     def plan(self, problem: AttentionProblem) -> Work:
         """Return the passes that prepare and quantise, and the rung's kernels."""
@@ -403,10 +400,7 @@ def described(settings: Settings, given: Mapping[str, Any]) -> AttentionProblem:
         As `cupyattn.problem.settings.parse` tells them apart.
     """
     call = arguments_of(settings, given)
-    arrays = call.arrays
-    if not any(isinstance(x, Described) for x in arrays.values()):
-        arrays, _ = imported(arrays)
-    problem: AttentionProblem = problem_of(ATTENTION, call.asked, arrays)
+    problem: AttentionProblem = problem_of(ATTENTION, call.asked, imported(call.arrays)[0])
     return problem
 
 

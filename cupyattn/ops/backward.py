@@ -17,25 +17,22 @@ from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import mirror_gradients
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.ops.attention import ATTENTION
-from cupyattn.ops.call_operands import arguments_of, lists_of
-from cupyattn.ops.operation import problem_of, run
+from cupyattn.ops.call_operands import arguments_of, named
+from cupyattn.ops.operation import ARRAYS, Library, Operation, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
-from cupyattn.problem import checks
 from cupyattn.problem.attention import OF_SCORES, AttentionProblem
-from cupyattn.problem.backward_form import BackwardKernel, settle_backward
+from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import ScoreOptions
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.row_preparation import EPS, Rope
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference.problem import entry_of, scoring_of
+from cupyattn.reference.problem import corner_of, masks_of
 
 
 @points_to_our_names
@@ -133,10 +130,9 @@ def attention_backward(
         "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, EPS, layout, True, None, None, arch, backend,
     )  # fmt: skip
-    others = {
-        "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
-    }  # fmt: skip
-    arrays = _given((d_out, q, k, v, out, lse), others)
+    arrays = named(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask
+    ) | {"d_out": d_out, "out": out, "lse": lse}
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
@@ -213,11 +209,10 @@ def attention_varlen_backward(
         "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, EPS, "BHSD", True, None, None, arch, backend, False, max_len_q, max_len_k,
     )  # fmt: skip
-    others = {
-        "mask": mask, "bias": bias, "rope": rope, "qk_norm": qk_norm, "block_mask": block_mask,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
-    arrays = _given((d_out, q, k, v, out, lse), others)
+    arrays = named(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    ) | {"d_out": d_out, "out": out, "lse": lse}  # fmt: skip
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
 
@@ -294,14 +289,11 @@ class BackwardSettled(NamedTuple):
     all_keys: bool
 
 
-def _given(arrays: tuple[Any, ...], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays of a call by name, d_out, q, k, v, out and lse before those that are given."""
-    named = dict(zip(("d_out", "q", "k", "v", "out", "lse"), arrays, strict=True))
-    named |= {name: array for name, array in others.items() if array is not None}
-    return named
-
-
-def run_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Gradients:
+def run_backward(
+    settings: BackwardSettings,
+    arrays: Mapping[str, Any],
+    library: Library = ARRAYS,
+) -> Gradients:
     """Run the backward pass of a forward pass.
 
     Parameters
@@ -309,20 +301,21 @@ def run_backward(settings: BackwardSettings, arrays: Mapping[str, Any]) -> Gradi
     settings : BackwardSettings
     arrays : mapping
         Arguments of `attention_backward` or `attention_varlen_backward`, those that are given.
+    library : Library
+        That of the arrays.
 
     Raises
     ------
     ValueError, TypeError, UnsupportedError
         As `attention_backward`.
     """
-    check_offered(arrays["q"], arrays.get("qk_norm"), settings.deterministic)
-    asked, own, facts = arguments_of_backward(settings, arrays)
-    found: Gradients = run(BACKWARD, asked, own, facts)
+    asked, own, facts = arguments_of_backward(settings, arrays, library)
+    found: Gradients = run(BACKWARD, asked, own, facts, library=library)
     return found
 
 
 def arguments_of_backward(
-    settings: BackwardSettings, given: Mapping[str, Any]
+    settings: BackwardSettings, given: Mapping[str, Any], library: Library = ARRAYS
 ) -> tuple[BackwardAsked, dict[str, Any], tuple[Any, ...] | None]:
     """Return a backward pass as `cupyattn.ops.operation.run` takes it.
 
@@ -330,25 +323,28 @@ def arguments_of_backward(
     ----------
     settings, given
         As `parse_backward` returns them.
+    library : Library
+        That of the arrays.
     """
-    received = ("d_out", "out", "lse")
-    call = arguments_of(settings.of_call, {n: a for n, a in given.items() if n not in received})
-    arrays = {**call.arrays, "d_out": given["d_out"], "o": given["out"], "lse": given["lse"]}
-    if "kept_blocks" in arrays:
-        arrays["kept_rows"] = lists_of(given["block_mask"].transposed, given["q"])
-    # NOTE: rows that are turned back take tables of their own, and copies at the end.
-    facts = None if "rope" in given else call.facts
-    return BackwardAsked(call.asked, settings.deterministic, settings.all_keys), arrays, facts
+    of_call, deterministic, all_keys = settings
+    if "qk_norm" in given or isinstance(given["q"], QuantizedQKV):
+        check_offered(given["q"], given.get("qk_norm"))
+    call = arguments_of(of_call, given, library)
+    if "kept_blocks" in call.arrays:
+        beside = library.beside(given["q"])
+        call.arrays["kept_rows"] = given["block_mask"].transposed.kept_blocks(beside)
+    facts = None if call.facts is None else (*call.facts, type(deterministic))
+    return BackwardAsked(call.asked, deterministic, all_keys), call.arrays, facts
 
 
-class _Backward:
+class _Backward(Operation):
     """The gradients of attention as an operation."""
 
     name = "attention_backward"
-    receives: tuple[str, ...] = ()
 
     def resolve(self, asked: BackwardAsked, arrays: Mapping[str, Described]) -> Problem:
         """Check the forward pass, and d_out, out and lse against it."""
+        check_offered(arrays["q"], arrays.get("q_norm_weight"), asked.deterministic)
         received = ("d_out", "o", "lse")
         own = {n: x for n, x in arrays.items() if n not in (*received, "kept_rows")}
         forward: AttentionProblem = problem_of(ATTENTION, asked.forward, own)
@@ -417,30 +413,18 @@ class _Backward:
         if turned:
             results = {n: to_bhsd(results[n], "BSHD") for n in ("dq", "dk", "dv")}
             results = {n: x[0] if packed else x for n, x in results.items()}
-            results = {n: x.copy(order="C") for n, x in results.items()}
+            results = {n: _in_c_order(x) for n, x in results.items()}
         return Gradients(**results)
+
+
+def _in_c_order(x: Any) -> Any:
+    """Return a copy in C order of an array, or of a tensor of torch's."""
+    return x.contiguous() if hasattr(x, "contiguous") else x.copy(order="C")
 
 
 BACKWARD = _Backward()
 #: The sines by which gradients are turned back.
 _SIN_BACK = "rope_sin_back"
-
-
-def check_backward_call(settings: BackwardSettings, arrays: Mapping[str, Any]) -> None:
-    """Check a backward pass by descriptions of its arrays.
-
-    Parameters
-    ----------
-    settings, arrays
-        As `parse_backward` returns them.
-
-    Raises
-    ------
-    ValueError, TypeError, UnsupportedError
-        As `attention_backward`.
-    """
-    asked, own, _ = arguments_of_backward(settings, arrays)
-    problem_of(BACKWARD, asked, own)
 
 
 def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
@@ -461,7 +445,7 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
     for name in ("d_out", "o"):
         taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
     q, k, v = forward.rows.values()
-    checks.check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"])
+    check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"])
     taken["lse"] = taken["lse"].whole()
     check_together(q=q, **taken)
     return taken
@@ -507,15 +491,12 @@ def _mirror(
     if rope is not None:
         rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
     operands = {n: arrays["o" if n == "out" else n] for n in ("d_out", *"qkv", "out", "lse")}
-    shared = {
-        name: getattr(settings, name) for name in ("causal", "causal_align", "window", "softcap")
-    }
 
-    def run_one(given: Mapping[str, Any], **own: Any) -> Gradients:
+    def run_one(given: Mapping[str, Any], masks: Mapping[str, Any]) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
         problem = BackwardProblem(
-            **given, scale=settings.scale, options=ScoreOptions(**shared, **own),
+            **given, scale=settings.scale, options=settings.scores(masks),
             all_keys=settled.all_keys,
         )  # fmt: skip
         found = mirror_gradients(problem, settled.kernel)
@@ -524,18 +505,17 @@ def _mirror(
         dq, dk = _inverse(rope).turned(found.dq, found.dk)
         return found._replace(dq=dq, dk=dk)
 
-    whole = entry_of(forward, arrays)
+    masks = masks_of(forward, arrays)
     if forward.call.packed is None:
-        own = {"mask": whole.mask, "bias": whole.bias, "block_mask": whole.block_mask}
-        for name, gradient in run_one(operands, **own)._asdict().items():
+        for name, gradient in run_one(operands, masks)._asdict().items():
             results[name][...] = gradient
         return
     pairs = zip(*(pairwise(arrays[name]) for name in SEQUENCES), strict=True)
     for number, (q_ends, k_ends) in enumerate(pairs):
         places = {"k": slice(*k_ends), "v": slice(*k_ends)}
         one = {name: a[:, :, places.get(name, slice(*q_ends))] for name, a in operands.items()}
-        own = scoring_of(whole, number, one["q"].shape[2], one["k"].shape[2])
-        for name, gradient in run_one(one, **own)._asdict().items():
+        own = corner_of(masks, number, one["q"].shape[2], one["k"].shape[2])
+        for name, gradient in run_one(one, own)._asdict().items():
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
@@ -579,9 +559,14 @@ def resolved_backward(
     function : str
         Whose arguments they are, for messages.
     d_out, q, k, v, out, lse
-        As for `attention_backward`.
+        As for `attention_backward`; arrays, or descriptions of some.
     options
         As for `parse_backward`.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
     """
     settings, arrays = parse_backward(function, (d_out, out, lse), q, k, v, options)
     asked, own, _ = arguments_of_backward(settings, arrays)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cupyattn.arrays.described import Described
-from cupyattn.arrays.interchange import imported, is_cupy
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder
+from cupyattn.ops.operation import ARRAYS, Library
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.rope import check_turned_before
-from cupyattn.problem.row_preparation import BUFFERS_OF, PAIRS
+from cupyattn.problem.row_preparation import BUFFERS_OF, PAIRS, check_turned_before
 from cupyattn.problem.sequences import longest
 from cupyattn.problem.settings import Asked, Settings
+from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
+
+#: Arguments that codes stand for, if there are some.
+_ROWS = ("q", "k", "v")
 
 
 class Arguments(NamedTuple):
@@ -36,7 +36,18 @@ class Arguments(NamedTuple):
     facts: tuple[Any, ...] | None
 
 
-def arguments_of(settings: Settings, given: Mapping[str, Any]) -> Arguments:
+def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
+    """Return the arrays of a call by name, without the absent ones."""
+    arrays = {"q": q, "k": k, "v": v}
+    for name, array in others.items():
+        if array is not None:
+            arrays[name] = array
+    return arrays
+
+
+def arguments_of(
+    settings: Settings, given: Mapping[str, Any], library: Library = ARRAYS
+) -> Arguments:
     """Return the settings and the arrays of a call of `attention` or `attention_varlen`.
 
     Parameters
@@ -45,6 +56,8 @@ def arguments_of(settings: Settings, given: Mapping[str, Any]) -> Arguments:
     given : mapping
         Its arrays and what holds some, as `cupyattn.problem.settings.parse` names them; of another
         call descriptions of arrays.
+    library : Library
+        That of the arrays.
 
     Raises
     ------
@@ -59,22 +72,48 @@ def arguments_of(settings: Settings, given: Mapping[str, Any]) -> Arguments:
     else:
         arrays, like = {"q": q, "k": given["k"], "v": given["v"]}, q
     if len(given) > 3:
-        for name, value in list(given.items())[3:]:
+        for name, value in given.items():
+            if name in _ROWS:
+                continue
             if name in BUFFERS_OF:
                 arrays |= pair_of(name, value)
             elif name == "block_mask":
-                arrays["kept_blocks"], blocks = lists_of(value, like), value.blocks
+                if not isinstance(value, BlockMask):
+                    raise TypeError(
+                        f"block_mask must be a cupyattn.BlockMask or None, got {shown(value)}"
+                    )
+                arrays["kept_blocks"] = value.kept_blocks(library.beside(like))
+                blocks = value.blocks
             else:
                 arrays["o" if name == "out" else name] = value
+    quant = settings.quant
+    if codes is None and isinstance(quant, QuantConfig) and type(quant.scales) is tuple:
+        settings = settings._replace(quant=quant.described)
+        arrays |= scales_of(quant, arrays, settings.layout, library)
+    unlimited = "cu_seqlens_q" in given and None in (settings.max_len_q, settings.max_len_k)
+    if unlimited:
+        settings = with_limits(settings, arrays, library)
     asked = Asked(settings, codes, blocks)
-    if "cu_seqlens_q" in given and None in (settings.max_len_q, settings.max_len_k):
-        return Arguments(*_with_limits(asked, arrays), None)
-    if settings.check_finite:
+    if unlimited or settings.check_finite:
         return Arguments(asked, arrays, None)
     try:
         return Arguments(asked, arrays, (ladder.VARIANTS.get(settings.variant), settings.types))
     except TypeError:  # a list, which `ladder.lookup` refuses
         return Arguments(asked, arrays, None)
+
+
+def scales_of(
+    quant: QuantConfig, arrays: Mapping[str, Any], layout: str, library: Library = ARRAYS
+) -> dict[str, Any]:
+    """Return the scales that a caller gives by buffer, beside q; none if they are dynamic."""
+    if not quant.static:
+        return {}
+    heads, entries = 1 if layout == "BHSD" else 2, []
+    for name in "qk":
+        shape: tuple[int, ...] = tuple(getattr(arrays[name], "shape", ()))
+        entries.append((shape[0], shape[heads]) if len(shape) == 4 else ())
+    of_q, of_k = entries
+    return quant.scales_beside(library.beside(arrays["q"]), (of_q, of_k))
 
 
 def pair_of(option: str, pair: Any) -> dict[str, Any]:
@@ -83,17 +122,6 @@ def pair_of(option: str, pair: Any) -> dict[str, Any]:
         names = ", ".join(PAIRS[option])
         raise TypeError(f"{option} must be a pair ({names}) of arrays, got {shown(pair)}")
     return dict(zip(BUFFERS_OF[option], pair, strict=True))
-
-
-def lists_of(block_mask: Any, like: Any) -> Any:
-    """Return what kernels read of a block mask, beside an operand."""
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(
-            f"block_mask must be a cupyattn.BlockMask or None, got {shown(block_mask)}"
-        )
-    if not (is_cupy(like) or isinstance(like, (np.ndarray, Described))):
-        like = imported({"q": like})[0]["q"]
-    return block_mask.kept_blocks(like)
 
 
 def _check_beside_codes(z: QuantizedQKV, given: Mapping[str, Any]) -> None:
@@ -111,15 +139,14 @@ def _check_beside_codes(z: QuantizedQKV, given: Mapping[str, Any]) -> None:
         )
 
 
-def _with_limits(asked: Asked, arrays: dict[str, Any]) -> tuple[Asked, dict[str, Any]]:
-    """Return a call with the longest lengths of its sequences, which offsets are looked at for."""
-    settings = asked.of_call
+def with_limits(settings: Any, arrays: Mapping[str, Any], library: Library = ARRAYS) -> Any:
+    """Return settings with the longest lengths of sequences, which offsets are looked at for."""
     found: dict[str, Any] = {}
     for name in "qk":
-        offsets = arrays.get(f"cu_seqlens_{name}")
-        if getattr(settings, f"max_len_{name}") is None and offsets is not None:
-            own, _ = imported({name: arrays[name], f"cu_seqlens_{name}": offsets})
-            rows, offsets = own.values()
-            total = rows.shape[0] if rows.ndim == 3 else None
-            found[f"max_len_{name}"] = longest(name, offsets, total)
-    return asked._replace(of_call=settings._replace(**found)), arrays
+        limit, offsets = f"max_len_{name}", f"cu_seqlens_{name}"
+        if getattr(settings, limit) is None and offsets in arrays:
+            shape: tuple[int, ...] = getattr(arrays[name], "shape", ())
+            values = library.read({offsets: arrays[offsets]})[offsets]
+            total = shape[0] if len(shape) == 3 else None
+            found[limit] = longest(name, values, total)
+    return settings._replace(**found)

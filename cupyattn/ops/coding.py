@@ -15,13 +15,12 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.plans.prepare_rows import prepares_of
 from cupyattn.plans.quantize import Part, operand_parts
-from cupyattn.problem.form import scale_tiles
+from cupyattn.problem.form import check_value_tiles, scale_tiles
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.problem.sequences import Sequences
-from cupyattn.problem.support import value_tiles_support
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.static_scales import check_static_scales, wanted_scales
+from cupyattn.quant.static_scales import described_scales
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,7 @@ def given_scales(
     if not coding.quant.static:
         return {}
     count = None if coding.sequences is None else coding.sequences.batch
-    shapes = rows["q"].shape, rows["k"].shape
-    check_static_scales(coding.quant, *shapes, coding.tiles, count)
-    found = {}
-    for name, given, wanted in wanted_scales(coding.quant, *shapes, coding.tiles, count):
-        x = arrays[f"{name}_static_scale"].cast(np.float32).beside(rows["q"])
-        if given is None:  # of queries that are yet to come
-            x, wanted = x.filled(1.0, (1, 1, wanted[2])), (1, 1, wanted[2])
-        x = x if x.shape == wanted else x.broadcast_to(wanted)
-        if count is not None:
-            x = x.broadcast_to((count, *wanted[1:])).swapaxes(0, 2)
-        found[f"{name}_static_scale"] = x.whole()
-    return found
+    return described_scales(coding.quant, arrays, rows, coding.tiles, sequences=count)
 
 
 def made_of(coding: Coding, rows: Mapping[str, Described]) -> Made:
@@ -110,7 +98,7 @@ def tiles_of(
     arch = arch or own_arch(backend, q)
     if tiles is None:
         tiles = scale_tiles(ladder.lookup("fa_int8"), q.shape[3], quant, arch)
-    value_tiles_support(quant, tiles, arch).check()
+    check_value_tiles(quant, tiles, arch)
     return tiles
 
 

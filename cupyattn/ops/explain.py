@@ -10,7 +10,7 @@ from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.options import CallOptions, Unpack, takes_options
+from cupyattn.problem.settings import CallOptions, Unpack, takes_options
 
 
 @points_to_our_names

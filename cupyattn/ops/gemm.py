@@ -16,7 +16,7 @@ from cupyattn.compiler.target import choose, own_arch
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
-from cupyattn.ops.operation import run
+from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
 from cupyattn.plans.records import Work
 from cupyattn.problem.gemm_form import (
@@ -158,11 +158,11 @@ class GemmSettings(NamedTuple):
     backend: str | None
 
 
-class _Gemm:
+class _Gemm(Operation):
     """The product of INT8 codes as an operation."""
 
     name = "int8_gemm"
-    receives: tuple[str, ...] = ("c",)
+    receives = ("c",)
 
     def resolve(self, settings: GemmSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the operands, and settle form and tiles."""

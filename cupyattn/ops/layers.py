@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cupyattn.arrays.described import Described
 from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
 from cupyattn.ops.gemm import GEMM, GemmSettings
-from cupyattn.ops.operation import problem_of, run
+from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.problem.problem import Problem
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
@@ -29,7 +29,7 @@ class LayersSettings(NamedTuple):
     backend: str | None
 
 
-class _Layers:
+class _Layers(Operation):
     """Activations to codes, once, and their products with the weights of all layers.
 
     Its arrays are "x", and those of each product with the number of its layer behind their names:
@@ -38,7 +38,7 @@ class _Layers:
     """
 
     name = "int8_layers"
-    receives: tuple[str, ...] = ("c",)
+    receives = ("c",)
 
     def resolve(self, settings: LayersSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the activations, and the products of codes of their shape."""
@@ -55,6 +55,8 @@ class _Layers:
         results: dict[str, Any] = {}
         for number, activation in enumerate(settings.activations):
             own = _of_layer(arrays, number)
+            if "gate" in own and own["gate"].ndim > 2:  # of rows with several axes
+                own["gate"] = own["gate"].rows()
             how = GemmSettings(
                 settings.out_dtype, activation, None, settings.arch, settings.backend
             )

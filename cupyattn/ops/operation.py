@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -10,20 +11,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.described import Described, meetings
+from cupyattn.arrays.described import Described, describe, meetings
 from cupyattn.arrays.form import forms_of
-from cupyattn.arrays.interchange import as_it_is, imported
+from cupyattn.arrays.interchange import as_it_is, imported, is_cupy
 from cupyattn.plans.records import Work
 from cupyattn.runtime import origins
 from cupyattn.runtime.ready import Ready, Receiver
 from cupyattn.runtime.recent import CALLS
 from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
-_DIGITS = "0123456789"
 _log = logging.getLogger("cupyattn")
 
 
-class Operation(Protocol):
+class Operation:
     """All that is said of an operation: how its calls are kept and launched, it does not know.
 
     A problem is a `cupyattn.problem.problem.Problem`.
@@ -31,22 +31,81 @@ class Operation(Protocol):
 
     name: str
     #: Arrays of the caller's that are written to, by buffer, without numbers at the end.
-    receives: tuple[str, ...]
+    receives: tuple[str, ...] = ()
 
     def resolve(self, settings: Any, arrays: Mapping[str, Described]) -> Any:
         """Check a call, and settle what runs: return its problem, which nothing else decides."""
+        raise NotImplementedError
 
     def plan(self, problem: Any) -> Work:
         """Return which kernels are launched: pure data."""
+        raise NotImplementedError
 
     def mirror(self, problem: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results from NumPy, with the kernels' blocks and rounding points.
 
         `arrays` are those of the problem, by buffer (`Problem.bound`).
         """
+        raise NotImplementedError
 
     def restore(self, facts: Any, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
-        """Return results as the caller of such arrays gets them."""
+        """Return results as the caller of such arrays gets them: by buffer, where nothing else is
+        said."""
+        return results
+
+
+class Library(Protocol):
+    """The adapter of a library of arrays: all in which its calls differ from other calls."""
+
+    def forms_of(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
+        """Return what a call depends on of its arrays beside their values, and where they lie; no
+        forms where they have to be imported."""
+
+    def described(self, arrays: Mapping[str, Any], forms: Any) -> dict[str, Described]:
+        """Describe arrays of these forms; raise for arrays that go in no call together."""
+
+    def imported(self, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+        """Return arrays as NumPy or CuPy has them, of the same memory, and the way back."""
+
+    def beside(self, array: Any) -> Any:
+        """Return an array of NumPy or CuPy that lies where another does; described, a described
+        one."""
+
+    def read(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return arrays of NumPy or CuPy with the same numbers, which are there to be read."""
+
+    def on_device_of(self, array: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which arrays are made, and kernels run, as the library does it."""
+
+    def launch(
+        self, ready: Ready, arrays: Mapping[str, Any], addresses: dict[str, int]
+    ) -> dict[str, Any]:
+        """Launch a call on arrays of its forms; return the results, of the library."""
+
+
+class _Arrays:
+    """NumPy and CuPy, and through them every library that has DLPack."""
+
+    forms_of = staticmethod(forms_of)
+    imported = staticmethod(imported)
+    launch = staticmethod(Ready.__call__)
+
+    def described(self, arrays: Mapping[str, Any], forms: Any) -> dict[str, Described]:
+        return {form[0]: Described(*form) for form in forms}
+
+    def beside(self, array: Any) -> Any:
+        if is_cupy(array) or isinstance(array, (np.ndarray, Described)):
+            return array
+        return imported({"q": array})[0]["q"]
+
+    def read(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        return imported(arrays)[0]
+
+    def on_device_of(self, array: Any) -> contextlib.AbstractContextManager[Any]:
+        return memory.on_device_of(array)
+
+
+ARRAYS = _Arrays()
 
 
 def run(
@@ -55,6 +114,7 @@ def run(
     arrays: Mapping[str, Any],
     facts: tuple[Any, ...] | None = (),
     as_given: Callable[[Any], Any] = as_it_is,
+    library: Library = ARRAYS,
 ) -> Any:
     """Run a call: recall it, or resolve, plan, run and remember it.
 
@@ -70,53 +130,49 @@ def run(
         be remembered.
     as_given : callable
         Turns a result into the kind of array that the caller's are, where they do not say it.
+    library : Library
+        That of the arrays.
     """
     given = arrays
-    forms, addresses = forms_of(arrays)
+    forms, addresses = library.forms_of(arrays)
     if forms is None:
-        arrays, own_way = imported(arrays)
+        arrays, own_way = library.imported(arrays)
         as_given = own_way if as_given is as_it_is else as_given
-        forms, addresses = forms_of(arrays)
+        library = ARRAYS
+        forms, addresses = library.forms_of(arrays)
     key, ready = None, None
     if facts is not None:
         key, ready = CALLS.find((operation.name, settings, *facts), forms)
     if ready is not None:
-        results, known = ready(arrays, addresses), ready.facts
+        results, known = library.launch(ready, arrays, addresses), ready.facts
     else:
-        results, known = run_new(operation, settings, arrays, key)
+        problem = problem_of(operation, settings, library.described(arrays, forms))
+        with library.on_device_of(arrays[problem.like]):
+            results = _run_new(operation, problem, arrays, addresses, key, library)
+        known = problem.facts
     if as_given is not as_it_is:
         results = {name: as_given(result) for name, result in results.items()}
     return operation.restore(known, given, results)
 
 
-def run_new(
-    operation: Operation, settings: Any, arrays: Mapping[str, Any], key: Any, copied: bool = True
-) -> tuple[dict[str, Any], Any]:
-    """Resolve, plan and run a call that was not found; return the results by buffer, and facts.
-
-    Parameters
-    ----------
-    operation, settings
-        As for `run`.
-    arrays : mapping of str to array
-        As for `run`, of NumPy or CuPy.
-    key : object
-        Under which later calls are to find it, in `CALLS`; None for a call that is not remembered.
-    copied : bool
-        Whether one is remembered that copies arrays of its caller's.
-    """
-    problem = problem_of(operation, settings, arrays)
-    with memory.on_device_of(arrays[problem.like]):
-        problem.look(arrays)
-        if problem.backend == "cuda":
-            ready = make_ready(problem, operation.plan(problem))
-            results = ready(arrays, forms_of(arrays)[1])
-            known = key is not None and not problem.looks and (copied or not ready.copies)
-            if known and ready.can_be_kept:
-                CALLS.remember(key, ready)
-        else:
-            results = run_on_host(operation, problem, arrays)
-    return results, problem.facts
+def _run_new(
+    operation: Operation,
+    problem: Any,
+    arrays: Mapping[str, Any],
+    addresses: dict[str, int],
+    key: Any,
+    library: Library,
+) -> dict[str, Any]:
+    """Plan and run a call that was not found, and remember it under its key, if it has one."""
+    if problem.looks:
+        problem.look(library.imported(arrays)[0])
+    if problem.backend != "cuda":
+        return run_on_host(operation, problem, arrays)
+    ready = make_ready(problem, operation.plan(problem))
+    results = library.launch(ready, arrays, addresses)
+    if key is not None and not problem.looks:
+        CALLS.remember(key, ready)
+    return results
 
 
 def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -> Any:
@@ -124,21 +180,14 @@ def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -
 
     Arrays, of NumPy or CuPy, may be descriptions of some.
     """
-    found = {
-        name: x if isinstance(x, Described) else Described.of(name, x) for name, x in arrays.items()
-    }
-    receives = operation.receives
-    read = {
-        name: x if name.rstrip(_DIGITS) in receives else x.readable() for name, x in found.items()
-    }
-    return operation.resolve(settings, read)
+    return operation.resolve(settings, describe(arrays, operation.receives))
 
 
 def make_ready(problem: Any, work: Work) -> Ready:
     """Compile, load and lay out a problem's work on the current device."""
     return Ready(
-        work, problem.arch, problem.results, kept=problem.kept, copies=problem.copies,
-        receiver=receiver_of(problem), memory=needed(problem, work), facts=problem.facts,
+        work, problem.arch, problem.results, copies=problem.copies, receiver=receiver_of(problem),
+        memory=needed(problem, work), facts=problem.facts,
     )  # fmt: skip
 
 
@@ -192,20 +241,17 @@ def interpret(problem: Any, work: Work, bound: Mapping[str, Any]) -> dict[str, A
     from cupyattn import interpret as interpreter
 
     scratch = {one.name: memory.fresh(one.shape, one.dtype, one.zeros) for one in work.between}
-    copies = {}
     for one in work.between:
         if one.cast_of:
             scratch[one.name][...] = bound[one.cast_of]
         if one.copy_of:
-            scratch[one.name][...] = problem.kept[one.copy_of]
-            copies[one.copy_of] = scratch[one.name].copy()
+            scratch[one.name][...] = bound[one.copy_of]
     # NOTE: a fresh array is often zero, and a store that never happens would not be seen.
     made = {name: memory.fresh(one.shape, one.dtype) for name, one in problem.results.items()}
     for name, one in problem.results.items():
         if one.fill is not None:
             made[name][...] = bound[one.fill] if isinstance(one.fill, str) else one.fill
-    read = {name: bound[name] for name in problem.operands} | copies
-    inputs = {name: memory.as_input(a) for name, a in read.items()}
+    inputs = {name: memory.as_input(bound[name]) for name in problem.operands}
     received = {name: bound[name] for name in problem.received}
     buffers = {**inputs, **received, **scratch, **made}
     for plan, names in zip(work.plans, work.names, strict=True):

@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyattn.arrays.described import Described, check_together
-from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, operand, take
+from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, take
 from cupyattn.arrays.kinds import PLAIN, Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.compiler.target import choose
 from cupyattn.errors import shown
 from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.ops.call_operands import pair_of
+from cupyattn.ops.call_operands import named, pair_of, scales_of, with_limits
 from cupyattn.ops.coding import (
     Coding,
     Made,
@@ -28,7 +26,7 @@ from cupyattn.ops.coding import (
     read_beside,
     tiles_of,
 )
-from cupyattn.ops.operation import problem_of, run
+from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.plans.quantize import plan_quantize
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
@@ -39,7 +37,6 @@ from cupyattn.problem.sequences import (
     SEQUENCES,
     Sequences,
     describe_sequences,
-    longest,
     one_entry,
 )
 from cupyattn.quant import queries
@@ -138,26 +135,28 @@ def quantize(
         quant, tiles, arch, backend, max_len_q, max_len_k, rope_interleaved, rope_offset_q,
         qk_norm_eps,
     )  # fmt: skip
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+    arrays = named(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     as_given: Callable[[Any], Any] = as_it_is
     for option, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             arrays |= pair_of(option, pair)
-    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    arrays |= {name: array for name, array in offsets.items() if array is not None}
     if not type(q) is type(k) is type(v) in PLAIN and not all(map(is_cupy, arrays.values())):
         arrays, as_given = imported(arrays)
     facts: tuple[Any, ...] | None = tuple(map(type, settings))  # 1 is no True, though equal to it
     if len(arrays) > 3 and "cu_seqlens_q" in arrays and None in (max_len_q, max_len_k):
-        settings, facts = _with_limits(settings, arrays), None
-    if quant is not None and quant.static:  # scales are kept with the configuration
-        arrays |= _scales_of(quant, arrays["q"])
+        settings, facts = with_limits(settings, arrays), None
+    static = quant is not None and quant.static
+    if quant is not None and static:
+        arrays |= scales_of(quant, arrays, "BHSD")
+        settings = settings._replace(quant=quant.described)
     prepared: tuple[str, ...] = ()
     if quant is not None and quant.fused and (rope is not None or qk_norm is not None):
         arrays, settings, prepared = _prepared_first(arrays, settings)
     found: QuantizedQKV = run(QUANTIZE, settings, arrays, facts)
     if prepared:
         found = replace(found, prepared=prepared)
+    if quant is not None and static:
+        found = replace(found, config=quant)
     return found if as_given is as_it_is else replace(found, as_given=as_given)
 
 
@@ -178,28 +177,6 @@ def _prepared_first(
     given |= {n: x[0].swapaxes(0, 1) if packed else x for n, x in zip("qk", rows, strict=True)}
     settings = settings._replace(rope_interleaved=False, rope_offset_q=0, qk_norm_eps=EPS)
     return given, settings, problem.facts.prepared
-
-
-def _with_limits(settings: QuantizeSettings, arrays: Mapping[str, Any]) -> QuantizeSettings:
-    """Return settings with the longest lengths of sequences, which offsets are looked at for."""
-    found: dict[str, Any] = {}
-    for name in "qk":
-        limit, offsets = f"max_len_{name}", arrays.get(f"cu_seqlens_{name}")
-        if getattr(settings, limit) is None and offsets is not None:
-            rows = arrays[name]
-            found[limit] = longest(name, offsets, rows.shape[0] if rows.ndim == 3 else None)
-    return settings._replace(**found)
-
-
-def _scales_of(quant: QuantConfig, q: Array) -> dict[str, Array]:
-    """Return given scales by buffer, numbers as arrays of one, beside q."""
-    found = {}
-    for name, given in zip("qk", quant.scales, strict=True):
-        if not hasattr(given, "shape"):
-            with np.errstate(over="ignore"):
-                given = np.full((1, 1, 1), given, np.float32)
-        found[f"{name}_static_scale"] = operand(f"the static {name}_scale", given)
-    return found
 
 
 @functools.wraps(QuantizedQKV.with_q)
@@ -319,11 +296,10 @@ class QuantizeSettings(NamedTuple):
     qk_norm_eps: float = EPS
 
 
-class _Quantize:
+class _Quantize(Operation):
     """Quantising Q, K and V as an operation."""
 
     name = "quantize"
-    receives: tuple[str, ...] = ()
 
     def resolve(
         self, settings: QuantizeSettings, arrays: Mapping[str, Described]
@@ -362,8 +338,9 @@ class _Quantize:
         scales = given_scales(coding, rows, arrays)
         if backend == "mirror":
             return Problem(
-                what=self.name, backend=backend, operands=rows | read_beside(coding), results={},
-                looks=looks, facts=made_of(coding, rows), settled=coding,
+                what=self.name, backend=backend, results={}, looks=looks,
+                operands=rows | read_beside(coding) | {name: arrays[name] for name in scales},
+                facts=made_of(coding, rows), settled=coding,
             )  # fmt: skip
         return replace(coding_problem(rows, coding, backend, scales), looks=looks)
 
@@ -379,7 +356,7 @@ class _Quantize:
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return what a `QuantizedQKV` holds, from NumPy."""
         coding, (q, k, v) = problem.settled, (arrays[name] for name in "qkv")
-        quant, tiles, how = coding.quant, coding.tiles, coding.preparation
+        quant, tiles, how = coding.quant.with_scales(arrays), coding.tiles, coding.preparation
         how = how and how.with_arrays(arrays)
         if coding.sequences is None:
             return {"whole": quantize_mirror(q, k, v, quant, tiles, preparation=how)}
@@ -442,10 +419,11 @@ def quantize_at(
     """
     arrays = {"q": q, "k": k, "v": v, "k_places": places}
     arrays |= {} if key_sums is None else {"k_partial_sum": key_sums}
-    if settings.quant is not None and settings.quant.static:
-        arrays |= _scales_of(settings.quant, q)
-    found: QuantizedQKV = run(QUANTIZE_AT, settings, arrays, None)
-    return found
+    quant = settings.quant or QuantConfig()
+    arrays |= scales_of(quant, arrays, "BHSD")
+    asked = settings._replace(quant=quant.described)
+    found: QuantizedQKV = run(QUANTIZE_AT, asked, arrays, None)
+    return replace(found, config=quant)
 
 
 class _QuantizeAt(_Quantize):

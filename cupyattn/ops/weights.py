@@ -13,7 +13,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
-from cupyattn.ops.operation import run
+from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.records import Work
 from cupyattn.plans.row_quant import plan_row_quant
 from cupyattn.plans.weights import plan_weight_blocks
@@ -90,7 +90,7 @@ def weight_quant(
     """
     settings = WeightSettings(block_size, backend, strategy=strategy)
     own = detached(w) if hasattr(w, "requires_grad") else w
-    codes, scales = run(WEIGHT_QUANT, settings, {"w": own}, (type(block_size),))
+    codes, scales = run(WEIGHT_QUANT, settings, {"w": own}, (type(block_size),)).values()
     return codes, scales
 
 
@@ -138,7 +138,7 @@ def weight_dequant(
     """
     arrays = {"codes": codes, "scales": scales}
     settings = WeightSettings(block_size, backend, out_dtype, strategy)
-    return run(WEIGHT_DEQUANT, settings, arrays, (type(block_size),))
+    return run(WEIGHT_DEQUANT, settings, arrays, (type(block_size),))["w"]
 
 
 class WeightSettings(NamedTuple):
@@ -150,11 +150,10 @@ class WeightSettings(NamedTuple):
     strategy: str = "block"
 
 
-class _WeightQuant:
+class _WeightQuant(Operation):
     """A weight to codes as an operation."""
 
     name = "weight_quant"
-    receives: tuple[str, ...] = ()
 
     def resolve(self, settings: WeightSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the weight; blocks that the kernel does not take go to the mirror."""
@@ -189,18 +188,11 @@ class _WeightQuant:
         codes, scales = quantize_blocks(arrays["w"], size, strategy)
         return {"codes": codes, "scales": scales}
 
-    def restore(
-        self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """Return codes and scales."""
-        return results["codes"], results["scales"]
 
-
-class _WeightDequant:
+class _WeightDequant(Operation):
     """The weight that codes and scales stand for, as an operation."""
 
     name = "weight_dequant"
-    receives: tuple[str, ...] = ()
 
     def resolve(self, settings: WeightSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check codes and scales; blocks that the kernel does not take go to the mirror."""
@@ -237,10 +229,6 @@ class _WeightDequant:
         size, _, dtype, strategy = problem.settled
         codes, scales = (arrays[name] for name in ("codes", "scales"))
         return {"w": dequantize_blocks(codes, scales, size, dtype, strategy)}
-
-    def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
-        """Return the weight."""
-        return results["w"]
 
 
 WEIGHT_QUANT, WEIGHT_DEQUANT = _WeightQuant(), _WeightDequant()

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels import tile_pieces
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import HOPPER_BLOCKS
+from cupyattn.kernels.limits import HOPPER_BLOCKS, check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import Launch, TensorMap, Workspace
 from cupyattn.plans.structs import (
@@ -21,9 +21,7 @@ from cupyattn.plans.structs import (
     PIECE_PARAMS,
     SCHEDULE_PARAMS,  # fmt: skip
 )
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import widest
-from cupyattn.problem.support import grid_support
+from cupyattn.problem.checks import AttentionSpec
 
 LOG2E = math.log2(math.e)
 
@@ -36,12 +34,6 @@ _CLEARED = Tiles(block_q=64, block_kv=1, num_warps=4)
 def entry_of(variant: Variant, form: str) -> str:
     """Return the name of a form's kernel in its source."""
     return variant.entry_point if variant.source else variant.forms[form].entry_point
-
-
-def check_grid(what: str, *counts: int) -> int:
-    """Return the product of `counts`, how many blocks there are; UnsupportedError past a limit."""
-    grid_support(what, *counts).check()
-    return math.prod(counts)
 
 
 def attn_params(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
 from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.plans.assemble import (
     HOPPER_STORE_ROWS,
     _merge_pieces,
     _persistent,
     attn_params,
-    check_grid,
     clear_padding,
     entry_of,
 )
@@ -35,14 +37,14 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        One that takes the operands: `cupyattn.problem.form.kernel_support` says so. With
+        One that takes the operands: `cupyattn.problem.form.check_kernel` says so. With
         codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
     operands : Operands
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
         ``"mask"``, ``"bias"`` and ``"kept_blocks"`` where the call has them; with rope also
-        ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.rope.Rope` has them, and of a packed
-        call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, of a padded one ``"lengths_q"`` and
-        ``"lengths_kv"``, int32.
+        ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.row_preparation.Rope` has them, and
+        of a packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, of a padded one ``"lengths_q"``
+        and ``"lengths_kv"``, int32.
 
     Returns
     -------
@@ -63,7 +65,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     features = kernel_features(kernel, operands)
     spec = module_spec(variant, features, tiles, form)
     operands = launched_operands(kernel, operands)
-    q, k, v, o = operands.rows.values()
+    q, k, v, o = operands[:4]
     params = attn_params(call, *operands)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=kernel.note)
@@ -71,26 +73,57 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
         return _plan_split(kernel, features, spec, params)
     if variant.family == "unfused":
         return plan_unfused(kernel, features, spec, params, clear_padding(call, o, params))
+    boxes = (
+        ("q", call.dtype, q, tiles.block_q), ("k", call.dtype, k, tiles.block_kv),
+        ("v", call.dtype, v, tiles.block_kv), ("o", call.dtype, o, HOPPER_STORE_ROWS),
+    )  # fmt: skip
+    structs: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, {}))
+    return plan_fused(kernel, operands, features, spec, structs[:1], structs, boxes, 1 / call.scale)
+
+
+def plan_fused(
+    kernel: Kernel,
+    operands: Operands,
+    features: Features,
+    spec: ModuleSpec,
+    structs: tuple[Any, ...],
+    merged: tuple[Any, ...],
+    boxes: Sequence[tuple[str, str, Operand, int]],
+    unit: float,
+) -> Plan:
+    """Plan the launch of a fused kernel, and the passes before and behind it.
+
+    Parameters
+    ----------
+    kernel, features, spec
+    operands : Operands
+        As the kernel is launched for them.
+    structs : tuple
+        Its parameters, those of attention first.
+    merged : tuple
+        What the kernel that brings pieces of tiles together gets of them.
+    boxes : sequence of (buffer, dtype, operand, rows)
+        What the copy engine moves, in a Hopper form.
+    unit : float
+        What a Hopper form multiplies a bias by.
+    """
+    call, tiles, params = kernel.launched, kernel.tiles, structs[0][1]
     grid = math.prod(kernel.blocks["attention"])
-    structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
     scores = ScorePlan()
     if kernel.row.on_hopper:
-        boxes = (
-            ("q", call.dtype, q, tiles.block_q), ("k", call.dtype, k, tiles.block_kv),
-            ("v", call.dtype, v, tiles.block_kv), ("o", call.dtype, o, HOPPER_STORE_ROWS),
-        )  # fmt: skip
         grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row, features)
-        merge = _merge_pieces(spec, tiles, cut, (*structs, (QUANT_PARAMS, {})))
-        scores = plan_scores(
-            call, operands, features, tiles, spec, params, 1 / call.scale, added[0]
-        )
+        merge = _merge_pieces(spec, tiles, cut, merged)
+        scores = plan_scores(call, operands, features, tiles, spec, params, unit, added[0])
         structs += added + scores.structs
         workspace += scores.workspace
-    launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
-    launches = (*clear_padding(call, o, params), *scores.passes, launch, *merge)
-    return Plan(variant.name, form, tiles, features, launches, workspace, kernel.note)
+    entry = entry_of(kernel.variant, kernel.form)
+    launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
+    launches = (*clear_padding(call, operands.o, params), *scores.passes, launch, *merge)
+    return Plan(
+        kernel.variant.name, kernel.form, tiles, features, launches, workspace, kernel.note
+    )
 
 
 def _plan_split(

@@ -10,15 +10,11 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.plans.assemble import (
     HOPPER_STORE_ROWS,
     LOG2E,
-    _merge_pieces,
-    _persistent,
     attn_params,
-    clear_padding,
-    entry_of,
 )
+from cupyattn.plans.attention import plan_fused
 from cupyattn.plans.codes import Scales, value_box, value_params
-from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.scored import ScorePlan, plan_scores
+from cupyattn.plans.records import Plan
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, VALUE_PARAMS
 from cupyattn.problem import support
 from cupyattn.problem.form import Kernel, kernel_features, module_spec
@@ -60,7 +56,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     if codes is None:
         raise TypeError("plan_int8 takes a kernel that was settled with codes=...")
     values = codes.values
-    q_codes, k_codes, v, o = operands.rows.values()
+    q_codes, k_codes, v, o = operands[:4]
     numbers = _numbers(kernel, codes, scales)
     features = kernel_features(kernel, operands, quantize_q=numbers is not None)
     spec = module_spec(variant, features, tiles, form)
@@ -78,26 +74,14 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     if values is not None:
         params["V"] = "v_codes"
         structs += ((VALUE_PARAMS, value_params(values)),)
-    grid = math.prod(kernel.blocks["attention"])
-    workspace: tuple[Workspace, ...] = ()
-    merge: tuple[Launch, ...] = ()
-    scores = ScorePlan()
-    if kernel.row.on_hopper:
-        value = "bfloat16" if call.dtype == "bfloat16" else "float16"
-        of_v = value_box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
-        boxes = (
-            of_q, ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
-            ("o", call.dtype, o, HOPPER_STORE_ROWS),
-        )  # fmt: skip
-        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, kernel.row, features)
-        merge = _merge_pieces(spec, tiles, cut, merged)
-        # Scores are in log2 units by then.
-        scores = plan_scores(call, operands, features, tiles, spec, params, LOG2E, added[0])
-        structs += added + scores.structs
-        workspace += scores.workspace
-    launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
-    launches = (*clear_padding(call, o, params), *scores.passes, launch, *merge)
-    return Plan(variant.name, form, tiles, features, launches, workspace, kernel.note)
+    value = "bfloat16" if call.dtype == "bfloat16" else "float16"
+    of_v = value_box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
+    boxes = (
+        of_q, ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
+        ("o", call.dtype, o, HOPPER_STORE_ROWS),
+    )  # fmt: skip
+    # Scores are in log2 units when a bias meets them.
+    return plan_fused(kernel, operands, features, spec, structs, merged, boxes, LOG2E)
 
 
 def _numbers(kernel: Kernel, codes: Codes, scales: Scales) -> Operand | None:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import attn_params, check_grid, tensor_map_of
+from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
 from cupyattn.problem.backward_form import (
@@ -21,7 +22,7 @@ from cupyattn.problem.backward_form import (
     SUMS_DQ_IN_ORDER,
     BackwardKernel,
 )
-from cupyattn.problem.form import features_of, widest
+from cupyattn.problem.form import features_of
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128

@@ -12,8 +12,8 @@ import numpy as np
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Plan
 from cupyattn.plans.structs import NORM_PARAMS, ROPE_PARAMS
 from cupyattn.problem.row_preparation import Preparation
@@ -48,8 +48,8 @@ def plan_rotation(
     -------
     Plan
         Without launches where x is empty. It writes the buffer ``"turned"`` (x's shape and type,
-        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.rope.Rope`
-        has them.
+        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as
+        `cupyattn.problem.row_preparation.Rope` has them.
 
     Raises
     ------

@@ -11,8 +11,8 @@ from typing import Any
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.prepare_rows import Prepares
 from cupyattn.plans.quantize_blocks import Blocks
 from cupyattn.plans.records import Launch, Plan, Workspace

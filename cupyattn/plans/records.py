@@ -26,8 +26,8 @@ class Workspace:
     """Scratch memory of a plan, zero beforehand where it says so.
 
     `cast_of` names an operand that is converted to it beforehand, and `cast_strides` says where
-    its elements lie, by how many of them; `copy_of` names an array that every call gets a copy of
-    there; "": none.
+    its elements lie, by how many of them; `copy_of` names an operand in C order of which it is a
+    copy; "": none.
     """
 
     name: str

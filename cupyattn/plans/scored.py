@@ -11,12 +11,13 @@ from typing import Any
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.softcap import LARGEST_Y, tanh_factors
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.assemble import check_grid, tensor_map_of
+from cupyattn.plans.assemble import tensor_map_of
 from cupyattn.plans.records import Launch, TensorMap, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, SCORE_PARAMS
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.operands import Operands
 
 #: Threads of a block of ``pack_keys``, and query rows of a warp of ``pack_mask``, as

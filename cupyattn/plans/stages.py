@@ -14,7 +14,7 @@ from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.plans.unpack import plan_unpack
 from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import padded_columns
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.plans.assemble import attn_params
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS
-from cupyattn.problem.form import Kernel, features_of, module_spec, widest
+from cupyattn.problem.form import Kernel, features_of, module_spec
 
 #: Kernels of the unfused rung, in order; each can be planned alone.
 UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")

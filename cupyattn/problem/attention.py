@@ -1,43 +1,48 @@
-"""A call of attention, checked and settled: what plans, kernels and mirror are given."""
+"""A call of attention, checked and settled: what plans and kernels are given, and what mirror,
+bounds and judge take."""
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from cupyattn.arrays.described import Described
+from cupyattn.arrays.described import Described, places_of
+from cupyattn.arrays.interchange import operands as as_arrays
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.compiler import target
+from cupyattn.errors import shown
+from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem import support
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.problem.checks import AttentionSpec, check_dtype, check_options
 from cupyattn.problem.form import (
+    FORM_ARCHITECTURES,
     Kernel,
+    check_kernel,
+    check_value_tiles,
     code_rows,
+    fresh_rows,
     kernel_features,
-    kernel_support,
     module_spec,
     scale_tiles,
     settle,
+    settle_each,
 )
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.row_preparation import Preparation, check_turned_before
 from cupyattn.problem.sequences import LENGTHS, SEQUENCES
-from cupyattn.problem.settings import Settings
+from cupyattn.problem.settings import Settings, of_arguments
 from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, padded_length
-from cupyattn.quant.static_scales import check_static_scales, static_scales
 
 #: Operands that say what happens to the scores.
 OF_SCORES = ("mask", "bias", "kept_blocks")
@@ -106,9 +111,11 @@ class AttentionProblem(Problem):
     @property
     def long_run(self) -> str:
         """What a call says that runs in the interpreter by default, and for long; "" otherwise."""
-        call, settings, name = self.call, self.settings, self.variant.name
+        call, name = self.call, self.variant.name
+        if self.variant.source is None or self.settings.backend:
+            return ""
         seconds = math.prod(call.score_shape) * call.head_dim / INTERPRETED[self.variant.family]
-        if self.variant.source is None or settings.backend or seconds < LONG:
+        if seconds < LONG:
             return ""
         return (
             f"{name} runs in the interpreter, as a registered kernel does on NumPy arrays, for "
@@ -123,40 +130,6 @@ class AttentionProblem(Problem):
         whole = quant is None or quant.qk_bits == 8
         forms = self.variant.forms
         return codes and whole and "16bit" in forms[last.form].takes.values and "fused" in forms
-
-    @property
-    def kept(self) -> Mapping[str, Any]:
-        """The scales that the caller gives, by the names that plans have for them."""
-        quant, call = self.settings.quant, self.call
-        if quant is None or not quant.static:
-            return {}
-        xp: Any = np
-        if self.backend == "cuda":
-            xp = sys.modules["cupy"]
-        given = static_scales(xp, quant, *self._scaled)
-        if call.padded is not None:  # a kernel may write NaN over the scale of an entry alone
-            given = {
-                name: xp.ascontiguousarray(xp.broadcast_to(x, (call.batch, *x.shape[1:])))
-                for name, x in given.items()
-                if x is not None
-            }
-        return {f"{name}_static_scale": x for name, x in given.items()}
-
-    def check_scales(self) -> None:
-        """Raise for scales that the caller gives, if there are any, and that do not fit.
-
-        No value of an array on a device is read.
-        """
-        quant = self.settings.quant
-        if quant is not None and quant.static:
-            check_static_scales(quant, *self._scaled)
-
-    @property
-    def _scaled(self) -> tuple[tuple[int, ...], tuple[int, ...], Tiles, int | None]:
-        """What the shapes of given scales follow from, as `static_scales` takes it."""
-        sequences = self.call.batch if self.call.packed else None
-        rows = self.rows
-        return rows["q"].shape, rows["k"].shape, self.scale_tiles, sequences
 
     @property
     def prepared_when(self) -> str:
@@ -216,7 +189,7 @@ class AttentionProblem(Problem):
     @functools.cached_property
     def given_places(self) -> dict[str, Operand]:
         """Where q, k and v lie."""
-        return {name: x.place for name, x in self.rows.items()}
+        return places_of(self.rows)
 
     @functools.cached_property
     def places(self) -> Operands:
@@ -234,8 +207,7 @@ class AttentionProblem(Problem):
                 v = Operand.contiguous(v.shape, 2)
         elif self.prepares_before:
             q, k = (Operand.contiguous(x.shape, x.itemsize) for x in (q, k))
-        described = {name: x.place for name, x in self.of_scores.items()}
-        return Operands(q, k, v, self._output, **described)
+        return Operands(q, k, v, self._output, **places_of(self.of_scores))
 
     @property
     def _output(self) -> Operand:
@@ -251,14 +223,13 @@ class AttentionProblem(Problem):
 
         ValueError or UnsupportedError, with the reason, if it does not take the call.
         """
-        self.check_scales()
         codes, tiles, arch = None, self.settings.tiles, self.architecture
         if self.quantized is not None:
             codes = Codes.of(self.quantized)
         elif self.variant.family == "int8":
             quant, made_for = self.quant, self.scale_tiles
             if not quant.fused:
-                support.value_tiles_support(quant, made_for, arch).check()
+                check_value_tiles(quant, made_for, arch)
             codes = self._made_codes
             if codes.fused:
                 tiles, arch = made_for, None
@@ -266,7 +237,7 @@ class AttentionProblem(Problem):
             self.variant, self.attended, self.places, codes=codes, tiles=tiles, arch=arch
         )
         on_device = self.backend == "cuda"
-        kernel_support(kernel, self.places, self.architecture, on_device=on_device).check()
+        check_kernel(kernel, self.places, self.architecture, on_device=on_device)
         return kernel
 
     @property
@@ -310,3 +281,145 @@ def _value_codes(v: Operand, call: AttentionSpec) -> Operand:
     batch, heads, keys, head_dim = v.shape
     padded = packed_values(keys, call.batch) if call.packed else padded_length(keys)
     return Operand.contiguous((batch, heads, head_dim, padded), 1)
+
+
+# ---- a kernel with arrays ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """A kernel and the arrays of its call: what mirror, bounds and judge take.
+
+    Nothing is launched, so arrays may lie anywhere, and no device here need run the form.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    settings : Settings
+        Of them those count that say what is computed.
+    arrays : mapping
+        By name, in layout (batch, heads, len, head_dim): q, k and v, None where only the
+        `quantized` operands are known, and those of ``mask``, ``bias`` and ``block_mask`` that
+        there are.
+    quantized : QuantizedQKV, optional
+        The INT8 operands that the kernel reads in place of arrays.
+    preparation : Preparation, optional
+        What happens to rows of q and k first.
+    """
+
+    kernel: Kernel
+    settings: Settings
+    arrays: Mapping[str, Any]
+    quantized: Any = None
+    preparation: Preparation | None = None
+
+    @property
+    def rows(self) -> tuple[Any, Any, Any]:
+        """The caller's q, k and v."""
+        return self.arrays["q"], self.arrays["k"], self.arrays["v"]
+
+    @functools.cached_property
+    def scores(self) -> dict[str, Any]:
+        """What changes and masks scores (`Settings.scores`)."""
+        return self.settings.scores(self.arrays)
+
+    @functools.cached_property
+    def prepared(self) -> tuple[Any, Any, Any]:
+        """q, k and v as rungs of 16 and 32 bits multiply them."""
+        q, k, v = self.rows
+        return (q, k, v) if self.preparation is None else (*self.preparation.stored(q, k), v)
+
+
+def kernel_call(
+    settings: Settings,
+    arrays: Mapping[str, Any],
+    *,
+    quantized: Quantized | None = None,
+    form: str | None = None,
+) -> KernelCall:
+    """Settle the kernel of arrays or quantised operands, wherever they lie.
+
+    Parameters
+    ----------
+    settings : Settings
+        With the name of a rung; of the others those count that say what is computed, and the tiles.
+    arrays : mapping
+        q, k and v of layout (batch, heads, len, head_dim), not looked at where `quantized` is
+        given, and of the others of `cupyattn.problem.settings.ARRAYS` those that change scores or
+        rows.
+    quantized : QuantizedQKV, optional
+        Operands that are quantised already.
+    form : str, optional
+        As for `cupyattn.problem.form.settle`.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        For operands or options that do not fit together.
+    """
+    check_kind(settings.tiles)
+    rung, codes = ladder.lookup(settings.variant), None
+    rung.check_form(form)
+    q, k, v = (arrays[name] for name in "qkv")
+    if quantized is None:
+        dtype, shapes = check_dtype(q, k, v), [tuple(x.shape) for x in (q, k, v)]
+    else:
+        if not isinstance(quantized, Quantized):
+            raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
+        check_queries(quantized)
+        check_one_sequence(quantized)
+        z = quantized.unpacked()
+        dtype, codes = z.out_dtype, Codes.of(z)
+        shapes = [tuple(x.shape) for x in (z.q_codes, z.k_codes, z.k_codes)]
+    scores = settings.scores(arrays)
+    mask, bias = as_arrays(mask=scores["mask"], bias=scores["bias"])
+    scores |= {"mask": mask, "bias": bias}
+    call = check_options(check_shapes(*shapes), dtype, settings.scale, scores, return_lse=True)
+    kernel = settle(rung, call, codes=codes, tiles=settings.tiles, form=form)
+    sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
+    preparation = Preparation.of_arrays(settings.rows(arrays), sizes)
+    return KernelCall(kernel, settings, arrays, quantized, preparation)
+
+
+def kernel_call_of(arguments: Mapping[str, Any]) -> KernelCall:
+    """Settle the kernel of what a mirror or a bound is given.
+
+    Parameters
+    ----------
+    arguments : mapping
+        Of `cupyattn.problem.settings.of_arguments`, with ``quantized`` and ``form`` as for
+        `kernel_call`.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `kernel_call`, and for rows of quantised operands that were to be prepared.
+    """
+    settings, arrays = of_arguments(arguments)
+    quantized = arguments["quantized"]
+    found = kernel_call(settings, arrays, quantized=quantized, form=arguments["form"])
+    if found.preparation is not None:
+        check_turned_before(quantized)
+    return found
+
+
+def in_every_form(one: KernelCall) -> list[KernelCall]:
+    """Return a call with each kernel that this version runs, on any architecture, for arrays that
+    were allocated for it; the portable kernel comes first."""
+    kernel, z = one.kernel, one.quantized
+    call = kernel.call
+    q, k, v = one.rows
+    if z is not None:
+        z = z.unpacked()
+        q, k, v = z.q_codes, z.k_codes, z.v if z.v_codes is None else z.v_codes
+    scores = as_arrays(mask=one.arrays.get("mask"), bias=one.arrays.get("bias"))
+    mask, bias = (
+        None if x is None else Described.of(n, x).broadcast_to(call.score_shape).place
+        for n, x in zip(("mask", "bias"), scores, strict=True)
+    )
+    q, k, v = (fresh_rows(Operand.of(x)) for x in (q, k, v))
+    o = Operand.contiguous(call.output_shape, STORAGE[call.dtype].itemsize)
+    places = Operands(q, k, v, o, mask, bias)
+    asked = [(kernel.codes, None, arch) for arch in FORM_ARCHITECTURES]
+    kernels = settle_each(kernel.variant, call, [places], asked, one.settings.tiles)
+    return [replace(one, kernel=found) for found in kernels]

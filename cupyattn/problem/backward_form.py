@@ -1,9 +1,11 @@
-"""Which kernels make the gradients of a call: form and tiles, settled here and nowhere else."""
+"""A backward pass: what its arrays must satisfy, and which kernels make the gradients: form and
+tiles, settled here and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.backward_tiles import (
@@ -13,9 +15,10 @@ from cupyattn.kernels.backward_tiles import (
     backward_tiles,
     hopper_backward_tiles,
 )
+from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem import support
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec, check_dtype
+from cupyattn.problem.support import Support, reach
 
 #: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
 NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
@@ -55,6 +58,40 @@ class BackwardKernel:
         return self.form.startswith("sm90")
 
 
+def check_backward_shapes(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[int, int, int, int, int, int]:
+    """Return what `check_shapes` does of q, k and v, the others having the shapes that q asks for.
+
+    `out` and `lse` may be None.
+    """
+    sizes = check_shapes(*(tuple(x.shape) for x in (q, k, v)))
+    shape = tuple(q.shape)
+    wanted = {"d_out": (d_out, shape), "out": (out, shape), "lse": (lse, shape[:3])}
+    for name, (array, want) in wanted.items():
+        if array is not None and tuple(array.shape) != want:
+            raise ValueError(
+                f"{name} must have shape {want}, to go with q.shape={shape}, got "
+                f"{name}.shape={tuple(array.shape)}"
+            )
+    return sizes
+
+
+def check_backward(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[tuple[int, int, int, int, int, int], str]:
+    """Return the sizes and the dtype of arrays (batch, heads, len, head_dim) of a backward pass."""
+    sizes, dtype = check_backward_shapes(d_out, q, k, v, out, lse), check_dtype(q, k, v)
+    for name, array, want in (
+        ("d_out", d_out, dtype),
+        ("out", out, dtype),
+        ("lse", lse, "float32"),
+    ):
+        if str(array.dtype) != want:
+            raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
+    return sizes, dtype
+
+
 def settle_backward(
     call: AttentionSpec,
     operands: Mapping[str, Operand],
@@ -84,7 +121,7 @@ def settle_backward(
     tiles = backward_tiles(call.head_dim, call.block_mask)
     if arch == "sm_90a":
         named = {name: operands[name] for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
-        note = support.backward_support(call, named).note
+        note = backward_support(call, named).note
         if not note:
             form, dq = _hopper_form(call, deterministic)
             tiles = (hopper_backward_tiles(call.head_dim),) * 2
@@ -103,3 +140,28 @@ def order_is_faster(call: AttentionSpec) -> bool:
     """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
     length = call.len_kv // 2 if call.causal else call.len_kv
     return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
+
+
+def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:
+    """Say whether the Hopper form of the backward pass takes a call.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    operands : mapping of str to Operand
+        Those that the copy engine reads, and the gradients, which are written 16 bytes at a time.
+    """
+    if 0 in (call.len_kv, call.len_q):
+        return Support(False, "there is nothing for the copy engine")
+    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
+    if given:
+        return Support(False, f"the Hopper form takes no {' and no '.join(given)}")
+    rows, keys = call.block_mask
+    size = 128 if call.head_dim <= SUMMED else 64
+    if rows % size or keys % size:
+        return Support(
+            False,
+            "the Hopper form takes block masks whose blocks are multiples of "
+            f"{size} x {size}, got {rows} x {keys}",
+        )
+    return reach(operands)

@@ -1,6 +1,7 @@
-"""What a call to `cupyattn.attention` must satisfy: one function per contract.
+"""A call of attention: its sizes and options, with no array, and one function for each contract.
 
-Works on shapes, dtypes and addresses alone, so that it serves NumPy, CuPy and foreign arrays alike.
+The checks work on shapes, dtypes and addresses alone, so that they serve NumPy, CuPy and foreign
+arrays alike.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,35 +18,167 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.limits import SCALE_MIN, as_float, check_shapes
-from cupyattn.problem.call import AttentionSpec, Packed, Padded
+from cupyattn.kernels.limits import SCALE_MIN, as_float
 
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreOptions:
-    """What changes and masks scores: options of `cupyattn.attention`, which documents them."""
+@dataclass(frozen=True)
+class Packed:
+    """What is known beforehand of sequences packed without padding.
 
+    Parameters
+    ----------
+    total_q, total_k : int
+        Rows of all sequences: of Q and O, and of K and V.
+    bottom_right : bool
+        Whether the shifts of the call are further by ``len_kv - len_q`` of a sequence.
+    """
+
+    total_q: int
+    total_k: int
+    bottom_right: bool
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Which arrays say how many rows of a padded batch entry count, and how limits follow them.
+
+    Parameters
+    ----------
+    of_q, of_kv : bool
+        Whether entries have numbers of queries, and of keys.
+    bottom_right : bool
+        Whether causal masks and windows end at an entry's last key: their shift then grows by its
+        number of keys, less its number of queries.
+    """
+
+    of_q: bool
+    of_kv: bool
+    bottom_right: bool
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention call, checked: all that a kernel, a mirror or a bound needs but the data.
+
+    Parameters
+    ----------
+    batch, heads, heads_kv, len_q, len_kv, head_dim : int
+        Sizes; ``heads_kv`` divides ``heads``. Of packed sequences the longest lengths.
+    dtype : str
+        Storage type of Q, K, V and O as the caller sees them.
+    scale : float
+        Softmax scale, natural units.
+    causal : bool
+        Whether row i attends key j only where ``j <= i + causal_shift``: a causal mask, or the
+        right side of a window.
+    causal_shift : int
+        ``len_kv - len_q`` (bottom-right alignment) or 0 (top-left), plus the keys to the right that
+        a window leaves.
+    return_lse : bool
+        Whether the log-sum-exp is wanted too.
+    window : bool
+        Whether row i attends key j only where ``j >= i + window_shift``: the left side of a window.
+    window_shift : int
+        The alignment less the keys to the left that a window leaves.
+    softcap : float
+        ``s -> softcap * tanh(s / softcap)``; 0: none.
+    mask : bool
+        Whether there is a boolean mask.
+    bias : str
+        Storage type of the additive bias; "": none.
+    block_mask : (int, int)
+        Rows and keys of a block of the block mask; (0, 0): there is none.
+    rope : str
+        Which columns of Q and K a rotary embedding turns as a pair (`Features.rope`); "": none.
+    rope_offset_q : int
+        Query row i has the position ``i + rope_offset_q``, key j the position j.
+    qk_norm : bool
+        Whether rows of Q and K are divided by their root mean square first.
+    stack : int
+        Rows of each of the query heads that share a key head, where these are stacked as the rows
+        of one; 0: they are not.
+    packed : Packed, optional
+        Batch entries are sequences of different lengths, packed without padding; Q and O are then
+        arrays of shape (1, heads, total_q, head_dim), K and V of (1, heads_kv, total_k, head_dim).
+    padded : Padded, optional
+        Batch entries have lengths of their own, up to ``len_q`` and ``len_kv``.
+
+    Attributes
+    ----------
+    own_lengths : Packed or Padded or None
+        What is known of batch entries with lengths of their own; None where all have one.
+    output_shape : (int, int, int, int)
+        Shape of O: ``(batch, heads, len_q, head_dim)``, packed ``(1, heads, total_q, ...)``.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    len_q: int
+    len_kv: int
+    head_dim: int
+    dtype: str
+    scale: float
     causal: bool = False
-    causal_align: str = "bottom-right"
-    window: tuple[int, int] = (-1, -1)
+    causal_shift: int = 0
+    return_lse: bool = False
+    window: bool = False
+    window_shift: int = 0
     softcap: float = 0.0
-    mask: Any = None
-    bias: Any = None
-    block_mask: Any = None
+    mask: bool = False
+    bias: str = ""
+    block_mask: tuple[int, int] = (0, 0)
+    rope: str = ""
+    rope_offset_q: int = 0
+    qk_norm: bool = False
+    stack: int = 0
+    packed: Packed | None = None
+    padded: Padded | None = None
+    own_lengths: Packed | Padded | None = field(init=False, compare=False, repr=False)
+    output_shape: tuple[int, int, int, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # NOTE: by an attribute, as a block mask imports this module.
-        if self.block_mask is not None and not hasattr(self.block_mask, "blocks"):
-            raise TypeError(
-                f"block_mask must be a cupyattn.BlockMask or None, got {shown(self.block_mask)}"
-            )
+        object.__setattr__(self, "own_lengths", self.packed or self.padded)
+        batch, rows = self.batch, self.len_q
+        if self.packed is not None:
+            batch, rows = 1, self.packed.total_q
+        object.__setattr__(self, "output_shape", (batch, self.heads, rows, self.head_dim))
 
     @property
-    def blocks(self) -> tuple[int, int]:
-        """Rows and keys of a block of the block mask; (0, 0): there is none."""
-        return (0, 0) if self.block_mask is None else self.block_mask.blocks
+    def lengths_in(self) -> dict[str, str | None]:
+        """The buffers that say where a sequence lies, or how long an entry is, for Q and for K."""
+        if self.packed is not None:
+            return {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
+        of_q, of_kv = (self.padded.of_q, self.padded.of_kv) if self.padded else (False, False)
+        return {"q": "lengths_q" if of_q else None, "k": "lengths_kv" if of_kv else None}
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """(first, last) of `check_limits`."""
+        return (
+            self.window_shift if self.window else None,
+            self.causal_shift if self.causal else None,
+        )
+
+    @property
+    def mean_lengths(self) -> tuple[int, int]:
+        """Query rows and keys of a batch entry; of packed sequences on average, rounded up."""
+        if self.packed is None:
+            return self.len_q, self.len_kv
+        totals = self.packed.total_q, self.packed.total_k
+        return -(-totals[0] // max(self.batch, 1)), -(-totals[1] // max(self.batch, 1))
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Shape of S, ``(batch, heads, len_q, len_kv)``: what mask and bias broadcast to."""
+        return (self.batch, self.heads, self.len_q, self.len_kv)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: ``(batch, heads, len_q)``, packed ``(heads, total_q)``."""
+        return self.output_shape[self.packed is not None : 3]
 
 
 def check_dtype(q: Any, k: Any, v: Any) -> str:
@@ -142,10 +276,16 @@ def check_softcap(softcap: Any) -> float:
     return value
 
 
-def check_switch(name: str, value: Any) -> None:
-    """Raise TypeError unless a setting is True or False; None counts as False."""
-    if value is not None and not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+def check_smoothing(softcap: float, k_mean: Any) -> None:
+    """Raise where a softcap meets keys whose mean was subtracted.
+
+    Without a softcap the mean shifts all scores of a row, which a softmax does not feel.
+    """
+    if softcap and k_mean is not None:
+        raise ValueError(
+            f"softcap={softcap} needs keys that are not smoothed: quantize them with "
+            "quant=QuantConfig(smooth_k=False)"
+        )
 
 
 def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
@@ -166,6 +306,17 @@ def check_bias(bias: Any, shape: tuple[int, ...]) -> str:
     return name
 
 
+def check_block_mask(block_mask: Any, shape: tuple[int, ...]) -> None:
+    """Check a block mask of scores of a shape, if there is one."""
+    # NOTE: by an attribute, as a block mask imports this module.
+    if block_mask is not None and not hasattr(block_mask, "blocks"):
+        raise TypeError(
+            f"block_mask must be a cupyattn.BlockMask or None, got {shown(block_mask)}"
+        )
+    if block_mask is not None:
+        block_mask.check(shape)
+
+
 def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
     """Raise unless an array broadcasts to a shape without enlarging it."""
     have = tuple(array.shape)
@@ -179,107 +330,42 @@ def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_backward_shapes(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> tuple[int, int, int, int, int, int]:
-    """Return what `check_shapes` does of q, k and v, the others having the shapes that q asks for.
-
-    `out` and `lse` may be None.
-    """
-    sizes = check_shapes(*(tuple(x.shape) for x in (q, k, v)))
-    shape = tuple(q.shape)
-    wanted = {"d_out": (d_out, shape), "out": (out, shape), "lse": (lse, shape[:3])}
-    for name, (array, want) in wanted.items():
-        if array is not None and tuple(array.shape) != want:
-            raise ValueError(
-                f"{name} must have shape {want}, to go with q.shape={shape}, got "
-                f"{name}.shape={tuple(array.shape)}"
-            )
-    return sizes
-
-
-def check_backward(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> tuple[tuple[int, int, int, int, int, int], str]:
-    """Return the sizes and the dtype of arrays (batch, heads, len, head_dim) of a backward pass."""
-    sizes, dtype = check_backward_shapes(d_out, q, k, v, out, lse), check_dtype(q, k, v)
-    for name, array, want in (
-        ("d_out", d_out, dtype),
-        ("out", out, dtype),
-        ("lse", lse, "float32"),
-    ):
-        if str(array.dtype) != want:
-            raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
-    return sizes, dtype
-
-
-def check_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    scale: float | None = None,
-    return_lse: bool = False,
-    **scores: Any,
-) -> AttentionSpec:
-    """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
-
-    Parameters
-    ----------
-    q : array, (batch, heads, len_q, head_dim)
-    k, v : array, (batch, heads_kv, len_kv, head_dim)
-        float16, bfloat16 or float32, all of the same dtype.
-    scale : float, optional
-        Softmax scale; ``head_dim ** -0.5`` when omitted.
-    return_lse : bool
-    **scores
-        Fields of `cupyattn.problem.checks.ScoreOptions`.
-
-    Returns
-    -------
-    AttentionSpec
-
-    Raises
-    ------
-    TypeError
-        For another or a mixed dtype.
-    ValueError
-        For shapes that do not fit together, or a scale, alignment, window or softcap that means
-        nothing.
-    UnsupportedError
-        For sizes that the kernels do not take.
-    """
-    sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
-    options = ScoreOptions(**scores)
-    return check_options(sizes, check_dtype(q, k, v), scale, options, return_lse=return_lse)
-
-
 def check_options(
     sizes: tuple[int, int, int, int, int, int],
     dtype: str,
     scale: float | None,
-    scores: ScoreOptions,
+    scores: Mapping[str, Any],
     *,
     return_lse: bool,
 ) -> AttentionSpec:
-    """Check the options of a call whose arrays are checked; `check_attention` documents them.
+    """Check the options of a call whose arrays are checked.
 
-    `sizes` are (batch, heads, heads_kv, len_q, len_kv, head_dim), `dtype` is that of the output.
+    Parameters
+    ----------
+    sizes : (batch, heads, heads_kv, len_q, len_kv, head_dim)
+    dtype : str
+        That of the output.
+    scale, return_lse
+        As for `cupyattn.attention`.
+    scores : mapping
+        What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
     """
     batch, heads, _, len_q, len_kv, head_dim = sizes
-    first, last = check_limits(scores.causal, scores.causal_align, scores.window, len_q, len_kv)
+    first, last = check_limits(
+        scores["causal"], scores["causal_align"], scores["window"], len_q, len_kv
+    )
     shape = (batch, heads, len_q, len_kv)
-    if scores.mask is not None:
-        check_mask(scores.mask, shape)
-    if scores.block_mask is not None:
-        scores.block_mask.check(shape)
+    mask, bias, block_mask = scores["mask"], scores["bias"], scores["block_mask"]
+    if mask is not None:
+        check_mask(mask, shape)
+    check_block_mask(block_mask, shape)
     return AttentionSpec(
         *sizes, dtype, check_scale(scale, head_dim),
         causal=last is not None, causal_shift=last or 0, return_lse=bool(return_lse),
-        window=first is not None, window_shift=first or 0, softcap=check_softcap(scores.softcap),
-        mask=scores.mask is not None,
-        bias="" if scores.bias is None else check_bias(scores.bias, shape),
-        block_mask=scores.blocks,
+        window=first is not None, window_shift=first or 0,
+        softcap=check_softcap(scores["softcap"]), mask=mask is not None,
+        bias="" if bias is None else check_bias(bias, shape),
+        block_mask=(0, 0) if block_mask is None else block_mask.blocks,
     )  # fmt: skip
 
 

@@ -180,8 +180,7 @@ def _measured(rows: Rows, dtype: str, capability: int | None) -> list[Measuremen
     """Return what this device and type have. float16 stands for bfloat16, whose instructions take
     the same time."""
     measured_as = "float16" if dtype == "bfloat16" else dtype
-    found = (Measurement(*row) for row in rows)
-    return [m for m in found if m.capability == capability and m.dtype == measured_as]
+    return [Measurement(*row) for row in rows if row[:2] == (capability, measured_as)]
 
 
 def _apart(one: int, other: int) -> float:

@@ -7,12 +7,13 @@ Plans, the mirror, bounds and the judge all read one record, `Kernel`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.architectures import ARCHITECTURES, shared_memory_of
 from cupyattn.compiler.contracts import least_shared_bytes, refused_tiles
 from cupyattn.compiler.modules import ModuleSpec
@@ -21,16 +22,24 @@ from cupyattn.kernels import splits
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.forms import Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX, several_value_scales
+from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX, check_grid, several_value_scales
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.numerics import numerics as compose_numerics
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem import stacking, support
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.operands import Codes, Operands, ValueCodes
-from cupyattn.problem.support import SUPPORTED, Support, grid_support
+from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.operands import (
+    Codes,
+    Operands,
+    ValueCodes,
+    stacked_call,
+    stacked_operands,
+)
+from cupyattn.problem.support import Offer, choose_form, no_kernel
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import padded_columns
+
+#: Architectures that have forms of their own; None has the portable ones.
+FORM_ARCHITECTURES = (None, "sm_90a")
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,13 @@ class Kernel:
         Whether query heads that share a key head are stacked as the rows of one.
     note : str
         Why a faster form was left out, where one was, and how a call is split.
+
+    Attributes
+    ----------
+    row : Form
+        The form as the variant has it.
+    launched : AttentionSpec
+        The call as the kernel is launched for it, heads stacked where they are.
     """
 
     variant: Variant
@@ -63,16 +79,13 @@ class Kernel:
     own_tiles: bool = True
     stacks: bool = False
     note: str = ""
+    row: Form = field(init=False, compare=False, repr=False)
+    launched: AttentionSpec = field(init=False, compare=False, repr=False)
 
-    @property
-    def row(self) -> Form:
-        """The form as the variant has it."""
-        return self.variant.forms[self.form]
-
-    @property
-    def launched(self) -> AttentionSpec:
-        """The call as the kernel is launched for it, heads stacked where they are."""
-        return stacking.stacked_call(self.call) if self.stacks else self.call
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row", self.variant.forms[self.form])
+        launched = stacked_call(self.call) if self.stacks else self.call
+        object.__setattr__(self, "launched", launched)
 
     @property
     def blocks(self) -> dict[str, tuple[int, ...]]:
@@ -148,15 +161,10 @@ def settle(
         If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
         block mask.
     """
-    variant.check_form(form)
-    note, stacks = "", False
-    if form is None:
-        offer = support.Offer(call, operands, codes, tiles, arch)
-        form, note, stacks = _choose(variant, offer)
+    found = choose_form(variant, Offer(call, operands, codes, tiles, arch), form)
     kernel = Kernel(
-        variant, call, form, _tiles(variant, call, form, codes, tiles, stacks), codes,
-        tiles is None, stacks, note,
-    )  # fmt: skip
+        variant, call, found.form, found.tiles, codes, tiles is None, found.stacks, found.note
+    )
     if kernel.row.takes.few_rows and math.prod(call.output_shape) > 0:
         rows = splits.shared_rows(call.heads, call.heads_kv, call.len_q)
         reads = -(-rows // kernel.tiles.block_q)
@@ -164,75 +172,51 @@ def settle(
     return kernel
 
 
-def _choose(variant: Variant, offer: support.Offer) -> tuple[str, str, bool]:
-    """Return the form of a call, why a Hopper form was left out, and whether heads are stacked.
+def settle_each(
+    variant: Variant,
+    call: AttentionSpec,
+    places: Sequence[Operands],
+    asked: Sequence[tuple[Codes | None, str | None, str | None]],
+    tiles: Tiles | None = None,
+) -> list[Kernel]:
+    """Settle each kernel that may run a call, wherever its operands lie.
+
+    Parameters
+    ----------
+    variant, call, tiles
+        As for `settle`.
+    places : sequence of Operands
+        Where the operands may lie.
+    asked : sequence of (Codes or None, str or None, str or None)
+        Codes, form and architecture, as for `settle`.
+
+    Returns
+    -------
+    list of Kernel
+        One for each form and its tiles, in the order in which they are asked for. Whether a device
+        has room for tiles of a portable form is not looked at, since its own limits are not known.
 
     Raises
     ------
-    UnsupportedError
-        If no form takes the call.
+    ValueError, UnsupportedError
+        As `settle` of the first, if no form takes the call.
     """
-    note, found = "", support.Support(False)
-    for name, form in support.candidates(variant, offer):
-        found = support.takes(name, form, offer)
-        if found.supported:
-            few = form.takes.few_rows or (form.takes.stacks and _has_few_rows(offer))
-            stacked = _stacking(variant, offer) if few else ""
-            if stacked:
-                return stacked, stacking.describe(offer.call), True
-            return name, note, False
-        if form.on_hopper:
-            note = found.note
-    if found.reason:
-        raise UnsupportedError(f"{variant.name} takes no such call: {found.reason}")
-    raise _no_kernel(variant, offer.values)
-
-
-def _has_few_rows(offer: support.Offer) -> bool:
-    """Whether a call of few rows is left to a form for more by softcap, mask or bias."""
-    call = offer.call
-    scored = bool(call.softcap or call.mask or call.bias) and call.block_mask == (0, 0)
-    return scored and call.own_lengths is None and splits.applies(call.len_q, call.len_kv)
-
-
-def _stacking(variant: Variant, offer: support.Offer) -> str:
-    """Return the form that takes a call of few rows with its heads stacked; "" if none does."""
-    call, operands = offer.call, offer.operands
-    if operands is None or not (stacking.pays(call) and stacking.possible(operands)):
-        return ""
-    stacked = offer._replace(
-        call=stacking.stacked_call(call), operands=stacking.stacked_operands(call, operands)
-    )
-    for name, form in support.candidates(variant, stacked):
-        if form.takes.stacks and support.takes(name, form, stacked).supported:
-            return name
-    return ""
-
-
-def _no_kernel(variant: Variant, kind: str) -> UnsupportedError:
-    """Return the error for operands of a kind that no form of a variant is for."""
-    what, instead = "codes of V", "quant.pv='16bit'"
-    if kind == "fused":
-        what, instead = "codes that it makes itself", "quant.fused=False"
-    return UnsupportedError(f"{variant.name} has no kernel for {what}: use {instead}, or fa_int8")
-
-
-def _tiles(
-    variant: Variant,
-    call: AttentionSpec,
-    form: str,
-    codes: Codes | None,
-    tiles: Tiles | None,
-    stacks: bool,
-) -> Tiles:
-    launched = stacking.stacked_call(call) if stacks else call
-    lengths = launched.mean_lengths if codes is None else (call.len_q, call.len_kv)
-    return variant.tiles_for(
-        call.head_dim, tiles, form=form, lengths=lengths, causal=call.causal,
-        block_mask=call.block_mask,
-        rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
-        options=support.options_of(call),
-    )  # fmt: skip
+    found: dict[tuple[str, Tiles], Kernel] = {}
+    refused: Exception | None = None
+    for (codes, form, arch), operands in itertools.product(asked, places):
+        try:
+            kernel = settle(
+                variant, call, operands, codes=codes, tiles=tiles, arch=arch, form=form
+            )
+            if kernel.row.on_hopper:
+                check_kernel(kernel, operands)
+        except (UnsupportedError, ValueError) as error:  # a form that does not take the call
+            refused = refused or error
+            continue
+        found.setdefault((kernel.form, kernel.tiles), kernel)
+    if not found and refused is not None:
+        raise refused
+    return list(found.values())
 
 
 def fresh_rows(x: Operand) -> Operand:
@@ -264,7 +248,17 @@ def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str |
         # With zero points another form runs. Only scales of V have to fit its steps.
         if meant and (takes.zero_points or not quant.zero_points or kind != "int8 by group"):
             return variant.default_tiles(head_dim, name)
-    raise _no_kernel(variant, kind)
+    raise no_kernel(variant, kind)
+
+
+def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:
+    """Raise ValueError if codes of V are asked for and tiles of these sizes have none."""
+    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
+    if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128) and not hopper:
+        raise ValueError(
+            f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
+            f"keys, got {tiles.block_kv}"
+        )
 
 
 def _kind(quant: QuantConfig) -> str:
@@ -285,11 +279,6 @@ def module_spec(
     """Return what to compile for a variant with these features and tiles."""
     defines = {**tiles.defines(), **features.defines()}
     return ModuleSpec(variant.forms[form].source, tuple(sorted(defines.items())))
-
-
-def widest(*operands: Operand) -> int:
-    """Return how many elements an access may have that all of the operands allow."""
-    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
 
 
 def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
@@ -314,7 +303,7 @@ def kernel_features(kernel: Kernel, operands: Operands, *, quantize_q: bool = Fa
         Whether it makes the codes of Q by itself.
     """
     call, codes, given = kernel.launched, kernel.codes, launched_operands(kernel, operands)
-    q, k, v, o = given.rows.values()
+    q, k, v, o = given[:4]
     added: dict[str, Any] = {} if codes is None else codes.features
     if kernel.row.on_hopper:
         added |= _score_features(call, given)
@@ -327,7 +316,7 @@ def kernel_features(kernel: Kernel, operands: Operands, *, quantize_q: bool = Fa
 
 def launched_operands(kernel: Kernel, operands: Operands) -> Operands:
     """Return the operands as the kernel is launched for them, heads stacked where they are."""
-    return stacking.stacked_operands(kernel.call, operands) if kernel.stacks else operands
+    return stacked_operands(kernel.call, operands) if kernel.stacks else operands
 
 
 def _codes_allow(vec: int, q_codes: Operand, k_codes: Operand, *rows: Operand) -> bool:
@@ -360,10 +349,10 @@ def _score_kind(x: Operand | None, whole: str) -> str:
 # ---- whether it takes its tiles, its codes and its size ------------------------------------------
 
 
-def kernel_support(
+def check_kernel(
     kernel: Kernel, operands: Operands, arch: str | None = None, *, on_device: bool = False
-) -> Support:
-    """Say whether a kernel takes the operands of the call that it was settled for.
+) -> None:
+    """Raise unless a kernel takes the operands of the call that it was settled for.
 
     Parameters
     ----------
@@ -376,84 +365,64 @@ def kernel_support(
         Whether a device is there, whose own limits the launch is held to. Otherwise the limits are
         those of the architecture that the call resolves for: the one that it names, or the least
         that its kernel is compiled for.
+
+    Raises
+    ------
+    ValueError, UnsupportedError, KernelLaunchError
+        For codes, tiles and sizes that it does not take, in this order.
     """
-    for found in _answers(kernel, operands, arch, on_device):
-        if not found.supported:
-            return found
-    return SUPPORTED
-
-
-def _answers(
-    kernel: Kernel, operands: Operands, arch: str | None, on_device: bool
-) -> Iterator[Support]:
-    """Yield what codes, tiles and size have to say, the next only if it is asked for."""
-    codes, tiles = kernel.codes, kernel.tiles
+    codes, tiles, call = kernel.codes, kernel.tiles, kernel.call
     if codes is not None and codes.fused:
-        yield _of_fused(codes, tiles)
+        _check_fused(codes, tiles)
     if codes is not None and codes.values is not None:
-        yield _of_values(codes.values, operands.v, tiles)
-    if math.prod(kernel.call.output_shape) == 0:  # nothing is launched
+        _check_values(codes.values, operands.v, tiles)
+    if math.prod(call.output_shape) == 0:  # nothing is launched
         return
     if not kernel.own_tiles or kernel.variant.source is not None:
-        spec = module_spec(
-            kernel.variant, kernel_features(kernel, operands), kernel.tiles, kernel.form
-        )
-        yield _of_tiles(kernel, spec)
+        features = kernel_features(kernel, operands)
+        spec = module_spec(kernel.variant, features, tiles, kernel.form)
+        if reason := refused_tiles(spec, tiles, _called(kernel)):
+            raise ValueError(reason)
         if not on_device:
-            yield _of_shared_memory(spec, arch or spec.least_arch, kernel)
+            _check_shared_memory(spec, arch or spec.least_arch, kernel)
     for counts in kernel.blocks.values():
-        yield grid_support(kernel.variant.name, *counts)
+        check_grid(kernel.variant.name, *counts)
         if kernel.row.on_hopper:  # every block goes on to a tile past the last, an int as well
-            yield grid_support("the Hopper form", *counts, limit=INT32_MAX - HOPPER_BLOCKS)
+            check_grid("the Hopper form", *counts, limit=INT32_MAX - HOPPER_BLOCKS)
 
 
-def _of_fused(codes: Codes, tiles: Tiles) -> Support:
-    """Say whether the kernel can make the codes itself in tiles of this size."""
+def _check_fused(codes: Codes, tiles: Tiles) -> None:
+    """Raise unless the kernel can make the codes itself in tiles of this size."""
     whole = not tiles.block_q % codes.group_q and not tiles.block_kv % codes.group_kv
-    if tiles.num_stages == 1 and whole:
-        return SUPPORTED
-    return Support(
-        False,
-        f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
-        f"whole groups of {codes.group_q} rows and {codes.group_kv} keys, got {tiles}",
-        ValueError,
-    )
+    if tiles.num_stages != 1 or not whole:
+        raise ValueError(
+            f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
+            f"whole groups of {codes.group_q} rows and {codes.group_kv} keys, got {tiles}"
+        )
 
 
-def _of_values(values: ValueCodes, v_codes: Operand, tiles: Tiles) -> Support:
-    """Say whether the kernel can read codes of V in tiles of this size."""
+def _check_values(values: ValueCodes, v_codes: Operand, tiles: Tiles) -> None:
+    """Raise unless the kernel can read codes of V in tiles of this size."""
     if reason := several_value_scales(values.group, tiles):
-        return Support(False, reason)
-    if 0 in v_codes.shape or v_codes.allows(16):
-        return SUPPORTED
-    return Support(
-        False,
-        "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
-        f"16 n + {v_codes.misalignment} and strides {v_codes.strides}",
-        ValueError,
-    )
+        raise UnsupportedError(reason)
+    if 0 not in v_codes.shape and not v_codes.allows(16):
+        raise ValueError(
+            "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
+            f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
+        )
 
 
-def _of_tiles(kernel: Kernel, spec: ModuleSpec) -> Support:
-    """Say whether the tiles keep the contracts that the kernel's source states."""
-    reason = refused_tiles(spec, kernel.tiles, _called(kernel))
-    return Support(False, reason, ValueError) if reason else SUPPORTED
-
-
-def _of_shared_memory(spec: ModuleSpec, arch: str, kernel: Kernel) -> Support:
-    """Say whether a block has room for the tiles on an architecture."""
+def _check_shared_memory(spec: ModuleSpec, arch: str, kernel: Kernel) -> None:
+    """Raise unless a block has room for the tiles on an architecture."""
     least, limit = least_shared_bytes(spec), shared_memory_of(arch)
     most = max(map(shared_memory_of, ARCHITECTURES))
-    if least <= limit:
-        return SUPPORTED
-    return Support(
-        False,
-        f"{_called(kernel)} does not take {kernel.tiles} at head_dim {kernel.call.head_dim}: a "
-        f"block needs at least {least} bytes of shared memory, {arch} allows {limit}; reduce "
-        "tiles.block_kv or tiles.num_stages first, then tiles.block_q"
-        + (", or name another arch" if least <= most else ""),
-        KernelLaunchError,
-    )
+    if least > limit:
+        raise KernelLaunchError(
+            f"{_called(kernel)} does not take {kernel.tiles} at head_dim {kernel.call.head_dim}: a "
+            f"block needs at least {least} bytes of shared memory, {arch} allows {limit}; reduce "
+            "tiles.block_kv or tiles.num_stages first, then tiles.block_q"
+            + (", or name another arch" if least <= most else "")
+        )
 
 
 def _called(kernel: Kernel) -> str:

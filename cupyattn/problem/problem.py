@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cupyattn.arrays.described import Described
+from cupyattn.arrays.described import Described, bound_to
 
 
 class Result(NamedTuple):
@@ -64,27 +64,21 @@ class Problem:
     what: str
     backend: str
     arch: str | None = None
-    operands: Mapping[str, Described]
-    results: Mapping[str, Result]
-    received: Mapping[str, Described] = field(default_factory=dict)
+    operands: Mapping[str, Described] = field(hash=False)
+    results: Mapping[str, Result] = field(hash=False)
+    received: Mapping[str, Described] = field(default_factory=dict, hash=False)
     looks: tuple[Look, ...] = ()
-    facts: Any = None
-    settled: Any = None
+    facts: Any = field(default=None, hash=False)
+    settled: Any = field(default=None, hash=False)
 
     def bound(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is read and written to, by buffer, of the caller's arrays by name."""
-        every = {**self.operands, **self.received}
-        return {buffer: x.bound(arrays[x.name]) for buffer, x in every.items()}
+        return bound_to({**self.operands, **self.received}, arrays)
 
     def look(self, arrays: Mapping[str, Any]) -> None:
         """Look at the values of the caller's arrays; raise for what the call does not take."""
         for one in self.looks:
             one.check(*(x.bound(arrays[x.name]) for x in one.arrays), *one.arguments)
-
-    @property
-    def kept(self) -> Mapping[str, Any]:
-        """What every call with these settings reads beside operands: arrays by buffer."""
-        return {}
 
     @property
     def copies(self) -> dict[str, Described]:

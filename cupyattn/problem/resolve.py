@@ -10,34 +10,29 @@ from cupyattn.arrays.described import Described, check_receiver, check_together
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.compiler import target
 from cupyattn.compiler.architectures import (
-    E4M3_CAPABILITY,
     capability_of,
-    check_arch,
-    check_capability,
 )
-from cupyattn.errors import shown
 from cupyattn.kernels import ladder, limits
-from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem import checks, choose
 from cupyattn.problem.attention import AttentionProblem, results_of
 from cupyattn.problem.block_mask import Blocks
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.problem import Look
 from cupyattn.problem.row_preparation import BUFFERS_OF, Preparation
-from cupyattn.problem.scoring import check_smoothing
 from cupyattn.problem.sequences import (
     LENGTHS,
+    LENGTHS_OF,
     SEQUENCES,
     Sequences,
     describe_lengths,
     describe_sequences,
     one_entry,
 )
-from cupyattn.problem.settings import Asked, Settings
+from cupyattn.problem.settings import Asked, Settings, check_settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
-from cupyattn.quant.static_scales import check_packed_quant
+from cupyattn.quant.static_scales import check_packed_quant, described_scales
 
 _AUTO = ("auto",)
 
@@ -64,22 +59,6 @@ def resolve(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
     if asked.codes is None:
         return _of_rows(asked, arrays)
     return _of_codes(asked, asked.codes, arrays)
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise for settings that no call has."""
-    check_kind(settings.tiles)
-    if settings.quant is not None and not isinstance(settings.quant, QuantConfig):
-        raise TypeError(
-            f"quant must be a cupyattn.QuantConfig or None, got {shown(settings.quant)}"
-        )
-    for name in ("causal", "return_lse", "check_finite"):
-        checks.check_switch(name, getattr(settings, name))
-    check_arch(settings.arch)
-    if settings.arch is not None and settings.quant is not None and settings.quant.pv == "fp8":
-        check_capability(settings.arch, E4M3_CAPABILITY)
-    if settings.layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(settings.layout)}")
 
 
 def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
@@ -142,18 +121,34 @@ def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
         settings = settings._replace(quant=quant)
         why += "; keys are not smoothed, since a softcap would feel their mean"
     if settings.check_finite:
-        counts = (operands.get(name) for name in ("lengths_q", "lengths_kv", "lengths_kv"))
+        counts = {name: operands.get(LENGTHS_OF[name]) for name in rows}
         looks += tuple(
-            Look(check_finite, (x,) if count is None else (x, count), (name,))
-            for (name, x), count in zip(rows.items(), counts, strict=True)
+            Look(check_finite, (x,) if (count := counts[name]) is None else (x, count), (name,))
+            for name, x in rows.items()
         )
     received = _received(call, settings.layout, q, arrays)
-    return AttentionProblem(
+    scales = settings.quant if settings.quant is not None and settings.quant.static else None
+    problem = AttentionProblem(
         what=variant.name, backend=_backend(settings, variant, q), arch=settings.arch,
         operands=operands, results=results_of(call, settings.layout, receives=bool(received)),
         received=received, looks=looks, settings=settings, variant=variant, why=why, call=call,
         preparation=preparation,
     )  # fmt: skip
+    return problem if scales is None else _with_scales(problem, scales, arrays)
+
+
+def _with_scales(
+    problem: AttentionProblem, quant: QuantConfig, arrays: Mapping[str, Described]
+) -> AttentionProblem:
+    """Return a call with the scales that the caller gives among its operands."""
+    call, rows = problem.call, problem.rows
+    scales = described_scales(
+        quant, arrays, rows, problem.scale_tiles, sequences=call.batch if call.packed else None,
+        entries=1 if call.padded is None else call.batch,  # a kernel may write NaN over one alone
+    )  # fmt: skip
+    if problem.backend == "mirror":
+        scales = {name: arrays[name] for name in scales}
+    return replace(problem, operands={**problem.operands, **scales})
 
 
 def _of_codes(
@@ -189,7 +184,7 @@ def _of_codes(
     call, lengths = _padded(call, z.q_codes, settings, arrays)
     operands = {**z.buffers, **of_scores, **lengths}
     check_together(**operands)
-    check_smoothing(call.softcap, z.k_mean)
+    checks.check_smoothing(call.softcap, z.k_mean)
     received = _received(call, settings.layout, z.q_codes, arrays)
     return AttentionProblem(
         what=variant.name, backend=_backend(settings, variant, z.q_codes), arch=settings.arch,
@@ -205,8 +200,8 @@ def _padded(
     """Return a call with the lengths of its batch entries, and these; the call as it is without."""
     lengths = describe_lengths(q, arrays)
     if lengths:
-        given = "lengths_q" in lengths, "lengths_kv" in lengths
-        call = checks.check_padded(call, given, **settings.places)
+        of_q, of_kv = (name in lengths for name in LENGTHS)
+        call = checks.check_padded(call, (of_q, of_kv), **settings.places)
     return call, lengths
 
 

@@ -18,6 +18,8 @@ from cupyattn.problem.problem import Look
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 #: Operands that say how many rows of padded batch entries count.
 LENGTHS = ("lengths_q", "lengths_kv")
+#: Those of q, k and v.
+LENGTHS_OF = dict(zip("qkv", (*LENGTHS, LENGTHS[1]), strict=True))
 
 
 @dataclass(frozen=True)

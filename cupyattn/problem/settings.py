@@ -1,17 +1,33 @@
-"""What a call of attention asks for: settings, which can be compared, and arrays by name."""
+"""What a call of attention asks for: keyword arguments, as types for functions that take them as
+``**options``; settings, which can be compared; and arrays by name."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, TypedDict, TypeVar
 
-from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.checks import ScoreOptions
+import numpy as np
+
+from cupyattn.compiler.architectures import E4M3_CAPABILITY, check_arch, check_capability
+from cupyattn.errors import shown
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import AttentionSpec, check_dtype, check_options
 from cupyattn.problem.row_preparation import EPS, OPTIONS, PAIRS
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import CodeFacts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
+else:
+    Unpack = Any  # annotations are not evaluated, and Python 3.10 has none
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Arguments of `cupyattn.attention` and `attention_varlen` that are arrays or hold some, beside
 #: q, k and v.
@@ -68,10 +84,10 @@ class Settings(NamedTuple):
         """Those of `PLACES`."""
         return {name: getattr(self, name) for name in PLACES}
 
-    def scores(self, arrays: Mapping[str, Any]) -> ScoreOptions:
-        """Return what changes and masks scores, arrays by name among it."""
-        given = (arrays.get(name) for name in ("mask", "bias", "block_mask"))
-        return ScoreOptions(self.causal, self.causal_align, self.window, self.softcap, *given)
+    def scores(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what changes and masks scores, all of `MaskedOptions` but their scale."""
+        given = {name: arrays.get(name) for name in ("mask", "bias", "block_mask")}
+        return {**self.places, "softcap": self.softcap, **given}
 
     def rows(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return what happens to rows of Q and K first, `OPTIONS` of `row_preparation` by name."""
@@ -101,6 +117,28 @@ class Asked(NamedTuple):
     of_call: Settings
     codes: CodeFacts | None = None
     blocks: tuple[int, int] = (0, 0)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise for settings that no call has."""
+    check_kind(settings.tiles)
+    if settings.quant is not None and not isinstance(settings.quant, QuantConfig):
+        raise TypeError(
+            f"quant must be a cupyattn.QuantConfig or None, got {shown(settings.quant)}"
+        )
+    for name in ("causal", "return_lse", "check_finite"):
+        check_switch(name, getattr(settings, name))
+    check_arch(settings.arch)
+    if settings.arch is not None and settings.quant is not None and settings.quant.pv == "fp8":
+        check_capability(settings.arch, E4M3_CAPABILITY)
+    if settings.layout not in ("BHSD", "BSHD"):
+        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(settings.layout)}")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Raise TypeError unless a setting is True or False; None counts as False."""
+    if value is not None and not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 class _Interned(Settings):
@@ -236,6 +274,39 @@ def parse(
     return Settings(**others), arrays
 
 
+def check_attention(q: Any, k: Any, v: Any, **options: Any) -> AttentionSpec:
+    """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+        float16, bfloat16 or float32, all of the same dtype.
+    **options
+        As for `cupyattn.attention`, of which those count that change or mask scores.
+
+    Returns
+    -------
+    AttentionSpec
+
+    Raises
+    ------
+    TypeError
+        For another or a mixed dtype.
+    ValueError
+        For shapes that do not fit together, or a scale, alignment, window or softcap that means
+        nothing.
+    UnsupportedError
+        For sizes that the kernels do not take.
+    """
+    settings, arrays = parse("check_attention", q, k, v, options)
+    sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    return check_options(
+        sizes, check_dtype(q, k, v), settings.scale, settings.scores(arrays),
+        return_lse=settings.return_lse,
+    )  # fmt: skip
+
+
 def of_arguments(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """Return settings and arrays of a call, found among all arguments of a function.
 
@@ -256,3 +327,149 @@ def of_arguments(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     known = {n: x for n, x in arguments.items() if n in ARRAYS or n in Settings._fields}
     known |= arguments.get("options", {})
     return parse("attention", arguments["q"], arguments["k"], arguments["v"], known)
+
+
+class PlaceOptions(TypedDict, total=False):
+    """Options that need no arrays: factor and cap of the scores, and the keys of a row."""
+
+    scale: float | None
+    causal: bool
+    causal_align: str
+    window: tuple[int, int]
+    softcap: float
+
+
+class BlockOptions(TypedDict, total=False):
+    """The option that drops blocks of scores."""
+
+    block_mask: BlockMask | None
+
+
+class MaskedOptions(PlaceOptions, BlockOptions, total=False):
+    """Options that change or mask scores."""
+
+    mask: Any
+    bias: Any
+
+
+class PositionOptions(TypedDict, total=False):
+    """Options that say how tables turn queries and keys."""
+
+    rope_interleaved: bool
+    rope_offset_q: int
+
+
+class TurnedOptions(MaskedOptions, PositionOptions, total=False):
+    """Options of scores whose queries and keys may be turned by their positions."""
+
+    rope: Any
+
+
+class RowOptions(TypedDict, total=False):
+    """Options that say how rows lie, and what is added to their mean squares."""
+
+    qk_norm_eps: float
+    layout: str
+
+
+class ProblemOptions(TurnedOptions, RowOptions, total=False):
+    """Options that decide the exact result."""
+
+    qk_norm: Any
+    lengths_q: Any
+    lengths_kv: Any
+
+
+class RunOptions(TypedDict, total=False):
+    """Options that say where a call runs."""
+
+    arch: str | None
+    backend: str | None
+
+
+class KernelOptions(RunOptions, total=False):
+    """Options that choose the kernel, and what it returns."""
+
+    variant: str
+    accuracy: str
+    return_lse: bool
+    quant: QuantConfig | None
+    tiles: Tiles | None
+
+
+class AttentionOptions(ProblemOptions, KernelOptions, total=False):
+    """All options of `cupyattn.attention`."""
+
+    out: Any
+    check_finite: bool
+
+
+class CallOptions(AttentionOptions, total=False):
+    """All options of `cupyattn.attention` and of `cupyattn.attention_varlen`."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_len_q: int | None
+    max_len_k: int | None
+
+
+class ModuleOptions(
+    PlaceOptions, KernelOptions, BlockOptions, PositionOptions, RowOptions, total=False
+):
+    """Options of `cupyattn.interop.torch.Attention`, of arrays the block mask alone."""
+
+
+class ShardedGradientOptions(PlaceOptions, RunOptions, total=False):
+    """Options of the gradients of attention on several ranks."""
+
+
+class ShardedOptions(PlaceOptions, KernelOptions, total=False):
+    """Options of attention on several ranks."""
+
+
+def parameters(options: str) -> list[inspect.Parameter]:
+    """Return the keyword arguments that an annotation stands for, with the defaults of `Settings`.
+
+    Parameters
+    ----------
+    options : str
+        Annotation of ``**options``, such as "Unpack[MaskedOptions]".
+
+    Examples
+    --------
+    >>> print(*parameters("Unpack[PlaceOptions]")[-2:], sep=", ")
+    window: 'tuple[int, int]' = (-1, -1), softcap: 'float' = 0.0
+    """
+    fields = globals()[options.removeprefix("Unpack[").removesuffix("]")].__annotations__
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=Settings._field_defaults.get(name),
+            annotation=kind.__forward_arg__,
+        )
+        for name, kind in fields.items()
+    ]  # fmt: skip
+
+
+def takes_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Show the options of a function one by one in its signature, and refuse all others.
+
+    Parameters
+    ----------
+    function : callable
+        Its last argument is ``**options``, annotated with `Unpack` of a class of this module.
+    """
+    signature = inspect.signature(function)
+    *own, options = signature.parameters.values()
+    shown = signature.replace(parameters=[*own, *parameters(options.annotation)])
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in shown.parameters:
+                raise TypeError(
+                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                )
+        return function(*args, **kwargs)
+
+    called.__signature__ = shown  # type: ignore[attr-defined]
+    return called

@@ -1,4 +1,4 @@
-"""Which form takes a call, and why another does not.
+"""Which form takes a call, in which tiles, and why another does not.
 
 A form says what it takes in plain values (`cupyattn.kernels.forms.Takes`); here they are compared
 with a call. Operands of Hopper forms are moved by the copy engine, which has its own conditions.
@@ -13,14 +13,21 @@ from typing import NamedTuple
 from cupyattn.arrays.operand import Operand
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
-from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.kernels.forms import OPTIONS, VALUES, Form
 from cupyattn.kernels.ladder import Variant
-from cupyattn.kernels.limits import GROUP_ALL, INT32_MAX
+from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.operands import Codes, Operands, ValueCodes
-from cupyattn.quant.config import QuantConfig
+from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.operands import (
+    Codes,
+    Operands,
+    ValueCodes,
+    can_be_stacked,
+    describe_stacking,
+    stacked_call,
+    stacked_operands,
+    stacking_pays,
+)
 
 #: A softcap in the units of scores, in the Hopper forms: powers of it up to the eighth stay in
 #: float32.
@@ -31,30 +38,22 @@ LOG2E = math.log2(math.e)
 
 
 class Support(NamedTuple):
-    """Whether a form or a kernel takes a call, and if not, why not.
+    """Whether a form takes a call, and if not, why not.
 
     Parameters
     ----------
     supported : bool
     reason : str
         Why not, in words for the caller; "" where it is supported.
-    error : type
-        What a call raises that nothing else takes.
     """
 
     supported: bool
     reason: str = ""
-    error: type[Exception] = UnsupportedError
 
     @property
     def note(self) -> str:
         """What a plan of the portable form says about it; "" where the form takes the call."""
         return "" if self.supported else f"portable form: {self.reason}"
-
-    def check(self) -> None:
-        """Raise the error, with the reason, unless the call is taken."""
-        if not self.supported:
-            raise self.error(self.reason)
 
 
 SUPPORTED = Support(True)
@@ -97,6 +96,99 @@ class Offer(NamedTuple):
     def options(self) -> tuple[str, ...]:
         """Those of `cupyattn.kernels.forms.OPTIONS` that it has."""
         return options_of(self.call)
+
+
+class Choice(NamedTuple):
+    """The form that runs a call.
+
+    Parameters
+    ----------
+    form : str
+        Its name.
+    tiles : Tiles
+    note : str
+        Why a Hopper form was left out, where one was, or that heads are stacked.
+    stacks : bool
+        Whether query heads that share a key head are stacked as the rows of one.
+    """
+
+    form: str
+    tiles: Tiles
+    note: str = ""
+    stacks: bool = False
+
+
+def choose_form(variant: Variant, offer: Offer, form: str | None = None) -> Choice:
+    """Choose the form of a call and its tiles; `form` names one that need not take it.
+
+    Raises
+    ------
+    UnsupportedError
+        If no form takes the call.
+    ValueError
+        If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
+        block mask.
+    """
+    variant.check_form(form)
+    if form is not None:
+        return Choice(form, _tiles(variant, form, offer, offer.call))
+    note, found = "", Support(False)
+    for name, one in candidates(variant, offer):
+        found = takes(name, one, offer)
+        if found.supported:
+            few = one.takes.few_rows or (one.takes.stacks and _has_few_rows(offer))
+            stacked = _stacking(variant, offer) if few else ""
+            if stacked:
+                launched = stacked_call(offer.call)
+                tiles = _tiles(variant, stacked, offer, launched)
+                return Choice(stacked, tiles, describe_stacking(offer.call), True)
+            return Choice(name, _tiles(variant, name, offer, offer.call), note)
+        if one.on_hopper:
+            note = found.note
+    if found.reason:
+        raise UnsupportedError(f"{variant.name} takes no such call: {found.reason}")
+    raise no_kernel(variant, offer.values)
+
+
+def _tiles(variant: Variant, form: str, offer: Offer, launched: AttentionSpec) -> Tiles:
+    """Return the tiles of a form, whose heads may be stacked as it is launched."""
+    call = offer.call
+    lengths = launched.mean_lengths if offer.codes is None else (call.len_q, call.len_kv)
+    return variant.tiles_for(
+        call.head_dim, offer.tiles, form=form, lengths=lengths, causal=call.causal,
+        block_mask=call.block_mask,
+        rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
+        options=offer.options,
+    )  # fmt: skip
+
+
+def _has_few_rows(offer: Offer) -> bool:
+    """Whether a call of few rows is left to a form for more by softcap, mask or bias."""
+    call = offer.call
+    scored = bool(call.softcap or call.mask or call.bias) and call.block_mask == (0, 0)
+    return scored and call.own_lengths is None and splits.applies(call.len_q, call.len_kv)
+
+
+def _stacking(variant: Variant, offer: Offer) -> str:
+    """Return the form that takes a call of few rows with its heads stacked; "" if none does."""
+    call, operands = offer.call, offer.operands
+    if operands is None or not (stacking_pays(call) and can_be_stacked(operands)):
+        return ""
+    stacked = offer._replace(
+        call=stacked_call(call), operands=stacked_operands(call, operands)
+    )
+    for name, form in candidates(variant, stacked):
+        if form.takes.stacks and takes(name, form, stacked).supported:
+            return name
+    return ""
+
+
+def no_kernel(variant: Variant, kind: str) -> UnsupportedError:
+    """Return the error for operands of a kind that no form of a variant is for."""
+    what, instead = "codes of V", "quant.pv='16bit'"
+    if kind == "fused":
+        what, instead = "codes that it makes itself", "quant.fused=False"
+    return UnsupportedError(f"{variant.name} has no kernel for {what}: use {instead}, or fa_int8")
 
 
 def candidates(variant: Variant, offer: Offer) -> Iterator[tuple[str, Form]]:
@@ -269,52 +361,3 @@ def reach(operands: Mapping[str, Operand]) -> Support:
                 f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes",
             )
     return SUPPORTED
-
-
-def grid_support(what: str, *counts: int, limit: int = INT32_MAX) -> Support:
-    """Say whether a launch may have as many blocks as the product of `counts`."""
-    blocks = math.prod(counts)
-    if blocks <= limit:
-        return SUPPORTED
-    return Support(
-        False,
-        f"{what} takes {blocks} blocks, more than {limit}: split the call over batch or heads",
-    )
-
-
-def value_tiles_support(quant: QuantConfig, tiles: Tiles, arch: str | None) -> Support:
-    """Say whether codes of V, where they are asked for, can be made for tiles of these sizes."""
-    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
-    if quant.form != "pv8" or tiles.block_kv in (32, 64, 128) or hopper:
-        return SUPPORTED
-    return Support(
-        False,
-        f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
-        f"keys, got {tiles.block_kv}",
-        ValueError,
-    )
-
-
-def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:
-    """Say whether the Hopper form of the backward pass takes a call.
-
-    Parameters
-    ----------
-    call : AttentionSpec
-    operands : mapping of str to Operand
-        Those that the copy engine reads, and the gradients, which are written 16 bytes at a time.
-    """
-    if 0 in (call.len_kv, call.len_q):
-        return Support(False, "there is nothing for the copy engine")
-    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
-    if given:
-        return Support(False, f"the Hopper form takes no {' and no '.join(given)}")
-    rows, keys = call.block_mask
-    size = 128 if call.head_dim <= SUMMED else 64
-    if rows % size or keys % size:
-        return Support(
-            False,
-            "the Hopper form takes block masks whose blocks are multiples of "
-            f"{size} x {size}, got {rows} x {keys}",
-        )
-    return reach(operands)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import taken_or_number
+from cupyattn.arrays import memory
+from cupyattn.arrays.described import Described
+from cupyattn.arrays.interchange import device_of, is_cupy, taken_or_number
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
 from cupyattn.kernels.limits import as_float
@@ -22,6 +25,12 @@ THREAD_ROWS_Q, THREAD_ROWS_K = 2, 16
 
 #: What P may be by the arithmetic of P.V; the first where nothing is said.
 P_TYPES_OF = {"16bit": ("16bit",), "int8": ("u8", "s8"), "fp8": ("e4m3",)}
+
+#: Smallest scale, the smallest normal float32: its inverse is finite.
+SCALE_MIN = np.float32(2.0**-126)
+
+#: What plans call given scales of Q and K.
+SCALE_BUFFERS = "q_static_scale", "k_static_scale"
 
 GRANULARITIES = ("tensor", "head", "block", "thread", "token")
 
@@ -57,9 +66,9 @@ class QuantConfig:
         8-bit floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
         Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
-        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library. It keeps a copy,
-        read-only on the host. A copy on a device must not be changed: calls that are remembered
-        would not notice. Values past 127 scales saturate. V's scales are always dynamic.
+        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library. It keeps copies,
+        read-only on the host; those on a device must not be changed. Values past 127 scales
+        saturate. V's scales are always dynamic.
     p_type : {"16bit", "u8", "s8", "e4m3"}, optional
         P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
         the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
@@ -235,28 +244,97 @@ class QuantConfig:
         """Return how many adjacent keys share the scale of a channel of V; 0 where it has none."""
         return {"none": 0, "block": tiles.block_kv}.get(str(self.granularity_v), GROUP_ALL)
 
-    def _key(self) -> tuple[Any, ...]:
-        return (*_PLAIN_FIELDS(self), *self._known_scales)
+    @functools.cached_property
+    def described(self) -> QuantConfig:
+        """The same with descriptions of given scales in their place: what a call depends on."""
+        if not self.static:
+            return self
+        scales = (
+            Described.contiguous(name, getattr(x, "shape", (1, 1, 1)), np.float32)
+            for name, x in zip(SCALE_BUFFERS, self.scales, strict=True)
+        )
+        return replace(self, scales=tuple(scales))
+
+    def with_scales(self, arrays: Mapping[str, Any]) -> QuantConfig:
+        """Return the same with given scales, if there are any, as arrays of a call by buffer."""
+        if not self.static:
+            return self
+        return replace(self, scales=tuple(arrays[name] for name in SCALE_BUFFERS))
+
+    def scales_beside(
+        self, array: Any, entries: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> dict[str, Any]:
+        """Return given scales as the operands of a call, made once for each device.
+
+        Parameters
+        ----------
+        array : array or Described
+            Of NumPy or CuPy: where they are to lie; described, so are they.
+        entries : pair of (int, int)
+            Batch and heads, which scales that are not of whole tensors are repeated to; of Q and K.
+
+        Returns
+        -------
+        dict of str to array, float32, (batch or 1, heads or 1, groups)
+
+        Raises
+        ------
+        ValueError
+            As `check_scales`.
+        """
+        granularities = self.granularity_q, self.granularity_k
+        shapes = tuple(map(_repeated, self.scales, granularities, entries))
+        if isinstance(array, Described):
+            self.check_scales()
+            return {
+                name: Described.contiguous(name, shape, np.float32, array.device)
+                for name, shape in zip(SCALE_BUFFERS, shapes, strict=True)
+            }
+        key = device_of(array), shapes
+        found: dict[str, Any] | None = self._on_devices.get(key)
+        if found is None:
+            self.check_scales()
+            with memory.on_device_of(array):
+                own = map(_laid_out, self.scales, shapes, (array, array))
+                found = dict(zip(SCALE_BUFFERS, own, strict=True))
+                if not is_cupy(array) or memory.is_made():
+                    self._on_devices[key] = found
+        return found
+
+    def check_scales(self) -> None:
+        """Raise ValueError for given scales of the host that are not finite and at least 2^-126."""
+        for name, scale in zip("qk", self.scales, strict=True):
+            if isinstance(scale, Described) or is_cupy(scale):
+                continue
+            with np.errstate(over="ignore"):
+                array = np.asarray(scale, np.float32)
+            if not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
+                raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
 
     @functools.cached_property
-    def _known_scales(self) -> tuple[Any, ...]:
-        """What scales are known by: values on the host, the array itself on a device."""
+    def _on_devices(self) -> dict[Any, dict[str, Any]]:
+        return {}
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        """The fields, scales by their values on the host and by the array itself on a device."""
         if not self.static:
-            return (self.scales,)
-        return tuple(
+            return (*_PLAIN_FIELDS(self), self.scales)
+        scales = (
             (x.shape, x.dtype.str, x.tobytes()) if isinstance(x, np.ndarray)
-            else id(x) if hasattr(x, "shape") else x
+            else id(x) if is_cupy(x) else x
             for x in self.scales
         )  # fmt: skip
+        return (*_PLAIN_FIELDS(self), *scales)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, one.name) for one in fields(self))
 
     def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, QuantConfig) else NotImplemented
+        return self._key == other._key if isinstance(other, QuantConfig) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)
 
 
 #: Takes the fields that are numbers and names, without a loop in Python: every call is known by it.
@@ -264,7 +342,9 @@ _PLAIN_FIELDS = operator.attrgetter(*(f.name for f in fields(QuantConfig) if f.n
 
 
 def _kept(name: str, scale: Any) -> Any:
-    """Return a copy of the static scales of an operand; numbers are themselves."""
+    """Return a copy of the static scales of an operand; numbers and descriptions are themselves."""
+    if isinstance(scale, Described):
+        return scale
     # NOTE: copying elements at odd addresses would fault on a device, hence not at once.
     (array,) = taken_or_number(**{f"the static {name}_scale": scale})
     if not hasattr(array, "copy"):
@@ -273,6 +353,24 @@ def _kept(name: str, scale: Any) -> Any:
     if isinstance(own, np.ndarray):  # CuPy's arrays have no such flag
         own.flags.writeable = False
     return own
+
+
+def _repeated(scale: Any, granularity: str, entries: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of given scales: all entries and heads have the scales of a single one."""
+    have: tuple[int, ...] = getattr(scale, "shape", (1, 1, 1))
+    if granularity == "tensor" or not entries:
+        return have
+    (batch, heads), (of_batch, of_heads) = have[:2], entries
+    return of_batch if batch == 1 else batch, of_heads if heads == 1 else heads, have[2]
+
+
+def _laid_out(scale: Any, shape: tuple[int, ...], beside: Any) -> Any:
+    """Return given scales as an array in C order on the current device, or on the host."""
+    xp = array_namespace(beside)
+    if is_cupy(scale):
+        scale = scale.copy()  # from another device to this one
+        return xp.ascontiguousarray(xp.broadcast_to(scale.astype(np.float32), shape))
+    return xp.array(np.broadcast_to(np.float32(scale), shape))
 
 
 def _group(granularity: str, block: int, thread: int) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.quant.config import GROUP_ALL
+from cupyattn.quant.config import GROUP_ALL, SCALE_MIN
 
 Array = Any
 Float32 = npt.NDArray[np.float32]
@@ -30,8 +30,6 @@ _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 VALUES_PAD = 128
 #: Rows of codes of Q and K lie so many bytes apart, or a multiple: the Hopper copy engine's steps.
 CODES_PAD = 16
-#: Smallest scale, the smallest normal float32: its inverse is finite.
-SCALE_MIN = np.float32(2.0**-126)
 
 
 def group_count(length: int, group: int) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import is_cupy, operand
+from cupyattn.arrays.described import Described
 from cupyattn.arrays.kinds import Array
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.quantizers import SCALE_MIN, group_count
+from cupyattn.quant.quantizers import group_count
 
 
 def check_packed_quant(quant: QuantConfig) -> None:
@@ -45,8 +45,7 @@ def check_static_scales(
     Raises
     ------
     ValueError
-        If a shape does not fit the operand, or (on the host, where looking costs nothing) a value
-        is no finite number from 2^-126 up.
+        If a shape does not fit the operand.
     UnsupportedError
         If zero points were to go with them.
     """
@@ -65,11 +64,6 @@ def check_static_scales(
                 f"the static {name}_scale must have shape ({wanted[0]} or 1, {wanted[1]} or 1, "
                 f"{wanted[2]}) for granularity_{name}={granularity!r}, got {have}"
             )
-        if not is_cupy(given):
-            with np.errstate(over="ignore"):
-                array = np.asarray(given, np.float32)
-            if not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
-                raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
 
 
 def wanted_scales(
@@ -104,26 +98,17 @@ def _fits(have: tuple[int, ...], wanted: tuple[int, int, int]) -> bool:
 
 
 def static_scales(
-    xp: Any,
-    quant: QuantConfig,
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    tiles: Tiles,
-    sequences: int | None = None,
+    quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles
 ) -> dict[str, Array | None]:
     """Return the given scales of Q and K in the shapes of dynamic ones, None where dynamic.
 
     Parameters
     ----------
-    xp : module
-        NumPy or CuPy: where the scales must lie.
     quant : QuantConfig
+        With scales on the host.
     q, k : tuple of int
         Shapes of the operands.
     tiles : Tiles
-    sequences : int, optional
-        How many are packed in the operands: scales are given for a batch of so many, and returned
-        as (1, heads or 1, sequences).
 
     Raises
     ------
@@ -132,17 +117,54 @@ def static_scales(
     """
     if not quant.static:
         return {"q": None, "k": None}
-    check_static_scales(quant, q, k, tiles, sequences)
+    check_static_scales(quant, q, k, tiles)
     found: dict[str, Array | None] = {}
-    for name, given, wanted in wanted_scales(quant, q, k, tiles, sequences):
-        if hasattr(given, "dtype"):
-            given = operand(f"the static {name}_scale", given)
-        if given is None:
-            array = xp.ones((1, 1, wanted[2]), np.float32)
-        else:
-            array = xp.asarray(given, np.float32).reshape(_shape(given))
-        whole = array if array.shape == wanted else xp.broadcast_to(array, wanted)
+    for name, given, wanted in wanted_scales(quant, q, k, tiles, None):
+        array = np.float32(1 if given is None else given)
+        found[name] = np.ascontiguousarray(np.broadcast_to(array, wanted))
+    return found
+
+
+def described_scales(
+    quant: QuantConfig,
+    arrays: Mapping[str, Described],
+    rows: Mapping[str, Described],
+    tiles: Tiles,
+    *,
+    sequences: int | None = None,
+    entries: int = 1,
+) -> dict[str, Described]:
+    """Return given scales by buffer in the shapes of dynamic ones, as kernels read them.
+
+    Parameters
+    ----------
+    quant : QuantConfig
+    arrays : mapping of str to Described
+        With those of `QuantConfig.scales_beside`.
+    rows : mapping of str to Described
+        Q and K.
+    tiles : Tiles
+    sequences : int, optional
+        How many are packed in the operands: scales are given for a batch of so many, and returned
+        as (1, heads or 1, sequences).
+    entries : int
+        How many scales one of all batch entries becomes.
+
+    Raises
+    ------
+    ValueError, UnsupportedError
+        As `check_static_scales`.
+    """
+    shapes = rows["q"].shape, rows["k"].shape
+    check_static_scales(quant, *shapes, tiles, sequences)
+    found = {}
+    for name, given, wanted in wanted_scales(quant, *shapes, tiles, sequences):
+        x = arrays[f"{name}_static_scale"]
+        if given is None:  # of queries that are yet to come
+            x, wanted = x.filled(1.0, (1, 1, wanted[2])), (1, 1, wanted[2])
+        wanted = (max(wanted[0], entries), *wanted[1:])
+        x = x if x.shape == wanted else x.broadcast_to(wanted)
         if sequences is not None:
-            whole = xp.broadcast_to(whole, (sequences, *wanted[1:])).swapaxes(0, 2)
-        found[name] = xp.ascontiguousarray(whole)
+            x = x.broadcast_to((sequences, *wanted[1:])).swapaxes(0, 2)
+        found[f"{name}_static_scale"] = x.whole()
     return found

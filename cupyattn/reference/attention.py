@@ -19,12 +19,11 @@ from cupyattn.arrays.groups import merge_heads, scale_of_row, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
 from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.attention import KernelCall, kernel_call_of
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import check_dtype
+from cupyattn.problem.checks import check_dtype, check_smoothing
 from cupyattn.problem.form import Kernel
-from cupyattn.problem.options import TurnedOptions, Unpack, takes_options
-from cupyattn.problem.received import Received, receive_arguments
-from cupyattn.problem.scoring import Scoring, check_smoothing
+from cupyattn.problem.settings import TurnedOptions, Unpack, takes_options
 from cupyattn.quant.operand_protocol import (
     Quantized,
     check_one_sequence,
@@ -33,6 +32,7 @@ from cupyattn.quant.operand_protocol import (
 from cupyattn.reference.attention_8bit import by_shifts, by_tile
 from cupyattn.reference.rounding import ex2, fma32, from_sum, round_to
 from cupyattn.reference.scores import Scores, prepare_scores
+from cupyattn.reference.scoring import Scoring
 from cupyattn.reference.softmax_state import Float32, RowState, Step, inverse, softmax_of_rows
 
 
@@ -134,7 +134,7 @@ def attention_mirror(
         if k is None or v is None:
             raise TypeError("k and v may only be left out where q is a QuantizedQKV")
         storage_name(q, k, v)
-    received = receive_arguments(locals())
+    received = kernel_call_of(locals())
     o, lse, steps = run_kernel(received, numerics=numerics, trace=trace)
     results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
     return results if len(results) > 1 else o
@@ -149,13 +149,13 @@ def coded_arrays(quantized: Quantized) -> tuple[Array, Array, Array]:
 
 
 def run_kernel(
-    received: Received, *, numerics: Numerics | None = None, trace: bool = False
+    received: KernelCall, *, numerics: Numerics | None = None, trace: bool = False
 ) -> tuple[Array, Float32, list[Step]]:
     """Compute attention as a kernel does.
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
     numerics : Numerics, optional
         Rounding points in place of the kernel's own.
     trace : bool
@@ -175,9 +175,9 @@ def run_kernel(
         q, k, v = coded_arrays(quantized)
     tiles, sigma = kernel.tiles, kernel.call.scale
     n = numerics or kernel.numerics(quantized and quantized.config)
-    check_features(n, options.softcap, options.bias)
+    check_features(n, options["softcap"], options["bias"])
     scoring = Scoring.of(q, k, options)
-    check_smoothing(options.softcap, None if quantized is None else quantized.k_mean)
+    check_smoothing(options["softcap"], None if quantized is None else quantized.k_mean)
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         # S0 locate, S1 load Q
         scores = prepare_scores(q, k, sigma, scoring, n, quantized)

@@ -9,7 +9,7 @@ rung in `cupyattn.reference.unfused`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,10 @@ from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.checks import ScoreOptions, check_scale
-from cupyattn.problem.options import MaskedOptions, TurnedOptions, Unpack, takes_options
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.scoring import Scoring
-from cupyattn.problem.settings import parse
+from cupyattn.problem.checks import check_scale
+from cupyattn.problem.row_preparation import Rope
+from cupyattn.problem.settings import MaskedOptions, TurnedOptions, Unpack, parse, takes_options
+from cupyattn.reference.scoring import Scoring
 
 #: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few
 #: times that).
@@ -106,7 +105,7 @@ def blocks_of(
     k: Array,
     v: Array,
     scale: float | None,
-    options: ScoreOptions,
+    options: Mapping[str, Any],
     rows: Array | None,
 ) -> Iterator[ScoreBlock]:
     """Yield what `score_blocks` says."""

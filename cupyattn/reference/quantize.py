@@ -62,7 +62,7 @@ def quantize_mirror(
     fields: dict[str, Any] = {"group_v": quant.group_v(tiles)}
     groups = {"q": quant.group_q(tiles), "k": quant.group_kv(tiles)}
     granularities = {"q": quant.granularity_q, "k": quant.granularity_k}
-    static = static_scales(np, quant, q.shape, k.shape, tiles)
+    static = static_scales(quant, q.shape, k.shape, tiles)
     for name, x in (("q", q), ("k", k)):
         how: dict[str, Any] = {
             "per_tensor": granularities[name] == "tensor",

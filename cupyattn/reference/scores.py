@@ -13,9 +13,9 @@ from cupyattn.arrays.groups import scale_of_row, split_heads
 from cupyattn.arrays.kinds import Array
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.scoring import EVERYWHERE, Scoring
 from cupyattn.quant.operand_protocol import Quantized, codes_less_zero
 from cupyattn.reference.rounding import fma32, round_to, small_and_large_softcap, tanh
+from cupyattn.reference.scoring import EVERYWHERE, Scoring
 from cupyattn.reference.softmax_state import LOG2E, Float32
 
 

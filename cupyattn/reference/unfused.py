@@ -13,12 +13,11 @@ from cupyattn.arrays.kinds import STORAGE, Array
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.numerics import numerics
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.options import MaskedOptions, Unpack, takes_options
-from cupyattn.problem.scoring import Scoring
-from cupyattn.problem.settings import parse
+from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_options
 from cupyattn.reference.attention import require_numpy, storage_name
 from cupyattn.reference.rounding import round_to
 from cupyattn.reference.scores import prepare_scores
+from cupyattn.reference.scoring import Scoring
 from cupyattn.reference.softmax_state import LOG2E, Float32, softmax_of_rows
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described
-from cupyattn.arrays.memory import check_apart, data_address
+from cupyattn.arrays.memory import data_address
 from cupyattn.compiler import ahead
 from cupyattn.compiler import modules as compiler
 from cupyattn.plans.records import Runnable, Work
@@ -24,14 +24,18 @@ Pick = Callable[[Mapping[str, int]], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Receiver:
-    """The buffer of an ``out`` of the caller's, and what `cupyattn.arrays.memory.meetings` says."""
+    """The buffer of an ``out`` of the caller's, and what `cupyattn.arrays.described.meetings`
+    says of arrays of the forms of a call."""
 
     buffer: str
     meetings: Mapping[str, tuple[int, int]]
 
     def check(self, addresses: Mapping[str, int]) -> None:
         """Raise ValueError where it shares memory with what is read."""
-        check_apart(self.meetings, addresses, addresses[self.buffer])
+        out = addresses[self.buffer]
+        for name, (first, last) in self.meetings.items():
+            if first < out - addresses[name] < last:
+                raise ValueError(f"out must not share memory with {name}")
 
 
 class Conversion(NamedTuple):
@@ -147,9 +151,6 @@ class Ready:
         Architecture to compile for; the device's own when omitted.
     results : mapping of str to Result, optional
         What each call makes, by buffer.
-    kept : mapping of str to cupy.ndarray, optional
-        What every call reads beside its operands, by its name (`Workspace.copy_of`). A copy is made
-        here.
     copies : mapping of str to Described, optional
         Operands that every call copies, by buffer.
     receiver : Receiver, optional
@@ -165,7 +166,6 @@ class Ready:
         arch: str | None = None,
         results: Mapping[str, Result] | None = None,
         *,
-        kept: Mapping[str, Any] | None = None,
         copies: Mapping[str, Described] | None = None,
         receiver: Receiver | None = None,
         memory: Memory | None = None,
@@ -178,8 +178,12 @@ class Ready:
         self.results = [(name, *result) for name, result in (results or {}).items()]
         self.receiver, self.facts, self.copies = receiver, facts, copies or {}
         self.memory = memory or Memory("the call")
-        scales = {one.name: one for one in work.workspace if one.copy_of}
-        self.layout = Layout.of(work.workspace, scales)
+        self.layout = Layout.of(work.workspace)
+        self._scratch_copies = [
+            (one.copy_of, self.layout.offsets[one.name], one.nbytes)
+            for one in work.workspace
+            if one.copy_of
+        ]
         self.conversions = [
             Conversion(
                 one.cast_of, one.shape, one.dtype, one.cast_strides,
@@ -194,24 +198,10 @@ class Ready:
             for plan, names in zip(work.plans, work.names, strict=True)
             for one in ready(plan, arch)
         ]
-        self._kept: Any = None  # in one piece, as the copies lie in scratch memory
-        self._kept_addresses: dict[str, int] = {}
-        if scales:
-            self._kept = cupy.empty(self.layout.copied, "uint8")
-        for name, one in scales.items():
-            place = self._kept.data + (self.layout.offsets[name] - self.layout.zeros)
-            cupy.copyto(cupy.ndarray(one.shape, one.dtype, place), (kept or {})[one.copy_of])
-            self._kept_addresses[one.copy_of] = place.ptr
-
     @property
     def scratch_bytes(self) -> int:
         """Scratch memory that a launch takes."""
         return self.layout.nbytes
-
-    @property
-    def can_be_kept(self) -> bool:
-        """Whether later calls may use it: not where a CUDA graph is yet to make what they read."""
-        return self._kept is None or not self.is_captured()
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph is capturing CuPy's current stream."""
@@ -294,8 +284,6 @@ class Ready:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
-        if self._kept_addresses:
-            addresses = {**addresses, **self._kept_addresses}
         if self._is_replayed:
             work = functools.partial(self.enqueue, addresses, scratch)
             key = self, scratch, self._pick_outer(addresses)
@@ -316,6 +304,7 @@ class Ready:
     def _pick_outer(self) -> Pick:
         """What takes the addresses that scratch memory does not give: what a graph is known by."""
         names = dict.fromkeys(name for _, some in self._launches for name in some)
+        names |= dict.fromkeys(name for name, *_ in self._scratch_copies)
         return picking([name for name in names if name not in self.layout.offsets])
 
     def enqueue(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
@@ -323,9 +312,9 @@ class Ready:
         layout, runtime = self.layout, self._runtime
         if layout.zeros:
             runtime.memsetAsync(scratch, 0, layout.zeros, stream)
-        if layout.copied:
-            to, kind = scratch + layout.zeros, runtime.memcpyDeviceToDevice
-            runtime.memcpyAsync(to, self._kept.data.ptr, layout.copied, kind, stream)
+        for name, start, nbytes in self._scratch_copies:
+            kind = runtime.memcpyDeviceToDevice
+            runtime.memcpyAsync(scratch + start, addresses[name], nbytes, kind, stream)
         if layout.offsets:
             inner = {name: scratch + offset for name, offset in layout.offsets.items()}
             addresses = {**addresses, **inner}

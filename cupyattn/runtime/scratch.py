@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -97,15 +97,14 @@ def saying_what_is_needed(memory: Memory, *, on_device: bool) -> Iterator[None]:
 class Layout:
     """Where scratch buffers lie in one piece of memory: on a device an allocation costs time.
 
-    What has to be zero comes first, so that one fill is enough; what is copied from elsewhere
-    follows, so that one copy is.
+    What has to be zero comes first, so that one fill is enough.
 
     Parameters
     ----------
     offsets : mapping of str to int
         Bytes from the start, multiples of `ALIGNMENT`.
-    zeros, copied, nbytes : int
-        Bytes that have to be zero, bytes behind these that are copied, and all of them.
+    zeros, nbytes : int
+        Bytes that have to be zero, and all of them.
     """
 
     #: Enough for every access of a kernel and for a tensor map.
@@ -113,16 +112,14 @@ class Layout:
 
     offsets: Mapping[str, int]
     zeros: int
-    copied: int
     nbytes: int
 
     @classmethod
-    def of(cls, workspace: Sequence[Workspace], copied: Collection[str] = ()) -> Layout:
-        """Lay buffers out one behind the other; those named in `copied` are not zero before."""
-        offsets, zeros, copies, end = {}, 0, 0, 0
-        for work in sorted(workspace, key=lambda work: (not work.zeros, work.name not in copied)):
+    def of(cls, workspace: Sequence[Workspace]) -> Layout:
+        """Lay buffers out one behind the other."""
+        offsets, zeros, end = {}, 0, 0
+        for work in sorted(workspace, key=lambda work: not work.zeros):
             offsets[work.name] = end
             end += -(-work.nbytes // cls.ALIGNMENT) * cls.ALIGNMENT
             zeros = end if work.zeros else zeros
-            copies = end - zeros if work.name in copied else copies
-        return cls(offsets, zeros, copies, end)
+        return cls(offsets, zeros, end)

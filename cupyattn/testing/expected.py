@@ -18,8 +18,8 @@ from cupyattn.bounds.bound import Bound
 from cupyattn.bounds.codes import Prediction
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.kernels.numerics import Numerics
+from cupyattn.problem.attention import KernelCall
 from cupyattn.problem.checks import check_scale
-from cupyattn.problem.received import Received
 from cupyattn.reference.exact import attention_exact
 
 #: Scores (batch heads len_q len_kv) up to which every row is judged.
@@ -155,7 +155,7 @@ class Expectation:
 
 
 def expectation(
-    received: Received,
+    received: KernelCall,
     *,
     numerics: Numerics | None = None,
     rows: Array | None = None,
@@ -168,7 +168,7 @@ def expectation(
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
     numerics, rows, seed, exact
         As for `cupyattn.testing.judge`.
     codes : bool
@@ -204,15 +204,15 @@ def expectation(
     return Expectation(rows, o, lse, bound, predicted, known)
 
 
-def options_of_exact(received: Received, rows: Array) -> dict[str, Any]:
+def options_of_exact(received: KernelCall, rows: Array) -> dict[str, Any]:
     """Return the options of exact attention."""
     call = received.kernel.call
     # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
     scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
-    return {"scale": scale, "rows": rows, **vars(received.scores)}
+    return {"scale": scale, "rows": rows, **received.scores}
 
 
-def operands_of(received: Received) -> tuple[Any, Any, Any]:
+def operands_of(received: KernelCall) -> tuple[Any, Any, Any]:
     """Return q, k, v as the kernel multiplies them."""
     if received.quantized is not None:
         return kernel_bounds.kernel_operands(received.quantized)

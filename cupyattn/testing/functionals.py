@@ -20,7 +20,7 @@ from cupyattn.bounds.rows import FLUSHED_WEIGHT
 from cupyattn.bounds.scores import REFERENCE
 from cupyattn.bounds.signed import WeightErrors, weight_errors
 from cupyattn.kernels.numerics import Numerics
-from cupyattn.problem.received import Received
+from cupyattn.problem.attention import KernelCall
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: Keys of a group, whose scale of K may be off.
@@ -55,7 +55,7 @@ class FunctionalRatio:
 
 
 def sums_over_channels(
-    received: Received,
+    received: KernelCall,
     residual: Array,
     bound: Bound,
     rows: Array,
@@ -66,7 +66,7 @@ def sums_over_channels(
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
     residual : (batch, heads, len(rows), head_dim) array
         Output less exact attention, float64.
     bound : Bound

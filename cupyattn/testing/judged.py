@@ -14,7 +14,7 @@ from cupyattn.bounds.bound import widest
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.received import Received
+from cupyattn.problem.attention import KernelCall
 from cupyattn.reference.exact import attention_exact
 from cupyattn.runtime.origins import origin
 from cupyattn.testing.expected import (
@@ -57,7 +57,7 @@ class Held:
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
         The kernel that is taken to have made it.
     known : Expectation
     o : Array
@@ -69,7 +69,7 @@ class Held:
     sums : tuple of FunctionalRatio
     """
 
-    received: Received
+    received: KernelCall
     known: Expectation
     o: Array
     worst: Element
@@ -86,7 +86,7 @@ class Held:
 
 
 def judge_kernel(
-    received: Received,
+    received: KernelCall,
     o: Array,
     lse: Array | None = None,
     *,
@@ -100,7 +100,7 @@ def judge_kernel(
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
     o, lse, numerics, rows, seed, exact
         As for `cupyattn.testing.judge`.
     further : Further
@@ -182,14 +182,14 @@ def judge_parts(
     return reports
 
 
-def named(received: Received) -> str:
+def named(received: KernelCall) -> str:
     """Return the words for form and tiles of a kernel."""
     kernel = received.kernel
     tiles = kernel.tiles
     return f"form {kernel.form} on tiles {tiles.block_q} x {tiles.block_kv}"
 
 
-def check_shapes(received: Received, o: Array, lse: Array | None) -> None:
+def check_shapes(received: KernelCall, o: Array, lse: Array | None) -> None:
     """Raise ValueError unless O and lse have the shapes that the operands ask for."""
     q, *others = operands_of(received)
     array_namespace(o, q, *others)
@@ -201,7 +201,7 @@ def check_shapes(received: Received, o: Array, lse: Array | None) -> None:
 
 
 def hold(
-    received: Received,
+    received: KernelCall,
     known: Expectation,
     o: Array,
     lse: Array | None,
@@ -301,14 +301,14 @@ def report_of(
 
 
 def _exact_of_caller(
-    received: Received, exact: Callable[..., Any], scored: dict[str, Any]
+    received: KernelCall, exact: Callable[..., Any], scored: dict[str, Any]
 ) -> tuple[Array, Array] | None:
     """Return exact attention (o, lse) of the caller's arrays.
 
     `scored` are its options. None where the arrays are not known, or are those that the kernel
     multiplies.
     """
-    (q, k, v), preparation = received.arrays, received.preparation
+    (q, k, v), preparation = received.rows, received.preparation
     if q is None or (received.quantized is None and preparation is None):
         return None
     if preparation is not None:
@@ -318,7 +318,7 @@ def _exact_of_caller(
 
 
 def _quantisation(
-    received: Received,
+    received: KernelCall,
     of_operands: tuple[Array, Array],
     of_caller: tuple[Array, Array] | None,
     scored: dict[str, Any],
@@ -328,7 +328,7 @@ def _quantisation(
     `scored` are the options of exact attention. None where nothing was quantised, or the arrays are
     not known.
     """
-    (q, k, v), preparation, quantized = received.arrays, received.preparation, received.quantized
+    (q, k, v), preparation, quantized = received.rows, received.preparation, received.quantized
     if quantized is None or of_caller is None:
         return None
     prepared = None

@@ -6,7 +6,6 @@ its packed sequences. Lengths of padded entries become a mask, which admits the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +16,11 @@ from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.compiler import target
-from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import described
-from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.form import fresh_rows, kernel_support, settle
+from cupyattn.problem.attention import AttentionProblem, KernelCall, kernel_call
+from cupyattn.problem.form import FORM_ARCHITECTURES, fresh_rows, settle_each
 from cupyattn.problem.operands import Codes
-from cupyattn.problem.received import FORM_ARCHITECTURES, Received, receive
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import LENGTHS as COUNTS
 from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one_entry
@@ -60,10 +57,10 @@ class Part:
     given: Array
     entry: int | None = None
 
-    def received(self, form: str | None, tiles: Tiles | None) -> Received:
+    def received(self, form: str | None, tiles: Tiles | None) -> KernelCall:
         """Return what a kernel of a form and tiles received."""
         settings = self.settings._replace(tiles=tiles)
-        return receive(settings, self.arrays, quantized=self.quantized, form=form)
+        return kernel_call(settings, self.arrays, quantized=self.quantized, form=form)
 
 
 def parts_of(
@@ -93,7 +90,7 @@ def parts_of(
         arrays = {n: to_bhsd(a, "BSHD") if n in "qkv" and a is not None else a
                   for n, a in arrays.items()}  # fmt: skip
         settings = settings._replace(layout="BHSD")
-    if "lengths_q" in arrays or "lengths_kv" in arrays:
+    if {*COUNTS} & arrays.keys():
         settings, arrays = _masked(settings, arrays, quantized)
     return [Part(settings, arrays, quantized, o, lse, given)]
 
@@ -110,7 +107,7 @@ def _masked(
     described = {name: Described.of(name, x) for name, x in own.items()}
     xp, lengths = array_namespace(like), describe_lengths(Described.of("q", like), described)
     lengths = {name: x.bound(own[name]) for name, x in lengths.items()}
-    full = {"lengths_q": len_q, "lengths_kv": len_kv}
+    full = dict(zip(COUNTS, (len_q, len_kv), strict=True))
     counts = [xp.clip(lengths[n], 0, most) if n in lengths else xp.full(shape[0], most)
               for n, most in full.items()]  # fmt: skip
     of_q, of_kv = (count[:, None, None, None] for count in counts)
@@ -247,34 +244,17 @@ def kernels_tried(
         If no kernel takes the call.
     """
     problem = problem_of_call(settings, arrays, quantized)
-    rung, z = problem.variant, problem.quantized
-    own = target.own_arch("cuda", problem.rows["q"]) if problem.rows["q"].device >= 0 else None
+    z, q = problem.quantized, problem.rows["q"]
+    own = target.own_arch("cuda", q) if q.device >= 0 else None
     codes = None if z is None else Codes.of(z)
     asked = [(codes, form, arch) for arch in (own, *FORM_ARCHITECTURES)]
     if z is not None and codes is not None and z.config.fused and form is None:
         asked.append((replace(codes, fused=True), "fused", None))
-    places = problem.places
-    as_they_lie = {n: replace(x, misalignment=0) for n, x in places.rows.items()}
-    fresh = {n: fresh_rows(x) for n, x in places.rows.items()}
-    tried: list[tuple[str, Tiles]] = []
-    refused: Exception | None = None
-    for (kind, name, arch), rows in itertools.product(asked, (as_they_lie, fresh)):
-        operands = places._replace(**rows)
-        try:
-            kernel = settle(
-                rung, problem.attended, operands, codes=kind, tiles=settings.tiles, arch=arch,
-                form=name,
-            )  # fmt: skip
-            if kernel.row.on_hopper:
-                kernel_support(kernel, operands).check()
-        except (UnsupportedError, ValueError) as error:  # a form that does not take the call
-            refused = refused or error
-            continue
-        if (kernel.form, kernel.tiles) not in tried:
-            tried.append((kernel.form, kernel.tiles))
-    if not tried and refused is not None:
-        raise refused
-    return tried
+    as_they_lie = {n: replace(x, misalignment=0) for n, x in problem.places.rows.items()}
+    fresh = {n: fresh_rows(x) for n, x in problem.places.rows.items()}
+    places = [problem.places._replace(**rows) for rows in (as_they_lie, fresh)]
+    kernels = settle_each(problem.variant, problem.attended, places, asked, settings.tiles)
+    return [(kernel.form, kernel.tiles) for kernel in kernels]
 
 
 def problem_of_call(
@@ -284,7 +264,7 @@ def problem_of_call(
     if quantized is None:
         present = {n: a for n, a in arrays.items() if a is not None or n in "qkv"}
     else:  # whose rows were prepared before
-        names = ("mask", "bias", "block_mask", "lengths_q", "lengths_kv")
+        names = ("mask", "bias", "block_mask", *COUNTS)
         present = {"q": quantized, "k": None, "v": None}
         present |= {n: arrays[n] for n in names if arrays.get(n) is not None}
         settings = settings._replace(layout="BHSD")

@@ -16,7 +16,7 @@ from cupyattn.arrays.kinds import Array, array_namespace, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.bounds.signed import FAILURE, signed_bound
 from cupyattn.kernels.numerics import Numerics
-from cupyattn.problem.received import Received
+from cupyattn.problem.attention import KernelCall
 
 #: Runs the call that is judged on other values: ``run(v) -> o``, or ``run(quantized) -> o`` where
 #: the operands were quantised. O may be anything with DLPack.
@@ -58,7 +58,7 @@ def draw_signs(v: Array, rng: np.random.Generator) -> Array:
     return xp.asarray(drawn.astype(np.float32)).astype(v.dtype)
 
 
-def with_signs(received: Received, rng: np.random.Generator) -> tuple[Received, Any]:
+def with_signs(received: KernelCall, rng: np.random.Generator) -> tuple[KernelCall, Any]:
     """Return what a kernel receives where values have signs, and the operand for `SignedRun`."""
     quantized = received.quantized
     if quantized is not None:
@@ -69,17 +69,18 @@ def with_signs(received: Received, rng: np.random.Generator) -> tuple[Received, 
             )
         signed = replace(quantized, v=quantized.v * draw_signs(quantized.v, rng))
         # NOTE: the caller's arrays say what quantising cost (J3), which signs do not change.
-        return replace(received, arrays=(None, None, None), quantized=signed), signed
-    q, k, v = received.arrays
+        unknown = {**received.arrays, **dict.fromkeys("qkv")}
+        return replace(received, arrays=unknown, quantized=signed), signed
+    v = received.arrays["v"]
     signed = v * draw_signs(v, rng)
-    return replace(received, arrays=(q, k, signed)), signed
+    return replace(received, arrays={**received.arrays, "v": signed}), signed
 
 
 def judge_signed(
-    received: Received,
+    received: KernelCall,
     run: SignedRun,
     rows: Array,
-    exact: Callable[[Received], Array],
+    exact: Callable[[KernelCall], Array],
     *,
     draws: int = 1,
     numerics: Numerics | None = None,
@@ -89,7 +90,7 @@ def judge_signed(
 
     Parameters
     ----------
-    received : Received
+    received : KernelCall
         Of the call with values as given.
     run : callable
         As `SignedRun`.

@@ -17,10 +17,9 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.options import ProblemOptions, Unpack, takes_options
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.row_preparation import PAIRS
-from cupyattn.problem.settings import of_arguments
+from cupyattn.problem.settings import ProblemOptions, Unpack, of_arguments, takes_options
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import judged
 from cupyattn.testing.counterexamples import keep

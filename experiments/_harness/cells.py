@@ -25,7 +25,7 @@ from cupyattn.kernels import ladder
 from cupyattn.measure import device, rungs, timing
 from cupyattn.ops.explain import kernel_form
 from cupyattn.plans.records import Launch
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from experiments._harness import graphs
 
 #: What keeps a cell from running; its row says so.

@@ -36,7 +36,7 @@ from cupyattn.bounds.kernel import bound_kernel, predict_kernel
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.cli import output
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.received import Received, receive
+from cupyattn.problem.attention import KernelCall, kernel_call
 from cupyattn.problem.settings import Settings
 from experiments._harness import plots, recording
 
@@ -140,10 +140,10 @@ class Inputs:
         return self.kept[1]
 
 
-def received(quantized: Any, cell: Cell, form: str, tiles: Tiles) -> Received:
+def received(quantized: Any, cell: Cell, form: str, tiles: Tiles) -> KernelCall:
     """Return the record that bounds and prediction take."""
     settings = Settings("fa_int8", causal=cell.causal, tiles=tiles)
-    return receive(settings, {"q": None, "k": None, "v": None}, quantized=quantized, form=form)
+    return kernel_call(settings, {"q": None, "k": None, "v": None}, quantized=quantized, form=form)
 
 
 def other_tiles(tiles: Tiles) -> Tiles:

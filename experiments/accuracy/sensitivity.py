@@ -45,7 +45,7 @@ from cupyattn.bounds.signed import signed_bound
 from cupyattn.cli import output, plot
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device
-from cupyattn.problem.received import Received, receive
+from cupyattn.problem.attention import KernelCall, kernel_call
 from cupyattn.problem.settings import Settings
 from cupyattn.testing.expected import Expectation, expectation
 from cupyattn.testing.signed import with_signs
@@ -170,7 +170,7 @@ class Trial:
         where = {n: x for n, x in self.options.items() if n in ("arch", "backend")}
         return drawn, ca.quantize(*drawn, quant=ca.QuantConfig(**self.form.quant), **where)
 
-    def run(self) -> tuple[Received, Expectation, Any, Any]:
+    def run(self) -> tuple[KernelCall, Expectation, Any, Any]:
         """Return what the kernel received, what its output is held to, O and lse."""
         arrays, codes = self.operands()
         kernel = received(self, arrays, codes)
@@ -191,7 +191,7 @@ def call(trial: Trial, arrays: tuple[Any, ...], codes: Any) -> tuple[Any, Any]:
     return o, lse
 
 
-def received(trial: Trial, arrays: tuple[Any, ...], codes: Any) -> Received:
+def received(trial: Trial, arrays: tuple[Any, ...], codes: Any) -> KernelCall:
     """Return the kernel of a trial, with its operands, as the judge takes it."""
     form = ca.kernel_form(*(arrays if codes is None else (codes,)), **trial.options)
     settings = Settings(
@@ -199,10 +199,10 @@ def received(trial: Trial, arrays: tuple[Any, ...], codes: Any) -> Received:
     )
     named = dict(zip("qkv", arrays, strict=True))
     rest = dict.fromkeys(("mask", "bias", "block_mask", "rope", "qk_norm"))
-    return receive(settings, {**named, **rest}, quantized=codes, form=form["form"])
+    return kernel_call(settings, {**named, **rest}, quantized=codes, form=form["form"])
 
 
-def ground_of(trial: Trial, kernel: Received, o: Any, lse: Any) -> Ground:
+def ground_of(trial: Trial, kernel: KernelCall, o: Any, lse: Any) -> Ground:
     """Return an output and its operands in float64."""
     codes = kernel.quantized
     multiplied = kernel.prepared if codes is None else kernel_bounds.kernel_operands(codes)

@@ -51,9 +51,9 @@ from cupyattn.measure import rungs as measuring
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
-from cupyattn.problem.checks import check_attention
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
+from cupyattn.problem.settings import check_attention
 from cupyattn.runtime import ready
 from cupyattn.testing import verdict
 from experiments._harness import merging, recording

@@ -36,7 +36,7 @@ from cupyattn.distributed.start import TRANSPORTS, by_copies
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device, timing
 from cupyattn.measure.words import format_bytes, format_ratio, format_seconds, format_share
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from experiments._harness import recording
 
 #: Of strong scaling; the first alone in a quick run.

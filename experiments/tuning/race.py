@@ -37,7 +37,7 @@ from cupyattn.kernels import ladder
 from cupyattn.measure.words import align
 from cupyattn.plans import attention
 from cupyattn.plans.records import Plan
-from cupyattn.problem.form import kernel_support, settle
+from cupyattn.problem.form import check_kernel, settle
 from cupyattn.problem.operands import Operands
 from cupyattn.runtime import ready
 from experiments._harness import recording
@@ -146,7 +146,7 @@ def plan_of(candidate: Candidate, problem: Problem, *operands: Operand) -> Plan:
     form = candidate.form
     lie = Operands(*operands)
     kernel = settle(form.variant, problem.call, lie, tiles=candidate.tiles, arch=form.arch)
-    kernel_support(kernel, lie).check()
+    check_kernel(kernel, lie)
     plan = attention.plan_attention(kernel, lie)
     if plan.form != form.name:
         raise ca.UnsupportedError(plan.note)

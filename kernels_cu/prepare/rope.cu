@@ -6,7 +6,7 @@
 // Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows to a block. The float32 rungs
 //              do the same as they load (rope.cuh) and need no pass.
 // Rounding     R0 two products and their sum or difference, then the operand's type
-// Mirror       cupyattn.problem.rope.Rope.turned, to the bit    Bound  cupyattn.bounds.rotation
+// Mirror       cupyattn.problem.row_preparation, to the bit    Bound  cupyattn.bounds.rotation
 #include "prims/config.cuh"
 #include "prims/io/rope.cuh"
 #include "prims/io/varlen.cuh"

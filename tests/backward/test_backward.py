@@ -30,8 +30,8 @@ from cupyattn.gradients.mirror import mirror_gradients
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.backward_tiles import hopper_backward_tiles
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.checks import check_attention
-from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Rope
+from cupyattn.problem.settings import check_attention
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact

@@ -19,7 +19,7 @@ from cupyattn.kernels.backward_tiles import SUMMED
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.call import Packed
+from cupyattn.problem.checks import Packed
 from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,

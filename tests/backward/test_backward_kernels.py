@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from cupyattn.plans.backward import ROW_PAD, BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.call import AttentionSpec, Packed
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.checks import AttentionSpec, Packed
+from cupyattn.problem.settings import check_attention
 from cupyattn.reference.attention import attention_mirror
 from tests.backward.backward_cases import (
     FORMS,
@@ -142,7 +143,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
 def test_a_grid_past_what_a_launch_takes_is_told() -> None:
     call = call_of(2**30, 2**30)
     with pytest.raises(UnsupportedError, match="backward_delta takes .* blocks, more than"):
-        plan_of(AttentionSpec(**{**vars(call), "heads": 2**10}), deterministic=True)
+        plan_of(replace(call, heads=2**10), deterministic=True)
 
 
 #: Of `revealing_backward`, what is interpreted in every run of the tests.

@@ -20,7 +20,7 @@ from cupyattn.bounds.kernel import bound_kernel, predict_kernel
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.kernels.numerics import FP8_LEAST_NORMAL
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.received import Received, receive
+from cupyattn.problem.attention import KernelCall, kernel_call
 from cupyattn.problem.settings import Settings
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.rounding import codes_of_p
@@ -47,11 +47,11 @@ class Call:
         self.found = predict_kernel(self.kernel)
 
 
-def received(quantized: Any, form: str, **options: Any) -> Received:
+def received(quantized: Any, form: str, **options: Any) -> KernelCall:
     scores = {name: options.pop(name, None) for name in ("mask", "bias", "block_mask")}
     settings = Settings("fa_int8", **options)
     arrays = {"q": None, "k": None, "v": None, **scores}
-    return receive(settings, arrays, quantized=quantized, form=form)
+    return kernel_call(settings, arrays, quantized=quantized, form=form)
 
 
 def ratio(o: np.ndarray, found: Prediction) -> np.ndarray:
@@ -280,7 +280,7 @@ def cut_sums(codes: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 def test_a_kernel_without_codes_is_refused() -> None:
     x = np.ones((1, 1, 8, 16), np.float16)
-    kernel = receive(Settings("fa"), {"q": x, "k": x, "v": x})
+    kernel = kernel_call(Settings("fa"), {"q": x, "k": x, "v": x})
     with pytest.raises(ValueError, match="float32"):
         predict_kernel(kernel)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.measure import device
 from cupyattn.measure import rungs as measure
 from cupyattn.measure.rungs import Judgement
+from cupyattn.problem.attention import KernelCall
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.received import Received
 from cupyattn.reference import attention as reference_mirror
 from cupyattn.reference import exact
 from cupyattn.testing.verdict import Report
@@ -103,7 +104,7 @@ def test_ladder_fails_where_a_rung_misses_its_bound(
 ) -> None:
     mirror = reference_mirror.run_kernel
 
-    def broken(received: Received, **options: Any) -> Any:
+    def broken(received: KernelCall, **options: Any) -> Any:
         o, lse, steps = mirror(received, **options)
         if received.kernel.variant.name == "fa_warps":
             o = o.copy()
@@ -388,6 +389,31 @@ def test_the_ncu_command_keeps_to_the_range_and_takes_the_sources() -> None:
     assert options["--nvtx-include"] == f"{profile.NVTX_RANGE}/"
     assert options["--import-source"] == "yes"
     assert Path(options["--source-folders"]) == kc.KERNELS
+
+
+@pytest.mark.parametrize(("flag", "tool"), [("ncu", "ncu"), ("sanitizer", "compute-sanitizer"),
+                                           ("gdb", "cuda-gdb")])  # fmt: skip
+def test_a_dry_run_prints_the_command_of_a_tool(
+    flag: str, tool: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status("profile", "fa_tc", "--runs=1", f"--{flag}", "--dry-run") == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    words = shlex.split(first)
+    assert words[0] == tool
+    again = words[words.index("profile") :]
+    assert again[:3] == ["profile", "fa_tc", "--runs=1"] and "--dry-run" not in again
+    assert cli.parser(again).parse_args(again).variant == "fa_tc"
+    exported = dict(zip(words, words[1:], strict=False)).get("--export")
+    assert bool(others) == (flag == "ncu")
+    assert not others or (f"--import {exported}.ncu-rep > " in others[0] and "--csv >" in others[0])
+
+
+def test_a_dry_run_without_a_tool_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("profile", "fa", "--dry-run") == 2
+    assert capsys.readouterr().err == (
+        "cupyattn: --dry-run is for the command of a tool: give one of --ncu, --sanitizer, --gdb "
+        "too\n"
+    )
 
 
 def test_info_names_versions_folders_and_settings(

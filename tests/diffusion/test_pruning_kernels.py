@@ -59,6 +59,25 @@ CASES: dict[str, tuple[Any, ...]] = {
 SLOW = ("two chunks of a head", "wide rows", "no scale")
 
 
+def check_importance(
+    q: np.ndarray, k: np.ndarray, scale: float | None, rows: int, **how: Any
+) -> tuple[Any, Any, Any]:
+    """Importance, what it is in float64, and its bound; operands stay as they are."""
+    before = q.tobytes(), k.tobytes()
+    found = key_importance(q, k, scale=scale, rows=rows, **how)
+    assert (q.tobytes(), k.tobytes()) == before
+    assert found.shape == k.shape[:3] and found.dtype == np.float32
+    exact, bound = importance_bound(q, k, scale=scale_of(scale, q), rows=rows)
+    assert (np.abs(found - exact) <= bound).all()
+    assert bound.sum() < 1e-2 * exact.sum()  # it says something
+    np.testing.assert_allclose(found.sum(axis=2), 1, rtol=1e-5)
+    return found, exact, bound
+
+
+def scale_of(scale: float | None, q: np.ndarray) -> float:
+    return q.shape[3] ** -0.5 if scale is None else scale
+
+
 @pytest.mark.parametrize("case", slow_unless(lambda _, c: c not in SLOW, CASES))
 def test_importance_is_within_its_bound(case: str) -> None:
     heads, lengths, head_dim, dtype, rows, scale = CASES[case]
@@ -66,18 +85,10 @@ def test_importance_is_within_its_bound(case: str) -> None:
     if case == "splits":
         shape = key_passes.row_states_shape(Operand.of(k), 1, rows)
         assert shape[1] == 3
-    before = q.tobytes(), k.tobytes()
-    found = key_importance(q, k, scale=scale, rows=rows, backend="interpret")
-    assert (q.tobytes(), k.tobytes()) == before
-    assert found.shape == k.shape[:3] and found.dtype == np.float32
-    given = {"scale": head_dim**-0.5 if scale is None else scale, "rows": rows}
-    exact, bound = importance_bound(q, k, **given)
-    assert (np.abs(found - exact) <= bound).all()
-    assert bound.sum() < 1e-2 * exact.sum()  # it says something
+    _, exact, _ = check_importance(q, k, scale, rows, backend="interpret")
     mirrored = key_importance(q, k, scale=scale, rows=rows, backend="mirror")
-    _, also = importance_bound(q, k, **given, rounded_to=dtype.name)
+    _, also = importance_bound(q, k, scale=scale_of(scale, q), rows=rows, rounded_to=dtype.name)
     assert (np.abs(mirrored - exact) <= also).all()
-    np.testing.assert_allclose(found.sum(axis=2), 1, rtol=1e-5)
 
 
 def test_any_strides_of_q_and_k() -> None:

@@ -18,7 +18,7 @@ from cupyattn.cli.plan import rows_of
 from cupyattn.distributed import Mesh, Partition
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.model import H200, Machine, fastest, meshes, predict, rate
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from experiments._harness.recording import stored
 from tests.distributed.distributed_cases import asked_for
 from tests.support.runs import normal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -46,6 +47,37 @@ def test_its_commands_exist() -> None:
         assert option in helped.stdout
     for module in re.findall(r"`python -m ((?:docs|experiments)[.\w]+)", PAGE):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def files_that_name(option: str) -> set[str]:
+    """Files whose code has an option's name, documentation and messages aside."""
+
+    def names(node: ast.AST) -> set[object]:
+        return {getattr(node, field, None) for field in ("id", "arg", "attr", "value")
+                if isinstance(getattr(node, field, None), str)}  # fmt: skip
+
+    found = {
+        path
+        for path in (ROOT / "cupyattn").rglob("*.py")
+        if any(option in names(node) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    word = re.compile(rf"\b{option}\b")
+    found |= {
+        path
+        for path in (ROOT / "kernels_cu").rglob("*.cu*")
+        if word.search(re.sub(r"//.*", "", path.read_text()))
+    }
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def test_an_option_stands_in_ten_files_at_most() -> None:
+    """Those that the page lists, of the option that came last and of others that arrays or numbers
+    are given for."""
+    section = PAGE.split("## Add an option of attention")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `([\w/.]+)` \|", section, re.MULTILINE)
+    assert len(listed) <= 10 and {*listed} == files_that_name("lengths_kv")
+    for option in ("lengths_q", "qk_norm_eps", "check_finite"):
+        assert 2 < len(files_that_name(option)) <= 10, option
 
 
 def test_the_three_judgements_have_a_sentence_each() -> None:

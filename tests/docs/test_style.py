@@ -38,6 +38,7 @@ LONG = " ".join(["word"] * 26)
         ("page.md", f"Short. {LONG.capitalize()}.\n", {"long sentences": 1}),
         ("page.md", "Bounds of those that are judged.\n", {"missing nouns": 1}),
         ("page.md", f"[{LONG[:-5]}](a/path of words)\n", {}),
+        ("page.md", f"$$a\n{LONG}\n+ b.$$\n", {}),
         ("a.py", 'def f():\n    """Return what is left."""\n', {"missing nouns": 1}),
         ("a.py", f"#: {LONG[:60]}\n#: {LONG[:75]}\nx = 1\n", {"long sentences": 1}),
         ("a.py", 'x = "nobody anew"\n', {}),

@@ -14,7 +14,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients, judge_backward
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.backward_form import settle_backward
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import check_attention
 from cupyattn.runtime.ready import run as run_plan
 from tests.backward.backward_cases import (
     FORMS,

@@ -25,7 +25,7 @@ from cupyattn.distributed.mesh import shares_of_heads
 from cupyattn.distributed.model import predict
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from tests.distributed.distributed_cases import asked_for, entry, packed
 from tests.kernels.test_merge_partials import assert_within, exactly, parts_of
 from tests.support.ranks import free_port

@@ -14,7 +14,7 @@ import pytest
 from cupyattn import attention, plan
 from cupyattn.arrays.operand import Operand
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Rope
 from cupyattn.runtime import ready
 from tests.gpu.support import arch_of, attend, embedded, on_device, run
 from tests.support.runs import (

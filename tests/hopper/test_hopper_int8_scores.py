@@ -28,6 +28,7 @@ from tests.hopper.test_hopper_scores import (
     MISTAKES,
     arrays,
     bias_of,
+    counted,
     dense,
     key_mask,
     row_mask,
@@ -235,17 +236,10 @@ def test_scores_are_changed_in_log2_units(form: str) -> None:
 @SLOW
 def test_counts_come_out_exact() -> None:
     """Scores of 0, as many keys as a power of two, whole values: no rounding but the last."""
-    q, k, v = arrays()
-    q[:] = 0
-    v[:] = np.random.default_rng(4).integers(-8, 9, v.shape)
-    mask = np.zeros((1, 1, LEN_Q, LEN_KV), bool)
-    for i, row in enumerate(mask[0, 0]):
-        row[np.random.default_rng(i).permutation(LEN_KV)[: 2 ** (i % 9)]] = True
-    expected = mask.astype(float) @ v.astype(float) / mask.sum(axis=-1, keepdims=True)
-    wanted = bits(expected.repeat(2, 1).astype(np.float16))
-    assert bits(run(RUNGS[0], (q, k, v), mask=mask).o) == wanted
+    operands, mask, expected = counted()
+    assert bits(run(RUNGS[0], operands, mask=mask).o) == bits(expected)
     bias = runs.embedded(np.where(mask, np.float16(0), np.float16(-np.inf)))
-    assert bits(run(RUNGS[0], (q, k, v), bias=bias, softcap=3.0).o) == wanted
+    assert bits(run(RUNGS[0], operands, bias=bias, softcap=3.0).o) == bits(expected)
 
 
 @pytest.mark.parametrize("rung", [RUNGS[0], *(pytest.param(x, marks=SLOW) for x in RUNGS[1:])])

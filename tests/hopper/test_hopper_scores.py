@@ -173,22 +173,28 @@ def test_sequences_that_are_packed(bias: bool) -> None:
 # ---- exact ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "softcap"),
-    [("mask", 0.0), ("bias", 3.0), pytest.param("bias", 0.0, marks=pytest.mark.slow)],
-)
-def test_counts_come_out_exact(kind: str, softcap: float) -> None:
-    """Scores of 0, as many keys as a power of two, whole values: no rounding but the last."""
+def counted() -> tuple[Arrays, np.ndarray, np.ndarray]:
+    """Operands whose scores are 0, a mask of as many keys as a power of two, and O."""
     q, k, v = arrays()
     q[:] = 0
     v[:] = np.random.default_rng(4).integers(-8, 9, v.shape)
     mask = np.zeros((1, 1, LEN_Q, LEN_KV), bool)
     for i, row in enumerate(mask[0, 0]):
         row[np.random.default_rng(i).permutation(LEN_KV)[: 2 ** (i % 9)]] = True
-    bias = np.where(mask, np.float16(0), np.float16(-np.inf))
     expected = mask.astype(float) @ v.astype(float) / mask.sum(axis=-1, keepdims=True)
-    one = run((q, k, v), softcap=softcap, **({"mask": mask} if kind == "mask" else {"bias": bias}))
-    assert bits(one.o) == bits(expected.repeat(2, 1).astype(np.float16))
+    return (q, k, v), mask, expected.repeat(2, 1).astype(np.float16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "softcap"),
+    [("mask", 0.0), ("bias", 3.0), pytest.param("bias", 0.0, marks=pytest.mark.slow)],
+)
+def test_counts_come_out_exact(kind: str, softcap: float) -> None:
+    """Scores of 0, as many keys as a power of two, whole values: no rounding but the last."""
+    operands, mask, expected = counted()
+    bias = np.where(mask, np.float16(0), np.float16(-np.inf))
+    one = run(operands, softcap=softcap, **({"mask": mask} if kind == "mask" else {"bias": bias}))
+    assert bits(one.o) == bits(expected)
 
 
 def test_a_bias_chooses_a_key() -> None:

@@ -22,7 +22,7 @@ from cupyattn.ops.attention import resolved
 from cupyattn.plans import records
 from cupyattn.plans.records import Plan
 from cupyattn.plans.stages import stages
-from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Rope
 from cupyattn.quant.quantizers import VALUES_PAD
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support.marks import slow

@@ -21,7 +21,7 @@ from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantizers import in_padded_rows
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.kernels.test_kernels_compile import features_of
-from tests.quant.test_zero_points import moved
+from tests.quant.test_zero_points import check_the_largest_products, moved
 from tests.support import runs
 from tests.support.marks import slow, slow_rows
 from tests.support.runs import bits, hopper_blocks, normal, packed, sequences
@@ -94,17 +94,7 @@ def test_pieces_of_tiles_begin_at_keys_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_the_largest_products_there_are() -> None:
-    """256 times 256^2 is 2^24: exact in int32 and in float32."""
-    q = np.full((1, 1, 3, 256), -128, np.int8)
-    k = q.copy()
-    k[0, 0, 1], k[0, 0, 2, :100] = 127, 5
-    v = np.zeros((1, 1, 3, 256), np.float16)
-    for zero in (128, 127, -128):
-        z = QuantizedQKV.from_codes(q, k, v, 1.0, 1.0, zero, zero)
-        exact = ((q.astype(int) - zero) @ (k.astype(int) - zero).swapaxes(-1, -2))[0, 0, 0]
-        scale = 2.0**-26
-        _, lse = attention(z, scale=scale, return_lse=True, **HOPPER)
-        np.testing.assert_allclose(lse, np.log(np.exp(exact * scale).sum()), rtol=2.0**-21)
+    check_the_largest_products(**HOPPER)
 
 
 # ---- J2 and J3 -----------------------------------------------------------------------------------

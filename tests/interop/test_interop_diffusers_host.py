@@ -14,7 +14,7 @@ import pytest
 
 from cupyattn import QuantConfig, UnsupportedError
 from cupyattn.runtime import recent
-from tests.interop.test_interop_torch_host import OnDevice, calls  # noqa: F401
+from tests.interop.test_interop_torch_host import OnDevice, calls, planned_no_more  # noqa: F401
 from tests.runtime.test_host_calls import Driver, array, check, driver, planned  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
@@ -89,7 +89,7 @@ def test_a_form_that_was_seen_is_launched_from_addresses_and_counted(
             given, o = attend(layer, schedule, ratio)
             assert o.strides == given["q"].strides and not o.flags.c_contiguous
             check(driver, made[variant], {**{name: given[name] for name in read}, "o": o})
-        monkeypatch.setattr(calls.module, "_arrays", lambda *_, **__: pytest.fail("planned again"))
+        planned_no_more(monkeypatch)
     assert layer._policy.asked == [1.0, 0.25] * 3
     report = layer.report()
     assert report.modes == {"balanced": 3, "precision": 3} and not report.native

@@ -52,9 +52,9 @@ def test_masks_are_those_of_the_call(name: str, monkeypatch: pytest.MonkeyPatch)
     mask, read = masks_of_scores()[name], {}
     own = layers.calls.forward
 
-    def forward(settings: Any, tensors: Any, out: Any) -> Any:
+    def forward(settings: Any, tensors: Any) -> Any:
         read.update(tensors)
-        return own(settings, tensors, out)
+        return own(settings, tensors)
 
     monkeypatch.setattr(layers.calls, "forward", forward)
     model, x = calling(lambda q: attend(q, q, q, mask)), torch.randn(2, 70, 32).half()

@@ -349,7 +349,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checks by shapes and types alone, none of which was made before the test."""
     CALLS.clear()
     return watch_calls(
-        monkeypatch, (api, "described"), (backward, "check_backward_call"),
+        monkeypatch, (api, "described"), (backward, "resolved_backward"),
         (layers, "check_product"),
     )  # fmt: skip
 
@@ -383,7 +383,7 @@ def test_an_eager_gradient_is_resolved_once(
     resolved, whole = watch_running(monkeypatch), ["attention", "attention_backward"]
     for turn in range(2):
         jax.block_until_ready(jax.grad(loss_of(causal=True))(Q))
-        assert checked == ["described", "check_backward_call"]
+        assert checked == ["described", "resolved_backward"]
         assert resolved == whole * (turn + 1)
 
 

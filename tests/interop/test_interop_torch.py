@@ -35,7 +35,7 @@ from tests.interop.torch_cases import (
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
 bridge = importlib.import_module("cupyattn.interop.torch.bridge")
-calls = importlib.import_module("cupyattn.interop.torch.calls")
+backward = importlib.import_module("cupyattn.ops.backward")
 
 DTYPES = ("float16", "bfloat16", "float32")
 OPTIONS = options_of(33, 70, 16, 4)
@@ -299,13 +299,13 @@ def test_torchs_switch_for_deterministic_algorithms_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs, asked = problem("float16"), []
-    resolve = calls.BACKWARD.resolve
+    resolve = backward.BACKWARD.resolve
 
     def heard(settings: Any, arrays: Any) -> Any:
         asked.append(settings.deterministic)
         return resolve(settings, arrays)
 
-    monkeypatch.setattr(calls.BACKWARD, "resolve", heard)
+    monkeypatch.setattr(backward.BACKWARD, "resolve", heard)
     for enabled in (False, True):
         torch.use_deterministic_algorithms(enabled)
         try:

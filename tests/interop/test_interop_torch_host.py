@@ -6,19 +6,19 @@ import contextlib
 import importlib
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from cupyattn import QuantConfig
-from cupyattn.ops import backward, layers
+from cupyattn.arrays import described
+from cupyattn.ops import backward, layers, operation
 from cupyattn.ops.operation import problem_of
-from cupyattn.problem import attention as attention_module
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.settings import accept
 from cupyattn.runtime import recent
 from cupyattn.runtime.ready import Conversion, Ready
-from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
 from tests.runtime.test_host_calls import (  # noqa: F401
     CASES,
     SHAPES,
@@ -37,11 +37,12 @@ torch = pytest.importorskip("torch")
 class OnDevice:
     """What a call asks of a tensor on a device, over an array of memory that is never read."""
 
-    is_cuda = True
+    is_cuda, layout = True, torch.strided
     device = SimpleNamespace(index=0)
 
     def __init__(self, own: Any) -> None:
-        self.array, self.shape, self.dtype = own, own.shape, own.dtype
+        self.array, self.shape = own, own.shape
+        self.dtype = getattr(torch, own.dtype.name)
 
     def stride(self, axis: int | None = None) -> Any:
         strides = tuple(s // self.array.itemsize for s in self.array.strides)
@@ -53,20 +54,11 @@ class OnDevice:
     def get_device(self) -> int:
         return 0
 
-    def element_size(self) -> int:
-        return int(self.array.itemsize)
-
     def is_contiguous(self) -> bool:
         return bool(self.array.flags.c_contiguous)
 
-    def numel(self) -> int:
-        return int(self.array.size)
-
     def detach(self) -> OnDevice:
         return self
-
-    def new_empty(self, shape: tuple[int, ...]) -> OnDevice:
-        return OnDevice(array(shape, str(self.dtype)))
 
     def __getitem__(self, part: slice) -> OnDevice:
         return OnDevice(self.array[part])
@@ -84,32 +76,43 @@ class OnDevice:
         cupy.copyto(self.array, source.array)
 
 
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> OnDevice:
+    new = OnDevice(array(tuple(shape), str(dtype).removeprefix("torch.")))
+    assert new.stride() == strides
+    return new
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:  # noqa: F811
     """`cupyattn.interop.torch.calls` on tensors like these."""
     module = importlib.import_module("cupyattn.interop.torch.calls")
-
-    def empty(shape: Any, *, dtype: Any, device: Any) -> OnDevice:
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return OnDevice(array(shape, str(dtype).removeprefix("torch.")))
-
-    monkeypatch.setattr(torch, "empty", empty)
+    bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+    monkeypatch.setattr(bridge, "_empty", empty)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(module, "stream_handle", lambda _: driver.stream)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda _: driver.stream, raising=False
+    )
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **_: OnDevice(array(x.shape, x.array.dtype.name))
+    )
     for name, stand_in in (
-        ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
-        ("_array_on", lambda _: array((0,))),
-        ("on_device_of", lambda _: contextlib.nullcontext()), ("check_tensors", lambda *_: None),
+        ("as_array", lambda x: x.array), ("as_tensor", OnDevice),
+        ("_nothing_on", lambda _: array((0,))),
+        ("on_device_of", lambda _: contextlib.nullcontext()),
     ):  # fmt: skip
-        monkeypatch.setattr(module, name, stand_in)
+        monkeypatch.setattr(bridge, name, stand_in)
+    monkeypatch.setattr(module, "check_tensors", lambda *_: None)
     return SimpleNamespace(
-        module=module,
-        find=lambda *a: module._find(*a)[0],
+        bridge=bridge,
         forward=module.forward,
         gradients=module.backward_pass,
         Settings=module.TensorSettings.of,
     )
+
+
+def planned_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test fail if a call is resolved from now on."""
+    monkeypatch.setattr(operation, "problem_of", lambda *_: pytest.fail("planned again"))
 
 
 @pytest.mark.parametrize(("rung", "arch"), CASES)
@@ -144,7 +147,7 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
         read = given if rung != "fa_int8" else {n: given[n] for n in ("v", *masks)}
         known = {name: x.array for name, x in read.items()} | kept
         check(driver, made, known | {"o": o.array} | ({} if lse is None else {"lse": lse.array}))
-        monkeypatch.setattr(calls.module, "_arrays", lambda *_, **__: pytest.fail("planned again"))
+        planned_no_more(monkeypatch)
     zeros = any(work.zeros for one in made for work in one.workspace)
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
     if added == "out":
@@ -165,11 +168,11 @@ def test_a_graph_of_the_caller_gets_the_launches_and_memory_of_torch(
     driver.expect(made)
     scratch = OnDevice(array((1 << 20,), "uint8"))
 
-    def empty(nbytes: int, **_: Any) -> OnDevice:
-        asked.append(nbytes)
+    def empty(shape: tuple[int, ...], *_: Any) -> OnDevice:
+        asked.extend(shape)
         return scratch
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(calls.bridge, "_empty", empty)
     for _ in range(4):
         calls.forward(calls.Settings(**options), given, out)
     assert driver.replays and len(driver.graphs) == 1
@@ -225,13 +228,13 @@ def test_a_v_that_is_converted_is_found_again(
         assert target.flags.c_contiguous
         assert (source.shape, source.dtype) == (target.shape, "float32")
         assert source.data.ptr == arrays["v"].data.ptr and source.strides[-3:] == seen.strides[-3:]
-        monkeypatch.setattr(calls.module, "_arrays", lambda *_, **__: pytest.fail("planned again"))
+        planned_no_more(monkeypatch)
 
 
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 def test_torch_converts_what_the_plan_says(layout: str) -> None:
     """On tensors of the host: the numbers, in the plan's order of axes, where the plan has them."""
-    calls = importlib.import_module("cupyattn.interop.torch.calls")
+    bridge = importlib.import_module("cupyattn.interop.torch.bridge")
     v = torch.randn(2, 5, 3, 16) * 1e5  # some past the largest of float16
     v.requires_grad_()
     if layout == "BHSD":
@@ -241,7 +244,7 @@ def test_torch_converts_what_the_plan_says(layout: str) -> None:
     nbytes = 2 * rows.numel()
     scratch = torch.full((nbytes + 512,), 7, dtype=torch.uint8)
     one = Conversion("v", shape, "float16", strides, 256, nbytes)
-    calls.convert(one, v, scratch)
+    bridge.convert(one, v, scratch)
     with np.errstate(over="ignore"):
         expected = rows.detach().numpy().astype(np.float16)
     found = scratch[256 : 256 + nbytes].numpy().view(np.float16).reshape(shape)
@@ -250,41 +253,42 @@ def test_torch_converts_what_the_plan_says(layout: str) -> None:
     assert bool((scratch[:256] == 7).all()) and bool((scratch[256 + nbytes :] == 7).all())
 
 
-def test_scales_that_a_caller_gives_arrive_by_one_copy(
+def test_scales_that_a_caller_gives_are_operands(
     driver: Driver,  # noqa: F811
     calls: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Codes point at what is kept of them, scores at the copy; while a graph is made none is."""
+    """Codes point at the caller's, scores at copies in scratch memory; other scales of the same
+    forms are no other call."""
     copies: list[tuple[int, int, int, int]] = []
-    filled: list[Any] = []
-    capturing = [True]
-    runtime = cupy.cuda.runtime
     monkeypatch.setattr(
-        runtime, "memcpyAsync", lambda to, of, n, _, stream: copies.append((to, of, n, stream))
-    )
-    monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: capturing[0])
-    monkeypatch.setattr(cupy, "copyto", lambda target, _: filled.append(target))
-    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
-    quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
-    settings = calls.Settings(variant="fa_int8", arch="sm_90", quant=quant)
+        cupy.cuda.runtime, "memcpyAsync",
+        lambda to, of, n, _, stream: copies.append((to, of, n, stream)),
+    )  # fmt: skip
+
+    def quantised(scale: float) -> QuantConfig:
+        return QuantConfig(
+            "head", "tensor", smooth_k=False, scales=(np.full((1, 4, 1), scale, "f4"), scale)
+        )
+
     shapes = zip("qkv", SHAPES, strict=True)
     given = {n: OnDevice(array(shape)) for n, shape in shapes}
-    made = planned([x.array for x in given.values()], variant="fa_int8", arch="sm_90", quant=quant)
+    how: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}
+    made = planned([x.array for x in given.values()], quant=quantised(0.1), **how)
     driver.expect(made)
-    for turn in range(3):
-        o, _ = calls.forward(settings, given)
+    for quant in (one := quantised(0.1), one, quantised(0.2)):
+        o, _ = calls.forward(calls.Settings(quant=quant, **how), given)
         _, _, passed = driver.launches[0]
         params = zip(passed, made[0].launches[0].params, strict=True)
         structs = [np.frombuffer(x, parameter[0])[0] for x, parameter in params]
-        of_q, of_k = (int(x["static_scale"]) for x in structs[:2])
-        assert [of_q, of_k] == [x.data.ptr for x in filled[-2:]] and of_k - of_q == 256
-        *_, (to, *rest) = copies
-        assert len(copies) == turn + 1 and rest == [of_q, 512, driver.stream]
-        assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
+        kept = quant.scales_beside(given["q"].array, ((1, 4), (1, 2)))
+        sources = [x.data.ptr for x in kept.values()]
+        assert [int(x["static_scale"]) for x in structs[:2]] == sources
+        assert [of for _, of, *_ in copies[-2:]] == sources
+        assert [int(x["scale"]) for x in structs[:2]] == [to for to, *_ in copies[-2:]]
+        assert [(n, stream) for *_, n, stream in copies[-2:]] == [(16, 7), (4, 7)]
         check(driver, made, {"v": given["v"].array, "o": o.array})
-        assert len(filled) == 2 * min(turn + 1, 2), "planned again only after a capture"
-        capturing[0] = False
+        planned_no_more(monkeypatch)
 
 
 def gradient_plans(arrays: dict[str, Any], **options: Any) -> list[Any]:
@@ -352,32 +356,91 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
     assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
 
 
-@pytest.mark.parametrize("why", ["", "turned", "copied"])
-def test_gradients_that_take_more_than_launches_are_not_kept(
+@pytest.mark.parametrize("why", ["turned", "copied"])
+def test_gradients_that_copy_operands_are_known_again(
     driver: Driver,  # noqa: F811
     calls: Any,
     monkeypatch: pytest.MonkeyPatch,
     why: str,
 ) -> None:
-    """Rows that are turned, and operands that are copied, here an lse."""
-    monkeypatch.setattr(cupy, "ascontiguousarray", lambda x: array(x.shape, x.dtype.name))
-    monkeypatch.setattr(cupy.ndarray, "__neg__", lambda x: x, raising=False)
-    given = {name: array(SHAPES[0]) for name in ("d_out", "q", "k", "v", "out")}
-    given["lse"] = array(SHAPES[0][:-1], "float32")
-    if why == "copied":
-        lse = given["lse"]
-        given["lse"] = cupy.ndarray(lse.shape, lse.dtype, lse.data, order="F")
+    """Rows that are turned back take other sines, and here an lse is copied: anew in every call."""
+    copies = []
+
+    def copy(x: Any) -> Any:
+        copies.append(array(x.shape, x.dtype.name))
+        return copies[-1]
+
+    monkeypatch.setattr(cupy, "ascontiguousarray", copy)
+    monkeypatch.setattr(cupy.ndarray, "__neg__", copy, raising=False)
+    of_lse = "lse" if why == "copied" else ""
+
+    def fresh() -> dict[str, Any]:
+        given = {name: array(SHAPES[0]) for name in ("d_out", "q", "k", "v", "out")}
+        lse = given["lse"] = array(SHAPES[0][:-1], "float32")
+        if of_lse:
+            given["lse"] = cupy.ndarray(lse.shape, lse.dtype, lse.data, order="F")
+        return given
+
     options: dict[str, Any] = {"arch": "sm_90"}
     tables = {n: array((33, 32), "float32") for n in ("rope_cos", "rope_sin") if why == "turned"}
     pair = {"rope": tuple(tables.values())} if tables else {}
-    driver.expect(gradient_plans(given | pair, **options))
-    if why != "copied":
-        monkeypatch.setattr(cupy, "ascontiguousarray", lambda x: x)
-    tensors = {name: OnDevice(x) for name, x in {**given, **tables}.items()}
-    of_pass = [tensors.pop(name) for name in ("d_out", "out", "lse")]
-    before = len(recent.CALLS)
-    calls.gradients(calls.Settings(**options), tensors, *of_pass)
-    assert len(recent.CALLS) == before + (why == "")
+    made = gradient_plans(fresh() | pair, **options)
+    driver.expect(made)
+    for turn in range(3):
+        given = fresh()
+        tensors = {name: OnDevice(x) for name, x in {**given, **tables}.items()}
+        of_pass = [tensors.pop(name) for name in ("d_out", "out", "lse")]
+        found = calls.gradients(calls.Settings(**options), tensors, *of_pass)
+        assert len(copies) == turn + 1
+        known = {"d_out": given["d_out"], "v": given["v"], "dv": found[2].array}
+        if of_lse:
+            check(driver, made, {**known, "lse": copies[-1]})
+        else:
+            assert copies[-1].data.ptr in _pointers(driver)
+            driver.launches.clear()
+        planned_no_more(monkeypatch)
+
+
+def _pointers(driver: Driver) -> set[int]:  # noqa: F811
+    """All words of the parameters of what was launched."""
+    values = [value for _, _, some in driver.launches for value in some]
+    return {int(x) for one in values for x in np.frombuffer(one[: len(one) // 8 * 8], np.uint64)}
+
+
+@pytest.mark.parametrize("copied", ["mask", "v"])
+def test_a_call_that_copies_an_operand_is_known_again(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    copied: str,
+) -> None:
+    """Each call reads a copy of its own, of operands whose elements lie at odd addresses."""
+    copies = []
+
+    def copy(x: Any) -> Any:
+        copies.append(array(x.shape, x.dtype.name))
+        return copies[-1]
+
+    monkeypatch.setattr(described, "aligned_copy", copy)
+    place = array((2**20,), "uint8").data.ptr + 1
+
+    def fresh() -> dict[str, Any]:
+        given = {n: array(s) for n, s in zip("qkv", SHAPES, strict=True)}
+        if copied == "v":
+            return {**given, "v": array(SHAPES[2], address=place)}
+        return {**given, "bias": array((33, 70), "float32", address=place)}
+
+    given, options = fresh(), {"variant": "fa", "arch": "sm_90"}
+    made = planned(list(given.values())[:3], **{"bias": given.get("bias")}, **options)
+    driver.expect(made)
+    for turn in range(3):
+        given = fresh()
+        tensors = {name: OnDevice(x) for name, x in given.items()}
+        o, _ = calls.forward(calls.Settings(**options), tensors)
+        assert len(copies) == turn + 1
+        name = "v" if copied == "v" else "bias"
+        check(driver, made, {**given, name: copies[-1], "o": o.array})
+        planned_no_more(monkeypatch)
 
 
 def test_known_calls_are_launched_on_the_device_of_their_tensors(
@@ -389,15 +452,12 @@ def test_known_calls_are_launched_on_the_device_of_their_tensors(
     current = [0]
 
     @contextlib.contextmanager
-    def device(one: Any) -> Any:
-        before, current[0] = current[0], one.index
+    def device(one: int) -> Any:
+        before, current[0] = current[0], one
         yield
         current[0] = before
 
     parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    monkeypatch.setattr(parts, "as_array", lambda x: x.array)
-    for module in (parts,):
-        monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
     weight = OnDevice(array((128, 256), "int8")), OnDevice(array((1, 2), "float32"))
     x, settings = OnDevice(array((8, 256))), calls.Settings(variant="fa_tc", arch="sm_90a")
     given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
@@ -405,7 +465,6 @@ def test_known_calls_are_launched_on_the_device_of_their_tensors(
     lse = OnDevice(array(SHAPES[0][:-1], "float32"))
     driver.expect(planned([x.array for x in given.values()], variant="fa_tc", arch="sm_90a"))
     of_layer = {"x": x.array, "b0": weight[0].array, "b_scales0": weight[1].array}
-    of_layer["c0"] = array((8, 128))
     asked = layers.LayersSettings("float16", ("",), "sm_90", None)
     driver.expect(layers.LAYERS.plan(problem_of(layers.LAYERS, asked, of_layer)).plans)
     rows = {"d_out": d_out, **given, "out": out, "lse": lse}
@@ -429,7 +488,11 @@ def test_known_calls_are_launched_on_the_device_of_their_tensors(
     assert launched == [0] * 6
 
 
-def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> None:  # noqa: F811
+def test_what_makes_calls_on_tensors_different(
+    driver: Driver,  # noqa: F811
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Values make none; forms, settings and whether offsets have to be looked at do."""
     given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
     settings = calls.Settings(variant="fa", causal=True)
@@ -437,11 +500,28 @@ def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> No
     def but(**options: Any) -> Any:
         return settings._replace(of_call=settings.of_call._replace(**options))
 
-    accept(calls.find(settings, given, None))  # as a call does that has passed
-    key = calls.find(settings, given, None)
+    def find(settings: Any, tensors: Any, out: Any) -> Any:
+        """Return the key of a call, None of one that is known by none."""
+        keys: list[Any] = []
+
+        def stop(key: Any, forms: Any) -> Any:
+            keys.append(recent.CALLS.__class__.find(recent.CALLS, key, forms)[0])
+            raise InterruptedError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recent.CALLS, "find", stop)
+            patch.setattr(operation, "problem_of", mock.Mock(side_effect=InterruptedError))
+            with contextlib.suppress(InterruptedError):
+                calls.forward(settings, tensors, out)
+        return keys[0] if keys else None
+
+    lists = array((1, 1, 1, 3), "int32")
+    monkeypatch.setattr(BlockMask, "kept_blocks", lambda *_: lists)
+    accept(find(settings, given, None))  # as a call does that has passed
+    key = find(settings, given, None)
     other = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
-    assert calls.find(settings, other, None) == key
-    assert calls.find(calls.Settings(variant="fa", causal=True), other, None) == key
+    assert find(settings, other, None) == key
+    assert find(calls.Settings(variant="fa", causal=True), other, None) == key
     place = array((2**20,), "uint8").data.ptr
     changed = [
         (but(causal=False), given, None),
@@ -454,171 +534,25 @@ def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> No
         (settings, given, given["q"]),
         (settings._replace(block_mask=BlockMask.from_window(33, 70, (64, 0))), given, None),
     ]
-    found = [calls.find(*one) for one in changed]
+    found = [find(*one) for one in changed]
     assert None not in found and len({key, *found}) == 1 + len(found)
     ends = {f"cu_seqlens_{n}": OnDevice(array((3,), "int32")) for n in "qk"}
     limited = but(max_len_q=33, max_len_k=70)
-    assert calls.find(limited, {**given, **ends}, None) is not None
+    assert find(limited, {**given, **ends}, None) is not None
+    monkeypatch.setattr(calls.bridge.Tensors, "read", lambda _, x: {n: np.arange(3) for n in x})
     for looked_at in (settings, but(max_len_q=33)):
-        assert calls.find(looked_at, {**given, **ends}, None) is None
-    assert calls.find(but(check_finite=True), given, None) is None
-    assert calls.find(but(window=[1, 2]), given, None) is None
-    assert calls.find(settings, {**given, "k": "a string"}, None) is None
+        assert find(looked_at, {**given, **ends}, None) is None
+    assert find(but(check_finite=True), given, None) is None
+    assert find(but(window=[1, 2]), given, None) is None
 
 
-def linear_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:  # noqa: F811
-    """Let layers ask a torch without a device; return the memory that they take of it."""
-    made: list[OnDevice] = []
-
-    def empty(shape: tuple[int, ...], dtype: str, device: Any) -> OnDevice:
-        made.append(OnDevice(array(shape, dtype)))
-        return made[-1]
-
-    cuda = SimpleNamespace(current_device=lambda: 0)
-    stand_in = SimpleNamespace(cuda=cuda, empty=empty, uint8="uint8")
-    calls, parts = (
-        importlib.import_module(f"cupyattn.interop.torch.{name}")
-        for name in ("calls", "linear_parts")
-    )
-    monkeypatch.setattr(calls, "torch", stand_in)
-    monkeypatch.setattr(calls, "stream_handle", lambda _: host.driver.stream)
-    monkeypatch.setattr(parts, "as_array", lambda x: x.array)
-    for module in (parts,):
-        monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
-    return made
-
-
-def test_a_linear_layer_on_tensors_is_planned_once(
-    host: Host,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its tensors become arrays of the same memory once; then kernels get their addresses."""
-    linear = importlib.import_module("cupyattn.interop.torch.linear")
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    made = linear_torch(host, monkeypatch)
-    given = operands(5)
-    weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
-    bias, planned = OnDevice(array((N,), "float32")), 0
-    for turn in range(3):
-        x = OnDevice(array((2, 5, K)))
-        y = linear.run(x, weight, scales, bias, "silu", "sm_90", None)
-        assert y.shape == (2, 5, N)
-        entry, quantised = host.passed(2 * turn)
-        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
-        _, multiplied = host.passed(2 * turn + 1)
-        assert multiplied["c"] == y.data_ptr() and multiplied["bias"] == bias.data_ptr()
-        assert multiplied["a"] == quantised["codes"]
-        assert multiplied["a_scales"] == quantised["scales"]
-        assert multiplied["b"] == weight.data_ptr()
-        assert multiplied["b_scales"] == scales.data_ptr()
-        if not turn:
-            planned = len(host.plans)
-        else:
-            start = made[-1].data_ptr()
-            assert made[-1].shape == (10 * K + 256,)  # codes, and 20 scales
-            assert (quantised["codes"], quantised["scales"]) == (start, start + 10 * K)
-    known = len(recent.CALLS)
-    assert len(host.plans) == planned and len(made) == 2
-    linear.run(OnDevice(array((2, 5, K))), weight, scales, None, "silu", "sm_90", None)
-    assert len(recent.CALLS) > known  # another form: without a bias
-    for other in (OnDevice(array((K, 10)).T), OnDevice(array((0, K)))):
-        assert not parts._can_be_kept(other)  # lies otherwise, or is empty
-
-
-@pytest.mark.parametrize("summed", [False, True])
-def test_what_inductor_runs_of_a_layer_is_planned_once(
-    summed: bool,
-    host: Host,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Kernels get the addresses of the tensors of each call, a gate's rows at their distance."""
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    made = linear_torch(host, monkeypatch)
-    given, planned = operands(5), 0
-    weight = [OnDevice(given[name]) for name in ("b", "b_scales")]
-    for turn in range(3):
-        x, residual, gate = OnDevice(array((2, 5, K))), OnDevice(array((2, 5, N))), Gate()
-        beside = (None, residual, gate) if summed else (None, None, None)
-        y = parts.run_layer(x, *weight, *beside, "gelu", "sm_90", None)
-        entry, quantised = host.passed(2 * turn)
-        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
-        _, multiplied = host.passed(2 * turn + 1)
-        assert multiplied["c"] == y.data_ptr() and multiplied["b"] == weight[0].data_ptr()
-        assert multiplied["a"] == quantised["codes"]
-        if turn:  # the first call quantised into memory of its own
-            assert len(host.plans) == planned and len(made) == turn
-        planned = len(host.plans)
-        if summed:
-            assert multiplied["residual"] == residual.data_ptr()
-            assert multiplied["gate"] == gate.data_ptr()
-
-
-@pytest.mark.parametrize("strategy", ["block", "channel"])
-def test_layers_of_one_input_quantise_it_once_and_are_one_graph(
-    strategy: str,
-    host: Host,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A call that comes again at its addresses is one launch, of a graph of all kernels."""
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    made = linear_torch(host, monkeypatch)
-    given = [operands(5, strategy) for _ in range(3)]
-    weights, scales = ([OnDevice(one[name]) for one in given] for name in ("b", "b_scales"))
-    biases = [OnDevice(array((N,))) for _ in range(3)]
-    x, y = OnDevice(array((2, 5, K))), OnDevice(array((3, 2, 5, N)))
-    results = [y[n] for n in range(3)]
-    monkeypatch.setattr(parts, "results_of", lambda *_: results)
-    how = ["", "silu", ""], "sm_90", None
-    for _ in range(2):
-        assert parts._layers(x, weights, scales, biases, *how) is results
-    _, quantised = host.passed(4)
-    assert len(host.driver.launches) == 8 and quantised["x"] == x.data_ptr()
-    assert quantised["codes"] == made[-1].data_ptr()
-    for number in range(3):
-        _, multiplied = host.passed(5 + number)
-        assert multiplied["a"] == quantised["codes"]
-        assert multiplied["a_scales"] == quantised["scales"]
-        assert multiplied["b"] == weights[number].data_ptr()
-        assert multiplied["b_scales"] == scales[number].data_ptr()
-        assert multiplied["c"] == results[number].data_ptr()
-        assert multiplied["bias"] == biases[number].data_ptr()
-    planned, scratch = len(host.plans), made[-1]
-    monkeypatch.setattr(parts.launch.__globals__["torch"], "empty", lambda *_, **__: scratch)
-    for _ in range(2):
-        parts._layers(x, weights, scales, biases, *how)
-    assert len(host.plans) == planned and host.driver.replays[-2:] == [(0, 7)] * 2
-    assert len(host.driver.graphs[0].launches) == 4
-
-
-class Gate(OnDevice):
-    """The second of three parts of a modulation."""
-
-    def __init__(self) -> None:
-        super().__init__(array((2, 1, 3 * N))[..., N : 2 * N])
-
-    def reshape(self, *shape: int) -> OnDevice:
-        return OnDevice(self.array.reshape(*shape))
-
-
-def test_a_gate_that_has_to_be_copied_is_read_from_its_copy_every_time(
-    host: Host,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    linear_torch(host, monkeypatch)
-    copies = []
-
-    class Apart(Gate):
-        """Its rows lie at no common distance."""
-
-        def reshape(self, *shape: int) -> OnDevice:
-            copies.append(OnDevice(array((2, N))))
-            return copies[-1]
-
-    given = operands(5)
-    weight = [OnDevice(given[name]) for name in ("b", "b_scales")]
-    for turn in range(3):
-        residual = OnDevice(array((2, 5, N)))
-        x = OnDevice(array((2, 5, K)))
-        parts.run_layer(x, *weight, None, residual, Apart(), "", "sm_90", None)
-        assert host.passed(2 * turn + 1)[1]["gate"] == copies[turn].data_ptr()
+def test_memory_of_the_public_function_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves where torch has no function of Inductor's."""
+    bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+    public, shape = torch.empty_strided, (2, 3, 4)
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, device, **how: public(*a, **how))
+    made = bridge._public_empty(shape, bridge.strides_of(shape), torch.float16)
+    own = torch._C._dynamo.guards._empty_strided_cpu(shape, bridge.strides_of(shape), torch.float16)
+    for x in (made, own):
+        assert x.shape == shape and x.is_contiguous() and x.dtype == torch.float16
+    assert hasattr(torch._C._dynamo.guards, "_empty_strided_cuda")

@@ -48,27 +48,6 @@ def test_the_layer_is_that_of_arrays_and_in_bounds(dtype: str, activation: str |
     assert layer(x[:0]).shape == (0, 5, 200)
 
 
-@pytest.mark.parametrize("backend", ["mirror", "interpret"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_product_writes_into_memory_of_torchs(
-    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    own = parts.results_of
-
-    def results_of(*given: Any) -> Any:
-        found = own(*given)
-        made.extend(y.data_ptr() for y in found)
-        return found
-
-    monkeypatch.setattr(parts, "results_of", results_of)
-    layer = interop.Int8Linear.from_linear(linear(dtype=dtype), backend=backend)
-    with torch.no_grad():
-        y = layer(torch.randn(3, 300, dtype=getattr(torch, dtype)))
-    assert made == [y.data_ptr()] and y.isfinite().all()
-
-
 def test_gradients_go_through_the_weight_of_the_codes() -> None:
     module = linear(dtype="float16")
     layer = interop.Int8Linear.from_linear(module, backend="mirror")
@@ -347,34 +326,3 @@ def test_functions_that_only_read_take_parameters() -> None:
     assert ca.quant.outlier_columns(x.requires_grad_(), 0.0) == [*range(300)]
     with pytest.raises(TypeError, match="x requires a gradient"):
         layer(x)
-
-
-class OnDevice:
-    """What is asked of a tensor before its address is kept: of a device, at an address."""
-
-    is_cuda, dtype, shape = True, torch.float16, (3, 200)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def stride(self) -> tuple[int, int]:
-        return 200, 1
-
-    def is_contiguous(self) -> bool:
-        return True
-
-    def numel(self) -> int:
-        return 600
-
-    def element_size(self) -> int:
-        return 2
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-@pytest.mark.parametrize(("address", "known"), [(4096, True), (4098, True), (4097, False)])
-def test_a_layer_keeps_no_launches_on_tensors_that_it_copies(address: int, known: bool) -> None:
-    """Launched again, the kernels would read the caller's memory at its odd address."""
-    parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
-    assert parts._can_be_kept(OnDevice(address)) == known

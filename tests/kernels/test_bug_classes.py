@@ -33,7 +33,7 @@ from cupyattn.ops import attention as api
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.structs import pack
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.settings import Settings
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact

@@ -16,7 +16,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.stages import stages
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Rope
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
 from tests.kernels.test_kernels_compile import LATE

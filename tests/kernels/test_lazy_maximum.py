@@ -19,7 +19,7 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import HEADROOM, Numerics, numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import assemble, attention
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import check_attention
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.testing import verdict
 from tests.support.planned import plan_attention

@@ -19,8 +19,9 @@ from cupyattn.interpret import executor
 from cupyattn.kernels import splits  # fmt: skip
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
-from cupyattn.problem.checks import check_attention, check_limits
+from cupyattn.problem.checks import check_limits
 from cupyattn.problem.form import module_spec
+from cupyattn.problem.settings import check_attention
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing.verdict import judge
 from tests.support import runs

@@ -10,7 +10,7 @@ import pytest
 from cupyattn import attention, explain, plan
 from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
-from cupyattn.problem.stacking import LEAST_ROWS
+from cupyattn.problem.operands import LEAST_STACKED_ROWS
 from tests.support import runs
 from tests.support.marks import slow_unless
 from tests.support.runs import bits
@@ -60,7 +60,7 @@ def forms(q: Any, k: Any, v: Any, **options: Any) -> str:
 
 def test_what_is_stacked_and_what_is_not() -> None:
     q, k, v = inputs_of((1, 16, 2, 8, 600, 64, "float16", {}))
-    assert q.shape[1] // k.shape[1] * q.shape[2] == LEAST_ROWS
+    assert q.shape[1] // k.shape[1] * q.shape[2] == LEAST_STACKED_ROWS
     text = explain(q, k, v, arch="sm_90a", causal=True)
     assert "fa_tc (sm90)" in text
     assert "8 query heads share each key head, stacked as rows of one" in text

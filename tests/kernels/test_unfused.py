@@ -17,7 +17,7 @@ from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.plans import records
 from cupyattn.plans.unfused import plan_unfused_step
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import settle
 from tests.support.planned import plan_attention
 

@@ -19,7 +19,7 @@ from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, energy, nvml, timing
 from cupyattn.measure import rungs as measure
-from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import AttentionSpec
 
 
 def call(**options: Any) -> AttentionSpec:

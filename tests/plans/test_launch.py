@@ -28,9 +28,9 @@ from cupyattn.plans import assemble, records
 from cupyattn.plans.codes import Scales
 from cupyattn.plans.records import Plan
 from cupyattn.plans.structs import ATTN_PARAMS, SCORE_PARAMS, pack
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.operands import Codes, Operands
+from cupyattn.problem.settings import check_attention
 from cupyattn.quant import QuantizedQKV
 from tests.support.planned import plan_attention, plan_int8
 

@@ -12,8 +12,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import NORM_PARAMS, pack
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.row_preparation import Norm, Preparation
+from cupyattn.problem.row_preparation import Norm, Preparation, Rope
 from tests.prims.prim import Arguments, Prim, Results, defines, rng
 
 ROWS, ROW0, POSITION, EPS = 11, 3, 5, 0.125

@@ -12,7 +12,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import ATTN_PARAMS, pack
-from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Rope
 from tests.prims.prim import Arguments, Prim, Results, defines, rng
 
 ROWS, ROWS_VALID, POSITION = 16, 11, 5

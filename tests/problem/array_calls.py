@@ -11,8 +11,7 @@ import cupyattn as ca
 from cupyattn import bounds, diffusion, distributed, gradients, quant, reference, testing, unfused
 from cupyattn.diffusion import pruning
 from cupyattn.ops import linear
-from cupyattn.problem.rope import Rope
-from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.row_preparation import Preparation, Rope
 
 Arrays = Mapping[str, Any]
 Call = Callable[[dict[str, Any]], Any]
@@ -458,6 +457,9 @@ WITHOUT_ARRAYS = {
     "bounds.Bound", "diffusion.PrecisionPolicy", "gradients.GradientBounds",
     "gradients.GradientReport", "gradients.Gradients", "reference.ScoreBlock", "reference.Step",
     "testing.Counterexample", "testing.Report",
+    # What a running model recorded, on files, and what that makes:
+    "diffusion.Calibrations", "diffusion.RecordedCall", "diffusion.Recording",
+    "diffusion.calibrate",
     # Groups of ranks, and how they find each other:
     "distributed.CopyGroup", "distributed.Group", "distributed.HostGroup", "distributed.Mesh",
     "distributed.NcclGroup", "distributed.RankError", "distributed.Work", "distributed.connect",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.arrays import described, interchange
+from cupyattn.arrays import described, interchange, memory
 from cupyattn.ops import operation
 from docs import write_api
 from tests.problem.array_calls import CALLS, MODULES, ON_THE_HOST, WITHOUT_ARRAYS, K, Q, V
@@ -238,11 +239,12 @@ def test_misaligned_cupy_arrays_are_copied_before_they_are_read(
     monkeypatch.setattr(described, "aligned_copy", copy)
     monkeypatch.setattr(described, "capability_of_device", lambda _: 80)
 
-    def bind(one: Any, settings: Any, arrays: Any, key: Any) -> Any:
+    def bind(one: Any, problem: Any, arrays: Any, *_: Any) -> Any:
         """Do what a call does with its arrays before it launches."""
-        return operation.problem_of(one, settings, arrays).bound(arrays)
+        return problem.bound(arrays)
 
-    monkeypatch.setattr(operation, "run_new", bind)
+    monkeypatch.setattr(operation, "_run_new", bind)
+    monkeypatch.setattr(memory, "on_device_of", lambda _: contextlib.nullcontext())
     given, call = CALLS[name]
     for argument in ON_CUPY[name]:
         with pytest.raises(Copied):

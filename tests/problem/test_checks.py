@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from cupyattn.arrays import memory as arrays_memory
 from cupyattn.arrays.described import Described, check_receiver, meetings
-from cupyattn.arrays.memory import check_apart, data_address
+from cupyattn.arrays.memory import data_address
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import limits
 from cupyattn.problem import checks
+from cupyattn.problem.settings import check_attention
+from cupyattn.runtime.ready import Receiver
 
 
 def arrays(
@@ -30,7 +32,7 @@ def arrays(
 
 
 def test_a_call_is_what_the_arrays_say() -> None:
-    call = checks.check_attention(*arrays(), causal=True, return_lse=True)
+    call = check_attention(*arrays(), causal=True, return_lse=True)
     assert (call.batch, call.heads, call.heads_kv) == (2, 4, 2)
     assert (call.len_q, call.len_kv, call.head_dim) == (5, 7, 8)
     assert call.dtype == "float16" and call.scale == 1 / 8**0.5
@@ -39,8 +41,8 @@ def test_a_call_is_what_the_arrays_say() -> None:
 
 
 def test_shift_is_nothing_without_causal() -> None:
-    assert checks.check_attention(*arrays()).causal_shift == 0
-    top_left = checks.check_attention(*arrays(), causal=True, causal_align="top-left")
+    assert check_attention(*arrays()).causal_shift == 0
+    top_left = check_attention(*arrays(), causal=True, causal_align="top-left")
     assert top_left.causal_shift == 0
 
 
@@ -52,13 +54,13 @@ def test_dtypes_that_are_taken(dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float64, np.int8, np.int32, bool, ml_dtypes.float8_e4m3fn])
 def test_other_dtypes_are_type_errors(dtype: Any) -> None:
     with pytest.raises(TypeError, match=rf"float32, got q\.dtype={np.dtype(dtype).name}, k\.dtype"):
-        checks.check_attention(*arrays(dtype=dtype))
+        check_attention(*arrays(dtype=dtype))
 
 
 def test_mixed_dtypes_are_type_errors() -> None:
     q, k, v = arrays()
     with pytest.raises(TypeError, match=r"q\.dtype=float16, k\.dtype=float16, v\.dtype=float32"):
-        checks.check_attention(q, k, v.astype(np.float32))
+        check_attention(q, k, v.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +115,11 @@ def test_alignments_that_do_not_exist() -> None:
 
 def check_out(out: np.ndarray, inputs: tuple[np.ndarray, ...] | None = None) -> None:
     inputs = inputs or arrays()
-    call, described = checks.check_attention(*inputs), Described.of("out", out)
+    call, described = check_attention(*inputs), Described.of("out", out)
     check_receiver(described, call.output_shape, call.dtype)
     read = {name: Described.of(name, x) for name, x in zip("qkv", inputs, strict=True)}
     addresses = {name: data_address(x) for name, x in zip("qkv", inputs, strict=True)}
-    check_apart(meetings(described, read), addresses, data_address(out))
+    Receiver("o", meetings(described, read)).check({**addresses, "o": data_address(out)})
 
 
 def test_outs_that_fit() -> None:

@@ -21,7 +21,7 @@ from cupyattn.kernels.forms import OPTIONS, VALUES, Form, FormTiles, Takes
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem import support
-from cupyattn.problem.call import AttentionSpec, Packed
+from cupyattn.problem.checks import AttentionSpec, Packed
 from cupyattn.problem.form import scale_tiles, settle
 from cupyattn.problem.operands import Codes, Operands, ValueCodes
 from cupyattn.quant import QuantConfig

@@ -13,7 +13,8 @@ import cupyattn as ca
 from cupyattn.diffusion.arguments import check_number
 from cupyattn.distributed.store import check_timeout
 from cupyattn.kernels.limits import as_float
-from cupyattn.problem.scoring import ScoreOptions, Scoring
+from cupyattn.problem.settings import Settings
+from cupyattn.reference.scoring import Scoring
 
 X = np.ones((1, 2, 8, 16), np.float16)
 ROWS, ENDS = X[0].swapaxes(0, 1).copy(), np.array([0, 3, 8])
@@ -53,7 +54,7 @@ def test_a_window_is_a_pair_of_whole_numbers_everywhere(kind: str) -> None:
     for name, call in CALLS.items():
         assert said(call, window=WINDOWS[kind]()).startswith(sentence), name
     block = said(lambda: ca.BlockMask.from_window(8, 8, WINDOWS[kind]()))
-    scored = said(lambda: Scoring.of(X, X, ScoreOptions(window=WINDOWS[kind]())))
+    scored = said(lambda: Scoring.of(X, X, Settings(window=WINDOWS[kind]()).scores({})))
     assert block.startswith(sentence) and scored.startswith(sentence)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import bounds, distributed, gradients, reference, testing, unfused
-from cupyattn.problem import options
+from cupyattn.problem import settings
 
 X = np.ones((1, 1, 4, 8), np.float16)
 SCORES = {"scale", "causal", "causal_align", "window", "softcap", "mask", "bias", "block_mask"}
@@ -40,7 +40,7 @@ def keywords(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def test_the_list_is_that_of_attention() -> None:
-    listed = {one.name: one for one in options.parameters("Unpack[CallOptions]")}
+    listed = {one.name: one for one in settings.parameters("Unpack[CallOptions]")}
     named = keywords(ca.attention) | keywords(ca.attention_varlen)
     offsets = {"cu_seqlens_q", "cu_seqlens_k"}
     assert listed.keys() - offsets == named.keys()

@@ -1,7 +1,7 @@
 """Rotary embeddings: what they mean, to the bit, and that every rung applies them.
 
-J1 is that Q and K are turned as `cupyattn.problem.rope.Rope.turned` says; J2 is then about
-attention of the turned operands. What turning them rounds is `cupyattn.bounds.rotation` (R0).
+J1 is that Q and K are turned as `cupyattn.problem.row_preparation.Rope.turned` says; J2 is then
+about attention of the turned operands. What turning them rounds is `cupyattn.bounds.rotation` (R0).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Rope
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.attention import attention_mirror
 from cupyattn.reference.exact import attention_exact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,19 +138,22 @@ def test_outliers_and_activations_of_the_kernel(activation: str) -> None:
     assert p.share_of_bound(p.run(backend="interpret", tiles=SMALL)) <= 1
 
 
+def amid_others(p: Product, offset: int, **more: Any) -> Product:
+    """The same with odd addresses and strides, leading axes, and NaN in the scales beside those
+    that are read."""
+    views = []
+    for x, first in zip(p.operands, (offset, 1, offset, 2), strict=True):
+        other = 127 if x.dtype == np.int8 else np.nan
+        views.append(np.full((len(x), x.shape[1] + 30), other, x.dtype)[:, first:][:, : x.shape[1]])
+        views[-1][...] = x
+    q = Product(*views, **more)
+    return q.but(**{n: getattr(q, n).reshape(2, 17, -1) for n in ("a", "a_scales")})
+
+
 @pytest.mark.parametrize("offset", [1, 4])
 def test_operands_amid_others(offset: int) -> None:
-    """Odd addresses and strides, leading axes, and NaN in the scales beside those that are read."""
     p = product(6, (34, 33, 200), outliers=8)
-    a, b = (np.full((x.shape[0], 230), 127, np.int8) for x in (p.a, p.b))
-    a_scales, b_scales = (np.full((x.shape[0], 5), np.nan, np.float32) for x in (p.a, p.b_scales))
-    views = [a[:, offset : offset + 200], a_scales[:, 1:3], b[:, offset : offset + 200],
-             b_scales[:, 2:4]]  # fmt: skip
-    for view, x in zip(views, p.operands, strict=True):
-        view[...] = x
-    q = Product(*views, outliers=p.outliers)
-    q = q.but(a=q.a.reshape(2, 17, 200), a_scales=q.a_scales.reshape(2, 17, 2),
-              outliers=(p.outliers[0].reshape(2, 17, 8), p.outliers[1]))  # fmt: skip
+    q = amid_others(p, offset, outliers=(p.outliers[0].reshape(2, 17, 8), p.outliers[1]))
     c = q.run(backend="interpret", tiles=SMALL)
     assert c.shape == (2, 17, 33) and p.share_of_bound(c.reshape(34, 33)) <= 1
 

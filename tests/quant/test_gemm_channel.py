@@ -26,7 +26,7 @@ from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, Product, product, run
 from tests.quant.quant_inputs import DTYPES, operand
-from tests.quant.test_gemm import planned
+from tests.quant.test_gemm import amid_others, planned
 from tests.support.marks import slow, slow_unless
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
@@ -148,17 +148,8 @@ def test_activations_of_the_kernel(activation: str, tiles: GemmTiles) -> None:
 
 @pytest.mark.parametrize("offset", [1, 4])
 def test_operands_amid_others(offset: int) -> None:
-    """Odd addresses and strides, leading axes, and NaN in the scales beside those that are read."""
     p = by_channel(6, (34, 36, 200))
-    a, b = (np.full((x.shape[0], 230), 127, np.int8) for x in (p.a, p.b))
-    a_scales, b_scales = (np.full((x.shape[0], 3), np.nan, np.float32) for x in (p.a, p.b))
-    views = [a[:, offset : offset + 200], a_scales[:, 1:2], b[:, offset : offset + 200],
-             b_scales[:, 2:3]]  # fmt: skip
-    for view, x in zip(views, p.operands, strict=True):
-        view[...] = x
-    q = Product(*views)
-    q = q.but(a=q.a.reshape(2, 17, 200), a_scales=q.a_scales.reshape(2, 17, 1))
-    c = q.run(backend="interpret", tiles=SMALL)
+    c = amid_others(p, offset).run(backend="interpret", tiles=SMALL)
     assert c.tobytes() == p.mirror().tobytes()
 
 

@@ -12,7 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.interpret import KernelFault
 from cupyattn.ops.layers import LAYERS, LayersSettings
-from cupyattn.ops.operation import problem_of, run, run_new
+from cupyattn.ops.operation import problem_of, run
 from cupyattn.quant.blocks import STRATEGIES
 from cupyattn.runtime import launches, overlapping
 from tests.faults.fault_patches import put_a_line_in_place
@@ -44,7 +44,7 @@ def test_the_first_product_alone_waits_for_the_codes(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_layers_are_their_products(strategy: str, form: str) -> None:
     settings, arrays = layers(strategy, FORMS[form])
-    run_new(LAYERS, settings, arrays, None, {})
+    run(LAYERS, settings, arrays)
     codes = ca.act_quant(arrays["x"], strategy=strategy)
     for number in range(2):
         weight = arrays[f"b{number}"], arrays[f"b_scales{number}"]
@@ -77,7 +77,7 @@ def test_a_wait_less_is_found(
     put_a_line_in_place(source, line, line.replace(WAIT, ""), tmp_path, monkeypatch)
     settings, arrays = layers(strategy, FORMS[form])
     with pytest.raises(KernelFault, match="before it waits for the launch before it"):
-        run_new(LAYERS, settings, arrays, None, {})
+        run(LAYERS, settings, arrays)
 
 
 def test_a_launch_that_does_not_overlap_needs_no_wait(

@@ -154,3 +154,21 @@ def test_the_record_is_frozen() -> None:
     x = record()
     with pytest.raises(AttributeError):
         x.group_q = 4  # type: ignore[misc]
+
+
+def test_given_scales_become_operands_of_one_form() -> None:
+    """Scales of one head or entry as those of all; numbers are arrays of one."""
+    q = np.zeros((2, 4, 8, 16), np.float16)
+    heads = np.linspace(0.1, 0.4, 4, dtype=np.float32).reshape(1, 4, 1)
+    quant = QuantConfig("head", "tensor", scales=(heads, 0.5))
+    found = quant.scales_beside(q, ((2, 4), (2, 2)))
+    assert {name: x.shape for name, x in found.items()} == {
+        "q_static_scale": (2, 4, 1), "k_static_scale": (1, 1, 1)
+    }  # fmt: skip
+    assert (found["q_static_scale"] == heads).all() and found["k_static_scale"] == np.float32(0.5)
+    assert quant.scales_beside(q, ((2, 4), (2, 2))) is found, "made once"
+    other = QuantConfig("head", "tensor", scales=(2 * heads, 0.25))
+    assert quant != other and quant.described == other.described
+    back = quant.described.with_scales(found)
+    assert (back.scales[0] == heads).all() and back.scales[1] == np.float32(0.5)
+    assert QuantConfig().described.with_scales({}) == QuantConfig()

@@ -24,6 +24,8 @@ from cupyattn.quant import QuantConfig, weight_dequant, weight_quant
 from cupyattn.runtime.recent import CALLS
 from tests.runtime.test_host_calls import SHAPES, Driver, array, driver  # noqa: F401
 
+cupy = pytest.importorskip("cupy")
+
 #: By setting: a value, and one that is equal to it and refused.
 REFUSED: dict[str, tuple[Any, Any]] = {
     "causal": (True, 1), "return_lse": (False, 0), "check_finite": (False, 0.0),
@@ -188,6 +190,22 @@ def test_scales_of_a_refused_call_are_not_kept() -> None:
     scales = np.ones((1, 1, 1), np.float32)
     quant = functools.partial(QuantConfig, "tensor", "tensor", scales=(scales, scales))
     assert is_dropped(quant, refused_for_its_layout)
+
+
+@pytest.mark.usefixtures("device")
+def test_other_scales_of_the_same_forms_are_no_other_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers and arrays, of attention and of quantising; what is made keeps the caller's own."""
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *_: None)
+    monkeypatch.setattr(cupy.ndarray, "__setitem__", lambda *_: None)
+    CALLS.clear()
+    for scale in (0.1, np.full((1, 1, 1), 0.2, np.float32), 0.3):
+        quant = QuantConfig("tensor", "tensor", scales=(scale, 0.1))
+        attention(*inputs(), variant="fa_int8", arch="sm_90", quant=quant)
+        made = quantize(*inputs(), arch="sm_90", quant=quant)
+        assert made.config is quant
+    assert len(CALLS) == 2
 
 
 @pytest.mark.usefixtures("device")

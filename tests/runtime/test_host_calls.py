@@ -33,7 +33,7 @@ from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
 from cupyattn.problem.backward_form import settle_backward
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import check_attention
 from cupyattn.runtime import overlapping, replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
@@ -136,6 +136,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     monkeypatch.setattr(arrays_memory, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
+    monkeypatch.setattr(cupy, "array", lambda x: array(x.shape, x.dtype.name))
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceSynchronize", lambda: None)
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", fake.fill)
     monkeypatch.setattr(cupy.cuda.runtime, "graphLaunch", fake.replay)
     monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", lambda x: x in fake.recording)

@@ -15,9 +15,8 @@ from cupyattn import QuantConfig, attention, attention_backward, plan
 from cupyattn.arrays.operand import Operand
 from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.problem import attention as attention_module
 from cupyattn.problem.backward_form import settle_backward
-from cupyattn.problem.checks import check_attention
+from cupyattn.problem.settings import check_attention
 from cupyattn.runtime import replay
 from tests.runtime.test_host_calls import (  # noqa: F401
     SHAPES,
@@ -178,8 +177,6 @@ def test_scales_that_a_caller_gives_are_copied_in_every_replay(
 ) -> None:
     copies: list[tuple[int, ...]] = []
     monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *copy: copies.append(copy))
-    monkeypatch.setattr(cupy, "copyto", lambda *_: None)
-    monkeypatch.setattr(attention_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
     quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
     options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90", "quant": quant}
     inputs, out = problem()
@@ -188,8 +185,20 @@ def test_scales_that_a_caller_gives_are_copied_in_every_replay(
     for _ in range(4):
         into(*inputs, out=out)
     assert len(driver.replays) == 3
-    launched, recorded = copies  # replays copy by themselves
-    assert launched[:-1] == recorded[:-1] and launched[-1] == driver.stream != recorded[-1]
+    launched, recorded = copies[:2], copies[2:]  # replays copy by themselves
+    assert [one[:-1] for one in launched] == [one[:-1] for one in recorded]
+    assert {one[-1] for one in launched} == {driver.stream} != {one[-1] for one in recorded}
+
+
+def test_scales_that_a_graph_is_yet_to_make_are_not_kept(driver: Driver) -> None:  # noqa: F811
+    """While a caller captures, nothing that is copied to the device is there for other calls."""
+    quant, q = QuantConfig("tensor", "tensor", scales=(0.1, 0.2)), array(SHAPES[0])
+    entries = (1, 4), (1, 2)
+    driver.recording[driver.stream] = Done()
+    captured = quant.scales_beside(q, entries)
+    driver.recording.clear()
+    kept = quant.scales_beside(q, entries)
+    assert kept is not captured and quant.scales_beside(q, entries) is kept
 
 
 def test_threads_record_graphs_of_their_own(driver: Driver) -> None:  # noqa: F811

@@ -9,8 +9,8 @@ from cupyattn.kernels.ladder import Variant, lookup
 from cupyattn.plans import attention, attention_int8
 from cupyattn.plans.codes import Scales
 from cupyattn.plans.records import Plan
-from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import kernel_support, settle
+from cupyattn.problem.checks import AttentionSpec
+from cupyattn.problem.form import check_kernel, settle
 from cupyattn.problem.operands import Codes, Operands
 
 
@@ -23,7 +23,7 @@ def plan_attention(
     """
     operands = Operands(*lie, **(added or {}))
     kernel = settle(variant, call, operands, **options)
-    kernel_support(kernel, operands).check()
+    check_kernel(kernel, operands)
     return attention.plan_attention(kernel, operands)
 
 
@@ -32,5 +32,5 @@ def plan_int8(
 ) -> Plan:
     """The same of quantised operands."""
     kernel = settle(lookup("fa_int8"), call, operands, codes=codes, **options)
-    kernel_support(kernel, operands).check()
+    check_kernel(kernel, operands)
     return attention_int8.plan_int8(kernel, operands, scales)

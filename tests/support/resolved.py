@@ -27,13 +27,13 @@ def watch_resolving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def watch_running(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the name of an operation is added each time it runs a new call."""
     found: list[str] = []
-    own = operation.run_new
+    own = operation._run_new
 
-    def run_new(one: Any, *given: Any, **options: Any) -> Any:
+    def run_new(one: Any, *given: Any) -> Any:
         found.append(one.name)
-        return own(one, *given, **options)
+        return own(one, *given)
 
-    monkeypatch.setattr(operation, "run_new", run_new)
+    monkeypatch.setattr(operation, "_run_new", run_new)
     return found
 
 

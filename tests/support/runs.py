@@ -23,10 +23,10 @@ from cupyattn.ops.attention import resolved
 from cupyattn.plans import assemble, attention_int8
 from cupyattn.plans import attention as plans_attention
 from cupyattn.plans.codes import Scales
-from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.operands import Codes, Operands
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
+from cupyattn.problem.settings import check_attention
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantized import BUFFERS as QUANTIZED
 from cupyattn.runtime import ready
@@ -473,7 +473,7 @@ def run_into(
     **options: Any,
 ) -> Run:
     """Plan and launch by hand, into the buffers given for both results."""
-    call = checks.check_attention(*inputs, return_lse=True, **options)
+    call = check_attention(*inputs, return_lse=True, **options)
     variant = variant_of(rung)
     form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
     added = {n: interchange.broadcast(options[n], call.score_shape) for n in ADDED if n in options}

@@ -12,7 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import distributions
 from cupyattn.kernels.numerics import numerics
-from cupyattn.problem.received import Received, receive
+from cupyattn.problem.attention import KernelCall, kernel_call
 from cupyattn.problem.settings import Settings
 from cupyattn.testing import judge
 from cupyattn.testing.expected import PREDICTED, expectation
@@ -100,11 +100,11 @@ FAULTS: dict[str, Callable[[Call], np.ndarray]] = {
 }
 
 
-def received(call: Call) -> Received:
+def received(call: Call) -> KernelCall:
     settings = Settings("fa_int8", tiles=call.judged["tiles"])
     arrays = dict(zip("qkv", call.arrays, strict=True))
     rest = dict.fromkeys(("mask", "bias", "block_mask", "rope", "qk_norm"))
-    return receive(settings, arrays | rest, quantized=call.quantized, form=call.form)
+    return kernel_call(settings, arrays | rest, quantized=call.quantized, form=call.form)
 
 
 @pytest.mark.parametrize("name", INTEGERS)

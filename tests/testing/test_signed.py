@@ -11,7 +11,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.bounds import signed as bounds_signed
-from cupyattn.problem.received import receive
+from cupyattn.problem.attention import kernel_call
 from cupyattn.problem.settings import Settings
 from cupyattn.strategies import REGIMES, make_regime
 from cupyattn.testing import judge
@@ -124,7 +124,7 @@ def test_weights_err_by_no_more_than_c(regime: str, form: Form) -> None:
     found = ca.kernel_form(q, k, v, **options)
     settings = Settings(form.variant, tiles=found["tiles"])
     rest = dict.fromkeys(("mask", "bias", "block_mask", "rope", "qk_norm"))
-    received = receive(settings, {"q": q, "k": k, "v": v, **rest}, form=found["form"])
+    received = kernel_call(settings, {"q": q, "k": k, "v": v, **rest}, form=found["form"])
     (Q, K, V), shared = bounds_signed.taken_by(received)
     blocks = bounds_signed.blocks_of(Q, K, V, shared.sigma, received.scores, np.arange(64))
     c = np.concatenate([bounds_signed.weight_errors(b, shared).c[0, 0, 0] for b in blocks])
@@ -144,7 +144,7 @@ def test_the_random_bound_is_never_wider_and_narrows_with_the_keys() -> None:
     for keys in (64, 2048):
         q, k, v = make_regime("normal", (1, 1, 16, 32), (1, 1, keys, 32), "float16", 0)
         rest = dict.fromkeys(("mask", "bias", "block_mask", "rope", "qk_norm"))
-        received = receive(
+        received = kernel_call(
             Settings("fa_tc"), {"q": q, "k": k, "v": v, **rest}, form="portable"
         )  # fmt: skip
         bound = bounds_signed.signed_bound(received, rows=np.arange(16), elements=16 * 32)

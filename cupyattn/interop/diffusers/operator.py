@@ -57,9 +57,8 @@ def _settings(*arguments: Any) -> TensorSettings:
 def _attention(*arguments: Any) -> Tensor:
     tensors = _SCHEMA.given(arguments)
     settings = _settings(*arguments[len(_SCHEMA.tensors) :])
-    o = torch.empty_like(tensors["q"])
     try:
-        forward(settings, tensors, o)
+        return forward(settings, tensors)[0]
     except UnsupportedError as error:
         call = settings.of_call
         if call.variant != "fa_int8" and call.accuracy == "full":
@@ -68,8 +67,7 @@ def _attention(*arguments: Any) -> Tensor:
         level = logging.WARNING if fallbacks[str(error)] == 1 else logging.DEBUG
         _log.log(level, "compiled attention fell back to 16 bits: %s", error)
         sixteen = call._replace(variant="auto", accuracy="full", quant=None)
-        forward(settings._replace(of_call=sixteen), tensors, o)
-    return o
+        return forward(settings._replace(of_call=sixteen), tensors)[0]
 
 
 def _attention_fake(*arguments: Any) -> Tensor:

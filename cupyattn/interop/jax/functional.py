@@ -11,7 +11,7 @@ import hashlib
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import NOT_OFFERED, instead_of
 from cupyattn.problem.sequences import LENGTHS
 from cupyattn.problem.settings import ARRAYS, Settings, parse
+from cupyattn.quant.config import QuantConfig
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
@@ -194,22 +195,23 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
         problem = api.described(*given)
         if problem.settings.tiles is not None:
             problem.kernel  # noqa: B018  refuses tiles
-        if not _scales_depend_on_device(problem.settings):
-            problem.check_scales()
 
     check_once(("jax, attention", *_facts(options)), operands, check)
 
 
-def _scales_depend_on_device(settings: Settings) -> bool:
-    """Whether the device that runs a call says how many rows share a scale that is given."""
-    quant, named = settings.quant, settings.tiles or settings.arch
-    by_block = quant is not None and "block" in (quant.granularity_q, quant.granularity_k)
-    return by_block and not named and jax.default_backend() != "cpu"
-
-
 def _constants(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a call that a stand-in on the host is checked with."""
-    return {name: x for name, x in options.items() if name != "backend"}
+    """Return options of a call that descriptions on the host are checked with.
+
+    The device that runs it says how many rows share a scale of a block: given ones are looked at
+    there.
+    """
+    known = {name: x for name, x in options.items() if name != "backend"}
+    quant, named = known.get("quant"), known.get("tiles") or known.get("arch")
+    if named or not isinstance(quant, QuantConfig) or jax.default_backend() == "cpu":
+        return known
+    if "block" in (quant.granularity_q, quant.granularity_k):
+        known["quant"] = replace(quant, scales="dynamic")
+    return known
 
 
 def _facts(options: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -298,11 +300,8 @@ def _check_gradient(call: _Call, operands: Mapping[str, Any], o: Any, lse: Any) 
 
     def check(known: dict[str, Any]) -> None:
         constants = {**_constants(options), **_paired(known)}
-        received = known["o"], known["o"], known["lse"]
-        q, k, v = (known[name] for name in "qkv")
-        backward.check_backward_call(
-            *backward.parse_backward("attention_backward", received, q, k, v, constants)
-        )
+        q, k, v, o, lse = (known[name] for name in ("q", "k", "v", "o", "lse"))
+        backward.resolved_backward("attention_backward", o, q, k, v, o, lse, constants)
 
     facts = ("jax, gradients", *_facts(options))
     check_once(facts, {**operands, "o": o, "lse": lse}, check)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cupyattn.interop.torch import attn_masks, eager, ops, transforms
 from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
-from cupyattn.problem.checks import check_switch
+from cupyattn.problem.settings import check_switch
 
 #: What ``torch.autocast`` gives its own type.
 _CAST = (torch.float16, torch.bfloat16, torch.float32)

@@ -17,7 +17,7 @@ from cupyattn.interop.torch.dispatch import call
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.row_preparation import BUFFERS_OF, EPS
 from cupyattn.problem.settings import NO_WINDOW, Settings, interned
 from cupyattn.quant.config import QuantConfig
 
@@ -124,7 +124,10 @@ def attention(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
-    tensors = with_lengths(named(q, k, v, mask, bias, rope, qk_norm), lengths_q, lengths_kv)
+    tensors = named(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, lengths_q=lengths_q,
+        lengths_kv=lengths_kv,
+    )  # fmt: skip
     return call(TensorSettings(settings, deterministic, block_mask), tensors, out)
 
 
@@ -203,8 +206,10 @@ def attention_varlen(
     )  # fmt: skip
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k")
-    tensors = named(q, k, v, mask, bias, rope, qk_norm)
-    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    tensors = named(
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
     return call(TensorSettings(settings, deterministic, block_mask), tensors, out)
 
 
@@ -343,24 +348,15 @@ def scaled_dot_product_attention(
     return o.reshape(*batch, *heads[0], *o.shape[-2:]).contiguous()
 
 
-def named(q: Any, k: Any, v: Any, mask: Any, bias: Any, rope: Any, qk_norm: Any) -> dict[str, Any]:
+def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
     """Return the tensors of a call, those that there are, as `calls.TENSORS` names them."""
     tensors = {"q": q, "k": k, "v": v}
-    if mask is not None:
-        tensors["mask"] = mask
-    if bias is not None:
-        tensors["bias"] = bias
-    if rope is not None:
-        tensors["rope_cos"], tensors["rope_sin"] = pair("rope", rope)
-    if qk_norm is not None:
-        tensors["q_norm_weight"], tensors["k_norm_weight"] = pair("qk_norm", qk_norm)
+    for name, x in others.items():
+        if x is not None and name in BUFFERS_OF:
+            tensors.update(zip(BUFFERS_OF[name], pair(name, x), strict=True))
+        elif x is not None:
+            tensors[name] = x
     return tensors
-
-
-def with_lengths(tensors: dict[str, Any], lengths_q: Any, lengths_kv: Any) -> dict[str, Any]:
-    """Return the tensors of a call and the lengths of its padded entries, where they are given."""
-    given = {"lengths_q": lengths_q, "lengths_kv": lengths_kv}
-    return tensors | {name: x for name, x in given.items() if x is not None}
 
 
 def pair(name: str, given: Any) -> tuple[Any, Any]:

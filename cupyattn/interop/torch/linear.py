@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cupyattn.arrays.described import Described
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
-from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.bridge import as_array, as_tensor, dtype_of, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.offloading import check_readable, home_of, offload_codes
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
@@ -101,8 +100,7 @@ def _form(name: str, tensor: Tensor | None) -> Described | None:
         return None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
-    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    return Described.contiguous(name, tuple(tensor.shape), dtype)
+    return Described.contiguous(name, tuple(tensor.shape), dtype_of(name, tensor.dtype))
 
 
 int8_linear = define(

@@ -13,13 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import as_array, forms_of, on_device_of
-from cupyattn.interop.torch.calls import launch
+from cupyattn.interop.torch.bridge import Tensors
 from cupyattn.interop.torch.ops import define, differentiate
 from cupyattn.ops.layers import LAYERS, LayersSettings
-from cupyattn.ops.operation import run_new
+from cupyattn.ops.operation import run
 from cupyattn.quant.activation import columns_of
-from cupyattn.runtime.recent import CALLS
 
 #: Operands of a product beside codes and scales of x, by the names of the plan's buffers.
 OPERANDS = ("b", "b_scales", "bias", "residual", "gate")
@@ -50,33 +48,23 @@ def multiply(
     list of Tensor
         The result of each layer: memory of torch's own, which its CUDA graphs take back.
     """
-    results = results_of(x, layers, activations)
-    tensors: dict[Any, Tensor] = {"x": x}
+    dtype = str(x.dtype).removeprefix("torch.")
+    settings = LayersSettings(dtype, activations, arch, backend)
+    found: list[Tensor] = run(LAYERS, settings, named(x, layers), library=_OF_LAYERS)
+    return found
+
+
+def named(x: Tensor, layers: Sequence[Sequence[Tensor | None]]) -> dict[str, Tensor]:
+    """Return the tensors of `multiply` by the buffers of the plan."""
+    tensors = {"x": x}
     for number, layer in enumerate(layers):
         for name, tensor in zip(_names(number), layer, strict=False):
             if tensor is not None:
                 tensors[name] = tensor
-    key: Any = None
-    addresses: dict[str, int] = {}
-    if backend in (None, "cuda"):
-        forms, addresses = forms_of(tensors)
-        key, ready = CALLS.find(("torch, linear", activations, arch), forms)
-        if ready is not None:
-            for number, y in enumerate(results):
-                addresses[f"c{number}"] = y.data_ptr()
-            launch(ready, addresses, x.device)
-            return results
-    # NOTE: the forms tell a call that is kept from all others; only a new one is looked at.
-    tensors = {n: gate_rows(x) if n.startswith("gate") else x for n, x in tensors.items()}
-    moved = any(x.data_ptr() != addresses.get(n, x.data_ptr()) for n, x in tensors.items())
-    if moved or not all(map(_can_be_kept, tensors.values())):
-        key = None
-    with on_device_of(x):
-        arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
-        arrays |= {f"c{number}": as_array(y) for number, y in enumerate(results)}
-        settings = LayersSettings(arrays["c0"].dtype.name, activations, arch, backend)
-        run_new(LAYERS, settings, arrays, key, copied=False)
-    return results
+    return tensors
+
+
+_OF_LAYERS = Tensors()
 
 
 @functools.cache
@@ -95,18 +83,6 @@ def results_of(
         x.new_empty((*rows, columns_of(weight.shape[0], activation)))
         for weight, activation in zip(weights, activations, strict=True)
     ]
-
-
-def gate_rows(gate: Any) -> Any:
-    """Return a gate, tensor or array, with two axes, as products take it."""
-    return gate.reshape(-1, gate.shape[-1])
-
-
-def _can_be_kept(x: Tensor) -> bool:
-    """Whether a call may read a tensor by its address: one on a device that is not copied."""
-    rows = len(x.shape) == 2 and x.stride()[1] == 1  # at any distance
-    lies_so: bool = x.is_cuda and (rows or x.is_contiguous())
-    return bool(lies_so and x.numel() and x.data_ptr() % x.element_size() == 0)
 
 
 def run_layer(x: Tensor, *arguments: Any) -> Tensor:

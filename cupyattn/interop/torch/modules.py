@@ -16,16 +16,13 @@ from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, in_region
-from cupyattn.interop.torch.functional import named, pair, with_lengths
+from cupyattn.interop.torch.functional import named, pair
 from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
-from cupyattn.kernels.tiles import Tiles, check_kind
-from cupyattn.problem.block_mask import BlockMask
+from cupyattn.kernels.tiles import check_kind
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.checks import check_scale, check_softcap, check_window
-from cupyattn.problem.row_preparation import EPS
-from cupyattn.problem.settings import accept, interned
-from cupyattn.quant.config import QuantConfig
+from cupyattn.problem.settings import ModuleOptions, Unpack, accept, interned, takes_options
 
 
 class Attention(torch.nn.Module):
@@ -47,42 +44,15 @@ class Attention(torch.nn.Module):
     """
 
     @points_to_our_names
-    def __init__(
-        self,
-        *,
-        variant: str = "auto",
-        accuracy: str = "full",
-        scale: float | None = None,
-        causal: bool = False,
-        causal_align: str = "bottom-right",
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        rope_interleaved: bool = False,
-        rope_offset_q: int = 0,
-        qk_norm_eps: float = EPS,
-        block_mask: BlockMask | None = None,
-        layout: str = "BHSD",
-        return_lse: bool = False,
-        quant: QuantConfig | None = None,
-        tiles: Tiles | None = None,
-        deterministic: bool = False,
-        arch: str | None = None,
-        backend: str | None = None,
-    ) -> None:
+    @takes_options
+    def __init__(self, *, deterministic: bool = False, **options: Unpack[ModuleOptions]) -> None:
         super().__init__()
-        settings = TensorSettings.of(
-            variant=variant, accuracy=accuracy, scale=scale, causal=causal,
-            causal_align=causal_align, window=window, softcap=softcap,
-            rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
-            qk_norm_eps=qk_norm_eps, layout=layout, return_lse=return_lse,
-            deterministic=deterministic, quant=quant, tiles=tiles, block_mask=block_mask,
-            arch=arch, backend=backend,
-        )  # fmt: skip
-        check_arch(arch)
-        check_kind(tiles)
-        check_scale(scale, 1)
-        check_softcap(softcap)
-        check_window(window)
+        settings = TensorSettings.of(deterministic=deterministic, **options)
+        check_arch(settings.of_call.arch)
+        check_kind(settings.of_call.tiles)
+        check_scale(settings.of_call.scale, 1)
+        check_softcap(settings.of_call.softcap)
+        check_window(settings.of_call.window)
         of_call = interned(*settings.of_call)
         if not any(hasattr(value, "shape") for value in of_call):  # such a value is not kept alive
             accept(of_call)  # modules of equal settings share calls from the first one on
@@ -127,7 +97,10 @@ class Attention(torch.nn.Module):
         settings = self.settings
         if settings.block_mask is not None and torch.compiler.is_compiling():
             settings = settings._replace(block_mask=self._block_mask_number)
-        tensors = with_lengths(named(q, k, v, mask, bias, rope, qk_norm), lengths_q, lengths_kv)
+        tensors = named(
+            q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, lengths_q=lengths_q,
+            lengths_kv=lengths_kv,
+        )  # fmt: skip
         return call(settings, tensors)
 
     def extra_repr(self) -> str:
@@ -148,7 +121,7 @@ class Int8Attention(torch.nn.Module):
 
     Parameters
     ----------
-    num_heads, head_dim, num_timesteps
+    num_heads, head_dim, num_timesteps, use_adaptive_scaling, timestep_scales
         As for `cupyattn.Int8Attention`.
     out_proj : Module, callable or Tensor (num_heads * head_dim, channels), optional
         Applied to o as (batch, len_q, num_heads * head_dim). A module's parameters are this
@@ -182,6 +155,8 @@ class Int8Attention(torch.nn.Module):
         num_heads: int,
         head_dim: int,
         num_timesteps: int = 1000,
+        use_adaptive_scaling: bool | None = None,
+        timestep_scales: Any = None,
         *,
         out_proj: Any = None,
         qk_norm: tuple[Tensor, Tensor] | None = None,
@@ -191,6 +166,8 @@ class Int8Attention(torch.nn.Module):
         self._options = {
             "num_heads": num_heads, "head_dim": head_dim, "num_timesteps": num_timesteps, **options,
         }  # fmt: skip
+        given = {"use_adaptive_scaling": use_adaptive_scaling, "timestep_scales": timestep_scales}
+        self._options |= {name: x for name, x in given.items() if x is not None}
         of_q, of_k = pair("qk_norm", qk_norm)
         self.register_buffer("q_norm_weight", of_q, persistent=False)
         self.register_buffer("k_norm_weight", of_k, persistent=False)
@@ -276,7 +253,7 @@ class Int8Attention(torch.nn.Module):
             As `attention` and `cupyattn.Int8Attention`.
         """
         timestep = _number(timestep)
-        tensors = in_region(named(q, k, v, mask, None, rope, None))
+        tensors = in_region(named(q, k, v, mask=mask, rope=rope))
         differentiable, watched = how_seen(tensors.values())
         if not (differentiable or watched):
             found = int8_layer.attend(
@@ -339,7 +316,7 @@ class Int8Attention(torch.nn.Module):
         RuntimeError, NotImplementedError, ValueError, TypeError
             As a call.
         """
-        tensors = in_region(named(q_cond, k, v, mask, None, rope, None))
+        tensors = in_region(named(q_cond, k, v, mask=mask, rope=rope))
         tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
         if any(how_seen(tensors.values())):
             raise UnsupportedError(

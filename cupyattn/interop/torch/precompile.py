@@ -12,19 +12,15 @@ import torch
 from torch import Tensor
 
 from cupyattn.arrays.described import Described
-from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import ahead
 from cupyattn.compiler.modules import ModuleSpec, architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.linear_parts import OPERANDS
+from cupyattn.interop.torch.bridge import dtype_of
+from cupyattn.interop.torch.linear_parts import named
 from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
-from cupyattn.quant.activation import columns_of
-
-#: Shape and type of a tensor, None where there is none.
-_Form = tuple[tuple[int, ...], str] | None
 
 
 def begin(
@@ -42,21 +38,15 @@ def begin(
         As for that; fake tensors, whose forms alone are looked at. Of few rows, and of lengths that
         are symbols, nothing is begun: their first call compiles.
     """
-    tensors = [x, *(one for layer in layers for one in layer if one is not None)]
-    known = all(isinstance(n, int) for tensor in tensors for n in tensor.shape)
+    tensors = named(x, layers)
+    known = all(isinstance(n, int) for tensor in tensors.values() for n in tensor.shape)
     if x.device.type != "cuda" or backend == "mirror" or not known:
         return
     if not torch.cuda.is_available():
         return
     major, minor = torch.cuda.get_device_capability(x.device)
-    forms = tuple(tuple(map(_form, layer)) for layer in layers)
-    _begin(_form(x), forms, tuple(activations), arch, 10 * major + minor)
-
-
-def _form(tensor: Tensor | None) -> _Form:
-    if tensor is None:
-        return None
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    forms = tuple((name, tuple(one.shape), one.dtype) for name, one in tensors.items())
+    _begin(forms, tuple(activations), arch, 10 * major + minor)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,8 +57,7 @@ def _begin(*call: Any) -> None:
 
 
 def sources(
-    x: tuple[tuple[int, ...], str],
-    layers: Sequence[Sequence[_Form]],
+    forms: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
     activations: tuple[str, ...],
     arch: str | None,
     capability: int,
@@ -77,35 +66,21 @@ def sources(
 
     Parameters
     ----------
-    x : (tuple of int, str)
-        Shape and type.
-    layers : sequence
-        As for `cupyattn.interop.torch.linear_parts.multiply`, of forms.
+    forms : sequence of (str, tuple of int, torch.dtype)
+        Buffer, shape and type of each tensor.
     activations, arch
-        As for that.
+        As for `cupyattn.interop.torch.linear_parts.multiply`.
     capability : int
         Of the device, times ten.
     """
-    rows, dtype = x[0][:-1], x[1]
-    if math.prod(rows) <= PORTABLE_ROWS:
+    arrays = {n: Described.contiguous(n, shape, dtype_of(n, dtype)) for n, shape, dtype in forms}
+    x = arrays["x"]
+    if math.prod(x.shape[:-1]) <= PORTABLE_ROWS:
         return []
     if arch is None and capability == HOPPER_CAPABILITY:
         arch = "sm_90a"
-    arrays = {"x": _described("x", *x)}
-    for number, (layer, activation) in enumerate(zip(layers, activations, strict=True)):
-        for name, form in zip(OPERANDS, layer, strict=False):
-            if form is not None:
-                own = f"{name}{number}"
-                x_of = _described(own, *form)
-                arrays[own] = x_of.rows() if name == "gate" else x_of
-        columns = columns_of(arrays[f"b{number}"].shape[0], activation)
-        arrays[f"c{number}"] = _described(f"c{number}", (*rows, columns), dtype)
-    settings = LayersSettings(dtype, activations, arch, "interpret")
+    settings = LayersSettings(x.dtype.name, activations, arch, "interpret")
     problem = problem_of(LAYERS, settings, arrays)
     plans = LAYERS.plan(problem).plans
     specs = dict.fromkeys(launch.module for plan in plans for launch in plan.launches)
     return [(spec, architecture(spec, problem.arch, capability)) for spec in specs]
-
-
-def _described(name: str, shape: tuple[int, ...], dtype: str) -> Described:
-    return Described.contiguous(name, shape, STORAGE.get(dtype, dtype))

@@ -1,6 +1,6 @@
 // rope.cuh -- rotary position embedding: pairs of columns of a row of Q or K, turned by the angles
 // of the row's position. Every operation is one IEEE rounding, named, so that none is contracted
-// and all equal NumPy's: cupyattn/problem/rope.py does the same, bit for bit.
+// and all equal NumPy's: cupyattn/problem/row_preparation.py does the same, bit for bit.
 #pragma once
 
 #include "prims/config.cuh"

@@ -7,6 +7,7 @@ selection here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,13 @@ from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
 from cupyattn.problem.checks import (
-    ScoreOptions,
     check_bias,
+    check_block_mask,
     check_limits,
     check_mask,
     check_softcap,
 )
+from cupyattn.problem.settings import PLACES
 
 #: Whole axes (batch, heads_kv, group) of scores.
 EVERYWHERE = (slice(None), slice(None), slice(None))
@@ -52,11 +54,14 @@ class Scoring:
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, q: Array, k: Array, options: ScoreOptions) -> Scoring:
-        """Check the options of a call on arrays (batch, heads, len, head_dim)."""
+    def of(cls, q: Array, k: Array, options: Mapping[str, Any]) -> Scoring:
+        """Check the options of a call on arrays (batch, heads, len, head_dim).
+
+        They are those of `cupyattn.problem.settings.Settings.scores`.
+        """
         shape = (*q.shape[:3], k.shape[2])
-        block_mask = options.block_mask
-        mask, bias = operands(mask=options.mask, bias=options.bias)
+        block_mask = options["block_mask"]
+        mask, bias = operands(mask=options["mask"], bias=options["bias"])
         xp = array_namespace(q, *(x for x in (mask, bias) if x is not None))
         if mask is not None:
             check_mask(mask, shape)
@@ -66,11 +71,12 @@ class Scoring:
             None if x is None else split_heads(xp.broadcast_to(x, shape), k.shape[1])
             for x in (mask, bias)
         )
-        limits = check_limits(options.causal, options.causal_align, options.window, *shape[2:])
-        softcap = check_softcap(options.softcap)
+        places = (options[name] for name in PLACES)
+        limits = check_limits(*places, *shape[2:])
+        softcap = check_softcap(options["softcap"])
+        check_block_mask(block_mask, shape)
         if block_mask is None:
             return cls(*limits, softcap, mask, bias)
-        block_mask.check(shape)
         blocks = block_mask.beside(q)
         kept = split_heads(xp.broadcast_to(blocks, (*shape[:2], *blocks.shape[2:])), k.shape[1])
         return cls(*limits, softcap, mask, bias, kept, block_mask.blocks)
@@ -123,15 +129,3 @@ class Scoring:
         if self.bias is not None:
             S = xp.where(self.bias_at(at, rows, keys) != NEG_INF, S, S.dtype.type(NEG_INF))
         return S
-
-
-def check_smoothing(softcap: float, k_mean: Array | None) -> None:
-    """Raise where a softcap meets keys whose mean was subtracted.
-
-    Without a softcap the mean shifts all scores of a row, which a softmax does not feel.
-    """
-    if softcap and k_mean is not None:
-        raise ValueError(
-            f"softcap={softcap} needs keys that are not smoothed: quantize them with "
-            "quant=QuantConfig(smooth_k=False)"
-        )
