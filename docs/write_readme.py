@@ -105,8 +105,9 @@ def pipelines(record: Mapping[str, Any]) -> str:
         "Intervals are of 95 %; *undecided* means that one includes 1. FP8 is torch's product by "
         "row, with torch's attention.", "",
         *recording.markdown(header, rows), "",
-        "Where a model has become slower, the host is the limit: "
-        "[compile it as CUDA graphs](docs/INTEROP.md#whole-models).",
+        "Where a model became slower, the host was the limit. `accelerate` leaves such parts "
+        'native. With `compile="graphs"` they gain, too: '
+        "[CUDA graphs](docs/INTEROP.md#whole-models).",
     ])  # fmt: skip
 
 
