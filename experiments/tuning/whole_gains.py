@@ -25,7 +25,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyattn.interop.torch.candidates import linear_layers
 from cupyattn.measure import timing
 from cupyattn.measure.whole_gains import usual_width
 from experiments._harness import recording
@@ -49,6 +48,8 @@ def width_of(family: Family) -> int:
     torch, diffusers = libraries()
     with torch.device("meta"):
         model = getattr(diffusers, family.cls)(**family.shallow().config)
+    from cupyattn.interop.torch.candidates import linear_layers
+
     return usual_width(layer.in_features for _, layer, _ in linear_layers(model))
 
 

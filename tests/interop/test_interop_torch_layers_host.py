@@ -11,16 +11,17 @@ import pytest
 
 from cupyattn.arrays import described
 from cupyattn.runtime import recent
-from tests.interop.test_interop_torch_host import (  # noqa: F401
+
+torch = pytest.importorskip("torch")
+
+from tests.interop.test_interop_torch_host import (  # noqa: E402, F401 - needs torch
     OnDevice,
     calls,
     empty,
     planned_no_more,
 )
-from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
-from tests.runtime.test_host_calls import array, driver  # noqa: F401
-
-torch = pytest.importorskip("torch")
+from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: E402, F401
+from tests.runtime.test_host_calls import array, driver  # noqa: E402, F401
 
 
 @pytest.fixture
