@@ -175,10 +175,7 @@ class Calibration:
         """
         try:
             arrays, metadata = storage.read(path)
-            if metadata.get("kind") != _KIND:
-                raise ValueError(f"its kind is {metadata.get('kind')!r}")
-            if int(metadata["version"]) > _VERSION:
-                raise ValueError(f"version {metadata['version']} is later than {_VERSION}")
+            storage.check_kind(metadata, _KIND, _VERSION)
             if source_hash is not None and metadata["source_hash"] != source_hash:
                 raise ValueError(
                     f"it is of the data {metadata['source_hash']:.12}..., not {source_hash:.12}..."

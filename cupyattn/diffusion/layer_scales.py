@@ -45,10 +45,7 @@ class Calibrations(dict[str, Calibration]):
         """
         try:
             arrays, metadata = storage.read(path)
-            if metadata.get("kind") != _KIND:
-                raise ValueError(f"its kind is {metadata.get('kind')!r}")
-            if int(metadata["version"]) > _VERSION:
-                raise ValueError(f"version {metadata['version']} is later than {_VERSION}")
+            storage.check_kind(metadata, _KIND, _VERSION)
             found = cls()
             for name, said in json.loads(metadata["layers"]).items():
                 own = {

@@ -148,12 +148,7 @@ class Recording:
         """
         header = read_header(path)
         try:
-            if header.metadata.get("kind") != RECORDING:
-                raise ValueError(f"its kind is {header.metadata.get('kind')!r}")
-            if int(header.metadata["version"]) > _VERSION:
-                raise ValueError(
-                    f"version {header.metadata['version']} is later than {_VERSION}"
-                )
+            storage.check_kind(header.metadata, RECORDING, _VERSION)
             calls = tuple(
                 RecordedCall(
                     layer, timestep,

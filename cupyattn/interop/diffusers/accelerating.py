@@ -139,7 +139,8 @@ def accelerate(
 
 def _chosen(part: Part, names: list[str], request: Request) -> list[str]:
     """Return the attention modules of a model that are replaced; note why none is."""
-    found = [name for name in names if name in request.selection]
+    selection = request.selection
+    found = [name for name in names if name in selection]
     if not found:
         part.native["attention"] = (
             "excluded" if names else "the model has no attention modules of diffusers"

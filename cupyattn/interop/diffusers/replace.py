@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,14 @@ from cupyattn.interop.diffusers.features import Features, follow_steps
 from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
-from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
+from cupyattn.interop.handle import (
+    COMPILED,
+    NOT_COMPILED,
+    Handle,
+    is_pipeline,
+    target_of,
+    uncompiled,
+)
 from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, some_of
 from cupyattn.measure.words import printable
 from cupyattn.problem.borrowed_names import points_to_our_names
@@ -323,12 +329,6 @@ def _noise_of(owner: Any) -> Noise:
 def steps_of(owner: Any) -> steps.Step:
     """Return what knows the steps of what has a scheduler; raise unless its noise is known."""
     return steps.Step(_noise_of(owner))
-
-
-def is_pipeline(given: Any) -> bool:
-    # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
-    home = sys.modules.get("diffusers.pipelines.pipeline_utils")
-    return home is not None and isinstance(given, home.DiffusionPipeline)
 
 
 def _takes_timestep(model: Any) -> bool:

@@ -348,7 +348,8 @@ def _undo(parts: Sequence[Part], attention: Any) -> None:
 def _replace_layers(part: Part, request: Request) -> None:
     """Make the linear layers of a model INT8, unless they are slower so or there are none."""
     everything = [*layer_names(part)]
-    names = [name for name in everything if name in request.selection]
+    selection = request.selection
+    names = [name for name in everything if name in selection]
     if not names:
         part.native["linear"] = "excluded" if everything else "the model has none"
     if not names or not part.settle("linear", request):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -263,8 +264,6 @@ def _watched(target: Any, marks: _Marks, latents: list[Tensor] | None) -> Iterat
 
 
 def _takes_generator(target: Any) -> bool:
-    import inspect
-
     return "generator" in inspect.signature(type(target).__call__).parameters
 
 

@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from cupyattn.diffusion.arguments import check_count, check_whole
 from cupyattn.diffusion.recordings import RecordedCall, Recording
 from cupyattn.errors import shown
-from cupyattn.interop.handle import Handle, uncompiled
+from cupyattn.interop.handle import Handle, is_pipeline, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, check_found, compiled
 from cupyattn.interop.torch.bridge import as_array
 from cupyattn.measure.words import counted, format_bytes
@@ -389,8 +388,7 @@ def _models(model_or_pipe: Any, scheduler: Any) -> tuple[dict[str, nn.Module], A
             f"{type(model_or_pipe).__name__} has replaced layers: record the model before, or "
             "restore() it first"
         )
-    pipelines = sys.modules.get("diffusers.pipelines.pipeline_utils")
-    of_pipeline = pipelines is not None and isinstance(model_or_pipe, pipelines.DiffusionPipeline)
+    of_pipeline = is_pipeline(model_or_pipe)
     if not of_pipeline and not isinstance(model_or_pipe, nn.Module):
         raise TypeError(
             "model_or_pipe must be a DiffusionPipeline or a torch.nn.Module, got "
