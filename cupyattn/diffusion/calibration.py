@@ -212,8 +212,8 @@ def calibrate_quantization_scales(
         Percentile of the batches' absolute maxima (with fewer than 100 batches 99 is the largest),
         or of all absolute values, rounded up to 8 significant bits.
     sigmas : array_like, optional
-        Noise-to-signal ratios of the timesteps; `compute_sigma_schedule()`, or those of a
-        recording, when omitted.
+        Noise-to-signal ratios of the timesteps. Default: the ratios of a recording, or else
+        `compute_sigma_schedule()`.
     num_bins : int
         Bins of one width in log-SNR over `sigmas`; with more than one every batch has a timestep.
     smooth_k : bool

@@ -69,8 +69,8 @@ def calibrate(
     recording : Recording or path
         Of `cupyattn.interop.torch.record`, or its file.
     percentile, **options
-        As for `calibrate_quantization_scales`: of, num_bins and smooth_k. Bins are those of the
-        recorded schedule.
+        As for `calibrate_quantization_scales`: of, num_bins and smooth_k. The recorded schedule
+        gives the bins.
 
     Returns
     -------

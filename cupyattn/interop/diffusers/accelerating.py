@@ -83,18 +83,18 @@ def accelerate(
     TypeError
         For what is neither a pipeline nor a module.
     ValueError
-        For arguments that there are not, patterns that are found in no name, and as
+        For an unknown accuracy or way to compile, for a pattern that no name matches, and as
         `replace_attention_with_int8` and `replace_linear_with_int8`.
     UnsupportedError
         As `replace_attention_with_int8`. Whatever is raised, all models are as they were.
 
     Notes
     -----
-    Request are those of the whole model in ``experiments/results/whole_models.json`` that has the
-    class, nearly the width and the kind of device: a part whose interval there includes 1, or that
-    was slower, stays native, and the fifth line says so. Layers have a scale for each channel where
-    that record allows it, and for each block where there is no such model. On other devices
-    everything is replaced; `compare` measures what that wins.
+    Settings come from ``experiments/results/whole_models.json``: from the whole model of the same
+    class, of nearly the same width, on the same kind of device. A part stays native if its interval
+    there includes 1, or if it was slower; the fifth line says so. Layers have a scale for each
+    channel if that record allows it, and for each block if there is no such model. On other devices
+    everything is replaced; `compare` measures the gain.
 
     Examples
     --------

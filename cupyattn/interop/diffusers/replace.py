@@ -162,7 +162,7 @@ def replace_attention_with_int8(
         Take back first what earlier calls replaced in these models, all of it.
     timestep_scales, use_adaptive_scaling, attention_type, window_size, block_size, block_mask, \
     enable_pruning, pruning_ratio, pruning_threshold, pruning_rows : optional
-        As for `cupyattn.Int8Attention`, whose steps are those of the scheduler. These and `quant`
+        As for `cupyattn.Int8Attention`, at the steps of the scheduler. These and `quant`
         may be mappings, too: of names of layers, and of regular expressions that are searched in
         the others' names. Layers without one have the default.
 

@@ -36,7 +36,7 @@ class Request:
     Raises
     ------
     TypeError, ValueError
-        For an accuracy or a way to compile that there is not, and patterns that are none.
+        For an unknown accuracy or way to compile, and for text that is no pattern.
     """
 
     accuracy: str = "full"
@@ -68,7 +68,7 @@ class Request:
 
     @property
     def how(self) -> str:
-        """How gains of the record were compiled that hold for these request."""
+        """How models were compiled whose recorded gains hold for this request."""
         return "graphs" if self.compile == "graphs" else "blocks"
 
 

@@ -34,6 +34,7 @@ from cupyattn.measure.words import counted, printable
 #: Kinds of reasons that a line names before the rest is counted.
 _MOST_REASONS = 3
 
+
 @dataclass(frozen=True)
 class Acceleration:
     """What `accelerate` did, and what ran since.
@@ -153,7 +154,6 @@ class Accelerated(Handle):
             write_int8(part.model, home / part.prefix.removesuffix("."), advance)
         return home
 
-
     def compare(
         self,
         *,
@@ -197,7 +197,8 @@ class Accelerated(Handle):
         Notes
         -----
         Native is compiled as the accelerated model is, and has its own weights on the device,
-        beside the codes. Steps of a pipeline are those of its scheduler; that of a model is a call.
+        beside the codes. A step of a pipeline is a step of its scheduler, and a step of a model is
+        a call.
         """
         if self._handle_is_restored or all(len(p.native) == 2 for p in self._handle_parts):
             raise RuntimeError(
@@ -263,8 +264,8 @@ def accelerate(
     TypeError
         If `model` is no module.
     ValueError
-        For arguments that there are not, and as `replace_linear_with_int8`. The model is then as it
-        was.
+        For an unknown accuracy or way to compile, and as `replace_linear_with_int8`. The model is
+        then as it was.
 
     Notes
     -----
