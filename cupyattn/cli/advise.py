@@ -99,6 +99,11 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     UnsupportedError
         For a configuration without weights where diffusers is missing.
     """
+    if not model.exists():
+        raise FileNotFoundError(
+            f"there is no {str(model)!r}: give the folder of a transformer of diffusers, or its "
+            f"{_CONFIG}"
+        )
     folder = model if model.is_dir() else model.parent
     file = model if model.name.endswith(".json") else folder / _CONFIG
     if not file.is_file():

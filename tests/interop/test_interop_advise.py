@@ -125,6 +125,8 @@ def test_what_is_no_diffusion_transformer_is_said(
         assert message in capsys.readouterr().err
     assert cli.main(["advise", str(tmp_path / "config.json"), "--tokens", "0"]) == 2
     assert cli.main(["advise", str(tmp_path / "none"), "--tokens", "1"]) == 2
+    # Not the config.json that lies beside it.
+    assert f"there is no {str(tmp_path / 'none')!r}" in capsys.readouterr().err
     for config_, message in (({}, "none of attention_head_dim"),
                              ({"attention_head_dim": 64}, "no layer is named to_q")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
