@@ -11,6 +11,10 @@ from typing import Any
 #: AttributeError it keeps nothing, and the ImportError that follows has a message of its own.
 _IMPORTING = "_handle_fromlist"
 _BY_STEP = "Int8Attention, whose precision_policy chooses the arithmetic of every step"
+_IMAGES = (
+    "on images of a pipeline before and after "
+    "cupyattn.interop.diffusers.replace_attention_with_int8(pipe)"
+)
 #: Names of the plan that this library began as, and names of other packages, with what is here in
 #: their place. `lazy_face` lets every public package answer for them.
 RENAMED = {
@@ -24,10 +28,20 @@ RENAMED = {
     "adaptive_precision_attention": f"cupyattn.{_BY_STEP}",
     "attention_fp16": "cupyattn.attention, which computes in the type of q, k and v",
     "attention_int8": "cupyattn.attention(..., variant='fa_int8')",
+    "compute_fid": f"torchmetrics.image.fid.FrechetInceptionDistance, {_IMAGES}",
+    "eval_images": (
+        f"torchmetrics.image.lpip.LearnedPerceptualImagePatchSimilarity, {_IMAGES}"
+    ),
+    "get_T2V_pipeline": (
+        "cupyattn.interop.torch.load_int8(pipe.transformer, folder) on a pipeline of diffusers"
+    ),
     "int8_attention": "cupyattn.attention(..., variant='fa_int8')",
     "int8_attention_hq": (
         "cupyattn.attention(..., variant='fa_int8'), which keeps P and V in 16 bits, or "
         f"cupyattn.{_BY_STEP}"
+    ),
+    "measure_latency": (
+        "cupyattn.ladder(q, k, v), or the command cupyattn profile, which time calls on a device"
     ),
     "quantize_weight": "cupyattn.weight_quant(weight), which returns codes and scales",
     "replace_attention_with_int8": (

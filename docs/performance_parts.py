@@ -353,7 +353,7 @@ def scaling(record: Record) -> list[str]:
     header = ["scaling", "way", "devices", "problems", "of so many times one", "on paper"]
     return [
         "The speed of several devices, as a share of so many times one;",
-        "[DISTRIBUTED.md](DISTRIBUTED.md#what-it-costs) has every problem.",
+        "[DISTRIBUTED.md](DISTRIBUTED.md#predicted-and-measured-cost) has every problem.",
         "",
         *markdown(header, table),
     ]
@@ -388,7 +388,7 @@ def diffusion(gains: Record) -> list[str]:
     ]
     return [
         "Speed beside the plain way in the same rounds;",
-        "[DIFFUSION.md](DIFFUSION.md#what-it-wins) has every shape.",
+        "[DIFFUSION.md](DIFFUSION.md#measured-gains) has every shape.",
         "",
         *markdown(["way", "mode", "against", "shapes", "least", "most"], table),
     ]

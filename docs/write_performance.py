@@ -105,14 +105,16 @@ def claims_lines() -> list[str]:
         if found is None:
             continue
         links = ", ".join(f"[{n}](../experiments/results/{n}.json)" for n in claim.needs)
-        rows.append([claim.part, claim.says, claim.measured(*found), links or "none"])
-    header = ["of the notes", "they say", "measured", "record"]
+        record = links or claim.source or "none"
+        rows.append([claim.part, claim.says, claim.measured(*found), claim.verdict, record])
+    header = ["of the notes", "they say", "measured", "verdict", "record"]
     return [
         f"## {CLAIMS_TITLE}",
         "",
         "This library began as a plan, the founding notes, which is not in this repository: text",
         "and pseudo-code with figures for an A100, before there was a kernel. The record of each",
         "line names the device of what was measured.",
+        "A figure *of another device* says nothing beside what was measured on ours.",
         "",
         *recording.markdown(header, rows),
         "",

@@ -64,8 +64,8 @@ def speed(peers: Mapping[str, Any]) -> str:
     rivals = sorted({cell["rival"] for cell in peers["against_rival"]["cells"]}, reverse=True)
     return (
         f"On an {_device(peers)}, forward attention in float16 is {lower(min(ratios))} to "
-        f"{lower(max(ratios))} times as fast\nas the faster of {' and '.join(rivals)} (median "
-        f"{median(ratios):.2f}). These are {len(ratios)} shapes:\nlengths {lengths[0]:,} to "
+        f"{lower(max(ratios))} times as fast\nas the faster of {' and '.join(rivals)}. "
+        f"The median of {len(ratios)} shapes is {median(ratios):.2f}:\nlengths {lengths[0]:,} to "
         f"{lengths[-1]:,}, head_dim {sizes[0]} to {sizes[-1]}, causal and not "
         f"({_link('peers')})."
     )
@@ -105,8 +105,9 @@ def pipelines(record: Mapping[str, Any]) -> str:
         "Intervals are of 95 %; *undecided* means that one includes 1. FP8 is torch's product by "
         "row, with torch's attention.", "",
         *recording.markdown(header, rows), "",
-        "Where a model has become slower, the host is the limit: "
-        "[compile it as CUDA graphs](docs/INTEROP.md#whole-models).",
+        "Where a model became slower, the host was the limit. `accelerate` leaves such parts "
+        'native. With `compile="graphs"` they gain, too: '
+        "[CUDA graphs](docs/INTEROP.md#whole-models).",
     ])  # fmt: skip
 
 

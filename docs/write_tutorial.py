@@ -1,7 +1,7 @@
-"""Write what docs/TUTORIAL.md has of the kernels and of the record, between its marks.
+"""Write the diffs, counts and times of docs/TUTORIAL.md between its marks.
 
-The page climbs the ladder by the diffs of neighbouring kernels. Its sentences are its own; the
-diffs are those of the files in kernels_cu/, the times those of experiments/results/ladder.json.
+The page climbs the ladder by the diffs of neighbouring kernels. Its sentences are written by hand.
+The diffs come from the files in kernels_cu/, the times from experiments/results/ladder.json.
 
     python -m docs.write_tutorial
 """
@@ -43,9 +43,8 @@ def file_of(rung: str) -> str:
 def sections(rung: str) -> dict[str, list[str]]:
     """Return the lines of a kernel's body by where they stand, blank ones left out.
 
-    ``sizes`` are includes and constants, ``storage`` is the shared memory with what is asserted,
-    ``entry`` are the heads of kernels, and ``S0`` to ``S6`` what follows each tag (of all kernels
-    of a file).
+    ``sizes`` holds includes and constants, ``storage`` the shared memory and its assertions, and
+    ``entry`` the entry points. ``S0`` to ``S6`` hold the lines behind each tag, of all kernels.
     """
     found: dict[str, list[str]] = {name: [] for name in TITLES}
     lines = (KERNELS / file_of(rung)).read_text(encoding="utf-8").splitlines()
@@ -118,10 +117,10 @@ def written_count(page: str, record: Mapping[str, Any], left: str, right: str) -
     """How large the whole diff is."""
     counts = changed(left, right).values()
     gone, come = (sum(count[i] for count in counts) for i in (0, 1))
-    names = f"`{file_of(left)}` to `{file_of(right)}`"
+    names = f"`{file_of(left)}` and `{file_of(right)}`"
     return [
-        f"From {names}, section by section, headers and blank lines aside: {gone} lines go, "
-        f"{come} come."
+        f"The diff of {names}, section by section, without headers and blank lines: {gone} lines "
+        f"removed, {come} added."
     ]
 
 
@@ -135,11 +134,11 @@ def written_diff(
 def written_rest(page: str, record: Mapping[str, Any], left: str, right: str) -> list[str]:
     """How many lines the sections have that the page does not show."""
     rest = [
-        f"{TITLES[section]} −{gone} +{come}"
+        f"| {TITLES[section]} | −{gone} +{come} |"
         for section, (gone, come) in changed(left, right).items()
         if f"<!-- diff {left} {right} {section} -->" not in page
     ]
-    return [f"Not shown: {'; '.join(rest)}."]
+    return ["| not shown | lines |", "| --- | --- |", *rest]
 
 
 def written_times(page: str, record: Mapping[str, Any], left: str, right: str) -> list[str]:

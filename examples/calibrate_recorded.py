@@ -1,10 +1,10 @@
 """Static INT8 scales by timestep from recorded activations, saved, loaded and used.
 
-Run it with ``python examples/calibrate_recorded.py [--data FILE] [--quick]``; with CuPy and a CUDA
-device it runs there.
+Run it with ``python examples/calibrate_recorded.py [--data FILE] [--quick]``. With CuPy and a CUDA
+device it runs on the device.
 
-The file that comes with cupyattn has Q, K and V of two blocks of a trained diffusion transformer at
-three of its 50 steps; one of your own model has arrays of the same names.
+The default file ships with cupyattn. It has Q, K and V of two blocks of a trained diffusion
+transformer, at three of its 50 steps. A file of your own model needs arrays of the same names.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Records = dict[tuple[int, int], list[Any]]
 
 
 def load(xp: Any, path: Path, length: int) -> Records:
-    """Read ``layer1_step25_q`` and so on, (1, heads, tokens, head_dim): the first tokens."""
+    """Read the first tokens of arrays (1, heads, tokens, head_dim) named ``layer1_step25_q``."""
     with np.load(path) as file:
         places = {tuple(map(int, re.findall(r"\d+", name))) for name in file.files}
         return {
@@ -37,7 +37,7 @@ def load(xp: Any, path: Path, length: int) -> Records:
 
 
 def main() -> None:
-    """Calibrate each block, save, load, and compare with scales of every call's own."""
+    """Calibrate each block, save, load, and compare with dynamic scales."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", metavar="FILE", type=Path, default=data_file("qkv_dit.npz"))
     parser.add_argument("--quick", action="store_true", help="few tokens")

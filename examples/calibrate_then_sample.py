@@ -1,11 +1,11 @@
 """Static INT8 scales by timestep: recorded in one run of a sampler, used in the next.
 
-Run it with ``python examples/calibrate_then_sample.py [--quick]``; with CuPy and a CUDA device it
-runs there.
+Run it with ``python examples/calibrate_then_sample.py [--quick]``. With CuPy and a CUDA device it
+runs on the device.
 
-The denoiser needs no training: of data that is a list of points y, all equally long, the best one
-is attention over the points, ``sum_j softmax_j(x . y_j / sigma^2) y_j``. Each head has points of
-its own, and its samples end at one of them.
+The denoiser needs no training. If the data are a list of points y of equal length, the best
+denoiser is attention over the points, ``sum_j softmax_j(x . y_j / sigma^2) y_j``. Each head has its
+own points, and its samples converge to one of them.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def points(xp: Any, count: int) -> Any:
 
 
 def sample(xp: Any, denoise: Denoiser, sigmas: Any, samples: int, seed: int) -> Any:
-    """Follow the probability flow from noise to data by Euler's steps."""
+    """Integrate the probability flow from noise to data with Euler's method."""
     noise = np.random.default_rng(seed).standard_normal((1, HEADS, samples, HEAD_DIM))
     x = xp.asarray((sigmas[0] * noise).astype(np.float32))
     for step, (sigma, after) in enumerate(zip(sigmas, (*sigmas[1:], 0.0), strict=True)):

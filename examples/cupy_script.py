@@ -1,6 +1,6 @@
 """Attention of CuPy arrays on a device: a call prepared once, replayed from a CUDA graph, timed.
 
-Run it with ``python examples/cupy_script.py``; it needs a CUDA device of compute capability 8.0 or
+Run it with ``python examples/cupy_script.py``. It needs a CUDA device of compute capability 8.0 or
 later.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
     out = cupy.empty_like(q)
     prepared = ca.plan(q, k, v, causal=True, out=out)  # checked, compiled and loaded
     stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.get_current_stream().synchronize()  # that one would not wait for q, k and v
+    cupy.cuda.get_current_stream().synchronize()  # a non-blocking stream does not wait for q, k, v
     with stream:
         prepared(q, k, v, out=out)
         stream.begin_capture()

@@ -1,7 +1,7 @@
-"""A pipeline of diffusers whose attention is INT8, as exact as the noise of each step asks for.
+"""A diffusers pipeline with INT8 attention, whose precision follows the noise of each step.
 
-Run it with ``python examples/diffusers_pipeline.py``. The pipeline is Flux's own, small and with
-random weights: nothing is downloaded. Put ``FluxPipeline.from_pretrained(...)`` in its place.
+Run it with ``python examples/diffusers_pipeline.py``. The pipeline is a small Flux with random
+weights, so nothing is downloaded. Replace it with ``FluxPipeline.from_pretrained(...)``.
 """
 
 import sys

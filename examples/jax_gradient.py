@@ -1,6 +1,6 @@
-"""``jax.grad`` through attention, under ``jax.jit``, and ``jax.vmap`` over a further axis.
+"""``jax.grad`` through attention, under ``jax.jit``, and ``jax.vmap`` over an additional axis.
 
-Run it with ``python examples/jax_gradient.py``; JAX's device is what runs it, a CPU on the mirror.
+Run it with ``python examples/jax_gradient.py``. It runs on JAX's device; on a CPU the mirror runs.
 """
 
 import sys
@@ -21,7 +21,7 @@ def loss(q: jax.Array, k: jax.Array, v: jax.Array, target: jax.Array) -> jax.Arr
 
 
 def main() -> None:
-    """Descend along the gradients of q, k and v."""
+    """Run gradient descent on q, k and v."""
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (1, 2, 128, 64)  # (batch, heads, len, head_dim)
     *operands, target = (jax.random.normal(key, shape) for key in keys)

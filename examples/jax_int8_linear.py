@@ -1,6 +1,7 @@
-"""An MLP of INT8 layers under ``jax.jit``: the activation and the sum are parts of the products.
+"""An MLP of INT8 layers under ``jax.jit``, with activation and residual sum inside the products.
 
-Run it with ``python examples/jax_int8_linear.py``, on JAX's device; a CPU runs the mirror.
+Run it with ``python examples/jax_int8_linear.py``. It runs on JAX's device; on a CPU the
+mirror runs.
 """
 
 import sys
@@ -16,13 +17,13 @@ from cupyattn.interop.jax import Int8Linear
 
 @jax.jit
 def mlp(layers: tuple[Int8Linear, Int8Linear], x: jax.Array) -> jax.Array:
-    """Return x plus two layers of it; GELU and the sum are parts of the products."""
+    """Return x plus an MLP of x; the products apply GELU and add x."""
     first, second = layers
     return second(first(x), residual=x)
 
 
 def main() -> None:
-    """Compare an MLP of INT8 codes with the same in 16 bits."""
+    """Compare an MLP of INT8 codes with the same MLP in 16 bits."""
     keys = jax.random.split(jax.random.key(0), 3)
     w1 = jax.random.normal(keys[0], (512, 256)) / 16  # (out, in)
     w2 = jax.random.normal(keys[1], (256, 512)) / 22

@@ -1,7 +1,7 @@
 """Attention of NumPy arrays: a rung by name, its error against its bound, its gradients.
 
-Run it with ``python examples/numpy_script.py``; no device is needed: the mirror rounds where the
-kernels round. CUPYATTN_INTERPRET=1 runs the kernels themselves in the interpreter, in minutes.
+Run it with ``python examples/numpy_script.py``. No device is needed: the mirror rounds at the same
+places as the kernels. With CUPYATTN_INTERPRET=1 the interpreter runs the kernels, in minutes.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import cupyattn as ca
 
 
 def main() -> None:
-    """Run a full-accuracy rung and the INT8 one on the same numbers, and compare them."""
+    """Run a full-accuracy rung and the INT8 rung on the same arrays, and compare them."""
     rng = np.random.default_rng(0)
     shape = (1, 4, 256, 64)  # (batch, heads, len, head_dim)
     q, k, v, d_out = rng.standard_normal((4, *shape)).astype(np.float16)

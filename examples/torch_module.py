@@ -1,6 +1,6 @@
-"""A torch module whose attention is cupyattn's, trained for a few steps, then with INT8 weights.
+"""A torch module with cupyattn's attention, trained for a few steps, then with INT8 weights.
 
-Run it with ``python examples/torch_module.py``; without a CUDA device tensors stay on the CPU, and
+Run it with ``python examples/torch_module.py``. Without a CUDA device, tensors stay on the CPU, and
 attention runs on the mirror.
 """
 
@@ -18,7 +18,7 @@ HEADS, WIDTH = 4, 256
 
 
 class Block(nn.Module):
-    """Self-attention and a residual: queries, keys and values of one projection."""
+    """Self-attention with a residual; one projection gives queries, keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """Let the block learn to repeat the token before, and make its weights INT8."""
+    """Train the block to repeat the previous token, then make its weights INT8."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     block = Block().to(device, torch.bfloat16)

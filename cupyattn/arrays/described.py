@@ -19,7 +19,7 @@ import numpy as np
 from cupyattn.arrays.form import ArrayForm, checked_forms, form_of
 from cupyattn.arrays.operand import Operand
 
-#: What a step does with an array. Those of `_COPIES` return memory of their own.
+#: Functions of the steps that return views; `_COPIES` has the steps that return new memory.
 _VIEWS: dict[str, Callable[..., Any]] = {
     "swapaxes": lambda x, one, other: x.swapaxes(one, other),
     "front": lambda x: x[None],
@@ -382,8 +382,10 @@ def _c_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def _joined_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], joined: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...] | None:
-    """Return the strides of a view with axes before the last, or behind the first, as one; None
-    where there is none: they do not follow each other evenly."""
+    """Return the strides of a view that joins the axes before the last, or after the first.
+
+    None if their elements are not evenly spaced, so that no such view exists.
+    """
     if 0 in shape:
         return _c_order(joined, itemsize)
     at_front = shape[-1:] == joined[-1:]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cupyattn.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from cupyattn.checkpoints.activations import read_activations
     from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze
     from cupyattn.checkpoints.conversion import Conversion, convert, dequantize
     from cupyattn.checkpoints.header import Header, TensorInfo, encode_header, read_header
@@ -33,6 +34,7 @@ __all__ = [
     "open_checkpoint",
     "open_kandinsky",
     "optimize_kandinsky",
+    "read_activations",
     "read_header",
     "role_of",
 ]
@@ -40,6 +42,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
+        "checkpoints.activations": ("read_activations",),
         "checkpoints.analysis": ("Analysis", "TensorReport", "analyze"),
         "checkpoints.conversion": ("Conversion", "convert", "dequantize"),
         "checkpoints.header": ("Header", "TensorInfo", "encode_header", "read_header"),

@@ -8,14 +8,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.kinds import FINITE_MAX
+from cupyattn.checkpoints.choosing import CHANNEL_LIMIT, Choice, choose
 from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
+from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.checkpoints.quantised import check_full_width
 from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
 from cupyattn.checkpoints.shards import Array, Source
@@ -29,12 +31,10 @@ from cupyattn.checkpoints.weight_errors import (
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
 from cupyattn.measure.words import counted, format_bytes, format_share
-from cupyattn.quant.blocks import STRATEGIES, Int8Config, scale_shape, strips
+from cupyattn.quant.blocks import AUTO, STRATEGIES, Int8Config, scale_shape, strips
 from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 
-#: Scales of channels are recommended up to so many times the error of blocks: they are faster.
-CHANNEL_LIMIT = 1.05
 #: What may become of a tensor: INT8 codes, 16 bits, or nothing.
 VERDICTS = ("int8", "16bit", "keep")
 #: Names of 16-bit types by the names of `Int8Config.fallback_dtype`.
@@ -127,12 +127,16 @@ class Analysis:
     source : str
         Name of the file or folder.
     config : Int8Config
+        Its strategy is "block" or "channel".
     tensors : tuple of TensorReport
+    choice : str
+        What shares a scale, and why.
     """
 
     source: str
     config: Int8Config
     tensors: tuple[TensorReport, ...]
+    choice: str = field(default="", compare=False)
 
     @property
     def nonfinite(self) -> tuple[TensorReport, ...]:
@@ -171,8 +175,19 @@ class Analysis:
             **{v: total([t for t in self.tensors if t.verdict == v]) for v in VERDICTS},
         }
 
+    @property
+    def recommended(self) -> str:
+        """``"channel"`` where that is recommended for all layers tried, else ``"block"``.
+
+        "" where no activations were given.
+        """
+        tried = {t.recommended for t in self.tensors if t.recommended}
+        return min(tried, default="")  # of several, "block"
+
     def with_config(self, config: Int8Config) -> Analysis:
-        """Return the same findings judged by another configuration."""
+        """Return the same findings judged by another configuration; "auto" keeps the strategy."""
+        if config.strategy == AUTO:
+            config = replace(config, strategy=self.config.strategy)
         judged = (judge(t, config) for t in self.tensors)
         return replace(self, config=config, tensors=tuple(judged))
 
@@ -221,6 +236,8 @@ class Analysis:
                 f"{format_share(part['elements'] / elements)} of the elements, "
                 f"{format_bytes(part['bytes'])} become {format_bytes(part['bytes_out'])}"
             )
+        if self.choice:
+            lines.append(self.choice[:1].upper() + self.choice[1:])
         tried = [t for t in self.tensors if t.recommended]
         if tried:
             of_channels = sum(t.recommended == "channel" for t in tried)
@@ -244,6 +261,7 @@ class Analysis:
             "source": self.source,
             "sha256": self.sha256,
             "config": asdict(self.config),
+            "choice": self.choice,
             "totals": self.totals,
             "tensors": [asdict(t) for t in self.tensors],
         }
@@ -267,7 +285,10 @@ class Analysis:
             tensors = tuple(
                 TensorReport(**{**t, "shape": tuple(t["shape"])}) for t in record["tensors"]
             )
-            found = cls(record["source"], Int8Config(**record["config"]), tensors)
+            given = {"strategy": "block", **record["config"]}  # which the first version left out
+            found = cls(
+                record["source"], Int8Config(**given), tensors, str(record.get("choice", ""))
+            )
             if found.sha256 != record["sha256"]:
                 raise ValueError("its tensors are not those that its hash was made of")
             # An earlier version may have judged the same findings in another way.
@@ -328,17 +349,37 @@ def analyze(
     check_patterns(config, source.tensors)
     model = str(read_config(source).get("_class_name", ""))
     samples = _samples(source, activations or {})
+    choice = _chosen(source, config, model, samples)
+    config = replace(config, strategy=choice.strategy)
     reports = []
     for name, info in source.tensors.items():
         tensor = source.read(name)
         report = _examine(name, info, tensor, config, model)
         if name in samples and report.outlier_ratio is not None:
-            of_block, of_channel = _layer_errors(tensor, samples[name], config.block_size)
+            of_block, of_channel = layer_errors(tensor, samples[name], config.block_size)
             report = replace(report, block_error=of_block, channel_error=of_channel)
         reports.append(judge(report, config))
         if advance is not None:
             advance(name)
-    return Analysis(source.path.name, config, tuple(reports))
+    return Analysis(source.path.name, config, tuple(reports), str(choice))
+
+
+def _chosen(
+    source: Source, config: Int8Config, model: str, samples: Mapping[str, Array]
+) -> Choice:
+    """Return what shares a scale, by activations, or by the family and width of a model."""
+    if config.strategy != AUTO:
+        return choose(config.strategy)
+    errors = {
+        name: layer_errors(source.read(name), x, config.block_size)
+        for name, x in samples.items()
+        if role_of(name, source.tensors[name].shape, model) in INT8_ROLES
+    }
+    widths = (
+        info.shape[1] for name, info in source.tensors.items()
+        if name.endswith(WEIGHT) and len(info.shape) == 2
+    )  # fmt: skip
+    return choose(AUTO, model, widths, errors)
 
 
 def check_patterns(config: Int8Config, names: Collection[str]) -> None:
@@ -484,7 +525,7 @@ def _samples(source: Source, activations: Mapping[str, Array]) -> dict[str, Arra
     return found
 
 
-def _layer_errors(weight: Array, x: Array, block_size: int) -> tuple[float, float]:
+def layer_errors(weight: Array, x: Array, block_size: int) -> tuple[float, float]:
     """Return the relative errors of a layer on activations, by blocks and by channels.
 
     Parameters

@@ -1,9 +1,12 @@
-"""One visual block of Kandinsky 5 in its 16 bits and as INT8: time, memory and error of what is
-multiplied in it, layer by layer. What `cupyattn kandinsky --benchmark` prints.
+"""Layers in 16 bits and as INT8: time, memory and error of what is multiplied in them.
+
+Of one visual block of Kandinsky 5 (`cupyattn kandinsky --benchmark`), and of the linear layers of
+any checkpoint (`cupyattn benchmark`).
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +15,12 @@ import numpy as np
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
+from cupyattn.checkpoints.analysis import check_patterns, has_codes
+from cupyattn.checkpoints.choosing import choose
+from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.kandinsky import KandinskyModel
+from cupyattn.checkpoints.quantised import check_full_width
+from cupyattn.checkpoints.roles import INT8_ROLES, family_of, role_of
 from cupyattn.checkpoints.shards import Source
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import rungs, timing
@@ -22,6 +30,7 @@ from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.linear import Int8Linear
 from cupyattn.ops.quantize import quantize
 from cupyattn.problem.settings import check_attention
+from cupyattn.quant.blocks import Int8Config
 from cupyattn.testing import verdict
 
 #: What a block is asked to do: video tokens, and those of the text that they attend to.
@@ -31,6 +40,7 @@ TOKENS, TEXT_TOKENS = 16_384, 256
 JUDGED_ROWS, ERROR_16 = 64, 2.0**-8
 
 _BLOCK = "visual_transformer_blocks.0"
+_ATTENTION = ("self-attention", "cross-attention")
 #: Layers of one shape on as many rows: label, weights, whether they take text, activation.
 _LAYERS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
     (
@@ -157,7 +167,7 @@ def benchmark_block(
         w = weight(weights[0])
         x = draw(text_tokens if of_text else tokens, w.shape[1])
         found.append(_layer((name, len(weights)), x, w, (activation, strategy), rounds))
-    for name, length in (("self-attention", tokens), ("cross-attention", text_tokens)):
+    for name, length in zip(_ATTENTION, (tokens, text_tokens), strict=True):
         kind = name.replace("-", "_")
         norms = weight(f"{kind}.query_norm"), weight(f"{kind}.key_norm")
         q = draw(1, model.heads, tokens, model.head_dim)
@@ -168,6 +178,78 @@ def benchmark_block(
             angles = xp.arange(tokens)[:, None] * 10000.0 ** (-xp.arange(half) / half)
             options["rope"] = tuple(f(angles).astype(np.float32) for f in (xp.cos, xp.sin))
         found.append(_attention(name, (q, k, v), options, rounds))
+    return found
+
+
+def benchmark_layers(
+    source: Source,
+    config: Int8Config | None = None,
+    xp: Any = np,
+    *,
+    tokens: int = TOKENS,
+    rounds: int = 15,
+    seed: int = 0,
+    advance: Callable[[str], None] | None = None,
+) -> list[Part]:
+    """Run the linear layers of a checkpoint in 16 bits and as INT8, one of each shape.
+
+    Parameters
+    ----------
+    source : Source
+        Weights in float16, bfloat16 or float32; all are taken as bfloat16.
+    config : Int8Config, optional
+        `min_elements_for_int8` and `fp32_patterns` say which layers, `strategy` what shares a
+        scale (`cupyattn.checkpoints.choosing`). Layers are chosen by name and size; outliers are
+        not looked for.
+    xp : module
+        ``cupy``: layers are timed, in turns. ``numpy``: on the mirror, without times.
+    tokens : int
+        Rows that each layer gets, N(0, 1).
+    rounds, seed
+        As for `benchmark_block`.
+    advance : callable, optional
+        Called with the name of each layer that was run.
+
+    Returns
+    -------
+    list of Part
+        In the order of the file; the name is the shape, and the layers of a kind that have it.
+
+    Raises
+    ------
+    ValueError
+        For a checkpoint that is quantised already, one without linear layers to quantise, and a
+        pattern that fits no name.
+    UnsupportedError
+        On a device without cuBLAS.
+    """
+    config = config or Int8Config()
+    check_full_width(source)
+    check_patterns(config, source.tensors)
+    model = str(read_config(source).get("_class_name", ""))
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, info in source.tensors.items():
+        kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in config.fp32_patterns)
+        is_linear = role_of(name, info.shape, model) in INT8_ROLES and has_codes(info)
+        if is_linear and not kept and info.elements >= config.min_elements_for_int8:
+            groups.setdefault(info.shape, []).append(name)
+    if not groups:
+        raise ValueError(
+            f"{source.path} has no linear layer of {config.min_elements_for_int8} elements or "
+            "more that INT8 takes: cupyattn analyze says what each tensor is"
+        )
+    rng, found = np.random.default_rng(seed), []
+    widths = (info.shape[1] for info in map(source.tensors.get, sum(groups.values(), [])) if info)
+    strategy = choose(config.strategy, model, widths).strategy
+    for shape, names in groups.items():
+        w = xp.asarray(source.read(names[0]).astype(np.float32).astype(STORAGE["bfloat16"]))
+        x = rng.standard_normal((tokens, shape[1]), np.float32).astype(STORAGE["bfloat16"])
+        families = [*dict.fromkeys(family_of(name).removesuffix(".weight") for name in names)]
+        more = f" and {len(families) - 1} more" if len(families) > 1 else ""
+        label = f"{shape[0]} x {shape[1]}: {families[0]}{more}"
+        found.append(_layer((label, len(names)), xp.asarray(x), w, ("", strategy), rounds))
+        if advance is not None:
+            advance(names[0])
     return found
 
 
@@ -259,12 +341,12 @@ def _timed(one: Call, other: Call, rounds: int, x: Array) -> tuple[float | None,
     return float(np.median(samples["one"])), float(np.median(samples["other"]))
 
 
-def total(layers: list[Part]) -> str:
-    """Return one sentence about the whole block."""
-    weights = [p for p in layers if "attention" not in p.name]
+def total(layers: list[Part], whole: str = "the block") -> str:
+    """Return one sentence about a whole block or model."""
+    weights = [p for p in layers if p.name not in _ATTENTION]
     bytes_16 = sum(p.count * p.bytes_16 for p in weights)
     bytes_8 = sum(p.count * p.bytes_int8 for p in weights)
-    said = f"weights of the block: {format_bytes(bytes_16)} in 16 bits, {format_bytes(bytes_8)}"
+    said = f"weights of {whole}: {format_bytes(bytes_16)} in 16 bits, {format_bytes(bytes_8)}"
     if any(p.seconds_16 is None for p in layers):
         return said
     time_16 = sum(p.count * (p.seconds_16 or 0) for p in layers)

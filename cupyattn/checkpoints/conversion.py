@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item, Plan
 from cupyattn.measure.words import counted, format_bytes, printable
 from cupyattn.quant.blocks import (
+    AUTO,
     Int8Config,
     block_max,
     by_line,
@@ -155,6 +156,10 @@ def convert(
         raise ValueError(f"export must be {' or '.join(map(repr, SCALE_NAMES))}, got {export!r}")
     record = read_config(source)
     check_full_width(source)
+    if export == "deepseek" and analysis is None:  # which has blocks alone
+        config = config or Int8Config()
+        if config.strategy == AUTO:
+            config = replace(config, strategy="block")
     if analysis is None:
         analysis = analyze(source, config, advance=advance)
     else:

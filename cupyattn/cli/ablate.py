@@ -1,7 +1,7 @@
 """One input, every rung and every choice of INT8 arithmetic, one at a time: J2 and J3 (errors as
 shares of their bounds), relative error against float64, and on a device the time beside fa_int8's
 default in the same rounds. The input is your own (--qkv), a random one, or the real one beside us.
-NAME keeps to a part: rungs, granularity, offsets, pv, bits or codes."""
+NAME keeps to a part: rungs, granularity, offsets, pv, bits, codes or diffusion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.cli import flags, inputs, output
+from cupyattn.cli import ablate_ways, flags, inputs, output
+from cupyattn.cli.ablate_ways import Way
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, rungs, timing
@@ -33,6 +34,10 @@ PARTS = {
     "bits": "bits of Q and K",
     "codes": "where codes come from",
 }
+
+
+#: All parts.
+_NAMES = (RUNGS, *PARTS, ablate_ways.PART)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Choice:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "parts", nargs="*", metavar="NAME", help=f"{RUNGS}, {', '.join(PARTS)} (default: all)"
+        "parts", nargs="*", metavar="NAME", help=f"{', '.join(_NAMES)} (default: all)"
     )
     inputs.add_arguments(parser)
     parser.add_argument(
@@ -80,8 +85,8 @@ def choices(names: list[str]) -> list[Choice]:
         For a part that does not exist.
     """
     for part in names:
-        if part not in (RUNGS, *PARTS):
-            raise ValueError(f"NAME must be one of {RUNGS}, {', '.join(PARTS)}, got {part!r}")
+        if part not in _NAMES:
+            raise ValueError(f"NAME must be one of {', '.join(_NAMES)}, got {part!r}")
     found = [Choice(DEFAULT, RUNGS, DEFAULT, QuantConfig())]
     if not names or RUNGS in names:
         others = [name for name in ladder.VARIANTS if name != DEFAULT]
@@ -98,7 +103,7 @@ def choices(names: list[str]) -> list[Choice]:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     flags.check_whole(args, "rounds")
-    wanted = choices(args.parts)
+    wanted: list[Choice | Way] = [*choices(args.parts)]
     missing = device.device_missing()
     case = inputs.choose(args, large=not missing)
     if missing:
@@ -107,12 +112,18 @@ def run(args: argparse.Namespace) -> int:
         case = case.on_device()
     qkv, options = (case.q, case.k, case.v), inputs.call_options(args)
     call = check_attention(*qkv, **options)
+    if not args.parts or ablate_ways.PART in args.parts:
+        wanted += ablate_ways.ways(case.q, case.k)
     rows = array_namespace(case.q).asarray(rungs.judged_rows(call, args.seed))
     exact = rungs.remembered()
     found = []
     with output.progress(case.name, len(wanted)) as advance:
         for choice in wanted:
-            found.append(judged(choice, qkv, call, options, rows, exact))
+            found.append(
+                choice.judged(qkv, options, rows, exact)
+                if isinstance(choice, Way)
+                else judged(choice, qkv, call, options, rows, exact)
+            )
             advance(choice.name)
     if not missing:
         add_times(wanted, found, qkv, options, args.rounds)
@@ -173,7 +184,7 @@ def judged(
 
 
 def add_times(
-    wanted: list[Choice],
+    wanted: list[Choice | Way],
     found: list[dict[str, Any]],
     qkv: tuple[Any, Any, Any],
     options: Mapping[str, Any],
@@ -182,7 +193,7 @@ def add_times(
     """Add times to the rows that hold their bounds, measured in turns."""
     sets = timing.rotated(qkv)
 
-    def calling(choice: Choice) -> Callable[[int], Any]:
+    def calling(choice: Choice | Way) -> Callable[[int], Any]:
         return lambda i: choice.call(*sets[i % len(sets)], **options)
 
     calls = {
@@ -223,7 +234,8 @@ def table(found: list[dict[str, Any]], *, timed: bool) -> tuple[list[str], list[
             continue
         over = row.get("error_over_default")
         line = [
-            row["variant"], row["choice"], format_ratio(judgement["j2"]),
+            row["variant"], row["choice"],
+            "-" if judgement["j2"] is None else format_ratio(judgement["j2"]),
             "-" if judgement["j3"] is None else format_ratio(judgement["j3"]),
             f"{judgement['relative_error']:.2e}", "-" if over is None else f"{over:.3g}",
         ]  # fmt: skip

@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from cupyattn.checkpoints.activations import read_activations
 from cupyattn.checkpoints.analysis import analyze
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
 from cupyattn.files import check_folder
 from cupyattn.measure.words import printable
-from cupyattn.quant.blocks import FALLBACK_DTYPES, STRATEGIES, Int8Config
+from cupyattn.quant.blocks import AUTO, FALLBACK_DTYPES, STRATEGIES, Int8Config
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--activations", metavar="FILE",
-        help="safetensors of what layers get, by their names: compares scales by their errors",
+        help="a recording, or safetensors of what layers get, by their names: compares scales by "
+        "their errors",
     )  # fmt: skip
     parser.add_argument("--plot", metavar="FILE", help="draw histograms (.png, .svg or .pdf)")
     parser.add_argument("--tensors", action="store_true", help="a row for each tensor")
@@ -50,7 +52,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, metavar="N", help="rows and columns that share a scale: 128"
     )
     rules.add_argument(
-        "--strategy", choices=STRATEGIES, help="what shares a scale: a block or a row (block)"
+        "--strategy", choices=(AUTO, *STRATEGIES),
+        help="what shares a scale: a block or a row (auto: by activations or family, else block)",
     )
     rules.add_argument(
         "--fallback-dtype", choices=FALLBACK_DTYPES, help="of other float32 weights (bf16)"
@@ -86,10 +89,7 @@ def run(args: argparse.Namespace) -> int:
         plot.check(args.plot)
     config = limits(args)
     source = open_checkpoint(args.model)
-    samples = {}
-    if args.activations:
-        of_layers = open_checkpoint(args.activations)
-        samples = {name: of_layers.read(name) for name in of_layers.tensors}
+    samples = read_activations(args.activations, source) if args.activations else {}
     with output.progress("analyzing", len(source.tensors)) as advance:
         found = analyze(source, config, activations=samples, advance=advance)
     output.print_table(found.header, found.cells(every=args.tensors))

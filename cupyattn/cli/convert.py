@@ -5,8 +5,10 @@ and the same command goes on with it. Everything is read back before the output 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
-from cupyattn.checkpoints.analysis import Analysis
+from cupyattn.checkpoints.activations import read_activations
+from cupyattn.checkpoints.analysis import Analysis, analyze
 from cupyattn.checkpoints.conversion import Conversion, convert
 from cupyattn.checkpoints.layout import SCALE_NAMES
 from cupyattn.checkpoints.source import open_checkpoint
@@ -22,6 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--analysis", metavar="FILE", help="of the same model, by analyze --output: saves a look"
     )
+    parser.add_argument(
+        "--activations", metavar="FILE",
+        help="as for analyze: without --strategy scales of channels are taken where no layer errs "
+        "much more by them",
+    )  # fmt: skip
     add_export(parser)
     add_writing(parser)
     add_limits(parser)
@@ -52,11 +59,23 @@ def run(args: argparse.Namespace) -> int:
     source = open_checkpoint(args.model)
     steps = (0 if known else 1) + (0 if args.dry_run else 2)
     with output.progress("converting", steps * len(source.tensors)) as advance:
+        if args.activations:
+            if known:
+                raise ValueError(
+                    "--analysis and --activations exclude each other: give --activations to "
+                    "analyze, or leave --analysis out"
+                )
+            samples = read_activations(args.activations, source)
+            known = analyze(source, config, activations=samples, advance=advance)
+            if args.strategy is None:
+                config = replace(config, strategy=known.recommended or config.strategy)
         done = convert(
             source, args.output, config, analysis=known, export=args.export,
             max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
     report(done, args.json)
+    if args.activations and args.strategy is None:
+        output.say(f"scales of {config.strategy}s, as the activations recommend")
     return 0
 
 

@@ -53,14 +53,17 @@ def run(args: argparse.Namespace) -> int:
             max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
     report(done, args.json)
-    return _benchmark(source, found, args) if args.benchmark else 0
+    if not args.benchmark or done.analysis is None:
+        return 0
+    return _benchmark(source, found, args, done.analysis.config.strategy)
 
 
-def _benchmark(source: Source, found: KandinskyModel, args: argparse.Namespace) -> int:
+def _benchmark(
+    source: Source, found: KandinskyModel, args: argparse.Namespace, strategy: str
+) -> int:
     """Print what a block takes; add it to the record. A part that misses its bound fails."""
     import cupy
 
-    strategy = limits(args).strategy
     parts = benchmark_block(source, found, cupy, tokens=args.tokens, strategy=strategy)
     output.say()
     output.print_table(HEADER, [part.cells for part in parts])

@@ -1,6 +1,8 @@
 """Run one rung for a profiler, on a device. It is held to its bound first, then run --warmup times
 and --runs times more, each of those inside the NVTX range "cupyattn profile" with --nvtx. Data are
-constant unless --random (normal), --distribution or --qkv says otherwise."""
+constant unless --random (normal), --distribution or --qkv says otherwise. With --ncu, --sanitizer
+or --gdb: print the command of a tool of NVIDIA's, and run it. With --dry-run: print it alone, which
+needs no device."""
 
 from __future__ import annotations
 
@@ -39,10 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", action="store_true", help="normal data in place of constant")
     parser.add_argument("--energy", action="store_true", help="joules per call, by NVML's counter")
     parser.add_argument("--nvtx", action="store_true", help="an NVTX range around each counted run")
+    under = parser.add_mutually_exclusive_group()
+    for flag, (tool, _) in TOOLS.items():
+        under.add_argument(
+            f"--{flag}", action="store_true",
+            help=f"print the command that runs this under {tool}, and run it if it is installed",
+        )  # fmt: skip
     parser.add_argument(
-        "--ncu",
-        action="store_true",
-        help="print the Nsight Compute command for this, and run it where ncu is on the PATH",
+        "--dry-run", action="store_true", help="print that command alone; needs no device"
     )
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
     inputs.add_arguments(parser, "constant, batch 4, 16 heads, length 4096, head_dim 128")
@@ -54,11 +60,18 @@ def run(args: argparse.Namespace) -> int:
     flags.check_whole(args, "runs")
     flags.check_whole(args, "warmup", least=0)
     inputs.check_numbers(args)
+    tools = [flag for flag in TOOLS if getattr(args, flag)]
+    if args.dry_run and not tools:
+        flags_of = ", ".join(f"--{flag}" for flag in TOOLS)
+        raise ValueError(f"--dry-run is for the command of a tool: give one of {flags_of} too")
     missing = device.device_missing()
-    if missing:
-        raise UnsupportedError(f"profile needs a CUDA device: {missing}")
-    if args.ncu:
-        return _nsight_compute(args)
+    if missing and not args.dry_run:
+        raise UnsupportedError(
+            f"profile needs a CUDA device: {missing}; cupyattn interpret {variant.name} counts "
+            "instructions, bytes and bank conflicts without one"
+        )
+    if tools:
+        return _under(tools[0], args)
     given = chosen(args).on_device()
     options = inputs.call_options(args)
     q, k, v = given.q, given.k, given.v
@@ -169,16 +182,48 @@ def ncu_command(arguments: Sequence[str], variant: str) -> list[str]:
         "ncu", "--nvtx", "--nvtx-include", f"{NVTX_RANGE}/", "--set", "full",
         "--clock-control", "none", "--import-source", "yes",
         "--source-folders", os.fspath(compiler.KERNELS), "--force-overwrite",
-        "--export", f"cupyattn_{variant}", sys.executable, "-m", "cupyattn", "profile",
-        *arguments, "--nvtx",
+        "--export", f"cupyattn_{variant}", *_profile(arguments), "--nvtx",
     ]  # fmt: skip
 
 
-def _nsight_compute(args: argparse.Namespace) -> int:
-    arguments = [a for a in args.arguments[1:] if a not in ("--ncu", "--nvtx", "--energy")]
-    command = ncu_command(arguments, args.variant)
+def sanitizer_command(arguments: Sequence[str], variant: str) -> list[str]:
+    """Return the command that looks for faults of memory in ``cupyattn profile ARGUMENTS``."""
+    return ["compute-sanitizer", "--tool", "memcheck", *_profile(arguments)]
+
+
+def gdb_command(arguments: Sequence[str], variant: str) -> list[str]:
+    """Return the command that starts cuda-gdb on ``cupyattn profile ARGUMENTS``."""
+    return ["cuda-gdb", "--args", *_profile(arguments)]
+
+
+def _profile(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "cupyattn", "profile", *arguments]
+
+
+#: Tools by their flags: the program's name, and the function that makes its command.
+TOOLS: dict[str, tuple[str, Callable[[Sequence[str], str], list[str]]]] = {
+    "ncu": ("ncu", ncu_command),
+    "sanitizer": ("compute-sanitizer", sanitizer_command),
+    "gdb": ("cuda-gdb", gdb_command),
+}
+
+
+def _under(flag: str, args: argparse.Namespace) -> int:
+    """Print the command of a tool, and run it where it is installed and wanted."""
+    tool, command_of = TOOLS[flag]
+    left_out = (f"--{flag}", "--dry-run", "--nvtx", "--energy")
+    command = command_of([a for a in args.arguments[1:] if a not in left_out], args.variant)
     output.say(shlex.join(command), flush=True)
-    if shutil.which("ncu") is None:
-        output.say("ncu is not on the PATH: run this line where Nsight Compute is installed")
+    if flag == "ncu":
+        report = f"cupyattn_{args.variant}"
+        output.say(
+            f"then, as text and CSV: ncu --import {report}.ncu-rep > {report}.txt; "
+            f"ncu --import {report}.ncu-rep --csv > {report}.csv",
+            flush=True,
+        )
+    if args.dry_run:
+        return 0
+    if shutil.which(tool) is None:
+        output.say(f"{tool} is not on the PATH: run this line where it is installed")
         return 0
     return subprocess.run(command, check=False).returncode

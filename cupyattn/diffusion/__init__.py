@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from cupyattn.diffusion.attention import Int8Attention
     from cupyattn.diffusion.calibration import Calibration, calibrate_quantization_scales
     from cupyattn.diffusion.guidance import guided
+    from cupyattn.diffusion.layer_scales import Calibrations, calibrate
     from cupyattn.diffusion.policy import MODES, PrecisionPolicy, SigmaPolicy, TablePolicy
     from cupyattn.diffusion.pruning import key_importance
+    from cupyattn.diffusion.recordings import RecordedCall, Recording
     from cupyattn.diffusion.schedules import (
         SnrBins,
         Step,
@@ -25,14 +27,18 @@ if TYPE_CHECKING:
 __all__ = [
     "MODES",
     "Calibration",
+    "Calibrations",
     "Int8Attention",
     "PrecisionPolicy",
+    "RecordedCall",
+    "Recording",
     "SigmaPolicy",
     "SnrBins",
     "Step",
     "TablePolicy",
     "VideoMask",
     "block_order",
+    "calibrate",
     "calibrate_quantization_scales",
     "compute_adaptive_scales",
     "compute_sigma_schedule",
@@ -50,8 +56,10 @@ __getattr__, __dir__ = lazy_face(
         "diffusion.attention": ("Int8Attention",),
         "diffusion.calibration": ("Calibration", "calibrate_quantization_scales"),
         "diffusion.guidance": ("guided",),
+        "diffusion.layer_scales": ("Calibrations", "calibrate"),
         "diffusion.policy": ("MODES", "PrecisionPolicy", "SigmaPolicy", "TablePolicy"),
         "diffusion.pruning": ("key_importance",),
+        "diffusion.recordings": ("RecordedCall", "Recording"),
         "diffusion.schedules": (
             "SnrBins", "Step", "compute_adaptive_scales", "compute_sigma_schedule", "log_snr",
             "noise_to_signal",

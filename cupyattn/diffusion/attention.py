@@ -291,6 +291,10 @@ class Int8Attention:
         with self._lock:
             return dict(self._fallbacks)
 
+    def cuda(self) -> Int8Attention:
+        """Return this layer, for code that moves modules: it computes where q, k and v lie."""
+        return self
+
     # ---- calls -----------------------------------------------------------------------------------
 
     @points_to_our_names

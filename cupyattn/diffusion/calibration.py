@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,15 @@ from cupyattn.arrays.interchange import on_host, operand, take
 from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.arguments import check_percentile, check_timestep
+from cupyattn.diffusion.recordings import Recording
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
 from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
 
 Float32 = npt.NDArray[np.float32]
 
 _KIND, _VERSION = "cupyattn.calibration", 1
-_OF = ("maxima", "values")
+#: What a percentile may be of.
+OF = ("maxima", "values")
 #: Magnitudes are counted by the upper half of their float32: 8 significant bits.
 _PATTERNS, _LARGEST_FINITE = 2**15, 0x7F7F
 
@@ -29,6 +32,8 @@ _PATTERNS, _LARGEST_FINITE = 2**15, 0x7F7F
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """Static scales of Q and K, and where they are from.
+
+    ``scales_q, scales_k = calibration`` takes the two apart.
 
     Parameters
     ----------
@@ -84,6 +89,9 @@ class Calibration:
         if len(self.batches) != self.bins.count:
             raise ValueError(f"{self.bins.count} bins have {len(self.batches)} counts of batches")
 
+    def __iter__(self) -> Iterator[Float32]:
+        return iter((self.q_scale, self.k_scale))
+
     @property
     def heads(self) -> int:
         """Query heads."""
@@ -115,22 +123,37 @@ class Calibration:
         path : path
             Replaced if it exists.
         """
-        arrays = self._arrays()
-        metadata = {
-            "kind": _KIND, "version": str(_VERSION), "head_dim": str(self.head_dim),
-            "smooth_k": str(int(self.smooth_k)), "percentile": repr(self.percentile),
-            "of": self.of, "source": self.source, "source_hash": self.source_hash,
-            "content": _digest(arrays),
-        }  # fmt: skip
+        arrays, said = self.to_arrays()
+        metadata = {"kind": _KIND, "version": str(_VERSION), **json.loads(said)}
         storage.write(path, arrays, metadata)
 
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return {
+    def to_arrays(self) -> tuple[dict[str, np.ndarray], str]:
+        """Return its arrays, and the rest as JSON."""
+        arrays: dict[str, np.ndarray] = {
             "q_scale": self.q_scale,
             "k_scale": self.k_scale,
             "log_snr_edges": np.asarray(self.bins.edges, np.float64),
             "batches": np.asarray(self.batches, np.int64),
         }
+        rest = {
+            "head_dim": str(self.head_dim), "smooth_k": str(int(self.smooth_k)),
+            "percentile": repr(self.percentile), "of": self.of, "source": self.source,
+            "source_hash": self.source_hash, "content": _digest(arrays),
+        }  # fmt: skip
+        return arrays, json.dumps(rest)
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray], said: str) -> Calibration:
+        """Return what `to_arrays` took apart; ValueError or KeyError for anything else."""
+        rest = json.loads(said)
+        if rest["content"] != _digest(arrays):
+            raise ValueError("its arrays are not those that were written")
+        return cls(
+            arrays["q_scale"], arrays["k_scale"],
+            SnrBins(tuple(map(float, arrays["log_snr_edges"]))), int(rest["head_dim"]),
+            bool(int(rest["smooth_k"])), float(rest["percentile"]), rest["of"],
+            tuple(map(int, arrays["batches"])), rest["source"], rest["source_hash"],
+        )  # fmt: skip
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, source_hash: str | None = None) -> Calibration:
@@ -152,28 +175,18 @@ class Calibration:
         """
         try:
             arrays, metadata = storage.read(path)
-            if metadata.get("kind") != _KIND:
-                raise ValueError(f"its kind is {metadata.get('kind')!r}")
-            if int(metadata["version"]) > _VERSION:
-                raise ValueError(f"version {metadata['version']} is later than {_VERSION}")
-            if metadata["content"] != _digest(arrays):
-                raise ValueError("its arrays are not those that were written")
+            storage.check_kind(metadata, _KIND, _VERSION)
             if source_hash is not None and metadata["source_hash"] != source_hash:
                 raise ValueError(
                     f"it is of the data {metadata['source_hash']:.12}..., not {source_hash:.12}..."
                 )
-            return cls(
-                arrays["q_scale"], arrays["k_scale"],
-                SnrBins(tuple(map(float, arrays["log_snr_edges"]))), int(metadata["head_dim"]),
-                bool(int(metadata["smooth_k"])), float(metadata["percentile"]), metadata["of"],
-                tuple(map(int, arrays["batches"])), metadata["source"], metadata["source_hash"],
-            )  # fmt: skip
+            return cls.of_arrays(arrays, json.dumps(metadata))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{os.fspath(path)!r} holds no usable calibration: {error}") from error
 
 
 def calibrate_quantization_scales(
-    batches: Iterable[Sequence[Any]],
+    batches: Iterable[Sequence[Any]] | str | os.PathLike[str],
     percentile: float = 99.0,
     of: str = "maxima",
     *,
@@ -186,9 +199,11 @@ def calibrate_quantization_scales(
 
     Parameters
     ----------
-    batches : iterable of (q, k) or (q, k, timestep)
+    batches : iterable of (q, k) or (q, k, timestep), Recording or path of one
         Q (batch, heads, len, head_dim) and K (batch, heads_kv, len, head_dim) as `Int8Attention`
         would get them, after any rotary embedding; NumPy, CuPy or DLPack. V has no static scales.
+        A recording's layers have one size, and all get the same scales: `calibrate` of
+        `cupyattn.diffusion` gives each its own.
     percentile : float
         In per cent, above 1 and at most 100: 99.9 for all but a thousandth. The scale's code 127
         stands for this percentile, by nearest rank: the smallest number that so many per cent do
@@ -197,7 +212,8 @@ def calibrate_quantization_scales(
         Percentile of the batches' absolute maxima (with fewer than 100 batches 99 is the largest),
         or of all absolute values, rounded up to 8 significant bits.
     sigmas : array_like, optional
-        Noise-to-signal ratios of the timesteps; `compute_sigma_schedule()` when omitted.
+        Noise-to-signal ratios of the timesteps. Default: the ratios of a recording, or else
+        `compute_sigma_schedule()`.
     num_bins : int
         Bins of one width in log-SNR over `sigmas`; with more than one every batch has a timestep.
     smooth_k : bool
@@ -209,6 +225,7 @@ def calibrate_quantization_scales(
     Returns
     -------
     Calibration
+        ``scales_q, scales_k = calibrate_quantization_scales(...)`` works, too.
 
     Raises
     ------
@@ -226,14 +243,19 @@ def calibrate_quantization_scales(
     >>> found.q_scale, found.heads, found.head_dim
     (array([[2., 1.]], dtype=float32), 2, 2)
     """
+    if isinstance(batches, (str, os.PathLike)):
+        batches = Recording.load(batches)
     if callable(batches) or not isinstance(batches, Iterable):
         raise TypeError(
             f"batches must be recorded (q, k) or (q, k, timestep), got {type(batches).__name__}: "
-            "no model is run here, so keep q and k of the calls of its attention layers, and give "
-            "calibrate_quantization_scales those"
+            "no model is run here, so run it within cupyattn.interop.torch.record(model), and give "
+            "calibrate_quantization_scales what that has recorded"
         )
+    if isinstance(batches, Recording):
+        batches.check_one_size()
+        sigmas, source = _of_recording(batches, sigmas), source or batches.source
     check_percentile(percentile)
-    if of not in _OF:
+    if of not in OF:
         raise ValueError(f"of must be 'maxima' or 'values', got {of!r}")
     schedule = compute_sigma_schedule() if sigmas is None else check_sigmas("sigmas", sigmas)
     bins = SnrBins.even(schedule, num_bins)
@@ -281,6 +303,19 @@ def calibrate_quantization_scales(
         q_scale, k_scale, bins, sizes[2], bool(smooth_k), float(percentile), of, tuple(seen),
         source, digest.hexdigest(),
     )  # fmt: skip
+
+
+def _of_recording(recording: Recording, sigmas: Any) -> Any:
+    """Return the schedule that a recording's timesteps are of; ValueError for another."""
+    if recording.sigmas is None or sigmas is None:
+        return recording.sigmas if sigmas is None else sigmas
+    given = check_sigmas("sigmas", sigmas)
+    if given.shape != recording.sigmas.shape:
+        raise ValueError(
+            f"the recording is of {recording.sigmas.size} steps, sigmas has {given.size}: leave "
+            "sigmas out"
+        )
+    return given
 
 
 def _taken(
@@ -348,7 +383,7 @@ def _level_of_values(histogram: list[np.ndarray], percentile: float) -> Float32:
     return level
 
 
-def _digest(arrays: dict[str, np.ndarray]) -> str:
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from cupyattn.arrays.kinds import check_values
@@ -48,7 +48,8 @@ class SigmaPolicy:
         ``precision_below=0`` never falls back to 16 bits; infinity in either place makes one mode
         of all steps on its side.
     late_steps : int, optional
-        From this timestep on "precision", whatever the ratio.
+        How many of a schedule's last steps are "precision", whatever their ratios: 10 of 50 steps
+        are those from 40 on.
 
     Raises
     ------
@@ -61,6 +62,9 @@ class SigmaPolicy:
     --------
     >>> [SigmaPolicy().mode(0, ratio) for ratio in (5.1, 5.0, 0.1, 0.09)]
     ['aggressive', 'balanced', 'balanced', 'precision']
+    >>> of_50_steps = as_policy(SigmaPolicy(late_steps=10), 50)
+    >>> [of_50_steps.mode(timestep, 1.0) for timestep in (39, 40)]
+    ['balanced', 'precision']
     """
 
     aggressive_above: float = AGGRESSIVE_ABOVE
@@ -79,12 +83,37 @@ class SigmaPolicy:
             raise ValueError(f"late_steps must be 0 or more, got {self.late_steps!r}")
 
     def mode(self, timestep: int, ratio: float) -> str:
-        """Return the mode of a step, as `PrecisionPolicy` says."""
-        if self.late_steps is not None and timestep >= self.late_steps:
-            return "precision"
+        """Return the mode of a step, as `PrecisionPolicy` says.
+
+        Raises
+        ------
+        ValueError
+            With `late_steps`, which count from the end of a schedule that only `as_policy` knows.
+        """
+        if self.late_steps is not None:
+            raise ValueError(
+                f"late_steps={self.late_steps} counts from the end of a schedule: give the policy "
+                "to Int8Attention and ask its mode(timestep), or ask "
+                "cupyattn.diffusion.policy.as_policy(policy, num_timesteps)"
+            )
+        return self._by_ratio(ratio)
+
+    def _by_ratio(self, ratio: float) -> str:
         if ratio > self.aggressive_above:
             return "aggressive"
         return "precision" if ratio < self.precision_below else "balanced"
+
+
+@dataclass(frozen=True)
+class _LateSteps(SigmaPolicy):
+    """A `SigmaPolicy` with `late_steps` of a schedule of so many timesteps."""
+
+    num_timesteps: int = 0
+
+    def mode(self, timestep: int, ratio: float) -> str:
+        """Return the mode of a step, as `PrecisionPolicy` says."""
+        late = self.late_steps or 0
+        return "precision" if timestep >= self.num_timesteps - late else self._by_ratio(ratio)
 
 
 @dataclass(frozen=True)
@@ -141,6 +170,8 @@ def as_policy(policy: Any, num_timesteps: int) -> PrecisionPolicy:
                 f"got {policy!r}"
             )
         return TablePolicy((policy,) * num_timesteps)
+    if type(policy) is SigmaPolicy and policy.late_steps is not None:
+        return _LateSteps(**asdict(policy), num_timesteps=num_timesteps)
     if isinstance(policy, Sequence):
         policy = TablePolicy(tuple(policy))
     if isinstance(policy, TablePolicy) and len(policy.modes) != num_timesteps:

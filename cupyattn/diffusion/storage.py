@@ -55,3 +55,19 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         for name, info in header.tensors.items()
     }
     return arrays, header.metadata
+
+
+def check_kind(metadata: Mapping[str, str], kind: str, version: int) -> None:
+    """Raise for a file of another kind, or of a later version.
+
+    Raises
+    ------
+    ValueError
+        For either.
+    KeyError
+        If the file names no version.
+    """
+    if metadata.get("kind") != kind:
+        raise ValueError(f"its kind is {metadata.get('kind')!r}")
+    if int(metadata["version"]) > version:
+        raise ValueError(f"version {metadata['version']} is later than {version}")

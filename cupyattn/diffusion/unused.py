@@ -69,11 +69,14 @@ def of_policy(
     """
     if isinstance(policy, SigmaPolicy):
         late = policy.late_steps
-        if late is None or late < num_timesteps:
+        if late is None or 0 < late < num_timesteps:
             return []
         return [
-            f"SigmaPolicy(late_steps={late}) has no effect with num_timesteps={num_timesteps}: "
-            "give a step below that, or leave late_steps out"
+            "SigmaPolicy(late_steps=0) has no effect: give the number of last steps that run in "
+            "16 bits, or leave late_steps out"
+            if not late
+            else f"SigmaPolicy(late_steps={late}) makes all {num_timesteps} steps 'precision': "
+            "give fewer, or precision_policy='precision'"
         ]
     if not isinstance(policy, TablePolicy):
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, ClassVar, NoReturn
@@ -154,6 +155,13 @@ class Handle:
 def target_of(given: Any) -> Any:
     """Return what a handle stands for; anything else as it is."""
     return given.target if isinstance(given, Handle) else given
+
+
+def is_pipeline(given: Any) -> bool:
+    """Whether something is a pipeline of diffusers, which is not imported to find out."""
+    # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
+    home = sys.modules.get("diffusers.pipelines.pipeline_utils")
+    return home is not None and isinstance(given, home.DiffusionPipeline)
 
 
 #: Why torch compiles no call of a handle.

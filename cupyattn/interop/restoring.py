@@ -11,13 +11,14 @@ from cupyattn.interop.handle import target_of, uncompiled
 #: Modules whose functions take layers out of a model, by those functions, in their order. One that
 #: was not imported has replaced nothing.
 _RESTORE = {
+    "restore_compiled": "cupyattn.interop.torch.compiling",
     "restore_linear": "cupyattn.interop.torch.restoring",
     "restore_attention": "cupyattn.interop.diffusers.replace",
 }
 
 
 def restore(pipe_or_model: Any) -> None:
-    """Take back what was replaced in a pipeline or a model: linear layers and attention.
+    """Take back what was replaced in a pipeline or a model, and code that `accelerate` compiled.
 
     Parameters
     ----------

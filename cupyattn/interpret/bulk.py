@@ -260,7 +260,7 @@ class Engine:
         self._stores = left
 
     def check_idle(self) -> None:
-        """Report copies that nobody waited for: another block may get the shared memory then."""
+        """Report copies without a wait: another block may get the shared memory before they end."""
         if self._stores:
             lanes = np.array([store.lane for store in self._stores])
             message = "a block ends while the copy engine still reads its shared memory"

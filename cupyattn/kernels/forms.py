@@ -37,8 +37,8 @@ class Takes:
         The only architecture that it runs on, ``"sm_90a"``: the copy engine moves its operands.
         None: every one.
     options : tuple of str
-        Those of `OPTIONS` that it takes. A form for ``"sm_90a"`` takes no block mask of packed
-        sequences.
+        Names out of `OPTIONS`: the options that it takes. A form for ``"sm_90a"`` takes no block
+        mask of packed sequences.
     p_types : tuple of str
         Codes of P that it takes where V is INT8 codes.
     zero_points : bool
@@ -179,7 +179,7 @@ class FormTiles:
         rows : int
             Those that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
         options : collection of str
-            Those of `OPTIONS` that the call has.
+            Names out of `OPTIONS`: the options of the call.
 
         Raises
         ------

@@ -42,6 +42,7 @@ svg { display: block; width: 100%; height: .8rem; }
 rect { fill: var(--bar); }
 line { stroke: var(--span); stroke-width: 2; }
 summary { cursor: pointer; }
+.pictures img { max-width: 100%; height: auto; }
 """
 
 
@@ -72,6 +73,17 @@ def page(found: Sequence[tuple[str, Mapping[str, Any]]], title: str = "cupyattn 
         f'<h2 id="{i}">{name}</h2>\n{_facts(record)}\n{_body(record)}'
         for i, (name, (_, record)) in enumerate(zip(names, found, strict=True))
     )
+    return document(
+        title,
+        f"""<p class="facts">Bars are times of a call, medians of rounds; the line on a bar is the
+95 % interval, which numbers have in brackets. J2 is the largest error as a share of its bound.</p>
+<nav><ul>{links}</ul></nav>
+{parts}""",
+    )
+
+
+def document(title: str, body: str) -> str:
+    """Return a page of HTML with our style, given what comes below its title."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -82,13 +94,16 @@ def page(found: Sequence[tuple[str, Mapping[str, Any]]], title: str = "cupyattn 
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p class="facts">Bars are times of a call, medians of rounds; the line on a bar is the 95 %
-interval, which numbers have in brackets. J2 is the largest error as a share of its bound.</p>
-<nav><ul>{links}</ul></nav>
-{parts}
+{body}
 </body>
 </html>
 """
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of text."""
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return _table(header, [f"<tr>{line}</tr>" for line in lines])
 
 
 def escape(text: str) -> str:

@@ -35,6 +35,21 @@ class Estimate:
         return [self.median, self.low, self.high]
 
 
+#: What an interval of a ratio of speeds says.
+FASTER, UNDECIDED, SLOWER = "faster", "undecided", "slower"
+
+
+def judged(speed: Estimate) -> str:
+    """Return `FASTER`, `SLOWER`, or `UNDECIDED` where the interval includes 1.
+
+    Examples
+    --------
+    >>> judged(Estimate(1.2, 1.1, 1.3)), judged(Estimate(1.03, 0.98, 1.09))
+    ('faster', 'undecided')
+    """
+    return FASTER if speed.low > 1 else SLOWER if speed.high < 1 else UNDECIDED
+
+
 def median(samples: Sequence[float], seed: int = 0) -> Estimate:
     """Return the median of samples with a 95 % bootstrap interval.
 

@@ -25,6 +25,8 @@ BLOCK_SIZE = 128
 #: What shares a scale: 128 x 128 of a weight and 128 adjacent channels of an activation's row, or
 #: an output channel of a weight (a row) and a row of activations.
 STRATEGIES = ("block", "channel")
+#: In a configuration: chosen for each model by `cupyattn.checkpoints.choosing`.
+AUTO = "auto"
 #: Codes along k whose products int32 sums without overflow: -128 times -128 is 2^14.
 MOST_CHANNEL_CODES = (2**31 - 1) // 2**14
 #: Types that weights which are not quantised are narrowed to, by their short names.
@@ -57,9 +59,12 @@ class Int8Config:
         Least ratio of the signal without outliers to quantisation noise, decibels, that such a
         weight may have: a few enormous outliers are no share of it, and yet fill the range of their
         blocks.
-    strategy : {"block", "channel"}
+    strategy : {"auto", "block", "channel"}
         What shares a scale: a block, or a row of a weight, which is an output channel; activations
-        have a scale for each 128 channels of a row, or for each row.
+        have a scale for each 128 channels of a row, or for each row. Channels are faster, and err
+        more where activations have channels of outliers. "auto" takes them for a model whose
+        activations are given and allow it or, without any, one of a family that was measured to
+        allow it; blocks otherwise.
 
     Raises
     ------
@@ -81,10 +86,11 @@ class Int8Config:
     fallback_dtype: str = "bf16"
     fp32_patterns: Sequence[str] = ()
     min_sqnr_db: float = 20.0
-    strategy: str = "block"
+    strategy: str = AUTO
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy)
+        if self.strategy != AUTO:
+            check_strategy(self.strategy)
         check_block_size(self.block_size)
         if self.block_size != BLOCK_SIZE:
             raise UnsupportedError(

@@ -215,7 +215,7 @@ def section(record: Mapping[str, Any]) -> str:
     return "\n".join([
         f"`{recording.command_now(record)}`: {record['parameters'] / 1e9:.2f} billion parameters, "
         f"bfloat16, {words.format_bytes(record['bytes'])}, largest tensor "
-        f"{words.format_bytes(record['largest'])}; one process on a machine of "
+        f"{words.format_bytes(record['largest'])}. One process on a machine of "
         f"{record['cores']} cores with a load of {record['load']:.1f}, NumPy "
         f"{environment['numpy']}, revision {environment.get('revision', 'unknown')[:10]}.",
         "",

@@ -146,8 +146,8 @@ def _provenance(record: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
     mask = "causal" if problem["causal"] else "not causal"
     return (
         f"Batch {problem['batch']}, {problem['heads']} heads, length {problem['length']}, "
-        f"head_dim {problem['head_dim']}, {problem['dtype']}, {problem['distribution']}, {mask}, "
-        f"on {where}; `{recording.command_now(record)}`, revision "
+        f"head_dim {problem['head_dim']}, {problem['dtype']}, {problem['distribution']}, {mask}. "
+        f"On {where}; `{recording.command_now(record)}`, revision "
         f"{environment.get('revision', 'unknown')[:10]}."
     )
 

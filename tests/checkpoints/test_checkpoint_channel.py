@@ -14,7 +14,8 @@ import cupyattn as ca
 from cupyattn import cli
 from cupyattn.arrays.kinds import as_float64
 from cupyattn.checkpoints import analyze, convert, dequantize, open_checkpoint
-from cupyattn.checkpoints.analysis import CHANNEL_LIMIT, Analysis, TensorReport
+from cupyattn.checkpoints.analysis import Analysis, TensorReport
+from cupyattn.checkpoints.choosing import CHANNEL_LIMIT
 from tests.checkpoints.checkpoint_files import model, source, tensors, write
 from tests.checkpoints.test_checkpoint_schemes import made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -388,6 +389,31 @@ def test_the_ncu_command_keeps_to_the_range_and_takes_the_sources() -> None:
     assert options["--nvtx-include"] == f"{profile.NVTX_RANGE}/"
     assert options["--import-source"] == "yes"
     assert Path(options["--source-folders"]) == kc.KERNELS
+
+
+@pytest.mark.parametrize(("flag", "tool"), [("ncu", "ncu"), ("sanitizer", "compute-sanitizer"),
+                                           ("gdb", "cuda-gdb")])  # fmt: skip
+def test_a_dry_run_prints_the_command_of_a_tool(
+    flag: str, tool: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status("profile", "fa_tc", "--runs=1", f"--{flag}", "--dry-run") == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    words = shlex.split(first)
+    assert words[0] == tool
+    again = words[words.index("profile") :]
+    assert again[:3] == ["profile", "fa_tc", "--runs=1"] and "--dry-run" not in again
+    assert cli.parser(again).parse_args(again).variant == "fa_tc"
+    exported = dict(zip(words, words[1:], strict=False)).get("--export")
+    assert bool(others) == (flag == "ncu")
+    assert not others or (f"--import {exported}.ncu-rep > " in others[0] and "--csv >" in others[0])
+
+
+def test_a_dry_run_without_a_tool_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("profile", "fa", "--dry-run") == 2
+    assert capsys.readouterr().err == (
+        "cupyattn: --dry-run is for the command of a tool: give one of --ncu, --sanitizer, --gdb "
+        "too\n"
+    )
 
 
 def test_info_names_versions_folders_and_settings(

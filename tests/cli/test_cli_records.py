@@ -83,3 +83,26 @@ def test_ablate_judges_every_choice(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert errors["fa_int8"] == 1 and errors["fa_tc"] < 1 < errors["4 bits"]
     assert cli.main(["ablate", "nothing", *SMALL]) == 2
     assert "NAME must be one of rungs, granularity" in capsys.readouterr().err
+
+
+def test_ablate_judges_the_ways_of_diffusion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.json"
+    shape = ["--distribution", "normal", "--len", "160", "--heads", "1", "--head-dim", "8"]
+    words = ["ablate", "diffusion", *shape, "--batch", "1"]
+    assert cli.main([*words, "--json", str(file)]) == 0
+    rows = {row["variant"]: row for row in json.loads(file.read_text())["problems"][0]["rows"]}
+    pruned, local, blocks = (
+        rows[f"{name} of the keys"] for name in ("pruned, 20%", "local, 25%", "block-sparse, 25%")
+    )
+    static, later = rows["static scales of a head"], rows["the same by timestep, 2 times the noise"]
+    for row in (static, later, local, blocks):
+        assert row["ok"] and 0 < row["judgement"]["j2"] <= 1
+    assert pruned["ok"] and pruned["judgement"]["j2"] is None
+    error = {name: row["error_over_default"] for name, row in rows.items()}
+    assert 1 < error["static scales of a head"] < error["the same by timestep, 2 times the noise"]
+    for row in (pruned, local, blocks):  # normal data spreads attention over all keys
+        assert row["judgement"]["relative_error"] > 0.1
+    assert cli.main(["ablate", "diffusion", *SMALL, "--causal"]) == 0
+    assert "leave --causal out" in capsys.readouterr().out

@@ -187,9 +187,11 @@ def test_a_misuse_is_answered_by_one_line(
 BESIDE = {
     "ladder": "--variants fa", "ablate": "rungs", "compare": "a.json a.json",
     "verify": "fa --distribution normal --dtype float16", "profile": "fa", "interpret": "fa",
-    "plan": "--devices 2", "analyze": "m.safetensors",
+    "plan": "--devices 2", "analyze": "m.safetensors", "benchmark": "m.safetensors",
+    "calibrate": "m.safetensors --output out",
     "convert": "m.safetensors --output out --dry-run", "dequantize": "m.safetensors --output out",
     "kandinsky": "--model-path m.safetensors --output-path out", "cache": "",
+    "advise": "m.safetensors --tokens 4096", "trial": "mine.py:flux",
 }  # fmt: skip
 #: Numbers that would otherwise be tried, by their flags: they mean something.
 MEANT = {
@@ -199,6 +201,7 @@ MEANT = {
 #: Flags that a message has by the name of the argument in Python.
 IN_PYTHON = {
     "--min-elements": "min_elements_for_int8", "--block-size": "block_size",
+    "--percentile": "percentile",
     "--tiles": "--tiles describes a kernel in a .cu file",
 }  # fmt: skip
 

@@ -188,8 +188,8 @@ def test_what_makes_no_factors() -> None:
 @example(ratio=0.1, low=0.1, width=4.9, late=None, timestep=0)
 def test_the_rule(ratio, low, width, late, timestep) -> None:
     rule = SigmaPolicy(low + width, low, late)
-    mode = rule.mode(timestep, ratio)
-    if late is not None and timestep >= late:
+    mode = policies.as_policy(rule, 101).mode(timestep, ratio)
+    if late is not None and timestep >= 101 - late:
         assert mode == "precision"
     else:
         assert (mode == "aggressive") == (ratio > low + width)

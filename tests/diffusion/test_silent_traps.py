@@ -160,8 +160,15 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"precision_policy": SigmaPolicy(late_steps=STEPS)},
         [
-            f"SigmaPolicy(late_steps={STEPS}) has no effect with num_timesteps={STEPS}: give a "
-            "step below that, or leave late_steps out"
+            f"SigmaPolicy(late_steps={STEPS}) makes all {STEPS} steps 'precision': give fewer, or "
+            "precision_policy='precision'"
+        ],
+    ),
+    (
+        {"precision_policy": SigmaPolicy(late_steps=0)},
+        [
+            "SigmaPolicy(late_steps=0) has no effect: give the number of last steps that run in "
+            "16 bits, or leave late_steps out"
         ],
     ),
 ]  # fmt: skip
@@ -259,6 +266,17 @@ def test_late_steps_that_mean_nothing(late, error, message) -> None:
     with pytest.raises(error) as caught:
         SigmaPolicy(late_steps=late)
     assert str(caught.value) == message
+
+
+def test_late_steps_are_the_last_of_the_schedule() -> None:
+    policy = SigmaPolicy(aggressive_above=np.inf, precision_below=0, late_steps=10)
+    attend = ca.Int8Attention(2, 16, 50, precision_policy=policy)
+    modes = [attend.mode(timestep) for timestep in range(50)]
+    assert modes == ["balanced"] * 40 + ["precision"] * 10
+    shorter = ca.Int8Attention(2, 16, 20, precision_policy=policy)
+    assert (shorter.mode(9), shorter.mode(10)) == ("balanced", "precision")
+    with pytest.raises(ValueError, match=r"^late_steps=10 counts from the end of a schedule: .*"):
+        policy.mode(45, 1.0)
 
 
 # ---- pruning for one call ------------------------------------------------------------------------

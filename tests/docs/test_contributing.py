@@ -59,7 +59,8 @@ def files_that_name(option: str) -> set[str]:
     found = {
         path
         for path in (ROOT / "cupyattn").rglob("*.py")
-        if any(option in names(node) for node in ast.walk(ast.parse(path.read_text())))
+        if option in (text := path.read_text())
+        and any(option in names(node) for node in ast.walk(ast.parse(text)))
     }
     word = re.compile(rf"\b{option}\b")
     found |= {

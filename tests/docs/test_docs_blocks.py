@@ -27,12 +27,14 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 #: Pages whose blocks another test runs: the text by which it says so.
 ELSEWHERE = {
     "ARRAYS": "docs/test_readme.py",
+    "CALIBRATION": "interop/test_interop_diffusers_features.py",
     "CHECKPOINTS": "docs/test_checkpoint_doc.py",
     "DIFFUSION": "docs/test_diffusion_doc.py",
     "DISTRIBUTED": "docs/test_distributed_doc.py",
     "INTEROP": "interop/test_interop_torch_linear.py",
     "INTERPRETER": "docs/test_interpreter_doc.py",
     "OWN_KERNEL": "docs/test_readme.py",
+    "PIPELINES": "interop/test_pipelines_page.py",
 }
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -7,6 +7,7 @@ tensors stay on the CPU and are smaller.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
@@ -27,6 +28,9 @@ import cupyattn as ca
 from cupyattn import cli
 from cupyattn.lazy_face import RENAMED
 from cupyattn.measure.device import device_missing
+from docs import founding_names, write_founding
+from docs.founding_claims import PROMISES
+from docs.founding_names import ENDS, NO_CODE, SUCCESSOR, TYPED
 from tests.checkpoints.checkpoint_files import write
 
 ROOT = Path(__file__).parents[2]
@@ -65,22 +69,6 @@ ON_A_CPU = {
     "[512, 1024, 2048, 4096, 8192]": "[130]", "= 512, 128, 32": "= 16, 8, 2",
     "ProfilerActivity.CUDA": "ProfilerActivity.CPU", "cuda_time_total": "cpu_time_total",
 }  # fmt: skip
-#: What blocks end with that do not run: one line.
-ENDS = {
-    "softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
-    "torch: softmax epsilon": r"UnsupportedError: softmax_eps=1e-05 is not supported",
-    "torch: trade-offs": r"TypeError: .* head_dim, .*: give Int8Attention\(num_heads=32, head_dim=",
-    "torch: 16 bits for critical steps": r"RenamedImportError: .* use cupyattn\.attention",
-    "precision by step": r"RenamedImportError: int8_attention is not .*variant='fa_int8'",
-    "Kandinsky in a pipeline": r"RenamedImportError: .*cupyattn\.checkpoints\.optimize_kandinsky",
-    "linear layers": r"RenamedImportError: TritonInt8LinearLayer .*use cupyattn\.Int8Linear",
-    "configuration": r"RenamedImportError: TritonInt8Config .*use cupyattn\.Int8Config",
-    # What is not ours: torch's own functions, misspelt once, and libraries that judge images.
-    "benchmark": r"(AssertionError|RuntimeError|AttributeError): .*(CUDA|cuda_synchronize)",
-    "quality": r"ModuleNotFoundError: No module named '(torchvision|lpips)'",
-}
-#: Lists and formulas that are marked as Python.
-NO_CODE = {"profiling by hand", "list of layers", "quantisation in words"}
 PYTHON = [t for t, (language, _) in BLOCKS.items() if language == "python" and t not in NO_CODE]
 
 
@@ -149,7 +137,7 @@ def test_a_block_runs_or_names_its_successor(title: str, monkeypatch: pytest.Mon
         except Exception as error:  # noqa: BLE001  whatever it is, it has to be the one above
             ended = f"{type(error).__name__}: {error}"
     assert "\n" not in ended.strip()
-    assert re.match(ENDS.get(title, "ran$"), ended), ended
+    assert re.match(ENDS[title][0] if title in ENDS else "ran$", ended), ended
 
 
 def test_what_is_no_code_names_nothing_of_ours() -> None:
@@ -177,7 +165,7 @@ def test_every_package_answers_for_names_of_the_plan(place: str) -> None:
     for name in RENAMED:
         if name in getattr(package, "__all__", ()):
             continue
-        sentence = f"^{name} is not in {re.escape(place)}: use cupyattn"
+        sentence = f"^{name} is not in {re.escape(place)}: use (cupyattn|torchmetrics)"
         with pytest.raises(AttributeError, match=sentence) as asked:
             getattr(package, name)
         assert isinstance(asked.value, ca.UnsupportedError)
@@ -274,15 +262,25 @@ def test_the_commands_for_checkpoints_run_with_their_flags(
 @pytest.mark.skipif(not device_missing(), reason="there is a device")
 @pytest.mark.parametrize(
     "title",
-    ["commands: profile", "commands: Nsight Compute", "commands: cycles", "commands: sanitizer"],
+    ["commands: profile", "commands: Nsight Compute", "commands: cycles", "commands: sanitizer",
+     "commands: debugger"],
 )
 def test_the_commands_for_profiling_say_what_they_need(
     title: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (words,) = commands(title)
+    words = commands(title)[0]
+    tool = words[: words.index("cupyattn")]
     words = words[words.index("cupyattn") + 1 :]
-    assert cli.main(words[: words.index("2>&1")] if "2>&1" in words else words) == 2
-    assert "profile needs a CUDA device" in capsys.readouterr().err
+    words = words[: words.index("2>&1")] if "2>&1" in words else words
+    assert cli.main(words) == 2
+    assert "profile needs a CUDA device" in (said := capsys.readouterr().err)
+    assert f"cupyattn interpret {words[1]} counts" in said
+    # The tool's own command, of ours, needs no device.
+    flag = {"compute-sanitizer": "--sanitizer", "cuda-gdb": "--gdb"}.get("".join(tool), "--ncu")
+    assert cli.main([*words, flag, "--dry-run"]) == 0
+    program, *rest = shlex.split(capsys.readouterr().out.splitlines()[0])
+    assert program == (tool[0] if tool else "ncu")
+    assert rest[rest.index("profile") :][: len(words)] == words
 
 
 def test_a_flag_that_is_gone_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,4 +324,86 @@ def test_the_page_has_every_name_command_and_flag_of_the_plan() -> None:
         found: Any = ca
         for part in path.split("."):
             found = getattr(found, part)
+
+
+@pytest.mark.parametrize("marks", write_founding.tables(), ids=lambda marks: marks[0].split()[1])
+def test_the_tables_of_the_page_are_those_of_the_code(marks: tuple[str, str]) -> None:
+    inside = PAGE.read_text(encoding="utf-8").partition(marks[0])[2].partition(marks[1])[0]
+    table = write_founding.tables()[marks]
+    assert inside == f"\n{table}\n", "run python -m docs.write_founding"
+
+
+def names_of_the_plan() -> set[str]:
+    """Modules, functions, classes and arguments that code of the plan takes for its own."""
+    found: set[str] = set()
+    calls = r"Int8Attention|attention|TritonInt8Config|get_T2V_pipeline|fused_cfg|optimizer"
+    for title in PYTHON:
+        for node in ast.walk(ast.parse(BLOCKS[title][1])):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ImportFrom) and re.match(
+                r"kernels|attention|triton|kandinsky", node.module or ""
+            ):
+                found |= {str(node.module), *(alias.name for alias in node.names)}
+            elif isinstance(node, ast.Call) and re.search(f"({calls})$", ast.unparse(node.func)):
+                found |= {str(key.arg) for key in node.keywords}
+    return found - {"forward", "__init__", "dtype", "bias"}
+
+
+def test_the_page_has_every_name_of_code_of_the_plan() -> None:
+    names, page = names_of_the_plan(), PAGE.read_text(encoding="utf-8")
+    assert len(names) > 30 and {"get_T2V_pipeline", "eval_images", "softmax_eps"} <= names
+    assert not [name for name in names if not re.search(rf"\b{name}\b", page)]
+
+
+def test_every_verdict_is_one_that_the_page_explains() -> None:
+    rows = (*founding_names.MODULES, *founding_names.NAMES, *founding_names.COMMANDS)
+    assert {row.verdict for row in rows} == {TYPED, SUCCESSOR}
+    for row in founding_names.NAMES:
+        renamed = [name for name in re.findall(r"`(\w+)", row.notes) if name in RENAMED]
+        typed = row.verdict == TYPED
+        assert not typed or set(renamed) <= {"replace_attention_with_int8"}, row
+
+
+def test_promises_that_a_number_answers() -> None:
+    """Each sentence of `docs.founding_claims` that states one."""
+    said = {promise.says: promise.found for promise in PROMISES}
+    ones = np.ones((1, 1, 4096, 64), np.float16)
+    assert (ca.attention(ones[:, :, :16], ones, ones) == 1).all()
+    assert "they give 1" in said["ones give 128 / 4096 at length 4,096"]
+    sigmas = ca.compute_sigma_schedule(1000)
+    found = ", ".join(f"{x:.2g}" for x in (sigmas[0], sigmas[500]))
+    assert found == "80, 2.5" and f"{sigmas[999]:.3f}" == "0.002"
+    assert "80, 2.5 and 0.002" in said["sigma is 79.4, 1.0 and 0.002 at steps 0, 500 and 999"]
+    assert 256 * 127 * 127 < 2**24 and float(np.float32(2**24 + 1)) != 2**24 + 1
+    assert abs(float(np.float16(1 + 2**-11)) - (1 + 2**-11)) == 2**-11
+    assert "4.9e-4" in said["FP32 to FP16 rounds by about 1e-4"]
+    tiles, q = ca.Tiles(128, 128, 4, 1), np.ones((1, 1, 128, 256), np.float32)
+    with pytest.raises(ca.KernelLaunchError, match="bytes of shared memory") as refused:
+        ca.attention(q, q, q, variant="fa", tiles=tiles)
+    assert "\n" not in str(refused.value)
+
+
+def test_promises_have_a_verdict_and_what_they_name_is_there() -> None:
+    assert len(PROMISES) == len({promise.says for promise in PROMISES}) > 35
+    for promise in PROMISES:
+        assert promise.found
+        for path in re.findall(r"\]\(([\w./]+)\)", promise.found):
+            assert (PAGE.parent / path).exists(), path
+
+
+@pytest.mark.frameworks
+def test_float32_that_wants_gradients_names_what_to_give() -> None:
+    torch = pytest.importorskip("torch")
+    from cupyattn.interop.torch import Int8Attention
+
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with pytest.raises(ca.UnsupportedError, match="float32: give torch.float16 or torch.bfloat16"):
+        Int8Attention(1, 8)(q, q, q, 3)
+
+
+def test_the_core_class_has_cuda_as_the_plan_calls_it() -> None:
+    layer = ca.Int8Attention(1, 8).cuda()
+    q = np.ones((1, 1, 4, 8), np.float16)
+    assert layer(q, q, q, timestep=500).shape == q.shape
 

@@ -71,13 +71,13 @@ def test_the_code_of_a_profile_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_every_kind_of_finding_is_listed() -> None:
     rows = re.findall(
-        r"^\| ([\w -]+) \| ", DOC.split("## What it finds")[1].split("\n## ")[0], re.M
+        r"^\| ([\w -]+) \| ", DOC.split("## Findings")[1].split("\n## ")[0], re.M
     )
     assert rows == ["kind", *KINDS]
 
 
 def test_every_file_has_its_place() -> None:
-    table = DOC.split("## Where things are\n")[1]
+    table = DOC.split("## Files\n")[1]
     listed = re.findall(r"`(\w+\.py)`", table)
     files = {path.name for path in (ROOT / "cupyattn" / "interpret").glob("*.py")}
     assert len(listed) == len(set(listed))

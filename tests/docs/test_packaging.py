@@ -95,6 +95,8 @@ def test_the_wheel_holds_kernels_and_data_inside_the_package(built: Path) -> Non
     assert packed == SOURCES
     data = {path.name for path in (ROOT / "experiments" / "data").iterdir() if path.is_file()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("cupyattn/data/")} == data
+    for table in ("measure/whole_gains.json", "diffusion/advice_rates.json"):
+        assert f"cupyattn/{table}" in names
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"cupyattn", f"{wheel.name.split('-py3')[0]}.dist-info"}, "stray top levels"
     entry_points = zipfile.ZipFile(wheel).read(

@@ -23,7 +23,7 @@ def test_the_page_is_current() -> None:
 def test_a_stale_page_is_found() -> None:
     for stale in (
         PAGE.replace("mma_m16n8k32_s8(dot", "mma_m16n8k64_s4(dot", 1),
-        re.sub(r"(\d+) lines go", lambda m: f"{int(m[1]) + 1} lines go", PAGE, count=1),
+        re.sub(r"(\d+) lines removed", lambda m: f"{int(m[1]) + 1} lines removed", PAGE, count=1),
         PAGE.replace(" ms |", " s |", 1),
     ):
         assert stale != PAGE and write_tutorial.renewed(stale) == PAGE
@@ -60,7 +60,7 @@ def test_no_line_is_lost_between_sections(step: tuple[str, str]) -> None:
     gone, come = (sum(count[i] for count in counts) for i in (0, 1))
     whole_gone, whole_come = changed(f"attn_{left}.cu", f"attn_{right}.cu")
     assert come - gone == whole_come - whole_gone
-    assert f"{gone} lines go, {come} come" in PAGE
+    assert f"{gone} lines removed, {come} added" in PAGE
 
 
 def test_the_sentences_fit_the_times() -> None:

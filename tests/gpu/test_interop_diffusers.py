@@ -20,6 +20,7 @@ from cupyattn.interop.diffusers import layers, masks, steps  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_interop_diffusers import SHARE, SHORT, distance, without  # noqa: E402
 from tests.interop.test_interop_diffusers_compiled import FAMILIES, Model  # noqa: E402
+from tests.interop.test_interop_diffusers_features import OPTIONS, STEPS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -211,6 +212,28 @@ def test_a_family_compiles_to_one_graph(family: str) -> None:
     of_int8 = distance(eager, native)
     assert 0 < distance(latents, compiled_native) <= 1.5 * of_int8
     assert distance(latents, eager) <= (1.5 if family == "kandinsky5" else 0.1) * of_int8
+
+
+@pytest.mark.parametrize("options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
+@pytest.mark.parametrize("name", ["static scales", "a calibration", "pruning", "block-sparse"])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_no_cuda_graph_replays_what_the_host_decides(options: dict[str, Any], name: str) -> None:
+    """Scales of the first step would be seen in the others, and keys of the first input."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(STEPS, device="cuda")
+    model = Model().half().cuda()
+    given = {"policy": "balanced", "scheduler": scheduler, **SHORT, **OPTIONS[name][0]}
+    plain = interop.replace_attention_with_int8(copy.deepcopy(model), **given)
+    if "mode" in options:
+        plain.target.compile(fullgraph=True)
+    interop.replace_attention_with_int8(model, **given)
+    model.compile(fullgraph=True, **options)
+    for _ in range(3):  # warming up, recorded, replayed
+        for t in scheduler.timesteps:
+            x = torch.randn(1, 200, 32, device="cuda", dtype=torch.float16)
+            expected = plain(x, t.expand(1)).clone()
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(model(x, t.expand(1)), expected)
 
 
 @pytest.mark.parametrize("options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])

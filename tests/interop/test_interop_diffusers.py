@@ -573,13 +573,23 @@ def test_twice_is_refused_and_restoring_twice_is_not(flux: Any) -> None:
     interop.replace_attention_with_int8(flux).restore()
 
 
-def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_the_page_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs" / "INTEROP.md"
     section = page.read_text(encoding="utf-8").split("## diffusers\n")[1]
-    exec(section.split("```python\n")[1].split("```")[0], {})
-    assert "2 attention modules: 8 calls by cupyattn" in capsys.readouterr().out
-    arguments = set(inspect.signature(interop.replace_attention_with_int8).parameters)
-    assert arguments - {"pipe_or_model"} <= set(re.findall(r"`(\w+)`", section))
+    for block, said in zip(
+        section.split("```python\n")[1:3],
+        ("linear layers: 21 of 32 INT8 by block", "2 attention modules: 8 calls by cupyattn"),
+        strict=True,
+    ):
+        exec(block.split("```")[0], {})
+        assert said in capsys.readouterr().out
+    assert (tmp_path / "int8" / "transformer" / "config.json").exists()
+    for function in (interop.accelerate, interop.replace_attention_with_int8):
+        arguments = set(inspect.signature(function).parameters)
+        assert arguments - {"pipe_or_model"} <= set(re.findall(r"`(\w+)`", section))
     assert all(f"0.{version}" in backends.TESTED for version in range(36, 43))
 
 

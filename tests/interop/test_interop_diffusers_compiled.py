@@ -270,14 +270,10 @@ def test_an_exported_program_has_the_operator(strict: bool) -> None:
 
 def test_what_a_graph_leaves_to_the_model_is_said() -> None:
     """Known when it is traced: no watcher runs in the graph."""
-    static = ca.QuantConfig("tensor", "tensor", scales=(0.01, 0.01))
     cases_of = {
         "gradients": ({}, {"policy": "balanced"}),
         "fewer than 100 queries or keys": ({}, {"policy": "balanced", "min_length": 100}),
         "no call of torch's attention function": ({"processor": Plain()}, {"policy": "balanced"}),
-        "static scales, which follow the step, in compiled code": (
-            {}, {"policy": "balanced", "quant": static},
-        ),
     }  # fmt: skip
     for reason, (sizes, options) in cases_of.items():
         model, x, graphs = torch.nn.ModuleDict({"attn": attention(**sizes)}), rows(), Graphs()

@@ -247,7 +247,7 @@ def test_control_characters_of_names_are_written_as_escapes() -> None:
     model = torch.nn.ModuleDict({name: torch.nn.Linear(256, 256) for name in names})
     handle = interop.replace_linear_with_int8(model, include="fc", backend="mirror")
     lines = handle.report().split("\n")
-    assert lines[1].startswith(r"\x1b[31mfc: INT8") and lines[2] == r"\u202eother: kept, excluded"
+    assert lines[2].startswith(r"\x1b[31mfc: INT8") and lines[3] == r"\u202eother: kept, excluded"
     assert [*handle.replaced] == names[:1]
     said = []
     none = Int8Config(min_elements_for_int8=10**9)

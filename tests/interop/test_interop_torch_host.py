@@ -76,9 +76,10 @@ class OnDevice:
         cupy.copyto(self.array, source.array)
 
 
-def empty(shape: Any, *, dtype: Any, device: Any) -> OnDevice:
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    return OnDevice(array(shape, str(dtype).removeprefix("torch.")))
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> OnDevice:
+    new = OnDevice(array(tuple(shape), str(dtype).removeprefix("torch.")))
+    assert new.stride() == strides
+    return new
 
 
 @pytest.fixture
@@ -86,12 +87,14 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:  # noqa: F811
     """`cupyattn.interop.torch.calls` on tensors like these."""
     module = importlib.import_module("cupyattn.interop.torch.calls")
     bridge = importlib.import_module("cupyattn.interop.torch.bridge")
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(bridge, "_empty", empty)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda _: driver.stream, raising=False
     )
-    monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **_: OnDevice(array(x.shape, x.array.dtype.name))
+    )
     for name, stand_in in (
         ("as_array", lambda x: x.array), ("as_tensor", OnDevice),
         ("_nothing_on", lambda _: array((0,))),
@@ -165,11 +168,11 @@ def test_a_graph_of_the_caller_gets_the_launches_and_memory_of_torch(
     driver.expect(made)
     scratch = OnDevice(array((1 << 20,), "uint8"))
 
-    def empty(nbytes: int, **_: Any) -> OnDevice:
-        asked.append(nbytes)
+    def empty(shape: tuple[int, ...], *_: Any) -> OnDevice:
+        asked.extend(shape)
         return scratch
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(calls.bridge, "_empty", empty)
     for _ in range(4):
         calls.forward(calls.Settings(**options), given, out)
     assert driver.replays and len(driver.graphs) == 1
@@ -449,8 +452,8 @@ def test_known_calls_are_launched_on_the_device_of_their_tensors(
     current = [0]
 
     @contextlib.contextmanager
-    def device(one: Any) -> Any:
-        before, current[0] = current[0], one.index
+    def device(one: int) -> Any:
+        before, current[0] = current[0], one
         yield
         current[0] = before
 
@@ -541,3 +544,15 @@ def test_what_makes_calls_on_tensors_different(
         assert find(looked_at, {**given, **ends}, None) is None
     assert find(but(check_finite=True), given, None) is None
     assert find(but(window=[1, 2]), given, None) is None
+
+
+def test_memory_of_the_public_function_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves where torch has no function of Inductor's."""
+    bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+    public, shape = torch.empty_strided, (2, 3, 4)
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, device, **how: public(*a, **how))
+    made = bridge._public_empty(shape, bridge.strides_of(shape), torch.float16)
+    own = torch._C._dynamo.guards._empty_strided_cpu(shape, bridge.strides_of(shape), torch.float16)
+    for x in (made, own):
+        assert x.shape == shape and x.is_contiguous() and x.dtype == torch.float16
+    assert hasattr(torch._C._dynamo.guards, "_empty_strided_cuda")

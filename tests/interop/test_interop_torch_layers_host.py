@@ -11,16 +11,17 @@ import pytest
 
 from cupyattn.arrays import described
 from cupyattn.runtime import recent
-from tests.interop.test_interop_torch_host import (  # noqa: F401
+
+torch = pytest.importorskip("torch")
+
+from tests.interop.test_interop_torch_host import (  # noqa: E402, F401 - needs torch
     OnDevice,
     calls,
     empty,
     planned_no_more,
 )
-from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: F401
-from tests.runtime.test_host_calls import array, driver  # noqa: F401
-
-torch = pytest.importorskip("torch")
+from tests.quant.test_host_gemm import Host, K, N, host, operands  # noqa: E402, F401
+from tests.runtime.test_host_calls import array, driver  # noqa: E402, F401
 
 
 @pytest.fixture
@@ -28,13 +29,13 @@ def made(calls: Any, monkeypatch: pytest.MonkeyPatch) -> list[OnDevice]:  # noqa
     """The scratch memory that calls take of torch."""
     found: list[OnDevice] = []
 
-    def noted(shape: Any, **how: Any) -> OnDevice:
-        new = empty(shape, **how)
-        if how["dtype"] is torch.uint8:
+    def noted(shape: Any, strides: Any, dtype: Any) -> OnDevice:
+        new = empty(shape, strides, dtype)
+        if dtype is torch.uint8:
             found.append(new)
         return new
 
-    monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr(calls.bridge, "_empty", noted)
     return found
 
 
@@ -99,6 +100,7 @@ def test_what_inductor_runs_of_a_layer_is_planned_once(
 def test_layers_of_one_input_quantise_it_once_and_are_one_graph(
     strategy: str,
     host: Host,  # noqa: F811
+    calls: Any,  # noqa: F811
     made: list[OnDevice],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -124,7 +126,7 @@ def test_layers_of_one_input_quantise_it_once_and_are_one_graph(
         assert multiplied["c"] == results[number].data_ptr()
         assert multiplied["bias"] == biases[number].data_ptr()
     planned, same = len(host.plans), itertools.cycle([*results, made[-1]])
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: next(same))
+    monkeypatch.setattr(calls.bridge, "_empty", lambda *_: next(same))
     for _ in range(2):
         parts._layers(x, weights, scales, biases, *how)
     assert len(host.plans) == planned and host.driver.replays[-2:] == [(0, 7)] * 2

@@ -191,12 +191,12 @@ def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) ->
     ],
 )
 def test_a_rung_changes_few_lines(left: str, right: str, limit: int) -> None:
-    """Lines that go and lines that come, as docs/TUTORIAL.md counts and defends them."""
+    """Lines removed and lines added, as docs/TUTORIAL.md counts and defends them."""
     counts = write_tutorial.changed(left, right)
     assert sum(sum(lines) for lines in counts.values()) <= limit
     page = write_tutorial.PAGE.read_text(encoding="utf-8")
     gone, come = (sum(lines[i] for lines in counts.values()) for i in (0, 1))
-    assert f"{gone} lines go, {come} come" in page
+    assert f"{gone} lines removed, {come} added" in page
 
 
 def test_no_lambda_is_generic() -> None:

@@ -457,6 +457,9 @@ WITHOUT_ARRAYS = {
     "bounds.Bound", "diffusion.PrecisionPolicy", "gradients.GradientBounds",
     "gradients.GradientReport", "gradients.Gradients", "reference.ScoreBlock", "reference.Step",
     "testing.Counterexample", "testing.Report",
+    # What a running model recorded, on files, and what that makes:
+    "diffusion.Calibrations", "diffusion.RecordedCall", "diffusion.Recording",
+    "diffusion.calibrate",
     # Groups of ranks, and how they find each other:
     "distributed.CopyGroup", "distributed.Group", "distributed.HostGroup", "distributed.Mesh",
     "distributed.NcclGroup", "distributed.RankError", "distributed.Work", "distributed.connect",

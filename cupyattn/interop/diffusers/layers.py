@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,19 +15,26 @@ from torch import Tensor
 
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.policy import MODES
+from cupyattn.diffusion.settings import Int8AttentionSettings
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.diffusers import backends, interception, masks, operator
+from cupyattn.interop.diffusers import (
+    backends,
+    features,
+    interception,
+    layer_operator,
+    masks,
+    operator,
+)
 from cupyattn.interop.diffusers.noise import Schedule
 from cupyattn.interop.diffusers.report import LayerReport
 from cupyattn.interop.diffusers.steps import Step
 from cupyattn.interop.torch import calls, transforms
+from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.functional import named
 from cupyattn.interop.torch.ops import PLAIN
 
 _log = logging.getLogger("cupyattn")
 
-#: Steps of the schedule that a layer of a single mode is told: it looks at none.
-_ANY_STEPS = 2
 #: Why a policy that follows the noise level does not say a mode.
 UNKNOWN = "the timestep lies on the device alone, the noise level is not known"
 #: What is counted of calls in compiled code.
@@ -59,8 +68,8 @@ class Layer:
     min_length : int
         Calls with fewer queries or keys stay native.
     **options
-        Others of `cupyattn.Int8Attention`: quant, backend and arch. Without quant an INT8 mode is
-        an accuracy class of `cupyattn.attention`, whose fastest rung runs.
+        Others of `cupyattn.Int8Attention`. Without quant or a calibration an INT8 mode is an
+        accuracy class of `cupyattn.attention`, whose fastest rung runs, unless keys are pruned.
     """
 
     def __init__(
@@ -79,10 +88,18 @@ class Layer:
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
-        self._by_class = options.get("quant") is None
-        of_one_mode = Int8Attention(1, 1, _ANY_STEPS, **options)
-        self._any_step = of_one_mode.step(0)
-        self._texts = _texts(of_one_mode, self._by_class)
+        with warnings.catch_warnings():  # which `features.follow_steps` gave
+            warnings.simplefilter("ignore", UserWarning)
+            trial = features.trial(options)
+        known = {field.name for field in fields(Int8AttentionSettings)}
+        self._settings = Int8AttentionSettings(**{n: x for n, x in options.items() if n in known})
+        self._prunes, self._kind = self._settings.enable_pruning, self._settings.attention_type
+        self._by_class = options.get("quant") is None and trial.calibration is None
+        self._any_step = trial.step(0)
+        self._follows = features.what_follows_steps(trial, options)
+        on_host = self._prunes or self._kind == "block_sparse"
+        self._texts = {} if on_host else _texts(trial, self._settings, self._by_class)
+        self._number = layer_operator.number_of(self)
         self._in_graphs = InGraphs()
         self._counts: Tensor | None = None  # (len(_COUNTED),), int64; None unless asked
 
@@ -140,12 +157,20 @@ class Layer:
         """
         reason = _transform(q, k, v, options) or self._obstacle(q, k, v, options)
         mode = self._choice.mode
+        if reason is None and self._follows and self._step.at is None:
+            reason = UNKNOWN
         if reason is None and mode is not None:
+            mask, bias = masks.of_scores(options["attn_mask"])
             try:
-                mask, bias = masks.of_scores(options["attn_mask"])
-                return self._run(named(q, k, v, mask=mask, bias=bias), scale, mode)
+                found = self._run(named(q, k, v, mask=mask, bias=bias), scale, mode)
             except UnsupportedError as error:
                 reason = str(error)
+            except ValueError as error:  # a calibration of other heads, factors of other steps
+                raise ValueError(f"{self.name}: {error}") from error
+            else:
+                self._calls += 1
+                self._modes[mode] += 1
+                return found
         self.stays_native(reason or UNKNOWN)
         return None
 
@@ -179,27 +204,49 @@ class Layer:
             return f"head size {' and '.join(map(str, sizes))}"
         if min(q.shape[2], k.shape[2]) < self._min_length:
             return f"fewer than {self._min_length} queries or keys"
+        if self._kind != "dense" and q.shape[2] != k.shape[2]:
+            return f"{self._kind} attention, to keys that are not those of the queries"
+        if self._prunes and mask is not None:
+            return "token pruning, which takes no attention mask"
         return masks.obstacle(mask, q, k)
 
     def _run(self, given: dict[str, Tensor], scale: float | None, mode: str) -> Tensor:
-        noise = None if self._choice.is_fixed else self._step.noise
+        noise = None if self._choice.is_fixed and not self._follows else self._step.noise
         attention = self._attention_for(noise, given["q"].shape[1], given["q"].shape[3], scale)
         at = (None if noise is None else self._step.at) or self._any_step
         given |= {n: x.contiguous() for n in "qkv" if (x := given[n]).stride(3) != 1}
         q, k = given["q"], given["k"]
+        if self._prunes:
+            with on_device_of(q):
+                arrays = [as_array(given[name]) for name in "qkv"]
+                o = torch.empty_like(q)  # laid out as q is: what models do next takes no copy
+                return o.copy_(as_tensor(attention(*arrays, sigma=at.sigma, mode=mode)))
+        scores = {}
+        if self._kind != "dense":
+            with on_device_of(q):
+                scores = self._settings.of_scores(as_array(q), as_array(k), 1)
 
         def run(**form: Any) -> Tensor:
             if self._by_class:
                 form = _of_class(mode, form)
-            return calls.forward(calls.TensorSettings.of(**form), given)[0]
+            return calls.forward(calls.TensorSettings.of(**form, **scores), given)[0]
 
-        found = attention.in_mode(
+        return attention.in_mode(
             mode, at, run,
             device=q.get_device(), dtype=_NAMES[q.dtype], heads_kv=k.shape[1],
         )  # fmt: skip
-        self._calls += 1
-        self._modes[mode] += 1
-        return found
+
+    def run_in_graph(self, given: dict[str, Tensor], scale: float | None, mode: str) -> Tensor:
+        """Run a call of a graph at the step that the model is called for now."""
+        if self._follows and self._step.at is None:
+            raise RuntimeError(
+                f"{self.name} has {self._follows}, in compiled code, and {UNKNOWN}: give the model "
+                "the scheduler's own timesteps"
+            )
+        try:
+            return self._run(given, scale, mode)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
 
     def _attention_for(
         self,
@@ -216,10 +263,12 @@ class Layer:
         form = heads, head_dim, scale
         if form not in self._attention:
             falling = None if schedule is None else schedule.falling
-            self._attention[form] = Int8Attention(
-                heads, head_dim, _ANY_STEPS if falling is None else falling.size, sigmas=falling,
-                scale=scale, **self._options,
-            )  # fmt: skip
+            with warnings.catch_warnings():  # which the trial of the options gave
+                warnings.simplefilter("ignore", UserWarning)
+                self._attention[form] = Int8Attention(
+                    heads, head_dim, features.ANY_STEPS if falling is None else falling.size,
+                    sigmas=falling, scale=scale, **self._options,
+                )  # fmt: skip
         return self._attention[form]
 
     # ---- in graphs of torch ----------------------------------------------------------------------
@@ -233,10 +282,13 @@ class Layer:
         """
         reason = self._obstacle(q, k, v, options)
         mode = self._choice.mode
-        if reason is None and not (self._choice.is_fixed or self._step.is_seen):
+        needs_step = not self._choice.is_fixed or self._follows
+        if reason is None and needs_step and not self._step.is_seen:
             reason = "the step of a model within a compiled function is not known"
-        if reason is None and mode is not None and mode not in self._texts:
-            reason = "static scales, which follow the step, in compiled code"
+        on_host = mode not in self._texts
+        if reason is None and on_host and torch.compiler.is_exporting():
+            what = "token pruning" if self._prunes else self._follows or f"{self._kind} attention"
+            reason = f"{what} in an exported program, which has no layers"
         if reason is not None or mode is None:
             self.note(f"native: {reason or UNKNOWN}")
             self._count("native")
@@ -245,7 +297,10 @@ class Layer:
         self._count(mode)
         q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
         mask, bias = masks.of_scores(options["attn_mask"])
-        return operator.attend(named(q, k, v, mask=mask, bias=bias), scale, self._texts[mode])
+        given = named(q, k, v, mask=mask, bias=bias)
+        if on_host:
+            return layer_operator.attend(given, scale, self._number, mode)
+        return operator.attend(given, scale, self._texts[mode])
 
     def note(self, ran: str) -> None:
         """Remember what the graph that torch traces has of this layer, now and whenever it runs.
@@ -314,20 +369,23 @@ def _of_class(mode: str, form: dict[str, Any]) -> dict[str, Any]:
     return {**form, "variant": "auto", "accuracy": mode, "quant": None}
 
 
-def _texts(attention: Int8Attention, by_class: bool) -> dict[str, str]:
+def _texts(
+    attention: Int8Attention, settings: Int8AttentionSettings, by_class: bool
+) -> dict[str, str]:
     """Return settings by mode as the operator takes them: of modes that are the same at all steps.
 
-    Static scales of INT8 follow the step.
+    Static scales are given by the layer at each call.
     """
+    window = settings.of_scores(None, None, 1)  # of all types but the host's
 
     def text(mode: str) -> str:
         def run(**form: Any) -> str:
-            settings = _of_class(mode, form) if by_class else form
-            return operator.text_of(calls.TensorSettings.of(**settings))
+            own = _of_class(mode, form) if by_class else form
+            return operator.text_of(calls.TensorSettings.of(**own, **window))
 
         return attention.in_mode(
             mode, attention.step(0), run, device=-1, dtype="float16", heads_kv=1
         )
 
-    static = attention.quant.static
+    static = attention.quant.static or attention.calibration is not None
     return {mode: text(mode) for mode in MODES if mode == "precision" or not static}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +15,21 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.diffusion.arguments import check_count
+from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.policy import MODES, TablePolicy, as_policy
 from cupyattn.interop.diffusers import backends, interception, operator, steps
+from cupyattn.interop.diffusers.features import Features, follow_steps
 from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
-from cupyattn.interop.handle import COMPILED, NOT_COMPILED, Handle, target_of, uncompiled
+from cupyattn.interop.handle import (
+    COMPILED,
+    NOT_COMPILED,
+    Handle,
+    is_pipeline,
+    target_of,
+    uncompiled,
+)
 from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, some_of
 from cupyattn.interop.torch import inductor_calls
 from cupyattn.measure.words import printable
@@ -45,7 +53,9 @@ class Int8Replacement(Handle):
     _handle_maker = "replace_attention_with_int8"
     _handle_arguments = (
         "include", "exclude", "policy", "scheduler", "min_length", "quant", "backend", "arch",
-        "count_compiled", "again",
+        "count_compiled", "again", "timestep_scales", "use_adaptive_scaling", "attention_type",
+        "window_size", "block_size", "block_mask", "enable_pruning", "pruning_ratio",
+        "pruning_threshold", "pruning_rows",
     )  # fmt: skip
 
     def __init__(self, target: Any, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
@@ -106,11 +116,21 @@ def replace_attention_with_int8(
     policy: Any = "adaptive",
     scheduler: Any = None,
     min_length: int = MIN_LENGTH,
-    quant: QuantConfig | None = None,
+    quant: QuantConfig | Calibration | Mapping[str, Any] | None = None,
     backend: str | None = None,
     arch: str | None = None,
     count_compiled: bool = False,
     again: bool = False,
+    timestep_scales: Any = None,
+    use_adaptive_scaling: Any = None,
+    attention_type: Any = None,
+    window_size: Any = None,
+    block_size: Any = None,
+    block_mask: Any = None,
+    enable_pruning: Any = None,
+    pruning_ratio: Any = None,
+    pruning_threshold: Any = None,
+    pruning_rows: Any = None,
 ) -> Int8Replacement:
     """Let the attention modules of a pipeline or a model run `cupyattn.Int8Attention`.
 
@@ -131,10 +151,11 @@ def replace_attention_with_int8(
         step, so that another may be set.
     min_length : int
         Calls of fewer queries or keys stay native.
-    quant : QuantConfig, optional
-        How the INT8 modes quantise, wherever they run. When omitted, a mode is an accuracy class of
-        `cupyattn.attention`: the fastest rung of the class runs, as measured on that device, so
-        16 bits where INT8 is slower.
+    quant : QuantConfig, Calibration or mapping, optional
+        How the INT8 modes quantise, wherever they run; a calibration gives static scales, and what
+        `cupyattn.diffusion.calibrate` returns gives every layer its own. When omitted, a mode is an
+        accuracy class of `cupyattn.attention`: the fastest rung of the class runs, as measured on
+        that device, so 16 bits where INT8 is slower.
     backend, arch : str, optional
         As for `cupyattn.attention`.
     count_compiled : bool
@@ -142,6 +163,11 @@ def replace_attention_with_int8(
         `report` waits for the device to read them.
     again : bool
         Take back first what earlier calls replaced in these models, all of it.
+    timestep_scales, use_adaptive_scaling, attention_type, window_size, block_size, block_mask, \
+    enable_pruning, pruning_ratio, pruning_threshold, pruning_rows : optional
+        As for `cupyattn.Int8Attention`, at the steps of the scheduler. These and `quant`
+        may be mappings, too: of names of layers, and of regular expressions that are searched in
+        the others' names. Layers without one have the default.
 
     Returns
     -------
@@ -156,8 +182,9 @@ def replace_attention_with_int8(
         and patterns that are no text.
     ValueError
         For what is no regular expression or is found in no name, and if no module is chosen or one
-        is already replaced. For an empty policy, and one that needs a noise level where there is no
-        scheduler.
+        is already replaced. For an empty policy, and a policy or static scales that need a noise
+        level where there is no scheduler. While the model runs: for a calibration of other heads
+        and `timestep_scales` of other steps.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
@@ -169,15 +196,19 @@ def replace_attention_with_int8(
     A mask is taken as the model gives it: bool, or numbers that are added to the scores.
     Some calls run the model's own attention, bit for bit, and are counted with the reason. They are
     causal, or have dropout, gradients or a mask of another type; or they have too few queries or
-    keys, or heads of other sizes than 1 to 256. Guidance needs nothing: of a batch of both
-    branches, or of two passes, each call runs at its step's noise level. A model is called from one
-    thread at a time.
+    keys, or heads of other sizes than 1 to 256. Local and block-sparse attention takes calls with
+    as many keys as queries alone, and pruning those without a mask. Guidance needs nothing: of a
+    batch of both branches, or of two passes, each call runs at its step's noise level. A model is
+    called from one thread at a time.
 
     A model may be compiled before or after: by ``torch.compile(model)``, ``model.compile()`` or
     ``compile_repeated_blocks``, with ``fullgraph=True``. Attention is an operator of the graph.
     There is one graph for every mode that the policy takes; a step of a mode that ran before
     compiles nothing. In a caller's own function that is compiled and calls the model, and in
-    ``torch.export``, only a policy of one mode takes calls: no code of the host sees the steps.
+    ``torch.export``, no code of the host sees the steps. Only a policy of one mode takes calls
+    there, without scales that follow the step. With static scales, pruning and block masks the host
+    decides at each call of a graph. Inductor leaves these calls out of CUDA graphs, and an exported
+    program has none of them. The report says which layers stay native, and why.
 
     Examples
     --------
@@ -196,32 +227,45 @@ def replace_attention_with_int8(
     """
     check_arch(arch)
     shared: dict[str, Any] = {
-        "min_length": check_count("min_length", min_length), "quant": quant, "backend": backend,
-        "arch": arch,
+        "min_length": check_count("min_length", min_length), "backend": backend, "arch": arch,
     }  # fmt: skip
+    asked = Features(
+        quant=quant, timestep_scales=timestep_scales, use_adaptive_scaling=use_adaptive_scaling,
+        attention_type=attention_type, window_size=window_size, block_size=block_size,
+        block_mask=block_mask, enable_pruning=enable_pruning, pruning_ratio=pruning_ratio,
+        pruning_threshold=pruning_threshold, pruning_rows=pruning_rows,
+    )  # fmt: skip
     selection, policies = Selection.of(include, exclude), _policies(policy)
     pipe_or_model = target_of(pipe_or_model)
-    owner, models = _models(pipe_or_model, scheduler)
+    owner, models = models_of(pipe_or_model, scheduler)
     chosen = [
         (prefix, name, module)
         for prefix, model in models.items()
-        for name, module in _attention_modules(prefix, model)
+        for name, module in attention_modules(prefix, model)
         if name in selection
     ]
-    _check_chosen(chosen, models, selection, policies, (include, exclude))
+    _check_chosen(chosen, models, selection, policies, (include, exclude), asked)
     if not again:
         _check_not_replaced(chosen)
+    options = {name: asked.of(name) for _, name, _ in chosen}
     needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
+    follows = follow_steps(options)
     noise = None
-    if needs_noise:
-        if owner is None:
+    if needs_noise or follows:
+        if owner is None and needs_noise:
             raise ValueError(
                 f"policy={policy!r:.60} needs to know the noise level of a step for "
                 f"{needs_noise[0]}: give the pipeline, scheduler=..., or one of the modes "
                 f"{', '.join(MODES)} as policy"
             )
-        kind_of(owner.scheduler)
-        noise = Noise(owner)
+        if owner is None:
+            name, what = next(iter(follows.items()))
+            raise ValueError(
+                f"{name} has {what}, for which the noise level of each step must be known: give "
+                "the pipeline or scheduler=..., or use_adaptive_scaling=False or pruning_ratio, "
+                "which are the same at all steps"
+            )
+        noise = _noise_of(owner)
     if any(hasattr(module.processor, "_attention_backend") for *_, module in chosen):
         backends.backend()
     of_models = {prefix: steps.Step(noise) for prefix in models}
@@ -229,7 +273,9 @@ def replace_attention_with_int8(
         for model in models.values():
             restore_attention(model)
     layers = [
-        Layer(name, module, _policy_of(name, policies), of_models[prefix], **shared)
+        Layer(
+            name, module, _policy_of(name, policies), of_models[prefix], **shared, **options[name]
+        )
         for prefix, name, module in chosen
     ]
     if count_compiled:
@@ -247,9 +293,9 @@ def replace_attention_with_int8(
     return Int8Replacement(pipe_or_model, layers, hooks)
 
 
-def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
+def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
-    if _is_pipeline(pipe_or_model):
+    if is_pipeline(pipe_or_model):
         for name, part in pipe_or_model.components.items():
             if isinstance(part, Handle):
                 raise TypeError(
@@ -277,17 +323,22 @@ def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     return None if scheduler is None else SimpleNamespace(scheduler=scheduler), models
 
 
-def _is_pipeline(given: Any) -> bool:
-    # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
-    home = sys.modules.get("diffusers.pipelines.pipeline_utils")
-    return home is not None and isinstance(given, home.DiffusionPipeline)
+def _noise_of(owner: Any) -> Noise:
+    """Return the noise of what has a scheduler; raise unless that is known."""
+    kind_of(owner.scheduler)
+    return Noise(owner)
+
+
+def steps_of(owner: Any) -> steps.Step:
+    """Return what knows the steps of what has a scheduler; raise unless its noise is known."""
+    return steps.Step(_noise_of(owner))
 
 
 def _takes_timestep(model: Any) -> bool:
     return any(name in inspect.signature(model.forward).parameters for name in steps.TIMESTEPS)
 
 
-def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
+def attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, _ATTENTION) and hasattr(module, "processor"):
             yield prefix + name.replace(COMPILED, ""), module
@@ -299,11 +350,13 @@ def _check_chosen(
     selection: Selection,
     policies: Sequence[tuple[re.Pattern[str], Any]],
     given: tuple[Patterns, Patterns],
+    asked: Features,
 ) -> None:
-    names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
+    names = [name for p, model in models.items() for name, _ in attention_modules(p, model)]
     if names:
         selection.check(names, "attention module")
         check_found("policy", [pattern for pattern, _ in policies], names, "attention module")
+        asked.check(names)
     if not chosen:
         include, exclude = given
         raise ValueError(

@@ -1,5 +1,6 @@
 """Attention for torch: functions and modules with autograd, on torch's memory and streams."""
 
+from cupyattn.interop.torch.accelerating import Accelerated, accelerate
 from cupyattn.interop.torch.functional import (
     attention,
     attention_varlen,
@@ -10,16 +11,21 @@ from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import load_int8
 from cupyattn.interop.torch.models import replace_linear_with_int8
 from cupyattn.interop.torch.modules import Attention, Int8Attention
+from cupyattn.interop.torch.recorder import Recorder, record
 from cupyattn.lazy_face import lazy_face
 
 __all__ = [
+    "Accelerated",
     "Attention",
     "Int8Attention",
     "Int8Linear",
+    "Recorder",
+    "accelerate",
     "attention",
     "attention_varlen",
     "int8_attention",
     "load_int8",
+    "record",
     "replace_linear_with_int8",
     "scaled_dot_product_attention",
 ]

@@ -122,6 +122,11 @@ def noting() -> Iterator[list[Launched]]:
         _per_thread.launched = outer
 
 
+def form_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a recorded graph depends on of a tensor that is copied into it."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
 class Tensors:
     """The adapter of tensors on CUDA devices; others are imported, as arrays of the host.
 
@@ -193,8 +198,8 @@ class Tensors:
 
         What the launches read is freed in the order of that stream.
         """
-        device = next(iter(tensors.values())).device
-        if torch.cuda.current_device() != ready.device:
+        device = ready.device
+        if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self.launch(ready, tensors, addresses)
         if ready.receiver is not None:
@@ -202,20 +207,45 @@ class Tensors:
         copies = _copied(ready, tensors, addresses) if ready.copies else {}
         made = {}
         for name, shape, dtype, _ in ready.results:
-            made[name] = x = torch.empty(shape, dtype=_TYPES[dtype], device=device)
+            made[name] = x = _empty(shape, strides_of(shape), _TYPES[dtype])
             addresses[name] = x.data_ptr()
         start, nbytes = 0, ready.layout.nbytes
         if nbytes:
-            scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            scratch = _empty((nbytes,), (1,), torch.uint8)
             start = scratch.data_ptr()
             for one in ready.conversions:
                 copy = copies.get(one.buffer)
                 convert(one, tensors[one.buffer] if copy is None else as_tensor(copy), scratch)
         # NOTE: torch.cuda.current_stream makes an object of the handle, which takes the host 6 us.
-        ready.launch(addresses, start, torch._C._cuda_getCurrentRawStream(device.index))
+        ready.launch(addresses, start, torch._C._cuda_getCurrentRawStream(device))
         if _per_thread.launched is not None:
             _per_thread.launched.append(Launched(ready, {**tensors, **made}))
         return made
+
+
+def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory of the current device from torch's allocator as a tensor."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+#: The same as Inductor's code does it, in a third of the time.
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
+
+
+@functools.lru_cache(4096)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements.
+
+    Examples
+    --------
+    >>> strides_of((2, 3, 4)), strides_of((2, 0, 4))
+    ((12, 4, 1), (4, 4, 1))
+    """
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
 
 
 #: Arrays of CuPy's among the tensors of a call: what objects of the caller's hold for kernels.

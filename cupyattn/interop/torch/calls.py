@@ -73,13 +73,13 @@ def forward(
         As `cupyattn.interop.torch.checks.check_tensors`.
     """
     call, q = settings.of_call, tensors["q"]
-    given = {**tensors}
     if out is None and q.layout == torch.strided and not q.is_contiguous():
         out = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
+    given: Mapping[str, Any] = tensors
     if settings.block_mask is not None:
-        given["block_mask"] = settings.block_mask
+        given = {**given, "block_mask": settings.block_mask}
     if out is not None:
-        given["out"] = out
+        given = {**given, "out": out}
     asked, arrays, facts = arguments_of(call, given, _OF_ATTENTION)
     found = run(ATTENTION, asked, arrays, facts, library=_OF_ATTENTION)
     return found if call.return_lse else (found, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,17 @@ from cupyattn.interop.torch.loading import check_shape, codes_of, layer_of, open
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.originals import Call, keep_original, original_of
 from cupyattn.interop.torch.placing import Verdict, put_each
-from cupyattn.interop.torch.quantising import quantised
+from cupyattn.interop.torch.quantising import quantised, with_strategy
 from cupyattn.interop.torch.restoring import restore_linear
 from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import Int8Config
 
 #: What becomes of the weights that are replaced.
 ORIGINALS = ("cpu", "device", "drop")
+
+
+class NothingReplaced(ValueError):
+    """No linear layer of a model becomes INT8; the message says why the first ones do not."""
 
 
 class Replacement(Handle):
@@ -39,15 +43,18 @@ class Replacement(Handle):
     ``to`` or ``eval``, returns the handle. As a context manager it restores at the end.
     """
 
-    __slots__ = ("_handle_call", "_handle_kept", "_handle_replaced", "_handle_saved")
+    __slots__ = (
+        "_handle_call", "_handle_choice", "_handle_kept", "_handle_replaced", "_handle_saved",
+    )  # fmt: skip
     _handle_maker = "replace_linear_with_int8"
     _handle_arguments = (
         "checkpoint", "include", "exclude", "config", "originals", "arch", "backend", "again",
-        "advance",
+        "activations", "advance",
     )  # fmt: skip
     _handle_replaced: dict[str, str]
     _handle_kept: dict[str, str]
     _handle_saved: float
+    _handle_choice: str
 
     def __init__(
         self,
@@ -56,8 +63,10 @@ class Replacement(Handle):
         kept: dict[str, str],
         call: Call,
         saved: float,
+        choice: str = "",
     ) -> None:
         super().__init__(target)
+        object.__setattr__(self, "_handle_choice", choice)
         object.__setattr__(self, "_handle_saved", saved)
         object.__setattr__(self, "_handle_call", call)
         object.__setattr__(self, "_handle_replaced", replaced)
@@ -102,11 +111,12 @@ class Replacement(Handle):
         restore_linear(uncompiled(self.target), self._handle_call)
 
     def report(self) -> str:
-        """Return numbers in the first line, then one for each linear layer: what it became, why."""
+        """Return numbers, what shares a scale, and for each linear layer what it became and why."""
         lines = [
             f"{len(self.replaced)} INT8, {len(self.kept)} kept, weights "
             f"{-100 * self._handle_saved:.0f} %"
         ]
+        lines += [self._handle_choice] if self._handle_choice else []
         lines += [f"{name}: INT8, {why}" for name, why in self.replaced.items()]
         lines += [f"{name}: kept, {why}" for name, why in self.kept.items()]
         if epilogues.obstacle:
@@ -129,6 +139,7 @@ def replace_linear_with_int8(
     arch: str | None = None,
     backend: str | None = None,
     again: bool = False,
+    activations: Mapping[str, Tensor] | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Replacement:
     """Put an `Int8Linear` in the place of linear layers of a model.
@@ -154,6 +165,9 @@ def replace_linear_with_int8(
         As for `cupyattn.int8_gemm`.
     again : bool
         Take back first what earlier calls replaced in the model, all of it.
+    activations : mapping of str to Tensor, optional
+        What layers get, (..., in), by name: they decide between scales of blocks and of channels,
+        unless `config` does.
     advance : callable, optional
         Called with the name of each layer that was looked at, for a progress bar.
 
@@ -176,6 +190,8 @@ def replace_linear_with_int8(
 
     Notes
     -----
+    Unless `config` has a strategy, layers get scales of channels where `activations` or a measured
+    model of the family allow it, and scales of blocks otherwise; the report says which.
     Norms, embeddings, modulation, time and final layers keep their type, by their names
     (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
     has hooks. Of a layer with an adapter of PEFT the base layer is replaced, under the name of the
@@ -218,7 +234,11 @@ def replace_linear_with_int8(
         before = []
     candidates, kept = _candidates(own, selection)
     options = {"arch": arch, "backend": backend}
+    choice = ""
     if checkpoint is None:
+        cls, widths = type(own).__name__, (layer.in_features for _, layer, _ in linear_layers(own))
+        config, chose = with_strategy(config, cls, widths, candidates, activations)
+        choice = str(chose)
         made = quantised(candidates, config, options, advance, model=type(own).__name__)
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
@@ -235,13 +255,15 @@ def replace_linear_with_int8(
         why = "; ".join(printable(f"{n}: {reason}") for n, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
             why = "it is one by itself, which Int8Linear.from_linear quantises"
-        raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
+        raise NothingReplaced(
+            f"no linear layer of the model becomes INT8 ({why or 'it has none'})"
+        )
     call.trained |= {p: p.requires_grad for p in own.parameters()}
     call.missing |= reasons.keys()
     for _, name, module, unit in put_activated(own):
         keep_original(unit, call, name, module)
     guard(own)
-    return Replacement(model, reasons, kept, call, _saved(own, call))
+    return Replacement(model, reasons, kept, call, _saved(own, call), choice)
 
 
 def _saved(model: nn.Module, call: Call) -> float:

@@ -121,7 +121,7 @@ class Int8Attention(torch.nn.Module):
 
     Parameters
     ----------
-    num_heads, head_dim, num_timesteps
+    num_heads, head_dim, num_timesteps, use_adaptive_scaling, timestep_scales
         As for `cupyattn.Int8Attention`.
     out_proj : Module, callable or Tensor (num_heads * head_dim, channels), optional
         Applied to o as (batch, len_q, num_heads * head_dim). A module's parameters are this
@@ -155,6 +155,8 @@ class Int8Attention(torch.nn.Module):
         num_heads: int,
         head_dim: int,
         num_timesteps: int = 1000,
+        use_adaptive_scaling: bool | None = None,
+        timestep_scales: Any = None,
         *,
         out_proj: Any = None,
         qk_norm: tuple[Tensor, Tensor] | None = None,
@@ -164,6 +166,8 @@ class Int8Attention(torch.nn.Module):
         self._options = {
             "num_heads": num_heads, "head_dim": head_dim, "num_timesteps": num_timesteps, **options,
         }  # fmt: skip
+        given = {"use_adaptive_scaling": use_adaptive_scaling, "timestep_scales": timestep_scales}
+        self._options |= {name: x for name, x in given.items() if x is not None}
         of_q, of_k = pair("qk_norm", qk_norm)
         self.register_buffer("q_norm_weight", of_q, persistent=False)
         self.register_buffer("k_norm_weight", of_k, persistent=False)

@@ -91,7 +91,9 @@ def _define(name: str, schema: Schema) -> Any:
     return operator
 
 
-def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> Any:
+def define(
+    name: str, arguments: str, results: str, kernel: Any, fake: Any, *, host: bool = False
+) -> Any:
     """Define an operator of the library; return it.
 
     Parameters
@@ -100,14 +102,17 @@ def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> A
         Of its schema.
     kernel, fake : callable
         What it does on a CPU or a CUDA device, and on tensors of which only shapes are known.
+    host : bool
+        Whether code of the host decides at each call, so that no CUDA graph may replay it.
 
     Notes
     -----
     Kernels get operands of the strides that were traced: Inductor would pad some, which then would
     be other calls, and results of other strides than the fake kernel said.
     """
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    library.define(f"{name}({arguments}) -> {results}", tags=tags)
+    tags = [torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides]
+    tags += [torch.Tag.cudagraph_unsafe] * host
+    library.define(f"{name}({arguments}) -> {results}", tags=tuple(tags))
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
     torch.library.register_fake(f"cupyattn::{name}", fake, lib=library)

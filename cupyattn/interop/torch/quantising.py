@@ -7,7 +7,8 @@ where rounding could decide, and where a weight is kept, the host looks at it as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from cupyattn.checkpoints.analysis import (
     check_patterns,
     has_codes,
     judge,
+    layer_errors,
     report_of,
 )
+from cupyattn.checkpoints.choosing import Choice, choose
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.checkpoints.roles import PRECISE_ROLES
@@ -28,7 +31,7 @@ from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.ops.weights import weight_quant
-from cupyattn.quant.blocks import Int8Config
+from cupyattn.quant.blocks import AUTO, Int8Config
 
 #: Short names of the types that weights may have; others have no codes.
 _NAMES = {text: short for short, text in FLOATS.items()}
@@ -36,6 +39,46 @@ _OTHER = "F64"
 
 #: Codes and scales, where the weight lies.
 Made = tuple[Tensor, Tensor]
+
+
+def with_strategy(
+    config: Int8Config | None,
+    model: str,
+    widths: Iterable[int],
+    layers: Mapping[str, nn.Linear] | None = None,
+    activations: Mapping[str, Tensor] | None = None,
+) -> tuple[Int8Config, Choice]:
+    """Return a configuration whose strategy is chosen, and why.
+
+    Parameters
+    ----------
+    config : Int8Config, optional
+    model : str
+        Class of the model.
+    widths : iterable of int
+        Channels that its linear layers take.
+    layers, activations : mapping, optional
+        What layers get, (..., in), by the names of `layers`.
+
+    Raises
+    ------
+    ValueError
+        For activations of a layer that there is not, or of another width.
+    """
+    config, errors = config or Int8Config(), {}
+    for name, x in (activations or {}).items():
+        linear = (layers or {}).get(name)
+        if linear is None or not x.ndim or x.shape[-1] != linear.in_features or not x.numel():
+            takes = "is no layer that may be INT8"
+            if linear is not None:
+                takes = f"takes (..., {linear.in_features})"
+            raise ValueError(f"activations of {name!r:.80} are {tuple(x.shape)}, and it {takes}")
+        if config.strategy == AUTO:
+            rows = as_array(x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1]))
+            weight = as_array(linear.weight.detach().to("cpu"))
+            errors[name] = layer_errors(weight, rows, config.block_size)
+    choice = choose(config.strategy, model, widths, errors)
+    return replace(config, strategy=choice.strategy), choice
 
 
 def quantised(
@@ -69,7 +112,7 @@ def quantised(
     -----
     Memory beside the codes: on a device less than a large layer, on the host a few megabytes.
     """
-    config = config or Int8Config()
+    config, _ = with_strategy(config, model, (layer.in_features for layer in layers.values()))
     check_patterns(config, [f"{name}{WEIGHT}" for name in layers])
     for name in list(layers):
         linear = layers[name]

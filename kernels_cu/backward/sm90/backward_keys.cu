@@ -55,10 +55,13 @@ struct SharedStorage {
   alignas(16) int32_t coarse[NUM_STAGES][BLOCK_Q / COARSE_ROWS];
   Mbarrier KV_full;
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // Q, dO, M and Delta of a step
-  Mbarrier dS_full[2], dS_empty[2];              // dS of a step, of all keys
-  // ORDERED: dQ of a step may be added; it has been; the next block may add.
+  // dS of a step, of all keys. Without dS_empty a warp could store dS while the other warpgroup
+  // still multiplies dS of two steps before.
+  Mbarrier dS_full[2], dS_empty[2];
+  // ORDERED: dQ of a step may be added; it has been; the next block may add. Without `passed` the
+  // thread that passes a turn on could fall two turns behind and miss a phase of `added`.
   Mbarrier turn[2], added[2], passed[2];
-  TurnAt turn_at[2];  // ORDERED: what the turn is at
+  TurnAt turn_at[2];  // ORDERED: what the turn is at; in registers NVRTC 13.5 spilled
   int index;          // ORDERED: of this block among those that begin
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base

@@ -1,0 +1,141 @@
+"""What a diffusion transformer will gain, said beforehand from its shapes and stored rates.
+
+A pass has three parts. Linear layers take time by their operations, attention by operations and
+head_dim, and the rest by the elements that layers read and write. INT8 layers and our attention
+save a time for each operation. The rates were fitted to whole models; ``python -m
+experiments.tuning.advice_rates`` writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cupyattn.diffusion.work import Work
+
+FILE = Path(__file__).with_name("advice_rates.json")
+#: Gains below this are too small to be told from the error of a prediction.
+LEAST_GAIN = 1.02
+#: Sizes of the models that rates were fitted to, with some room: beyond them nothing is advised.
+LEAST_WIDTH, LEAST_TOKENS = 1024, 2048
+#: Passes below this many seconds may wait for the host unless they are CUDA graphs.
+HOST_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds per 10^12 operations, and per 10^9 elements that layers read and write.
+
+    Parameters
+    ----------
+    device : str
+    linear, saved_linear : float
+        Linear layers in 16 bits, and what INT8 saves of that.
+    attention : mapping of str to float
+        Torch's attention, by kind.
+    saved_attention : mapping of str to mapping
+        What ours saves, by accuracy class and kind.
+    traffic : float
+    """
+
+    device: str
+    linear: float
+    saved_linear: float
+    attention: Mapping[str, float]
+    saved_attention: Mapping[str, Mapping[str, float]]
+    traffic: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a pass is predicted to take, and what each part saves.
+
+    Parameters
+    ----------
+    seconds : float
+        Of a compiled native pass.
+    saved : mapping of str to float
+        Seconds, by part: ``"linear"``, and ``"attention"`` of the accuracy class.
+    refusal : str
+        Why nothing is advised; "" if something is.
+    """
+
+    seconds: float
+    saved: Mapping[str, float]
+    refusal: str = ""
+
+    def gain(self, *parts: str) -> float:
+        """Return how many times as fast a pass is with these parts replaced, all if none is named.
+
+        Examples
+        --------
+        >>> Advice(0.1, {"linear": 0.02, "attention": 0.03}).gain()
+        2.0
+        """
+        return self.seconds / (self.seconds - sum(self.saved[p] for p in parts or self.saved))
+
+    def replaces(self, part: str) -> bool:
+        """Whether a part is worth replacing."""
+        return not self.refusal and self.gain(part) >= LEAST_GAIN
+
+
+@functools.cache
+def rates() -> dict[str, Rates]:
+    """Return all rates, by the short names of devices."""
+    found = json.loads(FILE.read_text(encoding="utf-8"))["rates"]
+    return {name: Rates(**row) for name, row in found.items()}
+
+
+def advise(work: Work, tokens: int, accuracy: str = "full", device: str = "h200") -> Advice:
+    """Predict what a model gains.
+
+    Parameters
+    ----------
+    work : Work
+    tokens : int
+        Patches of the picture or video.
+    accuracy : {"full", "balanced", "aggressive"}
+    device : str
+        A name of `rates`.
+
+    Returns
+    -------
+    Advice
+
+    Raises
+    ------
+    ValueError
+        For a device that was not measured.
+    """
+    if device not in rates():
+        raise ValueError(f"device must be {' or '.join(rates())}, got {device!r}")
+    of = rates()[device]
+
+    def time(per: Mapping[str, float]) -> float:
+        return sum(per.get(kind, 0.0) * flops for kind, flops in work.attention.items()) / 1e12
+
+    seconds = of.linear * work.linear / 1e12 + time(of.attention) + of.traffic * work.traffic / 1e9
+    saved = {
+        "linear": of.saved_linear * work.linear / 1e12,
+        "attention": time(of.saved_attention[accuracy]),
+    }
+    refusal = ""
+    if work.width < LEAST_WIDTH or tokens < LEAST_TOKENS:
+        refusal = (
+            f"{tokens:,} tokens and width {work.width:,} are below what was measured, "
+            f"{LEAST_TOKENS:,} and {LEAST_WIDTH:,}: the host and small kernels decide there"
+        )
+    return Advice(seconds, saved, refusal)
+
+
+def as_rows(advice: Advice) -> list[dict[str, Any]]:
+    """Return a row for each part and for all of them, JSON-ready."""
+    rows = [
+        {"part": part, "gain": advice.gain(part), "replace": advice.replaces(part)}
+        for part in advice.saved
+    ]
+    return [*rows, {"part": "both", "gain": advice.gain(), "replace": not advice.refusal}]

@@ -1,0 +1,168 @@
+"""How much a pass of a diffusion transformer computes and moves, by names and shapes of weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.checkpoints.roles import LAYER_ROLES, role_of
+
+#: Layers that take the rows of the prompt, and of tokens and prompt together; others take tokens.
+_PROMPT = re.compile(
+    r"add_[qkv]_proj|to_add_out|ff_context|context_refiner|context_embedder|txt_|text_|caption|"
+    r"token_refiner|refiner_blocks|attn2\.to_[kv]\.|cross_attention\.to_(key|value)\."
+)
+_JOINT = re.compile(r"(^|\.)single_transformer_blocks\.|^layers\.")
+#: The layer of an attention module that makes its queries, and the kind of the module.
+_QUERIES = re.compile(r"^(?P<module>.*)\.(to_q|to_query)\.weight$")
+_CROSS = re.compile(r"attn2$|cross_attention$")
+#: Classes whose attention always has a mask of keys, with which torch's own attention is slower.
+_MASKED = ("HunyuanVideoTransformer3DModel",)
+#: Head sizes whose rates are known; others are taken for the nearest.
+HEAD_DIMS = (64, 128)
+_OF_PROMPT = re.compile(r"context_refiner|text_transformer_blocks|token_refiner|refiner_blocks")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass computes and moves.
+
+    Parameters
+    ----------
+    linear : float
+        Floating-point operations of the linear layers that may be INT8.
+    traffic : float
+        Elements that these layers read and write, weights aside.
+    attention : mapping of str to float
+        Floating-point operations of attention, by `kind_of_attention`.
+    width : int
+        Channels that most of the layers take.
+    layers, modules : int
+        Linear layers and attention modules.
+    """
+
+    linear: float
+    traffic: float
+    attention: Mapping[str, float]
+    width: int
+    layers: int
+    modules: int
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int:
+    """Return the channels of a head by a model's configuration.
+
+    Raises
+    ------
+    ValueError
+        If it names none in a way that is known.
+    """
+    given = config.get("attention_head_dim")
+    if isinstance(given, int) and not isinstance(given, bool):
+        return given
+    if config.get("axes_dims"):  # of a rotary embedding, which covers a head
+        return sum(config["axes_dims"])
+    if config.get("dim") and config.get("n_heads"):
+        return int(config["dim"]) // int(config["n_heads"])
+    raise ValueError(
+        "the configuration has none of attention_head_dim, axes_dims, and dim with n_heads: is it "
+        "that of a diffusion transformer?"
+    )
+
+
+def kind_of_attention(head_dim: int, cls: str = "") -> str:
+    """Return what the rate of attention depends on.
+
+    Examples
+    --------
+    >>> kind_of_attention(72), kind_of_attention(128, "HunyuanVideoTransformer3DModel")
+    ('head_dim 64', 'head_dim 128, masked')
+    """
+    nearest = min(HEAD_DIMS, key=lambda known: abs(math.log(known / head_dim)))
+    masked = ", masked" if cls in _MASKED and nearest == HEAD_DIMS[-1] else ""
+    return f"head_dim {nearest}{masked}"
+
+
+def work_of(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], tokens: int, prompt: int
+) -> Work:
+    """Return what a pass computes and moves.
+
+    Parameters
+    ----------
+    shapes : mapping of str to tuple of int
+        Of all tensors, by their names in the state dict.
+    config : mapping
+        The model's ``config.json``.
+    tokens, prompt : int
+        Patches of the picture or video, and tokens of the prompt.
+
+    Raises
+    ------
+    ValueError
+        If no attention of a transformer of diffusers is among the names.
+    """
+    kind = kind_of_attention(head_dim_of(config), str(config.get("_class_name", "")))
+    linear = traffic = 0.0
+    layers = modules = 0
+    widths: dict[int, int] = defaultdict(int)
+    for name, shape in shapes.items():
+        if role_of(name, shape) not in LAYER_ROLES or len(shape) != 2 or "." not in name:
+            continue
+        rows = _rows(name, tokens, prompt)
+        out, into = shape
+        linear += 2.0 * rows * out * into
+        traffic += float(rows) * (out + into)
+        layers += 1
+        widths[into] += 1
+    attention: dict[str, float] = defaultdict(float)
+    for name, shape in shapes.items():
+        found = _QUERIES.match(name)
+        if found is None:
+            continue
+        queries, keys = _lengths(found["module"], shapes, tokens, prompt)
+        attention[kind] += 4.0 * queries * keys * shape[0]
+        modules += 1
+    if not modules:
+        raise ValueError("no layer is named to_q or to_query, as in the transformers of diffusers")
+    width = max(widths, key=lambda one: (widths[one], one), default=0)
+    return Work(linear, traffic, dict(attention), width, layers, modules)
+
+
+def _rows(name: str, tokens: int, prompt: int) -> int:
+    if _PROMPT.search(name):
+        return prompt
+    return tokens + prompt if _JOINT.search(name) else tokens
+
+
+def _lengths(
+    module: str, shapes: Mapping[str, Any], tokens: int, prompt: int
+) -> tuple[int, int]:
+    """Return the numbers of queries and keys of an attention module."""
+    if _CROSS.search(module):
+        return tokens, prompt
+    if _OF_PROMPT.search(module):
+        return prompt, prompt
+    joint = bool(_JOINT.search(module)) or f"{module}.add_k_proj.weight" in shapes
+    both = tokens + prompt if joint else tokens
+    return both, both
+
+
+def describes(work: Work) -> str:
+    """Say in a line what a pass computes.
+
+    Examples
+    --------
+    >>> describes(Work(2e12, 1e9, {"head_dim 128": 1e12}, 3072, 10, 2))
+    '10 linear layers with 2 TFLOP, 2 attention modules with 1 TFLOP (head_dim 128), width 3,072'
+    """
+    flops = math.fsum(work.attention.values())
+    return (
+        f"{work.layers} linear layers with {work.linear / 1e12:.3g} TFLOP, {work.modules} "
+        f"attention modules with {flops / 1e12:.3g} TFLOP ({', '.join(work.attention)}), width "
+        f"{work.width:,}"
+    )

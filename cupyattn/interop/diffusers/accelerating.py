@@ -1,0 +1,150 @@
+"""`accelerate`: INT8 attention and linear layers by measured settings, compiled, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from torch import Tensor
+
+from cupyattn.interop.diffusers.replace import (
+    Int8Replacement,
+    attention_modules,
+    models_of,
+    replace_attention_with_int8,
+)
+from cupyattn.interop.handle import target_of
+from cupyattn.interop.selection import Patterns
+from cupyattn.interop.torch.accelerated_parts import (
+    Log,
+    Part,
+    Request,
+    exactly,
+    layer_names,
+    part_of,
+)
+from cupyattn.interop.torch.accelerating import Accelerated, accelerated
+
+#: Policies of `replace_attention_with_int8` by accuracy class.
+POLICIES = {"full": "precision", "balanced": "balanced", "aggressive": "aggressive"}
+
+
+def accelerate(
+    pipe_or_model: Any,
+    accuracy: str = "full",
+    *,
+    compile: str | bool = "blocks",
+    include: Patterns = None,
+    exclude: Patterns = None,
+    checkpoint: str | PathLike[str] | None = None,
+    activations: Mapping[str, Tensor] | None = None,
+    again: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+    log: Log = print,
+) -> Accelerated:
+    """Make a pipeline or a model of diffusers faster: attention, INT8 layers, compiled.
+
+    Parameters
+    ----------
+    pipe_or_model : DiffusionPipeline or torch.nn.Module
+        Of a pipeline, all models that take a timestep. Modified in place.
+    accuracy : {"full", "balanced", "aggressive"}
+        Class of attention, as for `cupyattn.attention`: 16 bits, INT8 Q·Kᵀ, or 8-bit P·V, too.
+        Linear layers are INT8 in each class.
+    compile : {"blocks", "graphs", False}
+        Compile the blocks that a model repeats with ``fullgraph=True``, as diffusers recommends;
+        beside that record each pass as one CUDA graph; or neither.
+    include, exclude : str or sequence of str, optional
+        Regular expressions, searched in the names of linear layers and attention modules: only
+        those that match one of `include`, and none of `exclude`. Names begin with the pipeline's
+        component, ``"transformer.transformer_blocks.0.attn"``, or are the model's own.
+    checkpoint : path, optional
+        What `save` of an earlier handle or `cupyattn convert` wrote: its codes are taken, and
+        nothing is quantised.
+    activations : mapping of str to Tensor, optional
+        What layers get, (..., in), by name: they decide between scales of blocks and of channels.
+    again : bool
+        Take back first what earlier calls replaced in the models, all of it.
+    arch, backend : str, optional
+        As for `cupyattn.attention`.
+    log : callable, optional
+        Takes each of five lines that say what was done and what was left native; None: silent.
+
+    Returns
+    -------
+    Accelerated
+        Used like the pipeline or the model, with `report()`, `restore()`, `save(folder)` and
+        `compare(...)`.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a pipeline nor a module.
+    ValueError
+        For an unknown accuracy or way to compile, for a pattern that no name matches, and as
+        `replace_attention_with_int8` and `replace_linear_with_int8`.
+    UnsupportedError
+        As `replace_attention_with_int8`. Whatever is raised, all models are as they were.
+
+    Notes
+    -----
+    Settings come from ``experiments/results/whole_models.json``: from the whole model of the same
+    class, of nearly the same width, on the same kind of device. A part stays native if its interval
+    there includes 1, or if it was slower; the fifth line says so. Layers have a scale for each
+    channel if that record allows it, and for each block if there is no such model. On other devices
+    everything is replaced; `compare` measures the gain.
+
+    Examples
+    --------
+    >>> from diffusers import SD3Transformer2DModel
+    >>> model = SD3Transformer2DModel(
+    ...     sample_size=16, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=64,
+    ...     num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=128,
+    ...     pooled_projection_dim=16, out_channels=4, pos_embed_max_size=16)
+    >>> with accelerate(model, compile=False, log=None) as handle:
+    ...     print(handle.report().lines[2])
+    attention: 1 module by cupyattn, in 16 bits
+    """
+    request = Request(
+        accuracy, compile, include, exclude, checkpoint, activations, again, arch, backend, log
+    )  # fmt: skip
+    pipe_or_model = target_of(pipe_or_model)
+    _, models = models_of(pipe_or_model, None)
+    parts = [part_of(prefix, model) for prefix, model in models.items()]
+    attention = {
+        part.prefix: [name for name, _ in attention_modules(part.prefix, part.model)]
+        for part in parts
+    }
+    names = [name for part in parts for name in (*layer_names(part), *attention[part.prefix])]
+    request.selection.check(names, "linear layer or attention module")
+
+    def attend() -> Int8Replacement | None:
+        chosen: dict[str, list[str]] = {}  # names by policy
+        for part in parts:
+            found = _chosen(part, attention[part.prefix], request)
+            if found:
+                chosen.setdefault(POLICIES[part.accuracy], []).extend(found)
+        if not chosen:
+            return None
+        every = [name for found in chosen.values() for name in found]
+        return replace_attention_with_int8(
+            pipe_or_model, include=exactly(every), arch=arch, backend=backend, again=again,
+            policy={exactly(found): policy for policy, found in chosen.items()},
+        )  # fmt: skip
+
+    return accelerated(pipe_or_model, parts, request, attend)
+
+
+def _chosen(part: Part, names: list[str], request: Request) -> list[str]:
+    """Return the attention modules of a model that are replaced; note why none is."""
+    selection = request.selection
+    found = [name for name in names if name in selection]
+    if not found:
+        part.native["attention"] = (
+            "excluded" if names else "the model has no attention modules of diffusers"
+        )
+        return []
+    part.accuracy = part.settle("attention", request)
+    return found if part.accuracy else []

@@ -1,0 +1,157 @@
+"""What `accelerate` is asked for, and the models that it is to make faster, with their records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+
+import torch
+from torch import Tensor, nn
+
+from cupyattn.interop.handle import uncompiled
+from cupyattn.interop.selection import Patterns, Selection
+from cupyattn.interop.torch.candidates import int8_layers, linear_layers
+from cupyattn.interop.torch.compiling import COMPILED, Compiled
+from cupyattn.interop.torch.models import Replacement
+from cupyattn.measure.timing import FASTER, judged
+from cupyattn.measure.whole_gains import WholeModel, nearest, said, usual_width
+
+#: Accuracy classes of attention, as `cupyattn.attention` has them.
+ACCURACIES = ("full", "balanced", "aggressive")
+
+Log = Callable[[str], object] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `accelerate` that are the same with and without diffusers.
+
+    Parameters
+    ----------
+    accuracy, compile, include, exclude, checkpoint, activations, again, arch, backend, log
+        As for `accelerate`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an unknown accuracy or way to compile, and for text that is no pattern.
+    """
+
+    accuracy: str = "full"
+    compile: str | bool = "blocks"
+    include: Patterns = None
+    exclude: Patterns = None
+    checkpoint: str | PathLike[str] | None = None
+    activations: Mapping[str, Tensor] | None = None
+    again: bool = False
+    arch: str | None = None
+    backend: str | None = None
+    log: Log = print
+
+    def __post_init__(self) -> None:
+        if self.accuracy not in ACCURACIES:
+            raise ValueError(
+                f"accuracy must be {', '.join(map(repr, ACCURACIES))}, got {self.accuracy!r}"
+            )
+        if self.compile not in COMPILED:
+            raise ValueError(
+                f"compile must be 'blocks', 'graphs' or False, got {self.compile!r}"
+            )
+        _ = self.selection
+
+    @property
+    def selection(self) -> Selection:
+        """Which layers and attention modules are meant."""
+        return Selection.of(self.include, self.exclude)
+
+    @property
+    def how(self) -> str:
+        """How models were compiled whose recorded gains hold for this request."""
+        return "graphs" if self.compile == "graphs" else "blocks"
+
+
+@dataclass
+class Part:
+    """What became of one model.
+
+    Parameters
+    ----------
+    prefix : str
+        Of its names: ``"transformer."`` in a pipeline, "" alone.
+    model : Module
+    record : WholeModel or None
+        The measured model that stands for it, if its device is of the kind that was measured.
+    linear : Replacement or None
+    compiled : Compiled or None
+    native : dict of str to str
+        Why ``"linear"`` or ``"attention"`` was left native as a whole.
+    accuracy : str
+        Class of the attention that was replaced; "" without any.
+    """
+
+    prefix: str
+    model: nn.Module
+    record: WholeModel | None
+    linear: Replacement | None = None
+    compiled: Compiled | None = None
+    native: dict[str, str] = field(default_factory=dict)
+    accuracy: str = ""
+
+    def own(self, given: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """Return the entries whose names begin with the part's prefix, by names without it."""
+        if given is None:
+            return None
+        mine = {n: x for n, x in given.items() if n.startswith(self.prefix)}
+        return {name.removeprefix(self.prefix): x for name, x in mine.items()}
+
+    def settle(self, part: str, request: Request) -> str:
+        """Return the accuracy class in which a part is replaced; "" if it is left native.
+
+        Of attention that is the class asked for or, if the record has that no faster than native, a
+        more accurate one that is.
+        """
+        if self.record is None:
+            return request.accuracy
+        record, how = self.record, request.how
+        classes = ACCURACIES[ACCURACIES.index(request.accuracy) :: -1]
+        for accuracy in classes:
+            if judged(record.gain(part, accuracy, how)) == FASTER:
+                return accuracy
+        why = said(record.gain(part, request.accuracy, how))
+        graph = record.gain(part, request.accuracy, "graphs")
+        if how == "blocks" and "graphs" in record.gains and judged(graph) == FASTER:
+            why += f"; with compile='graphs' {said(graph)}"
+        self.native[part] = why
+        return ""
+
+
+def part_of(prefix: str, model: nn.Module) -> Part:
+    """Return a model before anything becomes of it."""
+    model = uncompiled(model)
+    width = usual_width(layer.in_features for _, layer, _ in linear_layers(model))
+    known = nearest(type(model).__name__, width)
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
+    capability = None
+    if where.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(where)
+        capability = 10 * major + minor
+    return Part(prefix, model, known if known and known.capability == capability else None)
+
+
+def layer_names(part: Part) -> Iterator[str]:
+    """Yield the names of a model's linear layers, with its prefix, INT8 ones, too."""
+    for name, *_ in (*linear_layers(part.model), *int8_layers(part.model)):
+        yield f"{part.prefix}{name}"
+
+
+def exactly(names: Iterable[str]) -> str:
+    """Return a regular expression that is found in these names alone.
+
+    Examples
+    --------
+    >>> exactly(["a.0", "b"])
+    '^(?:a\\\\.0|b)$'
+    """
+    return f"^(?:{'|'.join(map(re.escape, names))})$"

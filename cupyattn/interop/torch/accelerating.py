@@ -1,0 +1,460 @@
+"""`accelerate`: INT8 layers by measured settings, compiled, in one call; and its handle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
+from cupyattn.interop.selection import Patterns
+from cupyattn.interop.torch.accelerated_parts import (
+    Log,
+    Part,
+    Request,
+    exactly,
+    layer_names,
+    part_of,
+)
+from cupyattn.interop.torch.candidates import int8_layers
+from cupyattn.interop.torch.comparing import compare
+from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled
+from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
+from cupyattn.interop.torch.writing import write_int8
+from cupyattn.measure.trial import Comparison
+from cupyattn.measure.whole_gains import said
+from cupyattn.measure.words import counted, printable
+
+#: Kinds of reasons that a line names before the rest is counted.
+_MOST_REASONS = 3
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """What `accelerate` did, and what ran since.
+
+    Parameters
+    ----------
+    lines : tuple of str
+        What was done, in five lines.
+    layers : mapping of str to str
+        By linear layer, what it became and why.
+    attention : object or None
+        `cupyattn.interop.diffusers.Report` of the attention modules, None if all are native.
+    """
+
+    lines: tuple[str, ...]
+    layers: Mapping[str, str]
+    attention: Any = None
+
+    def __str__(self) -> str:
+        found = [*self.lines, *(f"{name}: {what}" for name, what in self.layers.items())]
+        found += [] if self.attention is None else [str(self.attention)]
+        return "\n".join(found)
+
+
+class Accelerated(Handle):
+    """A pipeline or a model that `accelerate` made faster, until it is restored.
+
+    Calls and attributes go to the pipeline or the model; `target`, `report`, `restore`, `save` and
+    `compare` are the handle's own. As a context manager it restores at the end.
+    """
+
+    __slots__ = (
+        "_handle_attention", "_handle_is_restored", "_handle_parts", "_handle_request",
+    )  # fmt: skip
+    _handle_maker = "accelerate"
+    _handle_arguments = (
+        "accuracy", "include", "exclude", "checkpoint", "activations", "again", "log",
+    )  # fmt: skip
+    _handle_attention: Any
+    _handle_is_restored: bool
+    _handle_parts: tuple[Part, ...]
+    _handle_request: Request
+
+    def __init__(
+        self, target: Any, parts: Sequence[Part], attention: Any, request: Request
+    ) -> None:
+        super().__init__(target)
+        object.__setattr__(self, "_handle_parts", tuple(parts))
+        object.__setattr__(self, "_handle_attention", attention)
+        object.__setattr__(self, "_handle_is_restored", False)
+        object.__setattr__(self, "_handle_request", request)
+
+    # If torch compiles a function that calls the handle, the error gives this reason.
+    __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
+
+    def report(self) -> Acceleration:
+        """Return what was done, what each linear layer became, and what attention ran since."""
+        layers: dict[str, str] = {}
+        for part in self._handle_parts:
+            if part.linear is not None:
+                became = {n: f"INT8, {why}" for n, why in part.linear.replaced.items()}
+                became |= {n: f"kept, {why}" for n, why in part.linear.kept.items()}
+                layers |= {f"{part.prefix}{name}": what for name, what in became.items()}
+        attention = None if self._handle_attention is None else self._handle_attention.report()
+        lines = five_lines(
+            self.target, self._handle_parts, self._handle_attention, self._handle_request
+        )
+        return Acceleration(lines, {printable(n): printable(w) for n, w in layers.items()},
+                            attention)  # fmt: skip
+
+    def restore(self) -> None:
+        """Give the pipeline or the model its own layers, attention and code back, to the bit.
+
+        A second call does nothing.
+
+        Raises
+        ------
+        RuntimeError
+            If hooks that move weights stand in the way: remove the offloading hooks first. INT8
+            linear layers then stay; all else is as before.
+        """
+        _undo(self._handle_parts, self._handle_attention)
+        object.__setattr__(self, "_handle_is_restored", True)
+
+    def save(
+        self, folder: str | PathLike[str], *, advance: Callable[[str], None] | None = None
+    ) -> Path:
+        """Write the INT8 layers with the rest of each model; ``checkpoint=`` takes the folder.
+
+        Parameters
+        ----------
+        folder : path
+            Of a pipeline it gets a folder for each model, of the component's name; of a model it is
+            the folder, which `load_int8` takes, too.
+        advance : callable, optional
+            Called with the name of each tensor when it was written, and again when it was checked.
+
+        Returns
+        -------
+        Path
+            The folder.
+
+        Raises
+        ------
+        OSError
+            If something cannot be written, or is there already.
+        ValueError
+            If no linear layer is INT8.
+        """
+        written = [part for part in self._handle_parts if part.linear is not None]
+        if not written:
+            raise ValueError("no linear layer is INT8, so there are no codes to save: see report()")
+        home = Path(folder)
+        for part in written:
+            if part.prefix:
+                home.mkdir(exist_ok=True)
+            write_int8(part.model, home / part.prefix.removesuffix("."), advance)
+        return home
+
+    def compare(
+        self,
+        *,
+        rounds: int = 7,
+        record: str | PathLike[str] | None = None,
+        page: str | PathLike[str] | None = None,
+        seed: int = 0,
+        log: Log = print,
+        **call: Any,
+    ) -> Comparison:
+        """Run a call native and accelerated in turns: what each part gains, and at what cost.
+
+        Parameters
+        ----------
+        rounds : int
+            Runs of each way that are timed, behind one that compiles.
+        record : path, optional
+            JSON, written after each run. A file that is there is gone on with.
+        page : path, optional
+            A page of HTML, with pictures side by side.
+        seed : int
+            Of a generator that each run gets, unless the call names one.
+        log : callable, optional
+            Takes a line after each run, with the time left; None: silent.
+        **call
+            Arguments of the pipeline or the model.
+
+        Returns
+        -------
+        Comparison
+            Printed: time of a step with 95 % intervals, memory, relative L2 of latents by step,
+            PSNR and SSIM of pictures, and a verdict on each part.
+
+        Raises
+        ------
+        ValueError
+            If the weights are offloaded, or `record` is of another comparison.
+        RuntimeError
+            After `restore`, and if the weights of INT8 layers are lost.
+
+        Notes
+        -----
+        Native is compiled as the accelerated model is, and has its own weights on the device,
+        beside the codes. A step of a pipeline is a step of its scheduler, and a step of a model is
+        a call.
+        """
+        if self._handle_is_restored or all(len(p.native) == 2 for p in self._handle_parts):
+            raise RuntimeError(
+                "nothing is replaced, so that there is nothing to compare: report() says why"
+            )
+        return compare(
+            self.target, self._handle_parts, self._handle_request, call, rounds=rounds,
+            record=record, page=page, seed=seed, log=log,
+        )  # fmt: skip
+
+
+def accelerate(
+    model: nn.Module,
+    accuracy: str = "full",
+    *,
+    compile: str | bool = "blocks",
+    include: Patterns = None,
+    exclude: Patterns = None,
+    checkpoint: str | PathLike[str] | None = None,
+    activations: Mapping[str, Tensor] | None = None,
+    again: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+    log: Log = print,
+) -> Accelerated:
+    """Make a module with linear layers faster: INT8 layers, compiled.
+
+    `cupyattn.interop.diffusers.accelerate` takes pipelines and models of diffusers, and replaces
+    their attention, too.
+
+    Parameters
+    ----------
+    model : Module
+        Modified in place.
+    accuracy : {"full", "balanced", "aggressive"}
+        Class of attention, as for `cupyattn.attention`: without diffusers attention stays native.
+        Linear layers are INT8 in each class.
+    compile : {"blocks", "graphs", False}
+        Compile the blocks that the model repeats, as diffusers recommends, or all of it where
+        nothing names them; beside that record each pass as one CUDA graph; or neither.
+    include, exclude : str or sequence of str, optional
+        Regular expressions, searched in the names of layers: only those that match one of
+        `include`, and none of `exclude`.
+    checkpoint : path, optional
+        What `Accelerated.save` or `cupyattn convert` wrote: its codes are taken, and nothing is
+        quantised.
+    activations : mapping of str to Tensor, optional
+        What layers get, (..., in), by name: they decide between scales of blocks and of channels.
+    again : bool
+        Take back first what earlier calls replaced in the model, all of it.
+    arch, backend : str, optional
+        As for `cupyattn.int8_gemm`.
+    log : callable, optional
+        Takes each of five lines that say what was done and what was left native; None: silent.
+
+    Returns
+    -------
+    Accelerated
+        Used like the model, with `report()`, `restore()`, `save(folder)` and `compare(...)`.
+
+    Raises
+    ------
+    TypeError
+        If `model` is no module.
+    ValueError
+        For an unknown accuracy or way to compile, and as `replace_linear_with_int8`. The model is
+        then as it was.
+
+    Notes
+    -----
+    Layers have a scale for each channel where a whole model of the class was measured to allow it,
+    and for each block where not. What was not measured to be faster on such a device stays native.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    >>> handle = accelerate(model, compile=False, log=None, backend="mirror")
+    >>> handle.report().lines[1]
+    'linear layers: 1 of 2 INT8 by block, weights -72 %'
+    >>> handle.restore()
+    >>> type(model[0]).__name__
+    'Linear'
+    """
+    request = Request(
+        accuracy, compile, include, exclude, checkpoint, activations, again, arch, backend, log
+    )  # fmt: skip
+    model = target_of(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}: give a pipeline to "
+            "cupyattn.interop.diffusers.accelerate"
+        )
+    part = part_of("", model)
+    part.native["attention"] = "cupyattn.interop.diffusers.accelerate takes models of diffusers"
+    names = [*layer_names(part)]
+    request.selection.check(names, "linear layer")
+    return accelerated(model, [part], request, _no_attention)
+
+
+# ---- how both are made ---------------------------------------------------------------------------
+
+
+def accelerated(
+    target: Any, parts: Sequence[Part], request: Request, attend: Callable[[], Any]
+) -> Accelerated:
+    """Replace and compile, or leave everything as it was; return the handle.
+
+    Parameters
+    ----------
+    target : DiffusionPipeline or Module
+    parts : sequence of Part
+        Its models.
+    request : Request
+    attend : callable
+        Replaces attention, and returns the handle of that, None if all stays native.
+    """
+    attention = None
+    try:
+        for part in parts:
+            if request.again:
+                restore_compiled(part.model)
+            _replace_layers(part, request)
+        attention = attend()
+        for part in parts:
+            if request.compile and len(part.native) < 2:
+                part.compiled = compiled_blocks(part.model, graphs=request.compile == "graphs")
+    except BaseException:
+        _undo(parts, attention)
+        raise
+    handle = Accelerated(target, parts, attention, request)
+    if request.log is not None:
+        for line in handle.report().lines:
+            request.log(line)
+    return handle
+
+
+def _undo(parts: Sequence[Part], attention: Any) -> None:
+    for part in parts:
+        if part.compiled is not None:
+            part.compiled.undo()
+    if attention is not None:
+        attention.restore()
+    for part in parts:
+        if part.linear is not None:
+            part.linear.restore()
+
+
+def _replace_layers(part: Part, request: Request) -> None:
+    """Make the linear layers of a model INT8, unless they are slower so or there are none."""
+    everything = [*layer_names(part)]
+    selection = request.selection
+    names = [name for name in everything if name in selection]
+    if not names:
+        part.native["linear"] = "excluded" if everything else "the model has none"
+    if not names or not part.settle("linear", request):
+        return
+    try:
+        part.linear = replace_linear_with_int8(
+            part.model,
+            _codes_of(part, request.checkpoint),
+            include=exactly(name.removeprefix(part.prefix) for name in names),
+            arch=request.arch, backend=request.backend, again=request.again,
+            activations=part.own(request.activations),
+        )  # fmt: skip
+    except NothingReplaced as error:
+        part.native["linear"] = str(error)
+
+
+def _codes_of(part: Part, checkpoint: str | PathLike[str] | None) -> Path | None:
+    """Return where the codes of a model are: of a pipeline in a folder of the component's name."""
+    if checkpoint is None:
+        return None
+    within = Path(checkpoint) / part.prefix.removesuffix(".")
+    return within if within.exists() else Path(checkpoint)
+
+
+def _no_attention() -> None:
+    """Replace no attention: without diffusers all of it stays native."""
+
+
+# ---- five lines ----------------------------------------------------------------------------------
+
+
+def five_lines(
+    target: Any, parts: Sequence[Part], attention: Any, request: Request
+) -> tuple[str, ...]:
+    """Return what was done and what was left native, in five lines."""
+    found = (
+        f"{type(target).__name__}: accuracy {request.accuracy!r}, {_compiled(parts, request)}",
+        _layers(parts),
+        _attention(parts, attention),
+        _measured(parts, request),
+        f"left native: {_left(parts)}",
+    )
+    return tuple(map(printable, found))
+
+
+def _compiled(parts: Sequence[Part], request: Request) -> str:
+    done = [part.compiled.said() for part in parts if part.compiled is not None]
+    return "; ".join(dict.fromkeys(done)) or (
+        "not compiled" if not request.compile else "not compiled, since nothing was replaced"
+    )
+
+
+def _layers(parts: Sequence[Part]) -> str:
+    made = [part.linear for part in parts if part.linear is not None]
+    if not made:
+        return "linear layers: native"
+    replaced, kept = (sum(len(of) for of in some) for some in (
+        [one.replaced for one in made], [one.kept for one in made],
+    ))  # fmt: skip
+    strategies = {
+        layer.strategy for part in parts if part.linear is not None
+        for _, layer in int8_layers(part.model)
+    }  # fmt: skip
+    saved = sum(one._handle_saved for one in made) / len(made)
+    scales = f" by {' and '.join(sorted(strategies))}" if strategies else ""
+    layers = f"{replaced} of {replaced + kept} INT8{scales}"
+    return f"linear layers: {layers}, weights {-100 * saved:.0f} %"
+
+
+def _attention(parts: Sequence[Part], attention: Any) -> str:
+    if attention is None:
+        return "attention: native"
+    classes = dict.fromkeys(part.accuracy for part in parts if part.accuracy)
+    said_of = " and ".join("16 bits" if one == "full" else f"{one} INT8" for one in classes)
+    return f"attention: {counted(len(attention.replaced), 'module')} by cupyattn, in {said_of}"
+
+
+def _measured(parts: Sequence[Part], request: Request) -> str:
+    lines = []
+    for part in parts:
+        record, ran = part.record, {"linear", "attention"} - part.native.keys()
+        if record is None or not ran:
+            continue
+        name = "both" if len(ran) == 2 else ran.pop()
+        gain = record.gain(name, part.accuracy or request.accuracy, request.how)
+        lines.append(
+            f"measured in a whole {record.name} of {record.tokens:,} tokens on an {record.device}: "
+            f"{said(gain)} as compiled native"
+        )
+    unknown = "not measured in such a model on such a device: compare(...) times this one"
+    return "; ".join(dict.fromkeys(lines)) or unknown
+
+
+def _left(parts: Sequence[Part]) -> str:
+    said_of = [
+        f"{part.prefix}{'linear layers' if name == 'linear' else name} ({why})"
+        for part in parts for name, why in sorted(part.native.items())
+    ]  # fmt: skip
+    kinds = Counter(
+        why.partition(":")[0] for part in parts if part.linear is not None
+        for why in part.linear.kept.values()
+    )  # fmt: skip
+    for why, count in kinds.most_common(_MOST_REASONS):
+        said_of.append(f"{counted(count, 'linear layer')} ({why})")
+    others = sum(kinds.values()) - sum(n for _, n in kinds.most_common(_MOST_REASONS))
+    said_of += [f"{others} others"] if others else []
+    return ", ".join(said_of) or "nothing"

@@ -1,0 +1,325 @@
+"""A pipeline or a model against itself, native and accelerated in turns: time, memory, quality."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cupyattn.files import replacing
+from cupyattn.interop.torch.accelerated_parts import Part, Request
+from cupyattn.interop.torch.offloading import check_not_offloaded
+from cupyattn.interop.torch.ways import Way, bytes_of, ways_of
+from cupyattn.interop.torch.whole_graph import CALLS_BEFORE
+from cupyattn.measure import device, trial
+from cupyattn.measure.pictures import data_uri, psnr, ssim
+from cupyattn.measure.trial import NATIVE, Comparison
+from cupyattn.measure.words import printable
+
+#: Runs of each way that are timed, behind one that compiles.
+ROUNDS = 7
+#: Pictures of a result that are kept.
+MOST_PICTURES = 4
+#: Graphs that torch keeps of a function, where blocks of all ways share one.
+_RECOMPILES = 64
+
+
+def compare(
+    target: Any,
+    parts: tuple[Part, ...],
+    request: Request,
+    call: Mapping[str, Any],
+    *,
+    rounds: int = ROUNDS,
+    record: str | PathLike[str] | None = None,
+    page: str | PathLike[str] | None = None,
+    seed: int = 0,
+    log: Callable[[str], object] | None = print,
+) -> Comparison:
+    """Run a call in every way, in turns; arguments as of `Accelerated.compare`."""
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    for part in parts:
+        check_not_offloaded(part.model)
+    where = next((x.device for part in parts for x in part.model.parameters()), None)
+    bench = _Bench(target, call, where or torch.device("cpu"), seed)
+    ways = ways_of(parts, request)
+    what = {
+        "model": type(target).__name__, "accuracy": request.accuracy,
+        "compile": str(request.compile), "ways": {name: way.said for name, way in ways.items()},
+        "call": {name: _described(x) for name, x in sorted(call.items())}, "seed": seed,
+    }  # fmt: skip
+    path = None if record is None else Path(record)
+    found = trial.read(path, what) if path is not None else trial.new(what)
+    found["environment"] = device.environment()
+
+    def keep() -> None:
+        for target_path, text in ((path, trial.text(found)), (page, None)):
+            if target_path is not None:
+                text = Comparison(found).page() if text is None else text
+                with replacing(target_path) as file:
+                    file.write(text.encode())
+
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES), bench.restored(parts):
+        warm = CALLS_BEFORE if request.compile == "graphs" else 0
+        _measure(bench, ways, found, (warm, rounds), keep, log or _silent)
+    return Comparison(found)
+
+
+def _silent(_: str) -> None:
+    """Say nothing."""
+
+
+def _measure(
+    bench: _Bench, ways: Mapping[str, Way], found: dict[str, Any], counts: tuple[int, int],
+    keep: Callable[[], None], log: Callable[[str], object],
+) -> None:  # fmt: skip
+    """Run every way once, and again until its graph is recorded; then so many rounds in turns."""
+    warm, rounds = counts
+    native: tuple[list[Tensor], list[Any]] | None = None
+    for name, way in ways.items():
+        start = time.perf_counter()
+        ran = bench.run(way, follow=True)
+        seconds = time.perf_counter() - start
+        if len(ran.steps) <= warm:  # passes too few for a graph, which would be recorded in a round
+            for _ in range(warm):
+                bench.run(way)
+        if native is None:
+            native = ran.latents, ran.pictures
+        row = found["ways"].setdefault(name, {"rounds": []})
+        row |= {"said": way.said, "first": seconds, "weights": bytes_of(way.models)}
+        if name != NATIVE:
+            row |= _quality(ran.latents, ran.pictures, *native)
+        found["pictures"][name] = [data_uri(x) for x in ran.pictures]
+        log(f"{printable(name)}: first run {seconds:.1f} s")
+    took: list[float] = []
+    names = list(ways)
+    for turn in range(rounds):
+        order = names if turn % 2 == 0 else names[::-1]
+        for name in order:
+            row = found["ways"][name]
+            if len(row["rounds"]) > turn:
+                continue  # of an earlier comparison that was interrupted
+            start = time.perf_counter()
+            ran = bench.run(ways[name])
+            took.append(time.perf_counter() - start)
+            row["rounds"].append(ran.steps)
+            if ran.peak is not None:
+                row["peak"] = row["weights"] + ran.peak
+            keep()
+            left = sum(max(0, rounds - len(one["rounds"])) for one in found["ways"].values())
+            log(f"round {turn + 1} of {rounds}, {name}, {trial.time_left(took, left)}")
+    keep()
+
+
+def _quality(
+    latents: Sequence[Tensor], pictures: Sequence[Any], of: Sequence[Tensor], beside: Sequence[Any]
+) -> dict[str, Any]:
+    """Return how far latents and pictures are from native ones."""
+    found: dict[str, Any] = {
+        "latents": [_relative(x, own) for x, own in zip(latents, of, strict=False)]
+    }
+    if pictures and len(pictures) == len(beside):
+        pairs = [*zip(pictures, beside, strict=True)]
+        found["psnr"] = float(np.mean([psnr(*pair) for pair in pairs]))
+        found["ssim"] = float(np.mean([ssim(*pair) for pair in pairs]))
+    return found
+
+
+def _relative(x: Tensor, own: Tensor) -> float:
+    norm = own.norm().item()
+    return float((x - own).norm().item() / norm) if norm else 0.0
+
+
+class _Ran:
+    """What one run gave: seconds of its steps, bytes beyond the weights, latents and pictures."""
+
+    def __init__(self, steps: list[float], peak: int | None) -> None:
+        self.steps, self.peak = steps, peak
+        self.latents: list[Tensor] = []
+        self.pictures: list[Any] = []
+
+
+class _Bench:
+    """Calls a pipeline or a model in one way after the other."""
+
+    def __init__(
+        self, target: Any, call: Mapping[str, Any], where: torch.device, seed: int
+    ) -> None:
+        self.target, self.call, self.where, self.seed = target, dict(call), where, seed
+        self.is_module = isinstance(target, nn.Module)
+        given = self.call.get("generator")
+        self._states = [g.get_state() for g in _generators(given)]
+
+    @contextlib.contextmanager
+    def restored(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Give a pipeline its models back at the end."""
+        before = {} if self.is_module else {
+            part.prefix: getattr(self.target, part.prefix.removesuffix(".")) for part in parts
+        }  # fmt: skip
+        try:
+            yield
+        finally:
+            for prefix, model in before.items():
+                setattr(self.target, prefix.removesuffix("."), model)
+
+    def run(self, way: Way, *, follow: bool = False) -> _Ran:
+        """Run the call once; `follow` keeps latents and pictures."""
+        call = dict(self.call)
+        for generator, state in zip(_generators(call.get("generator")), self._states, strict=True):
+            generator.set_state(state)
+        if not self.is_module and "generator" not in call and _takes_generator(self.target):
+            call["generator"] = torch.Generator(self.where).manual_seed(self.seed)
+        marks, latents = _Marks(self.where), list[Tensor]()
+        target = self.target
+        for prefix, model in way.models.items():
+            if self.is_module:
+                target = model
+            else:
+                setattr(target, prefix.removesuffix("."), model)
+        on_device = self.where.type == "cuda"
+        before = 0
+        if on_device:
+            torch.cuda.synchronize(self.where)
+            torch.cuda.reset_peak_memory_stats(self.where)
+            before = torch.cuda.memory_allocated(self.where)
+        torch.manual_seed(self.seed)
+        with torch.no_grad(), _watched(target, marks, latents if follow else None):
+            result = target(**call)
+            marks.mark_end()
+        ran = _Ran(marks.seconds(), None)
+        if on_device:
+            ran.peak = torch.cuda.max_memory_allocated(self.where) - before
+        if follow:
+            ran.latents = latents or _tensors(result)
+            ran.pictures = [] if self.is_module else pictures_of(result)
+        return ran
+
+
+class _Marks:
+    """Times at which steps ended, on the device or the host."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._on_device = where.type == "cuda"
+        self._start = self._now()
+        self._steps: list[Any] = []
+        self._end: Any = None
+
+    def _now(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self) -> None:
+        """End a step."""
+        self._steps.append(self._now())
+
+    def mark_end(self) -> None:
+        """End the call."""
+        self._end = self._now()
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between steps, or of the call if it has fewer than two steps."""
+        marks = self._steps if len(self._steps) > 1 else [self._start, self._end]
+        if not self._on_device:
+            return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        self._end.synchronize()
+        return [a.elapsed_time(b) * 1e-3 for a, b in zip(marks, marks[1:], strict=False)]
+
+
+@contextlib.contextmanager
+def _watched(target: Any, marks: _Marks, latents: list[Tensor] | None) -> Iterator[None]:
+    """See every step of a pipeline's scheduler."""
+    scheduler = getattr(target, "scheduler", None)
+    if scheduler is None or not callable(getattr(scheduler, "step", None)):
+        yield
+        return
+    own = scheduler.step
+
+    @functools.wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        marks.mark()
+        x = found[0] if isinstance(found, tuple) else getattr(found, "prev_sample", None)
+        if latents is not None and isinstance(x, Tensor):
+            latents.append(x.detach().float().cpu())
+        return found
+
+    scheduler.step = step
+    try:
+        yield
+    finally:
+        del scheduler.step
+
+
+def _takes_generator(target: Any) -> bool:
+    return "generator" in inspect.signature(type(target).__call__).parameters
+
+
+def _generators(given: Any) -> list[torch.Generator]:
+    found = given if isinstance(given, list | tuple) else [given]
+    return [one for one in found if isinstance(one, torch.Generator)]
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """Return the first tensor of a model's result as one latent."""
+    leaves, _ = torch.utils._pytree.tree_flatten(result)
+    return [x.detach().float().cpu() for x in leaves if isinstance(x, Tensor)][:1]
+
+
+def pictures_of(result: Any) -> list[Any]:
+    """Return up to `MOST_PICTURES` of a pipeline's result as arrays (height, width, 3), uint8.
+
+    Parameters
+    ----------
+    result : object
+        With ``images`` or ``frames``, or a tuple with one of these first: pictures of PIL, arrays
+        or tensors of numbers from 0 to 1. Latents give none.
+    """
+    found = getattr(result, "images", None)
+    found = getattr(result, "frames", None) if found is None else found
+    if found is None and isinstance(result, tuple) and result:
+        found = result[0]
+    flat = [*_flat(found)]
+    step = max(1, -(-len(flat) // MOST_PICTURES))
+    return flat[::step]
+
+
+def _flat(found: Any) -> Iterator[Any]:
+    if isinstance(found, list | tuple):
+        for one in found:
+            yield from _flat(one)
+    elif hasattr(found, "convert"):  # of PIL
+        yield np.asarray(found.convert("RGB"))
+    else:
+        array = None
+        if isinstance(found, Tensor) and found.ndim >= 3 and found.shape[-3] == 3:
+            array = found.detach().float().cpu().movedim(-3, -1).numpy()
+        elif isinstance(found, np.ndarray) and found.ndim >= 3 and found.shape[-1] == 3:
+            array = found
+        if array is not None:
+            if array.dtype != np.uint8:
+                array = (np.clip(array, 0, 1) * 255).round().astype(np.uint8)
+            yield from array.reshape(-1, *array.shape[-3:])
+
+
+def _described(x: Any) -> str:
+    """Return what of an argument tells one call from another."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    if isinstance(x, bool | int | float | str | type(None)):
+        return f"{x!r:.200}"
+    if isinstance(x, list | tuple):
+        return ", ".join(map(_described, x))
+    return type(x).__name__

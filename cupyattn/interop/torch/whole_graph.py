@@ -1,0 +1,193 @@
+"""All of a model's pass as one CUDA graph, recorded for each form of its arguments.
+
+The host then launches one graph in place of a thousand kernels. A pass is recorded at its third
+call: the first compiles, the second settles everything that is prepared once. A graph repeats the
+work of the device, and no code of the host. So passes run without one where host code decides: with
+hooks of diffusers in the model (step caches, offloading), adapters or gradients. The same holds for
+arguments whose numbers lie on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from cupyattn.interop.torch.bridge import form_of
+
+_log = logging.getLogger("cupyattn")
+
+#: Forms of a pass that are recorded, each with memory for what lies between its layers.
+MOST_GRAPHS = 4
+#: Calls of a form that run before it is recorded.
+CALLS_BEFORE = 2
+#: Values beside tensors by which a form is known.
+_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+Form = tuple[Any, ...]
+
+
+class _Recorded(NamedTuple):
+    """A pass that was recorded, the tensors that it reads its arguments from, and its result."""
+
+    graph: Any
+    arguments: list[Tensor]
+    result: Any
+    addresses: list[tuple[dict[str, Any], str, int]]
+    parts: list[tuple[dict[str, Any], str, nn.Module]]
+
+
+class WholeGraph:
+    """Calls a model's ``forward`` by CUDA graphs, until `undo`.
+
+    Parameters
+    ----------
+    model : Module
+        Its ``forward`` is hidden by an attribute.
+    record : callable, optional
+        Takes a call without arguments, runs it while a graph is recorded, and returns the graph and
+        what the call returned. That of torch when omitted.
+
+    Attributes
+    ----------
+    reasons : Counter of str
+        Why passes were called as they are, beside those before the first recording.
+    """
+
+    def __init__(
+        self, model: nn.Module, record: Callable[[Callable[[], Any]], tuple[Any, Any]] | None = None
+    ) -> None:
+        self.reasons: Counter[str] = Counter()
+        self._model, self._forward = model, model.forward
+        self._record = record or _recorded
+        self._seen: Counter[Form] = Counter()
+        self._graphs: dict[Form, _Recorded | None] = {}
+        self._is_undone = False  # a hook of another library may call this still
+        self._homes = [vars(module) for module in model.modules()]
+        # NOTE: pipelines ask for the signature of forward.
+        call = functools.wraps(model.forward)(lambda *args, **kwargs: self(*args, **kwargs))
+        vars(model)["forward"] = call
+        self._call = call
+
+    def undo(self) -> None:
+        """Give the model its own ``forward`` back, and the graphs' memory to torch."""
+        if vars(self._model).get("forward") is self._call:
+            del vars(self._model)["forward"]
+        self._is_undone = True
+        self._graphs.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass, by its graph where there is one."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        reason = self._obstacle(leaves)
+        form = () if reason else _form_of(leaves, structure)
+        if not reason and self._seen[form] < CALLS_BEFORE:
+            self._seen[form] += 1
+            return self._forward(*args, **kwargs)
+        if not reason and form not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                reason = f"more than {MOST_GRAPHS} forms of a pass"
+            else:
+                self._graphs[form] = self._try(leaves, structure)
+        recorded = None if reason else self._graphs[form]
+        if recorded is not None and not _in_place(recorded):
+            del self._graphs[form]
+            recorded, reason = None, "weights or layers that were moved since"
+        if recorded is None:
+            self._say(reason or "a pass that cannot be recorded")
+            return self._forward(*args, **kwargs)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        for own, given in zip(recorded.arguments, tensors, strict=True):
+            own.copy_(given)
+        recorded.graph.replay()
+        return pytree.tree_map(_copied, recorded.result)
+
+    def _obstacle(self, leaves: Sequence[Any]) -> str:
+        """Say why a pass is called as it is; "" if it may be recorded."""
+        if self._is_undone:
+            return "restored"
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
+            return "gradients"
+        if self._model.training:
+            return "a model that is being trained"
+        if getattr(self._model, "peft_config", None):
+            return "adapters"
+        if any(map(_is_hooked, self._homes)):
+            return "hooks of step caches or offloading"
+        for x in leaves:
+            if isinstance(x, Tensor):
+                if not _on_device(x):
+                    return "arguments on the host"
+            elif not isinstance(x, _VALUES):
+                return f"an argument of type {type(x).__name__}"
+        return ""
+
+    def _try(self, leaves: Sequence[Any], structure: Any) -> _Recorded | None:
+        """Record a pass; None if something in it waits for the device."""
+        own = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(own, structure)
+        try:
+            graph, result = self._record(lambda: self._forward(*args, **kwargs))
+        except RuntimeError as error:
+            self._say(f"a pass that cannot be recorded: {str(error).splitlines()[0]}")
+            return None
+        self._homes = [vars(module) for module in self._model.modules()]
+        addresses = [
+            (home[kind], name, x.data_ptr())
+            for home in self._homes for kind in ("_parameters", "_buffers")
+            for name, x in home[kind].items() if x is not None
+        ]  # fmt: skip
+        parts = [
+            (home["_modules"], name, part)
+            for home in self._homes for name, part in home["_modules"].items() if part is not None
+        ]  # fmt: skip
+        arguments = [x for x in own if isinstance(x, Tensor)]
+        return _Recorded(graph, arguments, result, addresses, parts)
+
+    def _say(self, reason: str) -> None:
+        self.reasons[reason] += 1
+        if self.reasons[reason] == 1:
+            _log.info("%s runs without a CUDA graph: %s", type(self._model).__name__, reason)
+
+
+def _is_hooked(home: dict[str, Any]) -> bool:
+    """Whether diffusers or accelerate hooks a module; diffusers leaves an empty registry behind."""
+    registry = home.get("_diffusers_hook")
+    return "_hf_hook" in home or (registry is not None and bool(registry.hooks))
+
+
+def _on_device(x: Tensor) -> bool:
+    return bool(x.is_cuda)
+
+
+def _form_of(leaves: Sequence[Any], structure: Any) -> Form:
+    """Return what a graph depends on of its arguments, beside the numbers of tensors."""
+    found = [
+        form_of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves
+    ]
+    return structure, *found
+
+
+def _in_place(recorded: _Recorded) -> bool:
+    """Whether layers, parameters and buffers are where a graph reads them."""
+    return all(home.get(name) is part for home, name, part in recorded.parts) and all(
+        (x := home.get(name)) is not None and x.data_ptr() == address
+        for home, name, address in recorded.addresses
+    )
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _recorded(call: Callable[[], Any]) -> tuple[Any, Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result

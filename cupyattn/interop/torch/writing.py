@@ -1,0 +1,173 @@
+"""A model with INT8 layers as a folder, from which `load_int8` and ``checkpoint=`` take the codes.
+
+The files have the layout of `cupyattn.checkpoints.convert`, so that other readers take them, too.
+The folder appears whole or not at all, and is read back before it gets its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from cupyattn.checkpoints import layout, writer
+from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
+from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, WEIGHT
+from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.handle import uncompiled
+from cupyattn.interop.torch.bridge import as_array
+from cupyattn.interop.torch.candidates import int8_layers, linear_layers
+from cupyattn.interop.torch.linear import CODES, Int8Linear
+from cupyattn.interop.torch.offloading import check_not_offloaded
+from cupyattn.quant.blocks import Int8Config
+from cupyattn.version import __version__
+
+_EXPORT = "compressed-tensors"
+_SHORT = {str(dtype): name for name, dtype in DTYPES.items()}
+#: Names in files of the types that weights had.
+_FORMER = {f"torch.{name}": short for short, name in FLOATS.items()}
+
+
+def write_int8(
+    model: nn.Module, folder: str | os.PathLike[str], advance: Callable[[str], None] | None = None
+) -> Path:
+    """Write a model with INT8 layers: codes, scales, all other tensors, and its configuration.
+
+    Parameters
+    ----------
+    model : Module
+    folder : path
+        Must not exist, or be empty; the folder that it lies in must exist.
+    advance : callable, optional
+        Called with the name of each tensor when it was written, and again when it was checked.
+
+    Returns
+    -------
+    Path
+        The folder.
+
+    Raises
+    ------
+    OSError
+        If something cannot be written, or `folder` exists.
+    ValueError
+        If no layer of the model is INT8, some have scales of blocks and others of channels, or its
+        weights are offloaded.
+    UnsupportedError
+        For a model with adapters, whose names files of a model do not have.
+    """
+    model = uncompiled(model)
+    target = Path(os.path.abspath(folder))
+    writer.check_target(target)
+    check_not_offloaded(model)
+    if getattr(model, "peft_config", None):
+        raise UnsupportedError(
+            f"the {type(model).__name__} has adapters: unload them, save the INT8 codes, and load "
+            "the adapters again"
+        )
+    work = _Codes(model)
+    config = {**_config_of(model), QUANTIZATION: work.quantization_config()}
+    plan = writer.plan(work, work.items(), work, config, MAX_SHARD_BYTES)
+    writer.write(plan, work, target, advance or (lambda name: None))
+    return target
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """Return what a library writes as a model's configuration, an empty dict for other modules."""
+    if hasattr(model, "to_json_string"):  # diffusers
+        return dict(json.loads(model.to_json_string()))
+    config: Any = getattr(model, "config", None)
+    return dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+
+
+class _Codes:
+    """The tensors of a model as files have them: a source and the work of `writer` in one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = dict(int8_layers(model))
+        self.strategies = sorted({layer.strategy for layer in layers.values()})
+        if len(self.strategies) != 1:
+            said = " and ".join(self.strategies) or "no INT8 layers"
+            raise ValueError(
+                f"the {type(model).__name__} has {said}: files have codes of one strategy, "
+                "'block' or 'channel'"
+            )
+        self.dtypes: dict[str, str] = {}
+        self.layers = sorted(layers)
+        self.others = sorted(name for name, *_ in linear_layers(model))
+        # Which gives its files the name that diffusers looks for.
+        self.files: tuple[Path, ...] = (Path("diffusion_pytorch_model.safetensors"),)
+        self.path = self.files[0]
+        self._tensors = _named_tensors(model, layers)
+        for name, layer in layers.items():
+            former = _FORMER.get(str(layer.weight_dtype))
+            if former is not None:
+                self.dtypes[f"{name}{WEIGHT}"] = former
+        self.tensors = {name: _info(x) for name, x in self._tensors.items()}
+
+    def file_of(self, name: str) -> Path:
+        return self.files[0]
+
+    def read(self, name: str) -> Any:
+        return as_array(self._tensors[name].detach().to("cpu").contiguous())
+
+    def items(self) -> list[Item]:
+        return [Item(name, {name: info}) for name, info in self.tensors.items()]
+
+    def quantization_config(self) -> dict[str, Any]:
+        return layout.quantization_config(
+            _EXPORT, Int8Config().block_size, self.layers, self.others, self.strategies[0]
+        )
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        (strategy,) = self.strategies
+        config = asdict(Int8Config(strategy=strategy))
+        if strategy == "block":  # the record of version 1
+            del config["strategy"]
+        names = {item.name for item in items}
+        record = {
+            "version": RECORD_VERSIONS[strategy], "tool": f"cupyattn {__version__}",
+            "export": _EXPORT, "config": config, "source_sha256": self.sha256(names),
+            "dtypes": {name: x for name, x in self.dtypes.items() if name in names},
+        }  # fmt: skip
+        return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
+
+    def sha256(self, names: set[str]) -> str:
+        """Return a hash of tensors, by which work that was interrupted knows its own files."""
+        digest = hashlib.sha256()
+        for name in sorted(names):
+            digest.update(self.read(name).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def make(self, item: Item) -> dict[str, Any]:
+        return {item.name: self.read(item.name)}
+
+    def check(self, item: Item, found: Mapping[str, Any]) -> str | None:
+        own, read = self.read(item.name).reshape(-1), found[item.name].reshape(-1)
+        same = own.size == read.size and np.array_equal(own.view(np.uint8), read.view(np.uint8))
+        return None if same else "its bytes are others"
+
+
+def _named_tensors(model: nn.Module, layers: Mapping[str, Int8Linear]) -> dict[str, Tensor]:
+    """Return the tensors of a state dict: codes under ``weight``, tied tensors once."""
+    codes = {f"{name}.{CODES}": f"{name}{WEIGHT}" for name in layers}
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in model.state_dict(keep_vars=True).items():
+        if id(x) not in seen:
+            found[codes.get(name, name)] = x
+            seen.add(id(x))
+    return found
+
+
+def _info(x: Tensor) -> TensorInfo:
+    array = as_array(x.detach()[:0].cpu()) if x.ndim else as_array(x.detach().cpu())
+    return TensorInfo(_SHORT[str(array.dtype)], tuple(x.shape))

@@ -1,0 +1,203 @@
+"""A comparison of a pipeline with itself: as it is, and with parts in INT8, from its record.
+
+The record is JSON. Each run in turn is written when it ends, so that an interrupted comparison goes
+on behind the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cupyattn.measure import report, timing
+from cupyattn.measure.timing import FASTER, SLOWER, UNDECIDED, Estimate, judged
+from cupyattn.measure.words import align, format_bytes, format_seconds, printable
+
+EXPERIMENT = "trial"
+NATIVE, LINEAR, ATTENTION, ALL = "native", "linear layers", "attention", "accelerated"
+#: The model as it was given, if ``native`` was compiled for the comparison.
+AS_GIVEN = "native, not compiled"
+#: What a verdict says beyond the ratio.
+_ADVICE = {FASTER: "", UNDECIDED: ", undecided: leave it native", SLOWER: ": leave it native"}
+_SHOWN_LATENTS = 8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` of an accelerated pipeline measured.
+
+    Parameters
+    ----------
+    record : mapping
+        JSON-ready: ``"ways"`` by name, each with ``"rounds"``, seconds of the steps of each run in
+        turn, ``"weights"`` and ``"peak"`` in bytes, ``"first"``, seconds of the first run, and
+        ``"latents"``, ``"psnr"`` and ``"ssim"`` beside native; ``"pictures"`` by name.
+    """
+
+    record: Mapping[str, Any]
+
+    @property
+    def ways(self) -> dict[str, Mapping[str, Any]]:
+        """Ways that were measured, native first."""
+        return dict(self.record["ways"])
+
+    @property
+    def rounds(self) -> int:
+        """Runs of each way."""
+        return min((len(way["rounds"]) for way in self.ways.values()), default=0)
+
+    def seconds(self, name: str) -> list[float]:
+        """Return the median step of each run of a way."""
+        return [median(steps) for steps in self.ways[name]["rounds"][: self.rounds]]
+
+    def speed(self, name: str) -> Estimate:
+        """Return how many times as fast as native a step of a way is, with its 95 % interval."""
+        return timing.paired_ratio(self.seconds(NATIVE), self.seconds(name))
+
+    def verdicts(self) -> dict[str, str]:
+        """Return for each part that was replaced how fast it is, and whether to leave it native."""
+        if not self.rounds:
+            return {}
+        found = {}
+        for name in self.ways:
+            if name in (NATIVE, AS_GIVEN):
+                continue
+            said = self.ways[name]["said"]
+            speed = self.speed(name)
+            found[name] = f"{said}: {_ratio(speed)} times as fast{_ADVICE[judged(speed)]}"
+        return found
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return a header, and a row of each way."""
+        header = ["way", "a step", "of native", "first run", "weights", "peak",
+                  "latents, last step", "PSNR", "SSIM"]  # fmt: skip
+        rows = []
+        for name, way in self.ways.items():
+            of = ["-", "-"]
+            if self.rounds:
+                of = [format_seconds(median(self.seconds(name))), "-"]
+                of[1] = "-" if name == NATIVE else _ratio(self.speed(name))
+            latents = way.get("latents") or [None]
+            rows.append([
+                name, *of, format_seconds(way["first"]), _shown(way.get("weights"), format_bytes),
+                _shown(way.get("peak"), format_bytes), _shown(latents[-1], "{:.1e}".format),
+                _shown(way.get("psnr"), "{:.1f} dB".format),
+                _shown(way.get("ssim"), "{:.4f}".format),
+            ])  # fmt: skip
+        return header, rows
+
+    def latents(self) -> list[str]:
+        """Return a line of each way: relative L2 of its latents to native's, by step."""
+        lines = []
+        for name, way in self.ways.items():
+            found = way.get("latents") or []
+            if name == NATIVE or len(found) < 2:
+                continue
+            step = max(1, math.ceil(len(found) / _SHOWN_LATENTS))
+            some = [f"{i + 1}: {found[i]:.1e}" for i in range(len(found)) if i % step == 0]
+            lines.append(f"{name}, latents to native by step: {', '.join(some)}")
+        return lines
+
+    def __str__(self) -> str:
+        header, rows = self.table()
+        lines = [self.record["what"]["model"], align([header, *rows]), *self.latents()]
+        lines += self.verdicts().values()
+        return "\n".join(printable(line) for text in lines for line in text.split("\n"))
+
+    def page(self) -> str:
+        """Return one page of HTML with pictures side by side; it loads nothing from elsewhere."""
+        title = f"Trial of {self.record['what']['model']}"
+        header, rows = self.table()
+        lines = [*self.verdicts().values(), *self.latents()]
+        text = "".join(f"<p>{report.escape(line)}</p>\n" for line in lines)
+        return report.document(title, (
+            f'<p class="facts">{self.rounds} runs of each way in turns; a step is the median of a '
+            f"run, ratios have 95 % intervals. {report.escape(_facts(self.record))}</p>\n"
+            f"{report.table(header, rows)}\n{text}{self._pictures()}"
+        ))  # fmt: skip
+
+    def _pictures(self) -> str:
+        found = {n: uris for n, uris in self.record.get("pictures", {}).items() if uris}
+        if not found:
+            return "<p>The result has no pictures to show.</p>"
+        heads = "".join(f"<th>{report.escape(name)}</th>" for name in found)
+        lines = "".join(
+            "<tr>" + "".join(f'<td><img alt="" src="{uri}"></td>' for uri in line) + "</tr>\n"
+            for line in zip(*found.values(), strict=True)
+        )
+        return (
+            f'<div class="scroll"><table class="pictures"><thead><tr>{heads}</tr></thead>\n'
+            f"<tbody>{lines}</tbody></table></div>"
+        )
+
+
+def new(what: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a comparison before it is begun; `what` as for `read`."""
+    return {"experiment": EXPERIMENT, "what": dict(what), "ways": {}, "pictures": {}}
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Return a record as its file has it."""
+    return json.dumps(record, indent=1) + "\n"
+
+
+def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a comparison that was begun, or a new one where the file is not there.
+
+    Parameters
+    ----------
+    path : Path
+    what : mapping
+        Model, call, ways: a file of another comparison is refused.
+
+    Raises
+    ------
+    ValueError
+        For a file of something else.
+    """
+    if not path.exists():
+        return new(what)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        is_one = found["experiment"] == EXPERIMENT and isinstance(found["what"], dict)
+    except (ValueError, KeyError, TypeError):
+        is_one = False
+    if not is_one:
+        raise ValueError(f"{path} is no record of a comparison: give another file")
+    if found["what"] != dict(what):
+        raise ValueError(
+            f"{path} is the record of another comparison: give another file, or delete that one"
+        )
+    return dict(found)
+
+
+def time_left(done: Sequence[float], left: int) -> str:
+    """Say how long the runs that are left will take, given the seconds of earlier runs.
+
+    Examples
+    --------
+    >>> time_left([50.0, 70.0], 4), time_left([], 4)
+    ('4 min left', '')
+    """
+    if not done:
+        return ""
+    seconds = median(done) * left
+    return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+
+
+def _ratio(speed: Estimate) -> str:
+    return f"{speed.median:.2f} [{speed.low:.2f}, {speed.high:.2f}]"
+
+
+def _shown(value: Any, words: Any) -> str:
+    return "-" if value is None else str(words(float(value) if words != format_bytes else value))
+
+
+def _facts(record: Mapping[str, Any]) -> str:
+    device = (record.get("environment") or {}).get("device") or {}
+    return f"Measured on {device.get('name', 'a CPU')}."

@@ -1,0 +1,117 @@
+"""Promises of the founding notes that are no figures of performance, and what became of each.
+
+`docs.write_founding` makes a table of docs/FOUNDING_NOTES.md of them. What holds of figures is in
+`docs.performance_claims`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from docs.founding_names import SUCCESSOR
+from docs.performance_claims import HOLDS, IN_PART, REFUTED
+
+#: The verdict on a promise that this library does not keep.
+ABSENT = "not here"
+
+
+class Promise(NamedTuple):
+    """One promise.
+
+    Parameters
+    ----------
+    part : str
+        Of the notes.
+    says : str
+    verdict : str
+        `HOLDS`, `IN_PART`, `REFUTED`, `SUCCESSOR` or `ABSENT`.
+    found : str
+        What is so instead, or where it is shown.
+    """
+
+    part: str
+    says: str
+    verdict: str
+    found: str
+
+
+PROMISES = (
+    Promise("README", "all stages in one kernel, nothing between in memory", SUCCESSOR,
+            "scores and weights never are; codes are, unless `cupyattn.QuantConfig(fused=True)`"),
+    Promise("README", "Q and K in INT8, softmax and V in 16 bits", IN_PART,
+            "mode \"balanced\"; the softmax is in float32, \"aggressive\" has V in 8 bits too"),
+    Promise("README", "one scale for each head", IN_PART,
+            '`cupyattn.QuantConfig("head", "head")`; the default is finer, and errs less'),
+    Promise("README", "logits are divided by the scales", REFUTED,
+            "they are multiplied: a code times its scale is the number ([MATH_REFERENCE]"
+            "(MATH_REFERENCE.md))"),
+    Promise("README", "an element is off by half a scale at most", HOLDS,
+            "[MATH_REFERENCE](MATH_REFERENCE.md), and `cupyattn.bounds` for every element"),
+    Promise("README", "the maximum is subtracted, so that nothing overflows", HOLDS,
+            "[MATH_REFERENCE](MATH_REFERENCE.md)"),
+    Promise("README", "logits are 0 to 1 then", REFUTED, "they are at most 0; weights are 0 to 1"),
+    Promise("README", "every INT32 is exact in FP32", REFUTED,
+            "up to 2^24 alone; sums of 256 products of codes stay below, so that these are exact"),
+    Promise("README", "FP32 to FP16 rounds by about 1e-4", REFUTED,
+            "by up to 2^-11 = 4.9e-4 of the number"),
+    Promise("README", "no NaN or infinity comes about", IN_PART,
+            "none by the arithmetic; those of operands go through, or `check_finite=True` refuses "
+            "them"),
+    Promise("README", "training converges as in 16 bits", HOLDS,
+            "of a small transformer: [dit_fine_tune](../experiments/results/dit_fine_tune.json)"),
+    Promise("README", "compute capability 7.0 and up", REFUTED, "8.0 and up"),
+    Promise("README", "A100, H100, RTX 4090", IN_PART,
+            "H100 and H200 were measured; the portable form is for 8.0 and up"),
+    Promise("README", "lengths of 512 to 16,384, head sizes of 64 to 256", HOLDS,
+            "any length, head sizes of 1 to 256"),
+    Promise("README", "falls back to 16 bits where INT8 cannot", HOLDS,
+            "`cupyattn.Int8Attention.fallbacks` counts the calls, with the reason"),
+    Promise("README, 10.3", "INT4", HOLDS, "`cupyattn.QuantConfig(qk_bits=4)`: its codes, not its "
+            "speed"),
+    Promise("README, 10.3", "several GPUs", HOLDS, "`cupyattn.distributed`"),
+    Promise("README, 10.3", "a backward kernel of its own", HOLDS,
+            "`cupyattn.attention_backward`"),
+    Promise("README", "containers", HOLDS, "`Dockerfile`, `Dockerfile.cpu`"),
+    Promise("integration", "gradients by finite differences", SUCCESSOR,
+            "those of the 16-bit operands, by kernels of their own"),
+    Promise("integration", "PyTorch 1.12, CUDA 11.6 and up", SUCCESSOR,
+            "torch 2.11 and up, CUDA 12 or 13"),
+    Promise("integration", "bfloat16 with modification", HOLDS, "without one"),
+    Promise("7.2", "sigma is 79.4, 1.0 and 0.002 at steps 0, 500 and 999", IN_PART,
+            "80, 2.5 and 0.002 by the notes' own formula, which is "
+            "`cupyattn.compute_sigma_schedule(1000)`"),
+    Promise("7.2", "activations grow as sigma does", REFUTED,
+            "not where the network scales its input: [timestep_ablation]"
+            "(../experiments/results/timestep_ablation.json)"),
+    Promise("kernels", "rotary embeddings in fa", HOLDS, "`rope=` of every rung"),
+    Promise("kernels", "fa_warps: a warp has query rows of its own", HOLDS,
+            "[TUTORIAL](TUTORIAL.md)"),
+    Promise("kernels", "fa_tc: WMMA, and copies while it computes", SUCCESSOR,
+            "`mma.sync` and `cp.async`; `wgmma` and TMA on Hopper"),
+    Promise("kernels", "fa_int8: scales and zero points of a tensor", HOLDS,
+            '`cupyattn.QuantConfig("tensor", "tensor", symmetric=False)`'),
+    Promise("kernels", "too much shared memory fails silently", REFUTED,
+            "it raises, with the number and the way out"),
+    Promise("kernels", "ones give 128 / 4096 at length 4,096", REFUTED,
+            "they give 1: weights sum to 1"),
+    Promise("kernels", "P in float32 times V in INT8", ABSENT,
+            "`pv` in 8 bits has P in 8 bits as well; `pv=\"16bit\"` has both in 16"),
+    Promise("linear layers", "Triton kernels", SUCCESSOR, "CUDA C++, compiled at run time"),
+    Promise("linear layers", "codes from -128 to 127", SUCCESSOR,
+            "-127 to 127, so that a negated weight has negated codes"),
+    Promise("linear layers", "blocks of 128 x 128, scales in float32", HOLDS,
+            "`cupyattn.weight_quant`; and a scale for each channel"),
+    Promise("linear layers", "outliers are found, such layers keep 16 bits", HOLDS,
+            "`cupyattn analyze`, `--max-outliers`"),
+    Promise("linear layers", "norms and embeddings stay as they are", HOLDS,
+            "`cupyattn.checkpoints.role_of`"),
+    Promise("linear layers", "the VAE keeps its precision", HOLDS, "its layers keep 16 bits"),
+    Promise("linear layers", "large convolutions in INT8", ABSENT,
+            "they keep 16 bits: the files have INT8 for linear layers alone"),
+    Promise("linear layers", "asymmetric weights (`symmetric=False`)", ABSENT,
+            "refused: scales alone, no zero points"),
+    Promise("linear layers", "safetensors and .bin files", HOLDS,
+            "the latter through torch, which runs nothing that is in them"),
+    Promise("linear layers", "the analyser says what INT8 would do and save", HOLDS,
+            "`cupyattn analyze`: [CHECKPOINTS](CHECKPOINTS.md)"),
+)  # fmt: skip

@@ -1,0 +1,352 @@
+"""`accelerate`: what it composes, what it leaves native, its handle, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from torch import nn  # noqa: E402
+
+from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop import restore  # noqa: E402
+from cupyattn.interop import torch as interop_torch  # noqa: E402
+from cupyattn.interop.torch import accelerated_parts, models  # noqa: E402
+from cupyattn.measure import whole_gains  # noqa: E402
+from tests.interop import diffusers_cases as cases  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
+
+EAGER: dict[str, Any] = {"compile": False, "log": None}
+
+
+def transformer(**config: Any) -> Any:
+    """A small model whose linear layers are large enough for INT8."""
+    model = diffusers.SD3Transformer2DModel(**{
+        "sample_size": 16, "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 1,
+        "attention_head_dim": 32, "num_attention_heads": 4, "joint_attention_dim": 32,
+        "caption_projection_dim": 128, "pooled_projection_dim": 32, "pos_embed_max_size": 16,
+        **config,
+    }).eval()  # fmt: skip
+    return model.requires_grad_(False)
+
+
+def run(model: Any) -> Any:
+    given = cases.noise(1, 4, 12, 12), cases.noise(1, 8, 32), cases.noise(1, 32)
+    with torch.no_grad():
+        return model(*given, timestep=torch.tensor([500.0]), return_dict=False)[0]
+
+
+def record(**gains: tuple[float, float, float]) -> whole_gains.WholeModel:
+    """A measured model with gains by part, or by part and class: ``linear``, ``balanced``."""
+    sure = (1.2, 1.1, 1.3)
+    of = {name: gains.get(name, sure) for name in accelerated_parts.ACCURACIES}
+    blocks = {"linear": gains.get("linear", sure), "attention": of, "both": of}
+    return whole_gains.WholeModel(
+        "Small", "SD3Transformer2DModel", 128, 256, 8, "NVIDIA H200", 90, 5e-3, 5e-3, 5e-3,
+        {}, {"blocks": blocks, "graphs": {**blocks, "linear": sure}},
+    )  # fmt: skip
+
+
+def given_record(monkeypatch: pytest.MonkeyPatch, found: whole_gains.WholeModel) -> None:
+    monkeypatch.setattr(
+        "cupyattn.interop.diffusers.accelerating.part_of",
+        lambda prefix, model: accelerated_parts.Part(prefix, model, found),
+    )
+
+
+# ---- what it composes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "policy"), [("full", "precision"), ("aggressive", "aggressive")]
+)
+def test_it_is_both_replacements_and_goes_back_to_the_bit(accuracy: str, policy: str) -> None:
+    model = transformer()
+    native = run(model)
+    with interop_torch.replace_linear_with_int8(model), interop.replace_attention_with_int8(
+        model, policy=policy
+    ):
+        expected = run(model)
+    handle = interop.accelerate(model, accuracy, **EAGER)
+    assert torch.equal(run(handle), expected) and not torch.equal(expected, native)
+    assert handle.report().attention.modes == {policy: 1}
+    handle.restore()
+    handle.restore()
+    assert torch.equal(run(model), native)
+
+
+def test_a_pipeline_is_taken_with_its_components_in_names() -> None:
+    pipe = cases.make("sd3")
+    native = cases.generate(pipe, "sd3", 1)
+    with interop.accelerate(pipe, "balanced", exclude="blocks.0", **EAGER) as handle:
+        assert not torch.equal(cases.generate(handle, "sd3", 1), native)
+        report = handle.report()
+    assert [layer.name for layer in report.attention.layers] == [
+        "transformer.transformer_blocks.1.attn"
+    ]
+    int8 = [name for name, what in report.layers.items() if what.startswith("INT8")]
+    assert int8 and all(name.startswith("transformer.transformer_blocks.1.") for name in int8)
+    assert torch.equal(cases.generate(pipe, "sd3", 1), native)
+
+
+def test_five_lines_say_what_was_done_and_what_was_not(capsys: pytest.CaptureFixture[str]) -> None:
+    handle = interop.accelerate(transformer(), "balanced", compile=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert tuple(lines) == handle.report().lines and len(lines) == 5
+    assert lines[1].startswith("linear layers: 9 of 18 INT8 by block, weights -")
+    assert lines[2] == "attention: 1 module by cupyattn, in balanced INT8"
+    assert "compare(...)" in lines[3]
+    assert "linear layers (modulation)" in lines[4]
+    assert str(handle.report()).splitlines()[:5] == lines
+    interop.accelerate(handle, again=True, **EAGER)
+    assert not capsys.readouterr().out
+
+
+def test_blocks_are_compiled_and_run_their_own_code_afterwards() -> None:
+    model = transformer(num_layers=2)
+    own = model.transformer_blocks[0]
+    own.compile(backend="eager")
+    before = own._compiled_call_impl
+    handle = interop.accelerate(model, log=None)
+    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+    assert compiled == [*model.transformer_blocks] and own._compiled_call_impl is before
+    assert "2 JointTransformerBlock compiled with fullgraph=True" in handle.report().lines[0]
+    handle.restore()
+    assert [m for m in model.modules() if m._compiled_call_impl is not None] == [own]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_close_to_eager_ones() -> None:
+    model = transformer()
+    with interop.accelerate(model, "balanced", **EAGER):
+        eager = run(model)
+    with interop.accelerate(model, "balanced", log=None) as handle:
+        compiled = run(handle)
+        layers = handle.report().attention.layers
+    assert [layer.compiled for layer in layers] == [("balanced",)]
+    assert (compiled - eager).norm() < 1e-2 * eager.norm()
+
+
+def test_a_module_without_diffusers_gets_int8_layers() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
+    x = torch.randn(3, 128)
+    native = model(x)
+    said: list[str] = []
+    handle = interop_torch.accelerate(model, compile=False, log=said.append)
+    assert type(model[0]).__name__ == "Int8Linear" and len(said) == 5
+    assert "attention: native" in said and "attention (cupyattn.interop.diffusers" in said[4]
+    handle.restore()
+    assert torch.equal(model(x), native)
+
+
+# ---- by the record -------------------------------------------------------------------------------
+
+
+def test_a_part_whose_interval_includes_one_stays_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_record(monkeypatch, record(linear=(1.03, 0.98, 1.09)))
+    model = transformer()
+    handle = interop.accelerate(model, **EAGER)
+    report = handle.report()
+    assert not report.layers and report.lines[1] == "linear layers: native"
+    why = "1.03 [0.98, 1.09] times as fast, undecided; with compile='graphs' 1.20 [1.10, 1.30]"
+    assert f"linear layers ({why}" in report.lines[4]
+    assert report.lines[3].startswith("measured in a whole Small of 256 tokens on an NVIDIA H200")
+    assert "1.20 [1.10, 1.30] times as fast as compiled native" in report.lines[3]
+    assert len(handle._handle_attention.replaced) == 1
+    handle.restore()
+    with interop.accelerate(model, compile="graphs", log=None) as handle:
+        assert handle.report().layers
+
+
+def test_attention_takes_a_more_accurate_class_where_that_is_the_faster_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unsure = (1.0, 0.9, 1.1)
+    given_record(monkeypatch, record(aggressive=unsure, balanced=unsure))
+    handle = interop.accelerate(transformer(), "aggressive", **EAGER)
+    assert handle.report().lines[2] == "attention: 1 module by cupyattn, in 16 bits"
+    run(handle)
+    assert handle.report().attention.modes == {"precision": 1}
+
+
+def test_nothing_is_replaced_or_compiled_where_all_was_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slower = (0.8, 0.7, 0.9)
+    given_record(monkeypatch, record(linear=slower, full=slower))
+    model = transformer()
+    native = run(model)
+    handle = interop.accelerate(model, log=None)
+    lines = handle.report().lines
+    assert "not compiled" in lines[0]
+    assert lines[1:3] == ("linear layers: native", "attention: native")
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert torch.equal(run(handle), native)
+
+
+def test_the_record_decides_between_channels_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer()
+    layer = "transformer_blocks.0.attn.to_q"
+    with interop.accelerate(model, **EAGER):  # of a width that was not measured
+        assert model.get_submodule(layer).strategy == "block"
+    monkeypatch.setattr("cupyattn.checkpoints.choosing.nearest", lambda cls, width: record())
+    with interop.accelerate(model, **EAGER) as handle:
+        assert model.get_submodule(layer).strategy == "channel"
+        assert "INT8 by channel" in handle.report().lines[1]
+
+
+def test_the_nearest_width_of_a_class_stands_for_a_model() -> None:
+    found = [
+        whole_gains.nearest(*given)
+        for given in (("WanTransformer3DModel", 5120), ("WanTransformer3DModel", 2560),
+                      ("WanTransformer3DModel", 1536), ("FluxTransformer2DModel", 0),
+                      ("UNet2DConditionModel", 3072))
+    ]  # fmt: skip
+    names = [one and one.name for one in found]
+    assert names == ["Wan 2.1 14B", "Wan 2.2 5B", None, None, None]
+
+
+def test_gains_are_what_the_record_of_whole_models_says() -> None:
+    from experiments.tuning import whole_gains as script
+
+    assert script.TARGET.read_text(encoding="utf-8") == script.text(), (
+        "run python -m experiments.tuning.whole_gains"
+    )
+
+
+# ---- refusals, and nothing half-done -------------------------------------------------------------
+
+
+def test_a_refusal_leaves_the_model_as_it_was() -> None:
+    model = transformer()
+    native = run(model)
+    attention = interop.replace_attention_with_int8(model, policy="balanced")
+    with pytest.raises(ValueError, match="is replaced already"):
+        interop.accelerate(model, log=None)
+    attention.restore()
+    assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert torch.equal(run(model), native)
+
+
+def test_an_error_while_compiling_takes_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer()
+    native = run(model)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.Module, "compile", fails)
+    with pytest.raises(KeyboardInterrupt):
+        interop.accelerate(model, log=None)
+    assert torch.equal(run(model), native)
+    assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accuracy": "fast"}, "accuracy must be 'full', 'balanced', 'aggressive', got 'fast'"),
+        ({"compile": True}, "compile must be 'blocks', 'graphs' or False, got True"),
+        ({"include": "atn"}, "'atn' of include is found in the name of no linear layer or attent"),
+    ],
+)
+def test_arguments_that_there_are_not_are_refused(options: dict[str, Any], message: str) -> None:
+    model = transformer()
+    with pytest.raises(ValueError, match=message):
+        interop.accelerate(model, **{"log": None, **options})
+    with pytest.raises(TypeError, match=r"give a pipeline to cupyattn\.interop\.diffusers"):
+        interop_torch.accelerate(object())  # type: ignore[arg-type]
+
+
+def test_no_module_hides_the_package_accelerate() -> None:
+    package = Path(interop.__file__).parents[2]
+    assert not [*package.rglob("accelerate.py")]
+
+
+def test_restore_without_the_handle_takes_compiled_code_back_too() -> None:
+    model = transformer()
+    native = run(model)
+    interop.accelerate(model, compile="graphs", log=None)
+    assert "forward" in vars(model)
+    assert copy.deepcopy(model.transformer_blocks[0])._compiled_call_impl is None
+    restore(model)
+    assert "forward" not in vars(model)
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert torch.equal(run(model), native)
+    interop.accelerate(model, log=None)
+    handle = interop.accelerate(model, again=True, log=None)
+    assert "fullgraph=True" in handle.report().lines[0]
+    handle.restore()
+    assert torch.equal(run(model), native)
+
+
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
+def test_a_model_that_nobody_has_any_more_is_freed(how: str) -> None:
+    model = transformer()
+    interop.accelerate(model, compile=how, log=None)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+def test_activations_decide_between_blocks_and_channels() -> None:
+    pipe = cases.make("sd3")
+    pipe.transformer = transformer()
+    name = "transformer_blocks.0.ff.net.2"
+    x = torch.randn(16, 512)
+    for outliers, expected in ((1.0, "channel"), (30.0, "block")):
+        x[:, [5, 200, 300]] *= outliers
+        given = {f"transformer.{name}": x}
+        with interop.accelerate(pipe, activations=given, **EAGER):
+            assert pipe.transformer.get_submodule(name).strategy == expected
+
+
+# ---- saved codes ---------------------------------------------------------------------------------
+
+
+def test_saved_codes_give_the_same_bits_and_nothing_is_quantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformer()
+    with interop.accelerate(model, **EAGER) as handle:
+        expected = run(model)
+        folder = handle.save(tmp_path / "int8")
+        with pytest.raises(FileExistsError):
+            handle.save(folder)
+    monkeypatch.delattr(models, "quantised")
+    with interop.accelerate(model, checkpoint=folder, **EAGER) as handle:
+        assert torch.equal(run(model), expected)
+        assert "codes of int8" in str(handle.report())
+    loaded = interop_torch.load_int8(diffusers.SD3Transformer2DModel, folder)
+    with interop.replace_attention_with_int8(loaded, policy="precision"):
+        assert torch.equal(run(loaded), expected)
+
+
+def test_a_pipeline_is_saved_by_components(tmp_path: Path) -> None:
+    pipe = cases.make("sd3")
+    with interop.accelerate(pipe, **EAGER) as handle:
+        expected = cases.generate(pipe, "sd3", 1)
+        handle.save(tmp_path / "int8")
+    assert (tmp_path / "int8" / "transformer" / "config.json").exists()
+    handle = interop.accelerate(pipe, checkpoint=tmp_path / "int8", **EAGER)
+    assert torch.equal(cases.generate(pipe, "sd3", 1), expected)
+    restore(pipe)
+    handle.restore()
+
+
+def test_saving_without_codes_is_refused(tmp_path: Path) -> None:
+    model = transformer()
+    with interop.accelerate(model, include=r"attn$", **EAGER) as handle:
+        assert len(handle._handle_attention.replaced) == 1
+        with pytest.raises(ValueError, match="no linear layer is INT8"):
+            handle.save(tmp_path / "int8")

@@ -1,0 +1,253 @@
+"""`handle.compare` and `cupyattn trial`: ways in turns, resumable, and everything back in place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from cupyattn import cli  # noqa: E402
+from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop.torch import comparing  # noqa: E402
+from cupyattn.interop.torch.ways import ways_of  # noqa: E402
+from tests.interop import diffusers_cases as cases  # noqa: E402
+from tests.interop.test_accelerate import run, transformer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
+
+QUIET: dict[str, Any] = {"log": None}
+
+
+def call(**options: Any) -> dict[str, Any]:
+    """A call of the small pipeline."""
+    given = {"num_inference_steps": 3, "output_type": "latent", "height": 96, "width": 96}
+    return {**cases.CASES["sd3"].call(), **given, **options}
+
+
+@pytest.fixture
+def handle() -> Any:
+    """Return a pipeline whose layers of one block are INT8, with INT8 attention."""
+    pipe = cases.make("sd3")
+    made = interop.accelerate(pipe, "balanced", compile=False, include="blocks.1", **QUIET)
+    yield made
+    made.restore()
+
+
+def test_ways_take_turns_and_the_pipeline_is_as_before(handle: Any, tmp_path: Path) -> None:
+    pipe, model = handle.target, handle.target.transformer
+    expected = cases.generate(pipe, "sd3", 2)
+    said: list[str] = []
+    found = handle.compare(
+        rounds=2, record=tmp_path / "r.json", page=tmp_path / "p.html", log=said.append, **call()
+    )
+    assert list(found.ways) == ["native", "linear layers", "attention", "accelerated"]
+    assert all([len(steps) for steps in way["rounds"]] == [2, 2] for way in found.ways.values())
+    assert [line.split(", ")[1] for line in said[4:]] == [*found.ways, *reversed(found.ways)]
+    assert said[-2].endswith("left") and not said[-1].endswith("1 s left")
+    assert set(found.verdicts()) == {"linear layers", "attention", "accelerated"}
+    assert json.loads((tmp_path / "r.json").read_text()) == found.record
+    assert (tmp_path / "p.html").read_text() == found.page()
+    assert pipe.transformer is model and "step" not in vars(pipe.scheduler)
+    assert torch.equal(cases.generate(pipe, "sd3", 2), expected)
+
+
+def test_latents_of_each_way_are_those_of_the_part_alone(handle: Any) -> None:
+    found = handle.compare(rounds=1, **QUIET, **call(generator=torch.Generator().manual_seed(3)))
+    pipe = handle.target
+
+    def latents() -> Any:
+        return pipe(**call(generator=torch.Generator().manual_seed(3))).images
+
+    both = latents()
+    handle.restore()
+    native = latents()
+    with interop.accelerate(pipe, "balanced", compile=False, include=r"blocks.1.attn$", **QUIET):
+        attention = latents()
+
+    def distance(x: Any) -> float:
+        return float((x - native).norm() / native.norm())
+
+    assert found.ways["accelerated"]["latents"][-1] == pytest.approx(distance(both), rel=1e-3)
+    assert found.ways["attention"]["latents"][-1] == pytest.approx(distance(attention), rel=1e-3)
+    assert len(found.ways["attention"]["latents"]) == 3
+
+
+def test_an_interrupted_comparison_goes_on_and_leaves_nothing_behind(
+    handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pipe, model = tmp_path / "r.json", handle.target, handle.target.transformer
+    own, runs = comparing._Bench.run, []
+
+    def interrupted(self: Any, way: Any, *, follow: bool = False) -> Any:
+        runs.append(way.said)
+        if len(runs) == 7:
+            raise KeyboardInterrupt
+        return own(self, way, follow=follow)
+
+    monkeypatch.setattr(comparing._Bench, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        handle.compare(rounds=2, record=path, **QUIET, **call())
+    assert pipe.transformer is model
+    assert sum(len(w["rounds"]) for w in json.loads(path.read_text())["ways"].values()) == 2
+    before = json.loads(path.read_text())["ways"]["native"]["rounds"]
+    runs[:] = [""] * 10  # past the interruption
+    found = handle.compare(rounds=2, record=path, **QUIET, **call())
+    assert len(runs) == 10 + 4 + 6 and found.rounds == 2
+    assert found.ways["native"]["rounds"][:1] == before
+    with pytest.raises(ValueError, match="record of another comparison"):
+        handle.compare(rounds=2, record=path, **QUIET, **call(guidance_scale=2.0))
+
+
+def test_a_model_is_compared_by_calls() -> None:
+    model = transformer()
+    native = run(model)
+    given = {
+        "hidden_states": cases.noise(1, 4, 12, 12), "encoder_hidden_states": cases.noise(1, 8, 32),
+        "pooled_projections": cases.noise(1, 32), "timestep": torch.tensor([500.0]),
+    }  # fmt: skip
+    with interop.accelerate(model, compile=False, exclude="attn$", **QUIET) as handle:
+        int8 = run(model)
+        found = handle.compare(rounds=2, **QUIET, **given)
+    assert list(found.ways) == ["native", "accelerated"]
+    assert found.ways["native"]["weights"] > found.ways["accelerated"]["weights"]
+    expected = float((int8 - native).norm() / native.norm())
+    assert found.ways["accelerated"]["latents"] == [pytest.approx(expected, rel=1e-3)]
+
+
+def test_native_is_compiled_as_the_accelerated_model_is() -> None:
+    pipe = cases.make("sd3")
+    own = pipe.transformer
+    seen: list[tuple[bool, bool]] = []
+
+    def look(pipe: Any, *_: Any) -> dict[str, Any]:
+        block = pipe.transformer.transformer_blocks[0]
+        seen.append((pipe.transformer is own, block._compiled_call_impl is not None))
+        return {}
+
+    with interop.accelerate(pipe, "balanced", **QUIET) as handle:
+        with torch.compiler.set_stance("force_eager"):
+            found = handle.compare(rounds=1, **QUIET, **call(
+                num_inference_steps=1, callback_on_step_end=look))  # fmt: skip
+        assert list(found.ways) == [
+            "native", "native, not compiled", "linear layers", "attention", "accelerated"
+        ]
+    assert seen[:5] == [(False, True), (False, False), (False, True), (False, True), (True, True)]
+
+
+def test_graphs_are_recorded_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer()
+    passes: list[str] = []
+    own = comparing._Bench.run
+
+    def counted(self: Any, way: Any, **options: Any) -> Any:
+        passes.append(way.said)
+        return own(self, way, **options)
+
+    monkeypatch.setattr(comparing._Bench, "run", counted)
+    given = {
+        "hidden_states": cases.noise(1, 4, 12, 12), "encoder_hidden_states": cases.noise(1, 8, 32),
+        "pooled_projections": cases.noise(1, 32), "timestep": torch.tensor([500.0]),
+    }  # fmt: skip
+    with interop.accelerate(model, compile="graphs", exclude="attn$", **QUIET) as handle:
+        with torch.compiler.set_stance("force_eager"):
+            handle.compare(rounds=1, **QUIET, **given)
+        assert "without a graph: 4 for arguments on the host" in handle.report().lines[0]
+    assert passes[:3] == ["native"] * 3 and len(passes) == 3 * (3 + 1)
+
+
+def test_native_weights_are_on_the_device_once(handle: Any) -> None:
+    ways = ways_of(handle._handle_parts, handle._handle_request)
+    layer = "transformer_blocks.1.ff.net.2"
+    natives = {ways[name].models["transformer."].get_submodule(layer).weight.data_ptr()
+               for name in ("native", "attention")}  # fmt: skip
+    codes = [ways[name].models["transformer."].get_submodule(layer).weight_codes.data_ptr()
+             for name in ("linear layers", "accelerated")]  # fmt: skip
+    assert len(natives) == 1 and codes[0] == codes[1]
+
+
+def test_nothing_replaced_is_nothing_to_compare(handle: Any) -> None:
+    handle.restore()
+    with pytest.raises(RuntimeError, match="there is nothing to compare"):
+        handle.compare(**call())
+
+
+def test_pictures_of_all_kinds_of_results() -> None:
+    image = pytest.importorskip("PIL.Image")
+    x = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    frames = torch.from_numpy(x / 255).movedim(-1, 0)[None, None].repeat(1, 9, 1, 1, 1)
+    for result in (
+        SimpleNamespace(images=[image.fromarray(x)]), (x[None] / 255,),
+        SimpleNamespace(frames=[[image.fromarray(x)]]), SimpleNamespace(frames=frames),
+    ):  # fmt: skip
+        found = comparing.pictures_of(result)
+        assert 1 <= len(found) <= comparing.MOST_PICTURES
+        assert all(np.array_equal(one, x) for one in found)
+    assert comparing.pictures_of(SimpleNamespace(images=torch.zeros(1, 16, 8, 8))) == []
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+SCRIPT = """
+from tests.interop import diffusers_cases as cases
+
+def small():
+    call = dict(cases.CASES["sd3"].call(), num_inference_steps=1, output_type="latent")
+    return cases.make("sd3"), call
+
+def wrong():
+    return 3
+"""
+
+
+def test_the_command_runs_a_function_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    given = ["trial", "mine.py:small", "--rounds", "1", "--compile", "off"]
+    assert cli.main([*given, "--accuracy", "balanced"]) == 0
+    out, err = capsys.readouterr()
+    assert "INT8 linear layers and attention in balanced INT8: " in out and "round 1 of 1" in err
+    assert (tmp_path / "small.trial.json").exists() and (tmp_path / "small.trial.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("mine.py", "give FILE.py:NAME"), ("none.py:small", "there is no file 'none.py'"),
+        ("mine.py:other", "has no function 'other'"), ("mine.py:wrong", "must return a pipeline"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_function_is_said(
+    function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["trial", function]) == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- the experiment ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_experiment_on_accelerated_models_runs_in_small(tmp_path: Path) -> None:
+    from experiments._harness.whole_families import FAMILIES
+    from experiments.diffusion import accelerated_models
+
+    file = tmp_path / "record.json"
+    given = ["--quick", "--rounds", "1", "--models", "Wan 2.1 14B", "--json", str(file)]
+    assert accelerated_models.main(given) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["bits_equal"] and row["codes_equal"] and len(row["verdicts"]) == 3
+    short = accelerated_models.shortened(FAMILIES["Flux"], 3)
+    assert short.blocks == {"num_layers": 3, "num_single_layers": 3}
+    assert short.tokens == FAMILIES["Flux"].tokens
