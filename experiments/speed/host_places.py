@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
                     "samples": samples[way],
                 })  # fmt: skip
     cells = [
-        [r["operator"], r["way"], "yes" if r["equal"] else "NO", r["functions"] or "-",
+        [r["operator"], r["way"], "yes" if r["equal"] else "NO", str(r["functions"] or "-"),
          microseconds(r["samples"])]
         for r in rows
     ]  # fmt: skip
