@@ -199,7 +199,8 @@ class Tensors:
         What the launches read is freed in the order of that stream.
         """
         device = ready.device
-        if torch.cuda.current_device() != device:
+        # NOTE: torch.cuda.current_device first asks whether CUDA is initialised: four functions.
+        if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 return self.launch(ready, tensors, addresses)
         if ready.receiver is not None:
@@ -230,6 +231,13 @@ def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
 
 #: The same as Inductor's code does it, in a third of the time.
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
+
+
+def no_lse_beside(o: Tensor) -> Tensor:
+    """Return what stands for lse where it was not asked for: a schema has no optional result."""
+    if o.get_device() < 0 or o.get_device() != torch._C._cuda_getDevice():
+        return o.new_empty((0,), dtype=torch.float32)
+    return _empty((0,), (1,), torch.float32)
 
 
 @functools.lru_cache(4096)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch.bridge import no_lse_beside
 from cupyattn.interop.torch.calls import TensorSettings, backward_pass, forward
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
@@ -41,7 +42,7 @@ def _define(name: str, schema: Schema) -> Any:
 
     def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
         o, lse = forward(schema.settings(arguments), schema.given(arguments))
-        return o, no_lse(o) if lse is None else lse
+        return o, no_lse_beside(o) if lse is None else lse
 
     def attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
         tensors, settings = schema.given(arguments), schema.settings(arguments).of_call
@@ -186,8 +187,16 @@ def refuse_derivative(operator: Any, join: Join | None = None) -> None:
     differentiate(operator, refuse, join=join)
 
 
+def is_exported() -> bool:
+    """Return whether torch traces a program to export, whether or not it compiles.
+
+    ``torch.compiler.is_exporting`` is True in all compiled code of torch 2.11.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def no_lse(o: Tensor) -> Tensor:
-    """Return what stands for lse where it was not asked for: a schema has no optional result."""
+    """Return `cupyattn.interop.torch.bridge.no_lse_beside` of a tensor without memory."""
     return o.new_empty((0,), dtype=torch.float32)
 
 
