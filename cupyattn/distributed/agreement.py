@@ -20,7 +20,7 @@ from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads, Mesh, shares_of_heads
 from cupyattn.distributed.partition import Partition, Range
-from cupyattn.distributed.rank_calls import Calls, quantized
+from cupyattn.distributed.rank_calls import Calls
 from cupyattn.distributed.scales import (
     check_scales,
     compared_scales,
@@ -419,10 +419,9 @@ def _check_kernels(call: ShardedCall) -> dict[str, Any]:
                 rows("v", some.kv, keys),
             )  # fmt: skip
         if mesh.ring > 1 and own.variant.family == "int8":  # which makes codes of no rows, too
-            quantized(settings, *(
-                np.empty((batch, of[1] - of[0], 0, head_dim), q.dtype)
-                for of in (some.q, some.kv, some.kv)
-            ))  # fmt: skip
+            calls.check_codes(
+                rows("q", some.q, []), rows("k", some.kv, []), rows("v", some.kv, [])
+            )
     return {"same": {}}
 
 

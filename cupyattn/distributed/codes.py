@@ -42,7 +42,7 @@ class TravellingCodes:
     def __init__(self, call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any) -> None:
         self._call, self._calls, self._q, self._k, self._v = call, calls, q, k, v
         self._of_rows: dict[Range, QuantizedQKV] = {}
-        self._template = self._quantized((0, 0), (0, 0))
+        self._template = calls.codes_of_nothing(q, k, v)
         self._names = [name for name in _AXES if getattr(self._template, name) is not None]
         keys = call.keys[call.circle.index(call.group.rank)]
         #: What this rank brings: the arrays of one range of keys after the other.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,28 +30,33 @@ from cupyattn.problem.problem import Problem
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 
 
+@dataclass
+class _Piece:
+    """O and lse of rows that lie together, so far."""
+
+    o: Any
+    lse: Any
+
+
 class Partial:
     """Attention of some rows to the keys that have come so far.
 
     Parameters
     ----------
-    o : array, (batch, heads, len_q, head_dim)
+    like : array, (batch, heads, len_q, head_dim)
         Shape, type and place of the result.
     backend : {"cuda", "mirror", "interpret"}
 
-    Attributes
-    ----------
-    o : array, (batch, heads, len_q, head_dim), or None
-        So far; 0 of a row that attended to nothing. In the result's type while there is one part,
-        and with the last one, float32 between. None before any keys have come.
-    lse : array, (batch, heads, len_q), float32, or None
-        So far; -inf of such a row.
+    Notes
+    -----
+    Rows that come together are a piece of their own until others come that are in part the same.
+    A piece stays as it came while there is one part of it, and is float32 between the second and
+    the last.
     """
 
-    def __init__(self, o: Any, backend: str) -> None:
-        self.backend, self._like = backend, o
-        self.o: Any = None
-        self.lse: Any = None
+    def __init__(self, like: Any, backend: str) -> None:
+        self.backend, self._like = backend, like
+        self._pieces: dict[Range, _Piece] = {}
 
     def add(self, rows: Range, o: Any, lse: Any, last: bool = False) -> None:
         """Bring in attention of some rows to further keys.
@@ -66,41 +72,61 @@ class Partial:
         last : bool
             No further part comes: of these rows the result is made in its own type.
         """
-        some = slice(*rows)
-        if self.o is None:
-            if rows == (0, self._like.shape[2]):
-                self.o, self.lse = o, lse
-                return
-            self.o, self.lse = self._nothing()
-            self.o[:, :, some], self.lse[:, :, some] = o, lse
+        met = [of for of in self._pieces if of[0] < rows[1] and rows[0] < of[1]]
+        if not met:
+            self._pieces[rows] = _Piece(o, lse)
             return
-        before, after = self.o, self.o
-        wanted = np.dtype(STORAGE[self._like.dtype.name] if last else np.float32)
+        whole = min(rows[0], *(of[0] for of in met)), max(rows[1], *(of[1] for of in met))
+        if met != [whole]:
+            is_wide = any(self._pieces[of].o.dtype == np.float32 for of in met)
+            joined = self._joined(whole, np.float32 if is_wide else self._stored_dtype)
+            self._pieces = {of: x for of, x in self._pieces.items() if of not in met}
+            self._pieces[whole] = joined
+        piece, some = self._pieces[whole], slice(rows[0] - whole[0], rows[1] - whole[0])
+        before, after = piece.o, piece.o
+        wanted = np.dtype(self._stored_dtype if last else np.float32)
         if after.dtype != wanted:
             after = array_namespace(o).empty(before.shape, wanted)
-            for outside in ((0, rows[0]), (rows[1], before.shape[2])):
-                after[:, :, slice(*outside)] = _stored(before[:, :, slice(*outside)], wanted)
-        self._merge(before[:, :, some], self.lse[:, :, some], o, lse, after[:, :, some])
-        self.o = after
+            for outside in (slice(some.start), slice(some.stop, None)):
+                after[:, :, outside] = _stored(before[:, :, outside], wanted)
+        self._merge(before[:, :, some], piece.lse[:, :, some], o, lse, after[:, :, some])
+        piece.o = after
 
-    def result(self) -> Any:
-        """Return O, rounded to its type."""
-        if self.o is None:
-            self.o, self.lse = self._nothing()
-        return _stored(self.o, STORAGE[self._like.dtype.name])
+    def result(self) -> tuple[Any, Any]:
+        """Return O, rounded to its type, and lse; 0 and -inf of rows that attended to nothing."""
+        whole = 0, self._like.shape[2]
+        piece = self._pieces.get(whole)
+        if piece is None:
+            piece = self._joined(whole, self._stored_dtype)
+        return _stored(piece.o, self._stored_dtype), piece.lse
+
+    @property
+    def _stored_dtype(self) -> Any:
+        return STORAGE[self._like.dtype.name]
+
+    def _joined(self, rows: Range, dtype: Any) -> _Piece:
+        """Return pieces as one of a type, which has nothing of the rows between them."""
+        like, xp, (begin, end) = self._like, array_namespace(self._like), rows
+        within = {of: x for of, x in self._pieces.items() if begin <= of[0] and of[1] <= end}
+        with memory.on_device_of(like):
+            shape = *like.shape[:2], end - begin
+            made = _Piece(xp.empty((*shape, like.shape[3]), dtype), xp.empty(shape, np.float32))
+        at = begin
+        for of in [*sorted(within), (end, end)]:
+            made.o[:, :, at - begin : of[0] - begin] = 0
+            made.lse[:, :, at - begin : of[0] - begin] = NEG_INF
+            if of in within:
+                where = slice(of[0] - begin, of[1] - begin)
+                made.o[:, :, where] = _stored(within[of].o, dtype)
+                made.lse[:, :, where] = within[of].lse
+            at = of[1]
+        return made
 
     def _merge(self, before: Any, lse: Any, part_o: Any, part_lse: Any, after: Any) -> None:
         arrays = {
             "part_O": part_o, "part_lse": part_lse, "O": after, "lse": lse, "before_O": before,
         }  # fmt: skip
         run(MERGE, (self.backend, self._like.dtype.name), arrays)
-
-    def _nothing(self) -> tuple[Any, Any]:
-        """Return O and lse of rows that have attended to nothing yet."""
-        like, xp = self._like, array_namespace(self._like)
-        with memory.on_device_of(like):
-            o = xp.zeros(like.shape, STORAGE[like.dtype.name])
-            return o, xp.full(like.shape[:3], NEG_INF, np.float32)
 
 
 def merge_mirror(before: Any, lse: Any, part_o: Any, part_lse: Any, o: Any) -> None:

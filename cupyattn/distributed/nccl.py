@@ -67,6 +67,8 @@ class NcclGroup(DeviceGroup):
         said = self.agree("NcclGroup", facts)
         with self.on_device():
             self._stream = self._cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
+            # NOTE: NCCL's memory is the driver's, where CuPy's pool may have left none.
+            self._cupy.get_default_memory_pool().free_all_blocks()
             self._comm = self._begin(bytes(said[0]["identifier"]))
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -17,7 +17,7 @@ from cupyattn.distributed.ring import Part
 from cupyattn.distributed.scales import scales_of_heads
 from cupyattn.ops.attention import described, run_attention
 from cupyattn.ops.backward import BackwardSettings, run_backward
-from cupyattn.ops.quantize import quantize
+from cupyattn.ops.quantize import check_described, quantize
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
@@ -39,6 +39,7 @@ class Calls:
     settings: Settings
     offsets: dict[str, Any] = field(default_factory=dict)
     _of_heads: dict[Heads, Calls] = field(default_factory=dict, repr=False, compare=False)
+    _codes_of_nothing: list[QuantizedQKV] = field(default_factory=list, repr=False, compare=False)
 
     def of_heads(self, heads: Heads) -> Calls:
         """Return the calls of some heads: of given scales they take theirs."""
@@ -59,6 +60,20 @@ class Calls:
         for rows, keys, settings, offsets in self._runs(blocks):
             some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             yield rows, *_forward(settings, *some, offsets)
+
+    def codes_of_nothing(self, q: Any, k: Any, v: Any) -> QuantizedQKV:
+        """Return the codes of no rows and no keys, made once: only their shapes are read."""
+        if not self._codes_of_nothing:
+            none = (x[:, :, :0] for x in (q, k, v))
+            self._codes_of_nothing.append(quantized(self.settings, *none))
+        return self._codes_of_nothing[0]
+
+    def check_codes(self, q: Described, k: Described, v: Described) -> None:
+        """Raise for rows and keys that are not quantised, as `cupyattn.quantize`."""
+        asked = self.settings
+        check_described(
+            q, k, v, quant=asked.quant, tiles=asked.tiles, arch=asked.arch, backend=asked.backend
+        )
 
     def check(
         self, blocks: Iterable[Block] | None, q: Described, k: Described, v: Described

@@ -100,7 +100,7 @@ def attend(
             newest = part
     if newest is not None:
         partial.add(*newest, last=True)
-    return partial.result(), partial.lse
+    return partial.result()
 
 
 def differentiate(

@@ -160,6 +160,24 @@ def quantize(
     return found if as_given is as_it_is else replace(found, as_given=as_given)
 
 
+def check_described(
+    q: Described,
+    k: Described,
+    v: Described,
+    *,
+    quant: QuantConfig | None,
+    tiles: Tiles | None,
+    arch: str | None,
+    backend: str | None,
+) -> None:
+    """Raise as `quantize` for operands of which only descriptions are at hand."""
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+    if quant is not None and quant.static:
+        arrays |= scales_of(quant, arrays, "BHSD")
+        quant = quant.described
+    problem_of(QUANTIZE, QuantizeSettings(quant, tiles, arch, backend), arrays)
+
+
 def _prepared_first(
     arrays: dict[str, Array], settings: QuantizeSettings
 ) -> tuple[dict[str, Array], QuantizeSettings, tuple[str, ...]]:

@@ -3,7 +3,8 @@
 Varies       keys and values in 16 bits, or their codes; transport; causal or not
 Holds fixed  24 heads of head_dim 128, 118,800 rows (a video of Wan), float16, two devices
 Measures     milliseconds at which each stage of one call begins and ends on each rank, by events of
-             the streams that it runs on; and how much of the exchange lies beside attention
+             the streams that it runs on, and by the host's clock; and how much of the exchange
+             lies beside attention
 Run          python -m experiments.speed.ring_timeline [--quick] [--length N] [--heads N]
              [--transport nccl copies] [--json FILE]
 
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from cupyattn import distributed
@@ -47,18 +48,33 @@ WARM = 3
 SHORTEST = 0.02
 
 
+class Span(NamedTuple):
+    """A stage, in milliseconds from the begin of the call."""
+
+    name: str
+    begin: float
+    end: float
+    #: When the host came to it.
+    host: float
+
+
+def milliseconds() -> float:
+    """Return the host's clock."""
+    return 1e3 * time.perf_counter()
+
+
 class Timeline:
     """Events of the stages of one rank's call.
 
     Attributes
     ----------
-    stages : list of (str, event, event)
-        Name, begin and end.
+    stages : list of (str, event, event, float)
+        Name, begin and end, and the host's moment in milliseconds before it begins.
     """
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self.stages: list[tuple[str, Any, Any]] = []
+        self.stages: list[tuple[str, Any, Any, float]] = []
 
     def event(self, stream: Any = None) -> Any:
         """Return an event of a stream's moment, of the current one by default."""
@@ -69,19 +85,24 @@ class Timeline:
     @contextlib.contextmanager
     def stage(self, name: str, stream: Any = None) -> Iterator[None]:
         """Mark what is launched within."""
-        begin = self.event(stream)
+        now, begin = milliseconds(), self.event(stream)
         yield
-        self.stages.append((name, begin, self.event(stream)))
+        self.stages.append((name, begin, self.event(stream), now))
 
-    def spans(self) -> list[tuple[str, float, float]]:
-        """Return name, begin and end of the stages in milliseconds from the first begin.
+    def between(self, begin: Any, end: Any) -> float:
+        """Return the milliseconds between two events."""
+        return float(self._cupy.cuda.get_elapsed_time(begin, end))
 
-        The whole call ends last.
-        """
-        self._cupy.cuda.Device().synchronize()
-        first, between = self.stages[-1][1], self._cupy.cuda.get_elapsed_time  # of the whole call
-        spans = [(name, between(first, a), between(first, b)) for name, a, b in self.stages]
-        return sorted(spans, key=lambda span: span[1])
+    def spans(self) -> list[Span]:
+        """Return the stages in the order in which they begin; the whole call ends last."""
+        if self._cupy is not None:
+            self._cupy.cuda.Device().synchronize()
+        _, first, _, start = self.stages[-1]  # of the whole call
+        spans = [
+            Span(name, self.between(first, begin), self.between(first, end), host - start)
+            for name, begin, end, host in self.stages
+        ]
+        return sorted(spans, key=lambda span: span.begin)
 
 
 class HostTimeline(Timeline):
@@ -92,13 +113,11 @@ class HostTimeline(Timeline):
 
     def event(self, stream: Any = None) -> Any:
         """Return the moment in milliseconds."""
-        return 1e3 * time.perf_counter()
+        return milliseconds()
 
-    def spans(self) -> list[tuple[str, float, float]]:
-        """Return name, begin and end of the stages in milliseconds from the first begin."""
-        first = min(begin for _, begin, _ in self.stages)
-        spans = [(name, begin - first, end - first) for name, begin, end in self.stages]
-        return sorted(spans, key=lambda span: span[1])
+    def between(self, begin: Any, end: Any) -> float:
+        """Return the milliseconds between two moments."""
+        return float(end - begin)
 
 
 #: Of the rank that a thread is, while its call is marked.
@@ -158,7 +177,7 @@ def marked() -> Iterator[None]:
 
 def timelines(
     way: Way, problem: Problem, ranks: int | Sequence[int], transport: str, seed: int
-) -> list[list[tuple[str, float, float]]]:
+) -> list[list[Span]]:
     """Return the spans of one call on each of two ranks; the first is the whole call."""
     rows = problem.partition(2)
 
@@ -170,8 +189,8 @@ def timelines(
         call = call_of(way, problem, group)
         for _ in range(WARM):
             call(*operands)
-        group.barrier()
         wait()
+        group.barrier()
         timeline = HostTimeline() if isinstance(ranks, int) else Timeline(xp)
         _marked.timeline = timeline
         with timeline.stage("call"):
@@ -184,22 +203,24 @@ def timelines(
     return found
 
 
-def beside(spans: Sequence[tuple[str, float, float]]) -> float:
+def beside(spans: Sequence[Span]) -> float:
     """Return the share of the exchange that lies beside attention.
 
     Examples
     --------
-    >>> beside([("attention", 0.0, 4.0), ("exchange", 3.0, 5.0), ("attention", 4.5, 6.0)])
+    >>> stages = ("attention", 0.0, 4.0), ("exchange", 3.0, 5.0), ("attention", 4.5, 6.0)
+    >>> beside([Span(*stage, host=0.0) for stage in stages])
     0.75
     """
-    exchanges = [span[1:] for span in spans if span[0] == "exchange"]
-    covered = sum(
-        max(0.0, min(end, stop) - max(begin, start))
-        for begin, end in exchanges
-        for name, start, stop in spans
-        if name == "attention"
+    exchanges, attention = (
+        [span for span in spans if span.name == name] for name in ("exchange", "attention")
     )
-    return covered / max(sum(end - begin for begin, end in exchanges), 1e-9)
+    covered = sum(
+        max(0.0, min(span.end, other.end) - max(span.begin, other.begin))
+        for span in exchanges
+        for other in attention
+    )
+    return covered / max(sum(span.end - span.begin for span in exchanges), 1e-9)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -214,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
         for way in WAYS:
             for transport in args.transport[: 1 if args.quick else None]:
                 for rank, spans in enumerate(timelines(way, problem, ranks, transport, args.seed)):
-                    (call_ms,) = (end - begin for name, begin, end in spans if name == "call")
+                    (call_ms,) = (x.end - x.begin for x in spans if x.name == "call")
                     rows.append({
                         "way": way.name, "problem": problem.name, "rank": rank,
                         "transport": carrier(transport, ranks), "call_ms": call_ms,
@@ -226,10 +247,13 @@ def run(args: argparse.Namespace) -> int:
             f"{row['call_ms']:.2f} ms; {row['beside_attention']:.0%} of the exchange lies beside "
             "attention"
         )
-        longest = [span for span in row["stages"] if span[2] - span[1] > SHORTEST]
+        longest = [span for span in row["stages"] if span.end - span.begin > SHORTEST]
         output.print_table(
-            ["stage", "begins, ms", "ends, ms", "takes, ms"],
-            [[name, f"{a:.2f}", f"{b:.2f}", f"{b - a:.2f}"] for name, a, b in longest],
+            ["stage", "host comes, ms", "begins, ms", "ends, ms", "takes, ms"],
+            [
+                [x.name, *(f"{n:.2f}" for n in (x.host, x.begin, x.end, x.end - x.begin))]
+                for x in longest
+            ],
         )
     recording.keep(args, "ring_timeline", "mirror" if args.quick else "cuda", {"rows": rows})
     return 0

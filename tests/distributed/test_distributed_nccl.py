@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,8 @@ class FakeNccl:
     queues: dict[tuple[int, int], queue.Queue[Any]] = field(default_factory=dict)
     arrays: dict[int, Any] = field(default_factory=dict)
     streams: dict[int, Stream] = field(default_factory=dict)
+    #: Ranks in the order in which their pools were freed, and their communicators made.
+    begun: list[str] = field(default_factory=list)
     available: bool = True
 
     def get_version(self) -> int:
@@ -106,6 +109,7 @@ class FakeNccl:
     def groupEnd(self) -> None: ...
 
     def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> Any:
+        self.begun.append("communicator")
         assert identifier == bytes(range(128))
         return Communicator(self, rank)
 
@@ -160,7 +164,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     cuda = type("cuda", (), {"Device": Device, "Stream": OfNccl, "Event": Event,
                              "get_current_stream": staticmethod(Now),
                              "runtime": Runtime(found)})  # fmt: skip
-    monkeypatch.setattr(groups, "_cupy", lambda: type("cupy", (), {"cuda": cuda}))
+    pool = SimpleNamespace(free_all_blocks=lambda: found.begun.append("freed"))
+    cupy = SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool)
+    monkeypatch.setattr(groups, "_cupy", lambda: cupy)
     monkeypatch.setattr(nccl, "_nccl", lambda: found)
     return found
 
@@ -257,6 +263,11 @@ def pass_on(group: NcclGroup) -> list[float]:
 def test_arrays_travel_by_nccl_in_order(fake: FakeNccl) -> None:
     found = on_fake(fake, 3, lambda group: (pass_on(group), group.close())[0], timeout=10)
     assert found == [[1.0] * 4, [2.0] * 4, [0.0] * 4]
+
+
+def test_unused_blocks_of_the_pool_are_freed_before_nccl_takes_memory(fake: FakeNccl) -> None:
+    on_fake(fake, 1, lambda group: group.close(), timeout=10)
+    assert fake.begun == ["freed", "communicator"]
 
 
 def test_arrays_travel_by_copies_in_order(fake: FakeNccl) -> None:

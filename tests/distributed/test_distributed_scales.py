@@ -10,9 +10,12 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import distributed
+from cupyattn.arrays.described import Described
 from cupyattn.distributed import Mesh, Partition, RankError, Shared
 from cupyattn.distributed import scales as of_ranks
+from cupyattn.distributed.rank_calls import Calls
 from cupyattn.errors import UnsupportedError
+from cupyattn.problem.settings import Settings
 from tests.distributed.distributed_cases import ROWS, X, attend, entry, errors_of, on_ranks, packed
 from tests.support.runs import bits, normal
 
@@ -171,6 +174,19 @@ def test_scales_follow_the_rows_to_their_device(monkeypatch: pytest.MonkeyPatch)
     found = of_ranks.scales_beside(quant, X)
     assert found.scales[0] is not quant.scales[0] and found.scales[1] == 0.5
     np.testing.assert_array_equal(found.scales[0], quant.scales[0])
+
+
+def test_codes_are_checked_without_reading_scales() -> None:
+    """They may lie on a device, and the rows that are checked are descriptions."""
+    on_device = (Described.contiguous("scale", (1, heads, 1), np.float32, 0) for heads in (6, 3))
+    how = {"granularity_q": "head", "granularity_k": "head", "smooth_k": False}
+    quant = ca.QuantConfig(**how, scales=tuple(on_device))
+    calls = Calls(Settings(variant="fa_int8", quant=quant, backend="mirror"))
+    q, k = (Described.contiguous("q", (2, heads, 0, 64), np.float16) for heads in (6, 3))
+    calls.check_codes(q, k, k)
+    wide = Described.contiguous("q", (2, 6, 0, 288), np.float16)
+    with pytest.raises(UnsupportedError, match="head_dim"):
+        calls.check_codes(wide, wide, wide)
 
 
 def test_ranks_whose_tiles_give_scales_to_other_rows_are_named(

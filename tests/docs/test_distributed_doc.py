@@ -141,10 +141,10 @@ def test_stages_of_a_ring_are_marked(
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 8 and {row["transport"] for row in rows} == {"store"}
     for row in rows:
-        names = [name for name, _, _ in row["stages"]]
+        names = [name for name, *_ in row["stages"]]
         quantised = {"quantise K, V", "quantise Q"} if row["way"] == "ring of codes" else set()
         assert {"call", "attention", "merge"} | quantised <= set(names)
-        assert all(0 <= begin <= end <= row["call_ms"] for _, begin, end in row["stages"])
+        assert all(0 <= begin <= end <= row["call_ms"] for _, begin, end, _ in row["stages"])
     assert "ring of codes, store, rank 1" in capsys.readouterr().out
 
 
