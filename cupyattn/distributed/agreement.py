@@ -313,7 +313,8 @@ def resolve_sharded(
     if coding is not None:
         check_scales(coding.quant, coding.scale_tiles, spec, packed)
         obstacle = _obstacle(coding.quant, packed, spans, rows_q == rows_kv)
-    mesh = choose_mesh(
+    given = group.mesh if settings.method == "auto" else None
+    mesh = given or choose_mesh(
         settings.method, settings.ulysses, spec, described.variant.name, group.hosts,
         balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
     )  # fmt: skip

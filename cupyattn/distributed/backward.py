@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
@@ -102,7 +103,7 @@ def parallel_attention_backward(
     settings = Settings(layout=layout, **options)
     asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
     arrays = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    return _run("parallel_attention_backward", asked, group, arrays)
+    return run_backward_of("parallel_attention_backward", asked, group, arrays)
 
 
 @points_to_our_names
@@ -154,13 +155,14 @@ def parallel_attention_varlen_backward(
         "d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
-    return _run("parallel_attention_varlen_backward", asked, group, arrays)
+    return run_backward_of("parallel_attention_varlen_backward", asked, group, arrays)
 
 
-def _run(
+def run_backward_of(
     what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
 ) -> Gradients:
-    """Agree with the other ranks and compute."""
+    """Return the gradients of a call of `what`, after all ranks have agreed on it."""
+    arrays = tensors.detached(arrays)
     taken: list[Any] = []
 
     def take_others(described: AttentionProblem) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedSettings, agree
+from cupyattn.distributed.backward import run_backward_of
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
 from cupyattn.problem.borrowed_names import points_to_our_names
@@ -153,6 +155,9 @@ def parallel_attention_varlen(
 
 def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Any:
     """Agree with the other ranks, compute, and return what the caller asked for."""
+    if tensors.need_gradients(arrays):
+        return _differentiably(what, settings, group, arrays)
+    arrays = tensors.detached(arrays)
     call, operands = agree(what, settings, group, arrays)
     return_lse = settings.of_call.return_lse
     with group.failing_together(what), memory.on_device_of(operands[0]):
@@ -163,3 +168,23 @@ def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str
     if not return_lse:
         return result
     return result, call.as_given(lse[0] if call.calls.offsets else lse)
+
+
+def _differentiably(
+    what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
+) -> Any:
+    """Do what `_run` does on tensors of torch, some of which require gradients."""
+    names = tuple(arrays)
+    others = {name: x for name, x in arrays.items() if name not in "qkv"}
+    with_lse = settings._replace(of_call=settings.of_call._replace(return_lse=True))
+    of_backward = settings._replace(of_call=settings.of_call.without_rung)
+
+    def forward(*qkv: Any) -> Any:
+        return _run(what, with_lse, group, {**dict(zip("qkv", qkv, strict=True)), **others})
+
+    def backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+        given = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse, **others}
+        return run_backward_of(f"{what}_backward", of_backward, group, given)
+
+    o, lse = tensors.differentiable(forward, backward, *(arrays[name] for name in names[:3]))
+    return (o, lse) if settings.of_call.return_lse else o

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.interchange import on_host, take
 from cupyattn.arrays.kinds import NEG_INF, Array, as_float64, as_host_array
 from cupyattn.bounds import kernel
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -102,7 +102,7 @@ def judge(
     float
         It must not exceed 1.
     """
-    o, q, k, v, lse = operands(o=o, q=q, k=k, v=v, lse=lse)
+    o, q, k, v, lse = _on_hosts(o=o, q=q, k=k, v=v, lse=lse)
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
     int8 = variant == "fa_int8"
@@ -155,8 +155,8 @@ def judge_backward(
     float
         It must not exceed 1.
     """
-    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    gradients = operands(**dict(zip(Gradients._fields, gradients, strict=True)))
+    d_out, q, k, v, out, lse = _on_hosts(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    gradients = _on_hosts(**dict(zip(Gradients._fields, gradients, strict=True)))
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
     exact = {name: np.zeros(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
@@ -253,6 +253,14 @@ def _exact(q: Array, k: Array, v: Array, shared: Shared, options: Any) -> tuple[
             q[:, :, here], k[:, :, there], v[:, :, there], return_lse=True, **options
         )
     return o, lse
+
+
+def _on_hosts(**named: Any) -> tuple[Any, ...]:
+    """Return arrays of any library as NumPy's, in the order given; None stays None."""
+    return tuple(
+        None if x is None else on_host(take(name, x, of_parameter=True)[0])
+        for name, x in named.items()
+    )
 
 
 def _of_arrays(some: Any, variant: str, form: str | None, options: dict[str, Any]) -> Expected:
