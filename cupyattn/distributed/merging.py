@@ -37,6 +37,8 @@ class Partial:
     o : array, (batch, heads, len_q, head_dim)
         Shape, type and place of the result.
     backend : {"cuda", "mirror", "interpret"}
+    wide : bool
+        Whether O is float32 between the first part and the last; otherwise always in its own type.
 
     Attributes
     ----------
@@ -47,8 +49,8 @@ class Partial:
         So far; -inf of such a row.
     """
 
-    def __init__(self, o: Any, backend: str) -> None:
-        self.backend, self._like = backend, o
+    def __init__(self, o: Any, backend: str, wide: bool = True) -> None:
+        self.backend, self._like, self._wide = backend, o, wide
         self.o: Any = None
         self.lse: Any = None
 
@@ -75,7 +77,8 @@ class Partial:
             self.o[:, :, some], self.lse[:, :, some] = o, lse
             return
         before, after = self.o, self.o
-        wanted = np.dtype(STORAGE[self._like.dtype.name] if last else np.float32)
+        narrow = last or not self._wide
+        wanted = np.dtype(STORAGE[self._like.dtype.name] if narrow else np.float32)
         if after.dtype != wanted:
             after = array_namespace(o).empty(before.shape, wanted)
             for outside in ((0, rows[0]), (rows[1], before.shape[2])):

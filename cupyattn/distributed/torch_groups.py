@@ -311,9 +311,11 @@ class _OnHost:
                     break
             done.set()
 
-        threading.Thread(target=wait, daemon=True).start()
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
         while not done.wait(WATCH):
             group.store.check()
+        thread.join()
         for peer, said in trouble:
             self._end(peer, said)
 
