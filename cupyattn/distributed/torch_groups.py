@@ -77,7 +77,7 @@ def from_torch(
     UnsupportedError
         If torch is missing, has no process group yet, or one that carries no such arrays.
     TypeError, ValueError
-        For another object, a rank outside the group, and meshes with other axes.
+        For another object, as of a rank outside the group, and for meshes with other axes.
     RankError
         If a rank does not come within the timeout.
 
@@ -110,14 +110,9 @@ def on_process_group(
     timeout, device
         As for `from_torch`.
     """
-    dist = _distributed()
-    rank = dist.get_rank(process_group)
-    if rank < 0:
-        raise ValueError(
-            "this process is no rank of the process group: call from_torch on its ranks alone"
-        )
-    place = _place(dist, process_group) if device is None else device
-    store = TorchStore(process_group, rank, dist.get_world_size(process_group))
+    rank = process_group.rank()
+    place = _place(process_group) if device is None else device
+    store = TorchStore(process_group, rank, process_group.size())
     made: Group
     if place == "cpu":
         made = TorchHostGroup(store, rank, process_group, timeout)
@@ -265,7 +260,6 @@ class _OnHost:
         if self._begun:
             return
         import torch
-        from torch import distributed as dist
 
         self._begun, group = True, self._group
         for target, source in self._own:
@@ -273,17 +267,13 @@ class _OnHost:
         for peer, array, _ in self._receives:
             buffer = torch.empty(array.nbytes, dtype=torch.uint8)
             tag = group.tag(peer, group.rank)
-            work = self._tried(
-                peer, dist.irecv, buffer, group=group.process_group, group_src=peer, tag=tag
-            )
+            work = self._tried(peer, group.process_group.recv, [buffer], peer, tag)
             self._works.append((peer, work))
             self._buffers.append(buffer)
         for peer, array, _ in self._sends:
             raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
             tag = group.tag(group.rank, peer)
-            work = self._tried(
-                peer, dist.isend, raw, group=group.process_group, group_dst=peer, tag=tag
-            )
+            work = self._tried(peer, group.process_group.send, [raw], peer, tag)
             self._works.append((peer, work))
 
     def wait(self) -> None:
@@ -319,9 +309,9 @@ class _OnHost:
         for peer, said in trouble:
             self._end(peer, said)
 
-    def _tried(self, peer: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _tried(self, peer: int, call: Callable[..., Any], *args: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            return call(*args)
         except RuntimeError as error:
             self._end(peer, str(error))
 
@@ -444,9 +434,14 @@ class _OnDevice:
 
 def _resolved(dist: Any, given: Any, method: str | None) -> tuple[Any, Mesh | None]:
     """Return the process group, and the mesh that axes or the method ask for."""
-    if given is None or isinstance(given, dist.ProcessGroup):
-        process_group = dist.group.WORLD if given is None else given
-        return process_group, _mesh_of(dist.get_world_size(process_group), method)
+    if isinstance(given, dist.ProcessGroup):
+        return given, _mesh_of(given.size(), method)
+    if not dist.is_initialized():
+        raise UnsupportedError(
+            "torch has no process group yet: call torch.distributed.init_process_group() first"
+        )
+    if given is None:
+        return dist.group.WORLD, _mesh_of(dist.get_world_size(), method)
     if not isinstance(given, dist.device_mesh.DeviceMesh):
         raise TypeError(
             "from_torch takes a torch.distributed.ProcessGroup, a DeviceMesh, or None for the "
@@ -476,13 +471,11 @@ def _mesh_of(size: int, method: str | None) -> Mesh | None:
     return None if method is None else Mesh(size, 1 if method == "ring" else size)
 
 
-def _place(dist: Any, process_group: Any) -> int | str:
+def _place(process_group: Any) -> int | str:
     """Return the CUDA device of this rank, "cpu" where torch's group carries host memory alone."""
-    kinds = {device.type for device in process_group._device_types}
     torch = _torch()
-    if "cuda" in kinds and torch.cuda.is_available() and "nccl" in str(
-        dist.get_backend_config(process_group)
-    ):  # fmt: skip
+    kinds = {device.type for device in process_group._device_types}
+    if "cuda" in kinds and torch.cuda.is_available():
         return int(torch.cuda.current_device())
     if "cpu" not in kinds:
         raise UnsupportedError(
@@ -505,8 +498,6 @@ def _torch() -> Any:
 
 def _distributed() -> Any:
     dist = _torch().distributed
-    if not dist.is_available() or not dist.is_initialized():
-        raise UnsupportedError(
-            "torch has no process group yet: call torch.distributed.init_process_group() first"
-        )
+    if not dist.is_available():
+        raise UnsupportedError("this torch was built without torch.distributed: install another")
     return dist

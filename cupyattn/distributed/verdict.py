@@ -72,7 +72,7 @@ class _Piece:
 def judge(
     o: Array, q: Array, k: Array, v: Array, shared: Shared, *, variant: str,
     lse: Array | None = None, quant: QuantConfig | None = None, form: str | None = None,
-    **options: Any,
+    wide_sums: bool = True, **options: Any,
 ) -> float:  # fmt: skip
     """Return the largest error of a result of several ranks as a fraction of its bound (J2).
 
@@ -81,7 +81,7 @@ def judge(
     o : array, (batch, heads, len_q, head_dim)
         What all ranks returned, joined (`Partition.join`).
     q, k, v : array
-        The operands of all ranks, NumPy.
+        The operands of all ranks; arrays of any library, here and above.
     shared : Shared
         How the call was shared.
     variant : str
@@ -94,6 +94,8 @@ def judge(
         on a device needs ``smooth_k=False``.
     form : str, optional
         As for `cupyattn.bounds.attention`.
+    wide_sums : bool
+        Whether a ring added up in float32; otherwise in the type of q.
     **options
         scale, causal, causal_align, window, softcap of the call.
 
@@ -125,7 +127,7 @@ def judge(
             found.append(_spread(one, piece.rows, rows, q.shape))
         if not found:
             found = [_nothing((*q.shape[:2], rows.size, q.shape[3]))]
-        whole = merged(found, dtype)
+        whole = merged(found, dtype, wide_sums)
         expected = whole.o if exact_o is None else exact_o[:, :, rows]
         expected_lse = whole.lse if exact_lse is None else exact_lse[:, :, rows]
         worst = max(worst, _worst(o[:, :, rows], expected, whole.bound))
@@ -136,7 +138,7 @@ def judge(
 
 def judge_backward(
     gradients: Any, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    shared: Shared, **options: Any,
+    shared: Shared, wide_sums: bool = True, **options: Any,
 ) -> float:  # fmt: skip
     """Return the largest error of gradients of several ranks as a fraction of its bound (J2).
 
@@ -147,6 +149,8 @@ def judge_backward(
     d_out, q, k, v, out, lse : array
         What all ranks were given, joined: the gradients are those at this O and lse.
     shared : Shared
+    wide_sums : bool
+        As for `judge`.
     **options
         As for the call: scale, causal, causal_align, window, softcap.
 
@@ -190,6 +194,7 @@ def judge_backward(
     for name, value in zip(exact, gradients, strict=True):
         # A ring rounds the sum of each rank's heads, and what several ranks have is rounded again.
         rounded = ends[name] * (shared.mesh.ring > 1) + (ends[name] > 1)
+        rounded = rounded if wide_sums else rounded + terms[name]  # each term is added and rounded
         bound = summed(errors[name], sizes[name], terms[name], rounded, q.dtype.name)
         worst = max(worst, _worst(value, exact[name], bound))
     return worst
