@@ -10,6 +10,7 @@ import contextlib
 import json
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -228,8 +229,13 @@ class TorchHostGroup(Group):
         self, store: TorchStore, rank: int, process_group: Any, timeout: float = TIMEOUT
     ) -> None:
         super().__init__(store, rank, store.size, timeout)
-        self.process_group = process_group
+        self._process_group = weakref.ref(process_group)
         self._messages: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def process_group(self) -> Any:
+        """The process group, as long as torch has it."""
+        return _alive(self._process_group)
 
     def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         return _OnHost(self, sends, receives, own)
@@ -347,13 +353,18 @@ class TorchDeviceGroup(DeviceGroup):
         timeout: float = TIMEOUT,
     ) -> None:
         super().__init__(store, rank, store.size, device, timeout)
-        self.process_group = process_group
+        self._process_group = weakref.ref(process_group)
         self._torch = _torch()
         # NOTE: all ranks make the communicator of the process group here, if it has none yet:
         # messages between two of them would wait for the others.
         with self._torch.cuda.device(device):
             first = self._torch.zeros(1, device="cuda")
             self._torch.distributed.all_reduce(first, group=process_group)
+
+    @property
+    def process_group(self) -> Any:
+        """The process group, as long as torch has it."""
+        return _alive(self._process_group)
 
     def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         dist = self._torch.distributed
@@ -430,6 +441,19 @@ class _OnDevice:
             for work in self._works:
                 work.wait()
         self._works, self._held = [], []
+
+
+def _alive(reference: Any) -> Any:
+    """Return a process group, which ends with the last reference that is not a group's here.
+
+    One that outlives ``destroy_process_group`` would run threads while the interpreter ends.
+    """
+    process_group = reference()
+    if process_group is None:
+        raise UnsupportedError(
+            "torch's process group was destroyed: call from_torch on the new one"
+        )
+    return process_group
 
 
 def _resolved(dist: Any, given: Any, method: str | None) -> tuple[Any, Mesh | None]:

@@ -251,7 +251,7 @@ def context_parallel(
 
 
 def fault(kind: str) -> None:
-    """Rank 1 raises, dies before or within an exchange, or differs; the others say what they see."""
+    """Rank 1 raises, dies or differs; the others print what they are told."""
     group = distributed.from_torch(method="ring", timeout=15)
     x = normal(1, 2, 8, 16).half()
     distributed.parallel_attention(x, x, x, group)
@@ -271,6 +271,9 @@ def fault(kind: str) -> None:
         distributed.parallel_attention(x, x, x, group, **options)
     except distributed.RankError as error:
         print(f"rank {group.rank} says: {error}", flush=True)
+        if kind == "differs":  # which was found before anything travelled: the group goes on
+            group.barrier()
+            return
         os._exit(7)  # torch's group has a rank that does not close it
     raise AssertionError("a call of ranks one of which failed has ended")
 

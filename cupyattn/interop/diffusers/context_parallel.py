@@ -7,6 +7,7 @@ give each rank some rows, one rank behind the other. Here the ranks of such a me
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,8 @@ from cupyattn.problem.settings import Settings
 
 #: What messages call these calls.
 WHAT = "attention of diffusers"
-#: Groups by the process group that they are on; both end with the process.
-_groups: dict[Any, Group] = {}
+#: Groups by the process group that they are on.
+_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class Ranks:
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, min_length: int) -> str | None:
         """Return why ranks do not share a call, as far as this rank knows; None where they do."""
-        if q.dtype == torch.float32 and torch.is_grad_enabled():
-            if any(x.requires_grad for x in (q, k, v)):
-                return "gradients in float32"
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if recorded and q.dtype == torch.float32:
+            return "gradients in float32"
         if min(q.shape[2], k.shape[2]) * self.group.size < min_length:
             return f"fewer than {min_length} queries or keys"
         if mask is None:
