@@ -6,6 +6,7 @@ Quick tests ask threads for the same: `test_distributed_torch.py` for groups, he
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,13 +104,34 @@ def test_all_ranks_leave_a_call_native_where_one_has_to(masks: Any, reason: str)
     assert all(re.match(reason, str(one)) for one in reasons)
 
 
+def test_models_that_share_ranks_differently_have_groups_of_their_own() -> None:
+    from cupyattn.interop.diffusers.context_parallel import Ranks
+
+    def on_rank(group: Any) -> Any:
+        mesh = SimpleNamespace(get_group=lambda: group.process_group, device_type="cpu")
+        found = []
+        for ring, ulysses in ((2, 1), (1, 2), (2, 1)):
+            config = SimpleNamespace(
+                ring_degree=ring, ulysses_degree=ulysses, convert_to_fp32=True, _flattened_mesh=mesh
+            )
+            found.append(Ranks.of(SimpleNamespace(context_parallel_config=config)))
+        assert found[0].group is found[2].group is not found[1].group
+        return [one.group.mesh for one in found]
+
+    found, errors = on_threads(on_rank, 2)
+    assert errors == [None] * 2
+    assert found == [[Mesh(2, 1), Mesh(2, 2), Mesh(2, 1)]] * 2
+    tensor_parallel = SimpleNamespace(context_parallel_config=None)
+    assert Ranks.of(None) is Ranks.of(tensor_parallel) is None
+
+
 # ---- processes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_groups_of_processes(size: int) -> None:
-    torchrun(size, RANKS, "groups")
+    torchrun(size, RANKS, "cpu", "groups")
 
 
 @pytest.mark.slow
@@ -133,7 +155,8 @@ def test_groups_of_processes(size: int) -> None:
 )  # fmt: skip
 def test_models_of_diffusers_on_several_processes(arguments: tuple[str, ...]) -> None:
     size = int(arguments[1]) * int(arguments[2])
-    assert " from native, one process " in torchrun(size, RANKS, "context_parallel", *arguments)
+    said = torchrun(size, RANKS, "cpu", "context_parallel", *arguments)
+    assert " from native, one process " in said
 
 
 @pytest.mark.slow
@@ -148,7 +171,7 @@ def test_models_of_diffusers_on_several_processes(arguments: tuple[str, ...]) ->
     ],
 )  # fmt: skip
 def test_a_process_that_fails_ends_the_others_with_one_sentence(kind: str, said: str) -> None:
-    found = processes(3, RANKS, "fault", kind)
+    found = processes(3, RANKS, "cpu", "fault", kind)
     others = [found[0], found[2]] if kind != "differs" else found
     sentences = [re.findall(r"rank \d says: (.*)", output) for _, output in others]
     assert sentences == [[said]] * len(others), found

@@ -1,6 +1,7 @@
-"""What ranks run that torchrun starts: ``python -m tests.interop.torch_ranks NAME [ARGUMENTS]``.
+"""What ranks run that torchrun starts: ``python -m tests.interop.torch_ranks KIND NAME [...]``.
 
-A rank that finds something else than it should ends with an error, and all of them with it.
+KIND is "cpu" (gloo, NumPy arrays) or "cuda" (NCCL, CuPy arrays, a device for each rank). A rank
+that finds something else than it should ends with an error, and all of them with it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cupyattn import distributed
 from cupyattn.distributed import Mesh, Partition, Shared
 
 SEED = 5
+KIND = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 
 
 def gathered(value: Any) -> list[Any]:
@@ -33,7 +35,13 @@ def gathered(value: Any) -> list[Any]:
 
 
 def normal(*shape: int, seed: int = SEED) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(KIND)
+
+
+def form() -> str | None:
+    """The form of kernels that runs here, for bounds."""
+    hopper = KIND == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    return "sm90" if hopper else None
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -42,11 +50,11 @@ def normal(*shape: int, seed: int = SEED) -> torch.Tensor:
 def groups() -> None:
     """The default group, a mesh with one axis and one with two: J2, gradients, and their names."""
     size = dist.get_world_size()
-    two = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("ring", "ulysses"))
+    two = init_device_mesh(KIND, (2, size // 2), mesh_dim_names=("ring", "ulysses"))
     found = [
         (distributed.from_torch(), None),
         (distributed.from_torch(method="ring"), Mesh(size, 1)),
-        (distributed.from_torch(init_device_mesh("cpu", (size,), mesh_dim_names=("ulysses",))),
+        (distributed.from_torch(init_device_mesh(KIND, (size,), mesh_dim_names=("ulysses",))),
          Mesh(size, size)),
         (distributed.from_torch(two), Mesh(size, size // 2)),
     ]  # fmt: skip
@@ -54,26 +62,29 @@ def groups() -> None:
     whole = [normal(1, 4, 40, 16, seed=n).half() for n in range(4)]
     for group, mesh in found:
         assert (group.rank, group.size, group.mesh) == (dist.get_rank(), size, mesh)
-        q, k, v, d_out = (torch.from_numpy(rows.take(x.numpy(), group.rank)) for x in whole)
-        own = [x.requires_grad_() for x in (q, k, v)]
+        *own, d_out = (
+            torch.from_numpy(rows.take(x.cpu().numpy(), group.rank)).to(KIND) for x in whole
+        )
+        own = [x.requires_grad_() for x in own]
         o, lse = distributed.parallel_attention(
             *own, group, "auto" if mesh else "ulysses", causal=True, partition="zigzag",
             variant="fa_tc", return_lse=True,
         )
         gradients = torch.autograd.grad(o, own, d_out)
-        parts = gathered([x.detach().numpy() for x in (o, *gradients)])
+        parts = gathered([x.detach().cpu().numpy() for x in (o, *gradients)])
         joined = [rows.join([part[n] for part in parts]) for n in range(4)]
-        of_lse = rows.join(gathered(lse.numpy()), axis=-1)
+        of_lse = rows.join(gathered(lse.cpu().numpy()), axis=-1)
         shared = Shared(mesh or Mesh(size, size), rows, rows)
         options: dict[str, Any] = {"causal": True}
-        assert distributed.judge(joined[0], *whole[:3], shared, variant="fa_tc", **options) <= 1
+        how = {"variant": "fa_tc", "form": form(), **options}
+        assert distributed.judge(joined[0], *whole[:3], shared, **how) <= 1
         given = whole[3], *whole[:3], joined[0], of_lse
         assert distributed.judge_backward(joined[1:], *given, shared, **options) <= 1
         group.close()
     part = distributed.from_torch(two["ring"])
     assert part.mesh == Mesh(2, 1) and part.size == 2
-    for mesh, method in ((init_device_mesh("cpu", (size,), mesh_dim_names=("ring",)), "ulysses"),
-                         (init_device_mesh("cpu", (2, size // 2)), "ring")):  # fmt: skip
+    for mesh, method in ((init_device_mesh(KIND, (size,), mesh_dim_names=("ring",)), "ulysses"),
+                         (init_device_mesh(KIND, (2, size // 2)), "ring")):  # fmt: skip
         with contextlib.suppress(ValueError):
             distributed.from_torch(mesh, method)
             raise AssertionError("a mesh and a method that differ were taken")
@@ -90,8 +101,8 @@ def wan(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     model = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=32, in_channels=4,
         out_channels=4, text_dim=16, freq_dim=16, ffn_dim=64, num_layers=2, rope_max_seq_len=64,
-    ).to(dtype)  # fmt: skip
-    return model, (normal(1, 4, 5, 6, 16).to(dtype), torch.tensor([500]),
+    ).to(KIND, dtype)  # fmt: skip
+    return model, (normal(1, 4, 5, 6, 16).to(dtype), torch.tensor([500], device=KIND),
                    normal(1, 6, 16).to(dtype)), {}  # fmt: skip
 
 
@@ -109,11 +120,12 @@ def qwen(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     model = diffusers.QwenImageTransformer2DModel(
         patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
         num_attention_heads=4, joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
-    ).to(dtype)  # fmt: skip
-    mask = torch.ones(1, 8, dtype=torch.bool)
+    ).to(KIND, dtype)  # fmt: skip
+    mask = torch.ones(1, 8, dtype=torch.bool, device=KIND)
     mask[:, 5:] = False
     return model, (), {
-        "hidden_states": normal(1, 64, 16).to(dtype), "timestep": torch.tensor([0.5]).to(dtype),
+        "hidden_states": normal(1, 64, 16).to(dtype),
+        "timestep": torch.tensor([0.5]).to(KIND, dtype),
         "encoder_hidden_states": normal(1, 8, 16).to(dtype), "encoder_hidden_states_mask": mask,
         "img_shapes": [(1, 8, 8)],
     }  # fmt: skip
@@ -151,11 +163,12 @@ class Seen:
             call = one["call"]
             arrays = {name: as_numpy(one[name]) for name in "qkvo"}
             parts = gathered(arrays)
-            masks = gathered(None if one["mask"] is None else one["mask"].reshape(-1).numpy())
+            masks = gathered(None if one["mask"] is None else as_numpy(one["mask"]).reshape(-1))
             q, k, v, o = (np.concatenate([p[name] for p in parts], axis=2) for name in "qkvo")
             kept = [p["k"].shape[2] for p in parts]
             variant = call.described.variant.name
             options: dict[str, Any] = {"scale": call.described.call.scale, "wide_sums": wide_sums}
+            options["form"] = form()
             if masks[0] is not None:
                 every = np.concatenate(masks)
                 assert not every.all()
@@ -172,7 +185,7 @@ class Seen:
 def as_numpy(x: torch.Tensor) -> np.ndarray:
     from cupyattn.interop.torch.bridge import as_array
 
-    return np.array(as_array(x))
+    return np.array(as_array(x.detach().cpu()))
 
 
 def uneven_on_gloo() -> None:
@@ -195,9 +208,10 @@ def context_parallel(
 
     from cupyattn.interop.diffusers import replace_attention_with_int8
 
-    torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+    if KIND == "cpu":
+        torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+        uneven_on_gloo()
     diffusers.utils.logging.set_verbosity_error()
-    uneven_on_gloo()
     options, way = json.loads(extra), globals()[make]
     train = bool(options.pop("train", False))
     kind = getattr(torch, dtype)
@@ -281,8 +295,10 @@ def fault(kind: str) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    name, *args = sys.argv[1:]
+    if KIND == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+    dist.init_process_group("nccl" if KIND == "cuda" else "gloo")
+    name, *args = sys.argv[2:]
     globals()[name](*args)
     dist.barrier()
     dist.destroy_process_group()

@@ -28,8 +28,8 @@ from cupyattn.problem.settings import Settings
 
 #: What messages call these calls.
 WHAT = "attention of diffusers"
-#: Groups by the process group that they are on.
-_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+#: Groups by the process group that they are on, and by mesh: models may share one differently.
+_groups: weakref.WeakKeyDictionary[Any, dict[Mesh, Group]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,12 @@ class Ranks:
         if config is None:
             return None
         process_group = config._flattened_mesh.get_group()
-        if process_group not in _groups:
-            mesh = Mesh(config.ring_degree * config.ulysses_degree, config.ulysses_degree)
+        mesh = Mesh(config.ring_degree * config.ulysses_degree, config.ulysses_degree)
+        groups = _groups.setdefault(process_group, {})
+        if mesh not in groups:
             place = None if config._flattened_mesh.device_type == "cuda" else "cpu"
-            _groups[process_group] = on_process_group(process_group, mesh, device=place)
-        return cls(_groups[process_group], bool(config.convert_to_fp32))
+            groups[mesh] = on_process_group(process_group, mesh, device=place)
+        return cls(groups[mesh], bool(config.convert_to_fp32))
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, min_length: int) -> str | None:
         """Return why ranks do not share a call, as far as this rank knows; None where they do."""
