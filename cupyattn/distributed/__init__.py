@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cupyattn.distributed.partition import Partition
     from cupyattn.distributed.rank_shares import gather, share
     from cupyattn.distributed.start import connect, from_environment, from_mpi, run
+    from cupyattn.distributed.torch_groups import from_torch
     from cupyattn.distributed.verdict import Shared, judge, judge_backward
     from cupyattn.errors import RankError
 
@@ -43,6 +44,7 @@ __all__ = [
     "connect",
     "from_environment",
     "from_mpi",
+    "from_torch",
     "gather",
     "judge",
     "judge_backward",
@@ -68,6 +70,7 @@ __getattr__, __dir__ = lazy_face(
         "distributed.partition": ("Partition",),
         "distributed.rank_shares": ("gather", "share"),
         "distributed.start": ("connect", "from_environment", "from_mpi", "run"),
+        "distributed.torch_groups": ("from_torch",),
         "distributed.verdict": ("Shared", "judge", "judge_backward"),
         "errors": ("RankError",),
     },

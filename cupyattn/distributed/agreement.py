@@ -61,6 +61,8 @@ class ShardedSettings(NamedTuple):
     partition : {"contiguous", "zigzag"}, Partition or (Partition, Partition)
     deterministic : bool or None
         Of a backward pass.
+    wide_sums : bool
+        Whether a ring adds up in float32; otherwise in the type of q.
     """
 
     of_call: Settings
@@ -68,6 +70,7 @@ class ShardedSettings(NamedTuple):
     ulysses: int | None
     partition: Any
     deterministic: bool | None = None
+    wide_sums: bool = True
 
 
 def comparable(asked: ShardedSettings) -> ShardedSettings | None:
@@ -86,7 +89,7 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
             ),
             _check_method(asked.method), _check_ulysses(asked.ulysses),
             _check_partition(asked.partition),
-            _answer(asked.deterministic),
+            _answer(asked.deterministic), _answer(asked.wide_sums),
         )  # fmt: skip
     except (TypeError, ValueError):
         return None
@@ -150,6 +153,8 @@ class ShardedCall:
     calls : Calls
     digest : str
         Of what all ranks have said.
+    wide_sums : bool
+        As asked for.
     """
 
     group: Group
@@ -161,6 +166,7 @@ class ShardedCall:
     as_given: Callable[[Any], Any]
     calls: Calls
     digest: str
+    wide_sums: bool = True
 
     @cached_property
     def neighbours(self) -> tuple[Neighbours, Neighbours]:
@@ -299,6 +305,7 @@ def resolve_sharded(
             **({} if coding is None else coding.compared), "backend": own_call.backend,
             **{n: _in_words(packed[n].tolist()) for n in SEQUENCES if packed},
             "return_lse": asked.return_lse, "deterministic": bool(settings.deterministic),
+            "wide_sums": settings.wide_sums,
         }  # fmt: skip
         own = {"len_q": own_call.rows["q"].shape[2], "len_kv": own_call.rows["k"].shape[2]}
         return {"same": same, "own": own}
@@ -313,7 +320,8 @@ def resolve_sharded(
     if coding is not None:
         check_scales(coding.quant, coding.scale_tiles, spec, packed)
         obstacle = _obstacle(coding.quant, packed, spans, rows_q == rows_kv)
-    mesh = choose_mesh(
+    given = group.mesh if settings.method == "auto" else None
+    mesh = given or choose_mesh(
         settings.method, settings.ulysses, spec, described.variant.name, group.hosts,
         balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
     )  # fmt: skip
@@ -330,6 +338,7 @@ def resolve_sharded(
     calls = Calls(own, offsets)
     call = ShardedCall(
         group, mesh, rows_q, rows_kv, spans, described, as_given, calls, _digest(agreed),
+        settings.wide_sums,
     )  # fmt: skip
     return call, rows
 

@@ -11,11 +11,13 @@ import numpy as np
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads
+from cupyattn.distributed.rank_calls import NO_SCORES, Scores
 from cupyattn.distributed.ring import differentiate
 from cupyattn.gradients.exact import Gradients
 from cupyattn.problem.attention import AttentionProblem
@@ -102,7 +104,7 @@ def parallel_attention_backward(
     settings = Settings(layout=layout, **options)
     asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
     arrays = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    return _run("parallel_attention_backward", asked, group, arrays)
+    return run_backward_of("parallel_attention_backward", asked, group, arrays)
 
 
 @points_to_our_names
@@ -154,13 +156,18 @@ def parallel_attention_varlen_backward(
         "d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
-    return _run("parallel_attention_varlen_backward", asked, group, arrays)
+    return run_backward_of("parallel_attention_varlen_backward", asked, group, arrays)
 
 
-def _run(
-    what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
+def run_backward_of(
+    what: str,
+    settings: ShardedSettings,
+    group: Group,
+    arrays: Mapping[str, Any],
+    scores: Scores = NO_SCORES,
 ) -> Gradients:
-    """Agree with the other ranks and compute."""
+    """Return the gradients of a call of `what`, after all ranks have agreed on it."""
+    arrays = tensors.detached(arrays)
     taken: list[Any] = []
 
     def take_others(described: AttentionProblem) -> None:
@@ -171,7 +178,7 @@ def _run(
     with group.failing_together(what), memory.on_device_of(q):
         whole = array_namespace(q).ascontiguousarray
         operands = tuple(map(whole, (of_out, q, k, v, out, lse)))
-        found = _compute(call, operands, bool(settings.deterministic))
+        found = _compute(call, operands, bool(settings.deterministic), scores)
         group.finish()
     return Gradients(*map(call.restore, found))
 
@@ -189,10 +196,12 @@ def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> list[Any]:
     return list(found.values())
 
 
-def _compute(call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
+def _compute(
+    call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool, scores: Scores
+) -> tuple[Any, ...]:
     """Return the gradients of this rank's rows and keys."""
     if call.mesh.ulysses == 1:
-        return _of_heads(call, arrays, deterministic)
+        return _of_heads(call, arrays, deterministic, scores)
     _, q, k, v, _, _ = arrays
     xp = array_namespace(q)
     dq = xp.empty(q.shape, q.dtype)
@@ -209,7 +218,7 @@ def _compute(call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool) ->
         return [(dq, "q", [heads.q for heads in step]), *((x, "kv", stacked) for x in of_keys)]
 
     def work_on(heads: Heads, some: list[Any]) -> Kinds:
-        found = _of_heads(call, tuple(some), deterministic)
+        found = _of_heads(call, tuple(some), deterministic, scores)
         return list(zip(found, ("q", "kv", "kv"), strict=True))
 
     kinds = ("q", "q", "kv", "kv", "q", "q")
@@ -221,18 +230,21 @@ def _compute(call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool) ->
     return dq, *(_stored(total, q.dtype) for total in sums)
 
 
-def _of_heads(call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
+def _of_heads(
+    call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool, scores: Scores
+) -> tuple[Any, ...]:
     """Return the gradients of some heads of the rows of this rank and its neighbours."""
     _, q, k, v, _, _ = arrays
     if call.mesh.ring == 1:
-        return tuple(call.calls.whole_backward(arrays, deterministic))
+        return tuple(call.calls.whole_backward(arrays, deterministic, scores))
     forms = forms_of_keys(call, k)
 
     def gradients_of(owner: int, keys: Sequence[Any]) -> Iterator[tuple[Block, Any]]:
         some = (*arrays[:2], *keys, *arrays[4:])
-        return call.calls.of_blocks_backward(some, call.blocks[owner], deterministic)
+        cut = scores.cut(call.rows, call.keys[owner])
+        return call.calls.of_blocks_backward(some, call.blocks[owner], deterministic, cut)
 
-    found = differentiate(call.group, call.circle, q, (k, v), forms, gradients_of)
+    found = differentiate(call.group, call.circle, q, (k, v), forms, gradients_of, call.wide_sums)
     return tuple(_stored(x, q.dtype) for x in found)
 
 

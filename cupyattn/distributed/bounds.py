@@ -42,7 +42,7 @@ class Expected:
     lse_bound: Array
 
 
-def merged(partials: Sequence[Expected], dtype: str) -> Expected:
+def merged(partials: Sequence[Expected], dtype: str, wide: bool = True) -> Expected:
     r"""Return exact attention to the keys of all parts, and the bound of their merge [L50].
 
     Parameters
@@ -52,6 +52,8 @@ def merged(partials: Sequence[Expected], dtype: str) -> Expected:
         same rows.
     dtype : {"float16", "bfloat16", "float32"}
         Type of the result.
+    wide : bool
+        Whether partial results are float32; otherwise each merge rounds to `dtype`.
 
     Notes
     -----
@@ -104,6 +106,10 @@ def merged(partials: Sequence[Expected], dtype: str) -> Expected:
         own = np.where(share > 0, share * bound, 0.0).sum(axis=0)
         lost = np.where(there[..., None], np.abs(o) + bound, 0.0).sum(axis=0) * FLUSHED
     error = moved + own + gamma(ROUNDINGS * merges, U)[..., None] * size + lost
+    if not wide:
+        # Each rounding but the last is of a partial result whose share of O is at most `size`. Half
+        # an ulp of twice that is no less than the same part of it.
+        error = error + np.maximum(merges - 1, 0)[..., None] * half_ulp(2 * size, dtype)
     reach = np.abs(whole) + error
     error = error * REFERENCE + half_ulp(reach, dtype)
     error = np.where(reach > FINITE_MAX[dtype], np.inf, error)

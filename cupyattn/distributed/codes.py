@@ -14,7 +14,7 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.agreement import ShardedCall
 from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.partition import Range, places
-from cupyattn.distributed.rank_calls import Calls, of_window, quantized
+from cupyattn.distributed.rank_calls import NO_SCORES, Calls, Scores, of_window, quantized
 from cupyattn.distributed.ring import MessageForm, Part
 from cupyattn.ops.attention import run_attention
 from cupyattn.quant.quantized import QuantizedQKV
@@ -37,10 +37,15 @@ class TravellingCodes:
         Those of these heads.
     q, k, v : array
         Some heads of the rows of this rank and its neighbours.
+    scores : Scores
+        Of these rows and of all keys.
     """
 
-    def __init__(self, call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any) -> None:
+    def __init__(
+        self, call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any, scores: Scores = NO_SCORES
+    ) -> None:
         self._call, self._calls, self._q, self._k, self._v = call, calls, q, k, v
+        self._scores = scores
         self._of_rows: dict[Range, QuantizedQKV] = {}
         self._template = calls.codes_of_nothing(q, k, v)
         self._names = [name for name in _AXES if getattr(self._template, name) is not None]
@@ -71,7 +76,10 @@ class TravellingCodes:
                     some = place[0] + block.q[0], place[0] + block.q[1]
                     z = with_keys(self._query_codes(some), fields)
                     settings = of_window(coded, block.window)
-                    yield some, *run_attention(settings, {"q": z, "k": None, "v": None})
+                    of_keys = keys[0] + block.kv[0], keys[0] + block.kv[1]
+                    scores = self._scores.cut([some], [of_keys])
+                    named = {"q": z, "k": None, "v": None, **scores.arrays}
+                    yield some, *run_attention(settings, named)
 
     def _quantized(self, rows: Range, keys: Range) -> QuantizedQKV:
         k, v = (x[:, :, slice(*keys)] for x in (self._k, self._v))

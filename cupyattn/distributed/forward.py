@@ -16,7 +16,7 @@ from cupyattn.distributed.codes import TravellingCodes
 from cupyattn.distributed.group import Message, Work
 from cupyattn.distributed.mesh import Heads, shares_of_heads
 from cupyattn.distributed.partition import Range
-from cupyattn.distributed.rank_calls import Calls
+from cupyattn.distributed.rank_calls import NO_SCORES, Calls, Scores
 from cupyattn.distributed.ring import MessageForm, Part, attend, circulate
 from cupyattn.distributed.ulysses import Neighbours
 
@@ -26,20 +26,23 @@ Kinds = Sequence[tuple[Any, str]]
 Receivers = Sequence[tuple[Any, str, Sequence[Range]]]
 
 
-def compute(call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool) -> tuple[Any, Any]:
+def compute(
+    call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool, scores: Scores = NO_SCORES
+) -> tuple[Any, Any]:
     """Return O and lse of this rank's rows, of contiguous arrays; what it sent may still travel.
 
-    Without `return_lse` lse need not be right.
+    Without `return_lse` lse need not be right. `scores` are those of all rows and keys.
     """
     if call.mesh.ulysses == 1:
-        return _of_heads(call, call.calls, q, k, v)
+        return _of_heads(call, call.calls, q, k, v, scores)
     xp = array_namespace(q)
     o = xp.empty(q.shape, STORAGE[call.described.call.dtype])
     lse = xp.full(q.shape[:3], NEG_INF, np.float32)
     wanted = (o, lse) if return_lse else (o,)
 
     def work_on(heads: Heads, arrays: list[Any]) -> Kinds:
-        found = _of_heads(call, call.calls.of_heads(heads), *arrays)
+        q, k, v = arrays
+        found = _of_heads(call, call.calls.of_heads(heads), q, k, v, scores)
         return [(x, "q") for x in found[: len(wanted)]]
 
     by_step(
@@ -131,26 +134,30 @@ def _of(step: list[Heads], kind: str) -> list[tuple[int, int]]:
     return [getattr(heads, kind) for heads in step]
 
 
-def _of_heads(call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def _of_heads(
+    call: ShardedCall, calls: Calls, q: Any, k: Any, v: Any, scores: Scores
+) -> tuple[Any, Any]:
     """Return O and lse of some heads of the rows of this rank and its neighbours.
 
     `calls` are those of these heads.
     """
     # NOTE: without heads, too: all ranks exchange equally often.
     if call.mesh.ring == 1:
-        return calls.whole(q, k, v)
+        return calls.whole(q, k, v, scores)
     backend = call.described.backend
     if call.described.variant.family == "int8":
-        codes = TravellingCodes(call, calls, q, k, v)
+        all_keys = [(0, call.rows_kv.length)]
+        codes = TravellingCodes(call, calls, q, k, v, scores.cut(call.rows, all_keys))
         coming = circulate(call.group, call.circle, codes.own, codes.forms, q)
-        return attend(q, coming, codes.results_of, backend)
+        return attend(q, coming, codes.results_of, backend, call.wide_sums)
 
     def results_of(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         of_k, of_v = arrays
-        return calls.of_blocks(q, of_k, of_v, call.blocks[owner])
+        some = scores.cut(call.rows, call.keys[owner])
+        return calls.of_blocks(q, of_k, of_v, call.blocks[owner], some)
 
     coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k), q)
-    return attend(q, coming, results_of, backend)
+    return attend(q, coming, results_of, backend, call.wide_sums)
 
 
 def forms_of_keys(call: ShardedCall, k: Any) -> Callable[[int], list[MessageForm]]:

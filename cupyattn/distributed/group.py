@@ -19,6 +19,7 @@ import numpy as np
 
 from cupyattn.arrays.interchange import device_of
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.store import Store, check_rank, check_timeout
 from cupyattn.errors import RankError
 from cupyattn.runtime.recent import Recent
@@ -96,6 +97,8 @@ class Group(abc.ABC):
     """
 
     namespace: ClassVar[str]
+    #: What ``method="auto"`` takes; None: the mesh that the model of costs finds fastest.
+    mesh: Mesh | None = None
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
         self.rank, self.size = check_rank(rank, size)

@@ -46,16 +46,18 @@ class Partial:
     like : array, (batch, heads, len_q, head_dim)
         Shape, type and place of the result.
     backend : {"cuda", "mirror", "interpret"}
+    wide : bool
+        Whether O is float32 between the first part and the last; otherwise always in its own type.
 
     Notes
     -----
     Rows that come together are a piece of their own until others come that are in part the same.
     A piece stays as it came while there is one part of it, and is float32 between the second and
-    the last.
+    the last, if `wide`.
     """
 
-    def __init__(self, like: Any, backend: str) -> None:
-        self.backend, self._like = backend, like
+    def __init__(self, like: Any, backend: str, wide: bool = True) -> None:
+        self.backend, self._like, self._wide = backend, like, wide
         self._pieces: dict[Range, _Piece] = {}
 
     def add(self, rows: Range, o: Any, lse: Any, last: bool = False) -> None:
@@ -84,7 +86,7 @@ class Partial:
             self._pieces[whole] = joined
         piece, some = self._pieces[whole], slice(rows[0] - whole[0], rows[1] - whole[0])
         before, after = piece.o, piece.o
-        wanted = np.dtype(self._stored_dtype if last else np.float32)
+        wanted = np.dtype(self._stored_dtype if last or not self._wide else np.float32)
         if after.dtype != wanted:
             after = array_namespace(o).empty(before.shape, wanted)
             for outside in (slice(some.start), slice(some.stop, None)):

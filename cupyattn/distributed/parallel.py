@@ -7,9 +7,12 @@ from typing import Any
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.distributed.agreement import ShardedSettings, agree
+from cupyattn.distributed import tensors
+from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, agree
+from cupyattn.distributed.backward import run_backward_of
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
+from cupyattn.distributed.rank_calls import NO_SCORES, Scores
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.settings import Settings, ShardedOptions, Unpack, takes_options
 
@@ -152,14 +155,78 @@ def parallel_attention_varlen(
 
 
 def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Any:
-    """Agree with the other ranks, compute, and return what the caller asked for."""
+    """Return what the caller asked for."""
+    _, o, lse = on_ranks(what, settings, group, arrays)
+    return (o, lse) if settings.of_call.return_lse else o
+
+
+def on_ranks(
+    what: str,
+    settings: ShardedSettings,
+    group: Group,
+    arrays: Mapping[str, Any],
+    scores: Scores = NO_SCORES,
+    finish: bool = True,
+) -> tuple[ShardedCall, Any, Any]:
+    """Agree with the other ranks and compute, such that autograd knows where tensors ask for it.
+
+    Parameters
+    ----------
+    what : str
+        The function that is called, for messages.
+    settings : ShardedSettings
+    group : Group
+    arrays : mapping
+        This rank's, as `cupyattn.problem.settings.parse` names them.
+    scores : Scores
+        Of the rows and keys of all ranks; as many of each on every rank.
+    finish : bool
+        Wait on the host until everything has been exchanged.
+
+    Returns
+    -------
+    call : ShardedCall
+        What ran.
+    o, lse : array
+        In the caller's kind; lse is None if the settings do not ask for it.
+    """
+    if not tensors.need_gradients(arrays):
+        return _on_ranks(what, settings, group, tensors.detached(arrays), scores, finish)
+    others = {name: x for name, x in arrays.items() if name not in "qkv"}
+    with_lse = settings._replace(of_call=settings.of_call._replace(return_lse=True))
+    of_backward = settings._replace(of_call=settings.of_call.without_rung)
+    found: list[ShardedCall] = []
+
+    def forward(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        own = {"q": q, "k": k, "v": v, **others}
+        call, o, lse = _on_ranks(what, with_lse, group, own, scores, finish)
+        found.append(call)
+        return o, lse
+
+    def backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+        given = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse, **others}
+        return run_backward_of(f"{what}_backward", of_backward, group, given, scores)
+
+    o, lse = tensors.differentiable(forward, backward, arrays["q"], arrays["k"], arrays["v"])
+    return found[0], o, lse
+
+
+def _on_ranks(
+    what: str,
+    settings: ShardedSettings,
+    group: Group,
+    arrays: Mapping[str, Any],
+    scores: Scores,
+    finish: bool,
+) -> tuple[ShardedCall, Any, Any]:
     call, operands = agree(what, settings, group, arrays)
     return_lse = settings.of_call.return_lse
     with group.failing_together(what), memory.on_device_of(operands[0]):
         q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
-        o, lse = compute(call, q, k, v, return_lse)
-        group.finish()
-    result = call.restore(o)
+        o, lse = compute(call, q, k, v, return_lse, scores)
+        if finish:
+            group.finish()
+    o = call.restore(o)
     if not return_lse:
-        return result
-    return result, call.as_given(lse[0] if call.calls.offsets else lse)
+        return call, o, None
+    return call, o, call.as_given(lse[0] if call.calls.offsets else lse)

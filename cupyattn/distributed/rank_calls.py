@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.described import Described
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.partition import Range
@@ -21,6 +22,30 @@ from cupyattn.ops.quantize import check_described, quantize
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A mask, or a bias of the scores, for all heads alike.
+
+    Parameters
+    ----------
+    arrays : dict
+        ``mask`` or ``bias`` of `cupyattn.attention`, (batch or 1, 1, rows or 1, keys); empty for
+        neither.
+    """
+
+    arrays: dict[str, Any] = field(default_factory=dict)
+
+    def cut(self, rows: Iterable[Range], keys: Iterable[Range]) -> Scores:
+        """Return the scores of some rows and keys, in this order."""
+        return Scores({
+            name: _cut(x if x.shape[2] == 1 else _cut(x, 2, rows), 3, keys)
+            for name, x in self.arrays.items()
+        })  # fmt: skip
+
+
+NO_SCORES = Scores()
 
 
 @dataclass(frozen=True)
@@ -51,15 +76,17 @@ class Calls:
             self._of_heads[heads] = Calls(self.settings._replace(quant=quant), self.offsets)
         return self._of_heads[heads]
 
-    def whole(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def whole(self, q: Any, k: Any, v: Any, scores: Scores = NO_SCORES) -> tuple[Any, Any]:
         """Return O and lse of all rows and keys of some heads."""
-        return _forward(self.settings, q, k, v, self.offsets)
+        return _forward(self.settings, q, k, v, self.offsets, scores)
 
-    def of_blocks(self, q: Any, k: Any, v: Any, blocks: Iterable[Block]) -> Iterator[Part]:
+    def of_blocks(
+        self, q: Any, k: Any, v: Any, blocks: Iterable[Block], scores: Scores = NO_SCORES
+    ) -> Iterator[Part]:
         """Yield rows, O and lse of blocks."""
         for rows, keys, settings, offsets in self._runs(blocks):
             some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
-            yield rows, *_forward(settings, *some, offsets)
+            yield rows, *_forward(settings, *some, offsets, scores.cut([rows], [keys]))
 
     def codes_of_nothing(self, q: Any, k: Any, v: Any) -> QuantizedQKV:
         """Return the codes of no rows and no keys, made once: only their shapes are read."""
@@ -102,23 +129,27 @@ class Calls:
                     settings = settings._replace(max_len_q=of_q, max_len_k=of_k)
             described(settings, some).kernel  # noqa: B018
 
-    def whole_backward(self, tensors: tuple[Any, ...], deterministic: bool) -> Any:
+    def whole_backward(
+        self, tensors: tuple[Any, ...], deterministic: bool, scores: Scores = NO_SCORES
+    ) -> Any:
         """Return the gradients of all rows and keys of some heads.
 
         `tensors` are d_out, q, k, v, out and lse.
         """
         settings = BackwardSettings(self.settings.without_rung, deterministic or None)
-        return _backward(settings, tensors, self.offsets)
+        return _backward(settings, tensors, self.offsets, scores)
 
     def of_blocks_backward(
-        self, tensors: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool
+        self, tensors: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool,
+        scores: Scores = NO_SCORES,
     ) -> Iterator[tuple[Block, Any]]:
         """Yield rows and keys of blocks, and the gradients that these owe to one another."""
         for rows, keys, of_call, offsets in self._runs(blocks):
             where = [slice(*(keys if name in "kv" else rows)) for name in "gqkvol"]
             some = tuple(x[:, :, at] for x, at in zip(tensors, where, strict=True))
             settings = BackwardSettings(of_call.without_rung, deterministic or None, all_keys=False)
-            yield Block(rows, keys), _backward(settings, some, offsets)
+            cut = scores.cut([rows], [keys])
+            yield Block(rows, keys), _backward(settings, some, offsets, cut)
 
     def _runs(
         self, blocks: Iterable[Block]
@@ -145,6 +176,13 @@ class Calls:
 def of_window(settings: Settings, window: tuple[int, int]) -> Settings:
     """Return settings of a block, of which a window says which keys a row attends to."""
     return settings._replace(causal=False, causal_align="top-left", window=window)
+
+
+def _cut(x: Any, axis: int, ranges: Iterable[Range]) -> Any:
+    """Return what ranges of an axis have, one behind the other."""
+    before = (slice(None),) * axis
+    found = [x[(*before, slice(*one))] for one in ranges]
+    return found[0] if len(found) == 1 else array_namespace(x).concatenate(found, axis=axis)
 
 
 def _rising_runs(blocks: list[Block]) -> Iterator[list[Block]]:
@@ -179,9 +217,9 @@ def quantized(settings: Settings, q: Any, k: Any, v: Any) -> QuantizedQKV:
 
 
 def _forward(
-    settings: Settings, q: Any, k: Any, v: Any, offsets: dict[str, Any]
+    settings: Settings, q: Any, k: Any, v: Any, offsets: dict[str, Any], scores: Scores
 ) -> tuple[Any, Any]:
-    o, lse = run_attention(settings, _named(q, k, v, offsets))
+    o, lse = run_attention(settings, {**_named(q, k, v, offsets), **scores.arrays})
     return (_heads_first(o), lse[None]) if offsets else (o, lse)
 
 
@@ -191,10 +229,12 @@ def _named(q: Any, k: Any, v: Any, offsets: dict[str, Any]) -> dict[str, Any]:
     return {**{n: _rows_first(x) for n, x in named.items()}, **offsets} if offsets else named
 
 
-def _backward(settings: BackwardSettings, tensors: tuple[Any, ...], offsets: dict[str, Any]) -> Any:
+def _backward(
+    settings: BackwardSettings, tensors: tuple[Any, ...], offsets: dict[str, Any], scores: Scores
+) -> Any:
     arrays = dict(zip(("d_out", "q", "k", "v", "out", "lse"), tensors, strict=True))
     if not offsets:
-        return run_backward(settings, arrays)
+        return run_backward(settings, {**arrays, **scores.arrays})
     rows = {name: x[0] if name == "lse" else _rows_first(x) for name, x in arrays.items()}
     return tuple(_heads_first(x) for x in run_backward(settings, {**rows, **offsets}))
 

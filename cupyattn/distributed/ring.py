@@ -78,6 +78,7 @@ def attend(
     coming: Iterator[tuple[int, Sequence[Any]]],
     results_of: Callable[[int, Sequence[Any]], Iterator[Part]],
     backend: str,
+    wide: bool = True,
 ) -> tuple[Any, Any]:
     """Return O and lse of local rows against the keys of all ranks of a ring.
 
@@ -90,8 +91,10 @@ def attend(
     results_of : callable
         Takes one of these; yields rows, O and lse of attention to these keys alone.
     backend : {"cuda", "mirror", "interpret"}
+    wide : bool
+        Whether O is float32 until the last part has come.
     """
-    partial = Partial(q, backend)
+    partial = Partial(q, backend, wide)
     newest: Part | None = None  # added when the next one is launched: it may be the last
     for owner, arrays in coming:
         for part in results_of(owner, arrays):
@@ -110,8 +113,9 @@ def differentiate(
     keys: Sequence[Any],
     forms: Callable[[int], Sequence[MessageForm]],
     gradients_of: Callable[[int, Sequence[Any]], Iterator[tuple[Block, Any]]],
+    wide: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of local rows and of local keys and values, float32.
+    """Return the gradients of local rows and of local keys and values, in the type of the sums.
 
     Parameters
     ----------
@@ -122,26 +126,28 @@ def differentiate(
         K and V of this rank, (batch, heads_kv, keys, head_dim).
     gradients_of : callable
         Takes what `circulate` yields; yields blocks and their gradients (dq, dk, dv).
+    wide : bool
+        Whether gradients are summed, and travel, in float32; otherwise in the type of q.
     """
-    xp = array_namespace(q)
+    xp, dtype = array_namespace(q), np.dtype(np.float32) if wide else q.dtype
     size, index = len(circle), circle.index(group.rank)
     after, before = circle[(index + 1) % size], circle[index - 1]
-    dq = xp.zeros(q.shape, np.float32)
-    sums: list[Any] = [xp.zeros(x.shape, np.float32) for x in keys]
+    dq = xp.zeros(q.shape, dtype)
+    sums: list[Any] = [xp.zeros(x.shape, dtype) for x in keys]
     for step, (owner, arrays) in enumerate(circulate(group, circle, keys, forms, q)):
         if step:  # the gradients of these keys have been on the rank before
-            coming = empty_like_forms(sums[0], [(x.shape, np.float32) for x in arrays])
+            coming = empty_like_forms(sums[0], [(x.shape, dtype) for x in arrays])
             work = group.prepare([(after, a) for a in sums], [(before, a) for a in coming])
         found = list(gradients_of(owner, arrays))
         if step:
             work.wait()
             sums = coming
         for block, (of_q, of_k, of_v) in found:
-            dq[:, :, slice(*block.q)] += of_q.astype(np.float32)
+            dq[:, :, slice(*block.q)] += of_q.astype(dtype)
             for total, gradient in zip(sums, (of_k, of_v), strict=True):
-                total[:, :, slice(*block.kv)] += gradient.astype(np.float32)
+                total[:, :, slice(*block.kv)] += gradient.astype(dtype)
     if size > 1:
-        home = [xp.empty(x.shape, np.float32) for x in keys]
+        home = [xp.empty(x.shape, dtype) for x in keys]
         group.exchange([(after, a) for a in sums], [(before, a) for a in home]).wait()
         sums = home
     return dq, *sums

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.interchange import on_host, take
 from cupyattn.arrays.kinds import NEG_INF, Array, as_float64, as_host_array
 from cupyattn.bounds import kernel
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -72,7 +72,7 @@ class _Piece:
 def judge(
     o: Array, q: Array, k: Array, v: Array, shared: Shared, *, variant: str,
     lse: Array | None = None, quant: QuantConfig | None = None, form: str | None = None,
-    **options: Any,
+    wide_sums: bool = True, **options: Any,
 ) -> float:  # fmt: skip
     """Return the largest error of a result of several ranks as a fraction of its bound (J2).
 
@@ -81,7 +81,7 @@ def judge(
     o : array, (batch, heads, len_q, head_dim)
         What all ranks returned, joined (`Partition.join`).
     q, k, v : array
-        The operands of all ranks, NumPy.
+        The operands of all ranks; arrays of any library, here and above.
     shared : Shared
         How the call was shared.
     variant : str
@@ -94,6 +94,8 @@ def judge(
         on a device needs ``smooth_k=False``.
     form : str, optional
         As for `cupyattn.bounds.attention`.
+    wide_sums : bool
+        Whether a ring added up in float32; otherwise in the type of q.
     **options
         scale, causal, causal_align, window, softcap of the call.
 
@@ -102,7 +104,7 @@ def judge(
     float
         It must not exceed 1.
     """
-    o, q, k, v, lse = operands(o=o, q=q, k=k, v=v, lse=lse)
+    o, q, k, v, lse = _on_hosts(o=o, q=q, k=k, v=v, lse=lse)
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
     int8 = variant == "fa_int8"
@@ -125,7 +127,7 @@ def judge(
             found.append(_spread(one, piece.rows, rows, q.shape))
         if not found:
             found = [_nothing((*q.shape[:2], rows.size, q.shape[3]))]
-        whole = merged(found, dtype)
+        whole = merged(found, dtype, wide_sums)
         expected = whole.o if exact_o is None else exact_o[:, :, rows]
         expected_lse = whole.lse if exact_lse is None else exact_lse[:, :, rows]
         worst = max(worst, _worst(o[:, :, rows], expected, whole.bound))
@@ -136,7 +138,7 @@ def judge(
 
 def judge_backward(
     gradients: Any, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    shared: Shared, **options: Any,
+    shared: Shared, wide_sums: bool = True, **options: Any,
 ) -> float:  # fmt: skip
     """Return the largest error of gradients of several ranks as a fraction of its bound (J2).
 
@@ -147,6 +149,8 @@ def judge_backward(
     d_out, q, k, v, out, lse : array
         What all ranks were given, joined: the gradients are those at this O and lse.
     shared : Shared
+    wide_sums : bool
+        As for `judge`.
     **options
         As for the call: scale, causal, causal_align, window, softcap.
 
@@ -155,8 +159,8 @@ def judge_backward(
     float
         It must not exceed 1.
     """
-    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    gradients = operands(**dict(zip(Gradients._fields, gradients, strict=True)))
+    d_out, q, k, v, out, lse = _on_hosts(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    gradients = _on_hosts(**dict(zip(Gradients._fields, gradients, strict=True)))
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
     exact = {name: np.zeros(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
@@ -190,6 +194,7 @@ def judge_backward(
     for name, value in zip(exact, gradients, strict=True):
         # A ring rounds the sum of each rank's heads, and what several ranks have is rounded again.
         rounded = ends[name] * (shared.mesh.ring > 1) + (ends[name] > 1)
+        rounded = rounded if wide_sums else rounded + terms[name]  # each term is added and rounded
         bound = summed(errors[name], sizes[name], terms[name], rounded, q.dtype.name)
         worst = max(worst, _worst(value, exact[name], bound))
     return worst
@@ -253,6 +258,14 @@ def _exact(q: Array, k: Array, v: Array, shared: Shared, options: Any) -> tuple[
             q[:, :, here], k[:, :, there], v[:, :, there], return_lse=True, **options
         )
     return o, lse
+
+
+def _on_hosts(**named: Any) -> tuple[Any, ...]:
+    """Return arrays of any library as NumPy's, in the order given; None stays None."""
+    return tuple(
+        None if x is None else on_host(take(name, x, of_parameter=True)[0])
+        for name, x in named.items()
+    )
 
 
 def _of_arrays(some: Any, variant: str, form: str | None, options: dict[str, Any]) -> Expected:

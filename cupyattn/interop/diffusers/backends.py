@@ -14,6 +14,7 @@ from diffusers.models import attention_dispatch
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
+from cupyattn.interop.diffusers.context_parallel import Ranks
 from cupyattn.interop.diffusers.interception import Layer, running_layer
 
 #: The backend's name there.
@@ -70,15 +71,11 @@ def _attend(
             f"the attention backend {NAME!r} runs in modules that replace_attention_with_int8 "
             "chose, with their policy and noise level: call that, and set another backend here"
         )
-    o = None
-    if _parallel_config is not None:
-        layer.stays_native("context parallelism")
-    else:
-        q, k, v = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-        of_keys = isinstance(attn_mask, Tensor) and attn_mask.shape == (len(k), k.shape[2])
-        mask = attn_mask[:, None, None] if of_keys else attn_mask  # as the table's own backends
-        options = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        o = layer.attend(q, k, v, scale, options)
+    q, k, v = (x.permute(0, 2, 1, 3) for x in (query, key, value))
+    of_keys = isinstance(attn_mask, Tensor) and attn_mask.shape == (len(k), k.shape[2])
+    mask = attn_mask[:, None, None] if of_keys else attn_mask  # as the table's own backends
+    options = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal}
+    o = layer.attend(q, k, v, scale, options, Ranks.of(_parallel_config))
     if o is not None:
         return o.permute(0, 2, 1, 3)
     own: Tensor = attention_dispatch.dispatch_attention_fn(

@@ -18,6 +18,8 @@ import torch.nn.functional
 import torch.overrides
 from torch import Tensor
 
+from cupyattn.interop.diffusers.context_parallel import Ranks
+
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 #: The attribute of a module that holds its layer.
 ATTRIBUTE = "_int8_layer"
@@ -33,7 +35,8 @@ class Layer(Protocol):
     is_eager: bool
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any],
+        ranks: Ranks | None = None,
     ) -> Tensor | None:
         """Return O; None where the model's own attention is to run."""
         ...

@@ -25,6 +25,7 @@ from cupyattn.interop.diffusers import (
     masks,
     operator,
 )
+from cupyattn.interop.diffusers.context_parallel import Ranks, Shared, said_of, words
 from cupyattn.interop.diffusers.noise import Schedule
 from cupyattn.interop.diffusers.report import LayerReport
 from cupyattn.interop.diffusers.steps import Step
@@ -87,6 +88,7 @@ class Layer:
         self._calls = self._seen = 0  # all that were counted, and those before the call that runs
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
+        self._on_ranks: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
         with warnings.catch_warnings():  # which `features.follow_steps` gave
             warnings.simplefilter("ignore", UserWarning)
@@ -140,7 +142,8 @@ class Layer:
     # ---- calls -----------------------------------------------------------------------------------
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any],
+        ranks: Ranks | None = None,
     ) -> Tensor | None:
         """Run attention on tensors (batch, heads, len, head_dim).
 
@@ -150,19 +153,24 @@ class Layer:
         scale : float, optional
         options : mapping
             ``attn_mask``, ``dropout_p`` and ``is_causal`` of torch's function.
+        ranks : Ranks, optional
+            That share the sequence; q, k and v are then this rank's.
 
         Returns
         -------
         Tensor, or None where the model's own attention is to run; it is counted with the reason.
         """
-        reason = _transform(q, k, v, options) or self._obstacle(q, k, v, options)
-        mode = self._choice.mode
-        if reason is None and self._follows and self._step.at is None:
+        reason = _transform(q, k, v, options) or self._obstacle(q, k, v, options, ranks)
+        mode, shared = self._choice.mode, None
+        if reason is None and (mode is None or (self._follows and self._step.at is None)):
             reason = UNKNOWN
+        if ranks is not None:
+            reason, said = ranks.agreed(said_of(reason, q, k, options["attn_mask"]))
+            shared = ranks, said
         if reason is None and mode is not None:
             mask, bias = masks.of_scores(options["attn_mask"])
             try:
-                found = self._run(named(q, k, v, mask=mask, bias=bias), scale, mode)
+                found = self._run(named(q, k, v, mask=mask, bias=bias), scale, mode, shared)
             except UnsupportedError as error:
                 reason = str(error)
             except ValueError as error:  # a calibration of other heads, factors of other steps
@@ -181,7 +189,10 @@ class Layer:
         level = logging.INFO if self._native[reason] == 1 else logging.DEBUG
         _log.log(level, "%s stays native: %s", self.name, reason)
 
-    def _obstacle(self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
+    def _obstacle(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any],
+        ranks: Ranks | None = None,
+    ) -> str | None:
         """Return why INT8 does not take a call, None where it does; torch may trace this."""
         mask = options["attn_mask"]
         if options["is_causal"]:
@@ -189,7 +200,7 @@ class Layer:
         if options["dropout_p"]:
             return "dropout"
         given = (q, k, v, mask) if isinstance(mask, Tensor) else (q, k, v)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        if ranks is None and torch.is_grad_enabled() and any(x.requires_grad for x in given):
             return "gradients"
         if not q.ndim == k.ndim == v.ndim == 4:
             return f"{q.ndim} axes"
@@ -202,6 +213,11 @@ class Layer:
         if not 1 <= q.shape[3] <= 256 or v.shape[3] != q.shape[3]:
             sizes = sorted({int(x.shape[3]) for x in (q, v)})
             return f"head size {' and '.join(map(str, sizes))}"
+        if ranks is not None:
+            if self._prunes or self._kind != "dense":
+                what = "token pruning" if self._prunes else f"{self._kind} attention"
+                return f"{what} in context parallelism"
+            return ranks.obstacle(q, k, v, mask, self._min_length)
         if min(q.shape[2], k.shape[2]) < self._min_length:
             return f"fewer than {self._min_length} queries or keys"
         if self._kind != "dense" and q.shape[2] != k.shape[2]:
@@ -210,7 +226,9 @@ class Layer:
             return "token pruning, which takes no attention mask"
         return masks.obstacle(mask, q, k)
 
-    def _run(self, given: dict[str, Tensor], scale: float | None, mode: str) -> Tensor:
+    def _run(
+        self, given: dict[str, Tensor], scale: float | None, mode: str, shared: Shared | None = None
+    ) -> Tensor:
         noise = None if self._choice.is_fixed and not self._follows else self._step.noise
         attention = self._attention_for(noise, given["q"].shape[1], given["q"].shape[3], scale)
         at = (None if noise is None else self._step.at) or self._any_step
@@ -229,6 +247,10 @@ class Layer:
         def run(**form: Any) -> Tensor:
             if self._by_class:
                 form = _of_class(mode, form)
+            if shared is not None:
+                call, o = shared[0].attend(form, given, shared[1])
+                self._on_ranks[words(call)] += 1
+                return o
             return calls.forward(calls.TensorSettings.of(**form, **scores), given)[0]
 
         return attention.in_mode(
@@ -350,6 +372,7 @@ class Layer:
             dict(self._all_fallbacks()),
             tuple(vars(self._in_graphs)),
             counted,
+            dict(self._on_ranks),
         )
 
 

@@ -29,16 +29,24 @@ def obstacle(mask: Any, q: Tensor, k: Tensor) -> str | None:
     """
     if mask is None:
         return None
+    kind = obstacle_of_kind(mask, q)
+    if kind is not None:
+        return kind
+    scores = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    fits = all(n in (1, most) for n, most in zip(mask.shape[::-1], scores[::-1], strict=False))
+    if mask.ndim > len(scores) or not fits:
+        return "attention mask that does not broadcast to (batch, heads, len_q, len_kv)"
+    return None
+
+
+def obstacle_of_kind(mask: Any, q: Tensor) -> str | None:
+    """Return why the kernels take no mask of this class, type and place, None where they do."""
     if not isinstance(mask, Tensor) or type(mask) not in PLAIN:  # CausalBias is a class of tensors
         return f"attention mask of type {type(mask).__name__}"
     if mask.dtype != torch.bool and mask.dtype not in _BIASES:
         return f"attention mask of dtype {str(mask.dtype).removeprefix('torch.')}"
     if mask.device != q.device:
         return f"attention mask on device {mask.device.type}"
-    scores = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    fits = all(n in (1, most) for n, most in zip(mask.shape[::-1], scores[::-1], strict=False))
-    if mask.ndim > len(scores) or not fits:
-        return "attention mask that does not broadcast to (batch, heads, len_q, len_kv)"
     return None
 
 

@@ -29,6 +29,8 @@ class LayerReport:
         graph, and for graphs of an earlier replacement that run again.
     compiled_calls : mapping of str to int
         Calls in compiled code, by mode or ``"native"``, where ``count_compiled=True`` asked for it.
+    on_ranks : mapping of str to int
+        Of those in `modes`, calls that several ranks shared, by mesh and what travelled.
     """
 
     name: str
@@ -37,6 +39,7 @@ class LayerReport:
     fallbacks: Mapping[str, int]
     compiled: tuple[str, ...] = ()
     compiled_calls: Mapping[str, int] = field(default_factory=dict)
+    on_ranks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ class Report:
         """Calls in compiled code, by mode or ``"native"``, as far as they were counted."""
         return self._summed("compiled_calls")
 
+    @property
+    def on_ranks(self) -> dict[str, int]:
+        """Calls that several ranks shared, by mesh and what travelled."""
+        return self._summed("on_ranks")
+
     def _summed(self, field: str) -> dict[str, int]:
         total: Counter[str] = Counter()
         for layer in self.layers:
@@ -100,6 +108,7 @@ class Report:
         for layer in self.layers:
             said = [_listed(layer.modes)] if layer.modes else []
             said += [f"native: {_listed(layer.native)}"] if layer.native else []
+            said += [f"on several ranks: {_listed(layer.on_ranks)}"] if layer.on_ranks else []
             said += [f"in its own type: {_listed(layer.fallbacks)}"] if layer.fallbacks else []
             in_graphs = _listed(layer.compiled_calls) or ", ".join(layer.compiled)
             said += [f"in compiled code: {in_graphs}"] if in_graphs else []

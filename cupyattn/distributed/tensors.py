@@ -1,0 +1,67 @@
+"""Tensors of torch on several ranks: which of them require gradients, and a function of autograd.
+
+torch is imported where there are such tensors, which have imported it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cupyattn.arrays import interchange
+
+
+def need_gradients(arrays: Mapping[str, Any]) -> bool:
+    """Whether torch's autograd records a call on these arrays."""
+    if not any(getattr(x, "requires_grad", False) for x in arrays.values()):
+        return False
+    import torch
+
+    return bool(torch.is_grad_enabled())
+
+
+def detached(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays as kernels read them: of a tensor that requires a gradient its numbers."""
+    return {name: interchange.detached(x) for name, x in arrays.items()}
+
+
+def differentiable(
+    forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], q: Any, k: Any, v: Any
+) -> tuple[Any, Any]:
+    """Return O and lse of tensors, such that autograd calls `backward` for their gradients.
+
+    Parameters
+    ----------
+    forward : callable
+        Takes q, k and v without gradients; returns O and lse.
+    backward : callable
+        Takes the gradient with respect to O, q, k, v, O and lse; returns those of q, k and v.
+    q, k, v : torch.Tensor
+    """
+    found: tuple[Any, Any] = _function().apply(forward, backward, q, k, v)
+    return found
+
+
+@functools.cache
+def _function() -> Any:
+    import torch
+
+    class OnRanks(torch.autograd.Function):  # type: ignore[misc]
+        """Attention of several ranks, which all call its backward pass in the same order."""
+
+        @staticmethod
+        def forward(ctx: Any, forward: Any, backward: Any, *qkv: Any) -> tuple[Any, Any]:
+            o, lse = forward(*(x.detach() for x in qkv))
+            ctx.save_for_backward(*qkv, o, lse)
+            ctx.mark_non_differentiable(lse)
+            ctx.of_gradients = backward
+            return o, lse
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, d_out: Any, _: Any) -> tuple[Any, ...]:
+            found = ctx.of_gradients(d_out.contiguous(), *(x.detach() for x in ctx.saved_tensors))
+            return (None, None, *found)
+
+    return OnRanks

@@ -1,0 +1,178 @@
+"""Context parallelism of diffusers, and groups of torch, with real processes on gloo.
+
+Quick tests ask threads for the same: `test_distributed_torch.py` for groups, here for masks.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import distributed
+from cupyattn.distributed import Mesh, Partition, Shared
+from tests.support.torch_ranks import on_threads, processes, torchrun
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RANKS = "tests.interop.torch_ranks"
+
+
+def attend_on_threads(
+    mesh: Mesh, lengths: list[int], masks: list[Any] | None, form: dict[str, Any]
+) -> tuple[np.ndarray, list[np.ndarray], list[str | None]]:
+    """O of all ranks, the operands, and what each rank says against the call."""
+    from cupyattn.interop.diffusers import masks as of_scores
+    from cupyattn.interop.diffusers.context_parallel import Ranks, said_of, words
+
+    rows = Partition.contiguous(lengths)
+    whole = list(np.random.default_rng(1).standard_normal((3, 1, 4, sum(lengths), 16)))
+    whole = [x.astype(np.float16) for x in whole]
+
+    def on_rank(group: Any) -> Any:
+        group.mesh = mesh
+        q, k, v = (torch.from_numpy(rows.take(x, group.rank)) for x in whole)
+        mask = None if masks is None else masks[group.rank]
+        ranks = Ranks(group, True)
+        reason, said = ranks.agreed(said_of(ranks.obstacle(q, k, v, mask, 1), q, k, mask))
+        if reason is not None:
+            return None, reason
+        given = {"q": q, "k": k, "v": v}
+        given |= {
+            name: x
+            for name, x in zip(("mask", "bias"), of_scores.of_scores(mask), strict=True)
+            if x is not None
+        }
+        call, o = ranks.attend(form, given, said)
+        assert words(call).startswith(f"{mesh.ring} ring" if mesh.ulysses == 1 else "")
+        return o, None
+
+    found, errors = on_threads(on_rank, mesh.size)
+    assert errors == [None] * mesh.size
+    reasons = [reason for _, reason in found]
+    o = np.empty(0) if any(reasons) else rows.join([x.numpy() for x, _ in found])
+    return o, whole, reasons
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 1), Mesh(2, 2), Mesh(4, 2)], ids=str)
+@pytest.mark.parametrize("own", [True, False])
+def test_masks_of_a_ranks_keys_and_of_all_keys(mesh: Mesh, own: bool) -> None:
+    lengths = [9, 12, 7, 8][: mesh.size]
+    every = torch.arange(sum(lengths))[None, None, None] % 3 != 1
+    masks = list(every.split(lengths, dim=3)) if own else [every] * mesh.size
+    o, (q, k, v), _ = attend_on_threads(mesh, lengths, masks, {"variant": "fa_tc"})
+    kept = every.reshape(-1).numpy()
+    of_ranks = np.split(kept, np.cumsum(lengths)[:-1])
+    shared = Shared(
+        mesh, Partition.contiguous(lengths),
+        Partition.contiguous([int(x.sum()) for x in of_ranks]),
+    )  # fmt: skip
+    assert distributed.judge(o, q, k[:, :, kept], v[:, :, kept], shared, variant="fa_tc") <= 1
+
+
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+def test_a_bias_of_rows_is_that_of_one_process(variant: str) -> None:
+    import cupyattn as ca
+
+    lengths = [8, 8]
+    bias = torch.from_numpy(np.random.default_rng(2).standard_normal((1, 1, 16, 16)) * 3).half()
+    o, (q, k, v), _ = attend_on_threads(Mesh(2, 1), lengths, [bias] * 2, {"variant": variant})
+    exact = ca.attention(*(x.astype(np.float32) for x in (q, k, v)), bias=bias.numpy())
+    without = ca.attention(*(x.astype(np.float32) for x in (q, k, v)))
+    near = np.abs(o - exact).max()
+    assert near < (0.005 if variant == "fa_tc" else 0.05) < 0.3 < np.abs(o - without).max()
+
+
+@pytest.mark.parametrize(
+    ("masks", "reason"),
+    [
+        ([None, torch.ones(1, 1, 1, 8)], "attention masks on some ranks alone"),
+        ([torch.ones(1, 1, 1, 5)] * 2, "attention mask of keys that are neither"),
+        ([torch.ones(1, 1, 8, 16)] * 2, "attention mask of rows that are not those of all ranks"),
+        ([torch.ones(1, 4, 1, 8)] * 2, "attention mask of heads, in context parallelism"),
+        ([torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8, dtype=torch.int32)],
+         r"attention mask of dtype int32"),
+    ],
+)  # fmt: skip
+def test_all_ranks_leave_a_call_native_where_one_has_to(masks: Any, reason: str) -> None:
+    _, _, reasons = attend_on_threads(Mesh(2, 1), [8, 8], masks, {"variant": "fa_tc"})
+    assert all(re.match(reason, str(one)) for one in reasons)
+
+
+def test_models_that_share_ranks_differently_have_groups_of_their_own() -> None:
+    from cupyattn.interop.diffusers.context_parallel import Ranks
+
+    def on_rank(group: Any) -> Any:
+        mesh = SimpleNamespace(get_group=lambda: group.process_group, device_type="cpu")
+        found = []
+        for ring, ulysses in ((2, 1), (1, 2), (2, 1)):
+            config = SimpleNamespace(
+                ring_degree=ring, ulysses_degree=ulysses, convert_to_fp32=True, _flattened_mesh=mesh
+            )
+            found.append(Ranks.of(SimpleNamespace(context_parallel_config=config)))
+        assert found[0].group is found[2].group is not found[1].group
+        return [one.group.mesh for one in found]
+
+    found, errors = on_threads(on_rank, 2)
+    assert errors == [None] * 2
+    assert found == [[Mesh(2, 1), Mesh(2, 2), Mesh(2, 1)]] * 2
+    tensor_parallel = SimpleNamespace(context_parallel_config=None)
+    assert Ranks.of(None) is Ranks.of(tensor_parallel) is None
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_of_processes(size: int) -> None:
+    torchrun(size, RANKS, "cpu", "groups")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("wan", "2", "1", "precision", "bfloat16", '{"train": true}'),
+        ("wan", "2", "1", "precision", "bfloat16", '{"train": true, "convert_to_fp32": false}'),
+        ("wan", "1", "2", "precision", "bfloat16", '{"train": true}'),
+        ("wan", "2", "1", "balanced", "bfloat16", '{"train": true}'),
+        ("wan", "1", "2", "aggressive", "float32"),
+        ("wan_uneven", "2", "1", "balanced", "float32", '{"ring_anything": true}'),
+        ("wan_uneven", "1", "2", "precision", "float32", '{"ulysses_anything": true}'),
+        ("qwen", "2", "1", "precision", "bfloat16"),
+        ("qwen", "1", "2", "balanced", "bfloat16"),
+        ("wan", "2", "2", "balanced", "bfloat16"),
+        ("qwen", "2", "2", "precision", "bfloat16", '{"convert_to_fp32": false}'),
+        ("wan_uneven", "4", "1", "aggressive", "float32", '{"ring_anything": true}'),
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_models_of_diffusers_on_several_processes(arguments: tuple[str, ...]) -> None:
+    size = int(arguments[1]) * int(arguments[2])
+    said = torchrun(size, RANKS, "cpu", "context_parallel", *arguments)
+    assert " from native, one process " in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("raises", "rank 1 raised KeyError: 'of the caller'"),
+        ("dies", "rank 1 did not come to 'parallel_attention, call 4' within 15 s"),
+        ("dies while it sends", "rank 1 ended: its connection closed"),
+        ("differs", "rank 1 called parallel_attention with scale=0.5, rank 0 with scale=0.25: "
+                    "give all ranks the same scale"),
+    ],
+)  # fmt: skip
+def test_a_process_that_fails_ends_the_others_with_one_sentence(kind: str, said: str) -> None:
+    found = processes(3, RANKS, "cpu", "fault", kind)
+    others = [found[0], found[2]] if kind != "differs" else found
+    sentences = [re.findall(r"rank \d says: (.*)", output) for _, output in others]
+    assert sentences == [[said]] * len(others), found
+    assert [code for code, _ in others] == [0 if kind == "differs" else 7] * len(others)

@@ -1,0 +1,274 @@
+"""Groups on torch's process groups: results, gradients, faults, and what diffusers asks of them.
+
+Ranks are threads with gloo here; `test_context_parallel.py` starts processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupyattn as ca
+from cupyattn import distributed
+from cupyattn.distributed import Mesh, Partition, RankError, Shared
+from cupyattn.distributed.group import Message
+from cupyattn.errors import UnsupportedError
+from tests.distributed.distributed_cases import asked_for, fewer, partitions
+from tests.support.torch_ranks import on_threads
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+X = np.ones((1, 4, 8, 16), np.float16)
+
+
+def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
+
+
+def without_errors(function: Any, size: int, **options: Any) -> list[Any]:
+    found, errors = on_threads(function, size, **options)
+    assert errors == [None] * size
+    return found
+
+
+def attend(operands: Any, shared: Shared, d_out: np.ndarray, **options: Any) -> Any:
+    """O, lse and gradients of tensors of all ranks, joined."""
+    rows = shared.rows_q, shared.rows_kv, shared.rows_kv
+    how = {**asked_for(shared.mesh), "partition": rows[:2], **options}
+
+    def on_rank(group: Any) -> Any:
+        own = [
+            torch.from_numpy(r.take(x, group.rank)).requires_grad_()
+            for r, x in zip(rows, operands, strict=True)
+        ]
+        o, lse = distributed.parallel_attention(*own, group, return_lse=True, **how)
+        assert isinstance(o, torch.Tensor) and o.requires_grad and not lse.requires_grad
+        given = torch.from_numpy(rows[0].take(d_out, group.rank))
+        return o, lse, torch.autograd.grad(o, own, given)
+
+    found = without_errors(on_rank, shared.mesh.size)
+    gradients = [
+        torch.from_numpy(r.join([of_rank[2][i].numpy() for of_rank in found]))
+        for i, r in enumerate(rows)
+    ]
+    o = rows[0].join([of_rank[0].detach().numpy() for of_rank in found])
+    lse = rows[0].join([of_rank[1].numpy() for of_rank in found], axis=-1)
+    return torch.from_numpy(o), torch.from_numpy(lse), gradients
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 1), Mesh(2, 2), Mesh(4, 2)], ids=str)
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+def test_tensors_are_computed_and_differentiated_within_the_bound(mesh: Mesh, variant: str) -> None:
+    q, d_out = normal((1, 4, 24, 16), 1), normal((1, 4, 24, 16), 2)
+    k, v = normal((1, 2, 24, 16), 3), normal((1, 2, 24, 16), 4)
+    rows = Partition.zigzag(24, mesh.size)
+    shared = Shared(mesh, rows, rows)
+    options = {"causal": True, "variant": variant}
+    if variant == "fa_int8":
+        options["quant"] = ca.QuantConfig(smooth_k=False)
+    o, lse, gradients = attend((q, k, v), shared, d_out, **options)
+    tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    assert distributed.judge(o, *tensors, shared, lse=lse, **options) <= 1
+    given = torch.from_numpy(d_out), *tensors, o, lse
+    assert distributed.judge_backward(gradients, *given, shared, causal=True) <= 1
+
+
+def test_tensors_without_gradients_are_computed_as_arrays_are() -> None:
+    def on_rank(group: Any) -> Any:
+        own = torch.from_numpy(normal((1, 2, 8, 16), group.rank)).bfloat16()
+        arrays = own.float().numpy().astype(ca.arrays.kinds.STORAGE["bfloat16"])
+        with torch.no_grad():
+            needing = own.requires_grad_()
+            o = distributed.parallel_attention(needing, needing, needing, group)
+        same = distributed.parallel_attention(arrays, arrays, arrays, group)
+        return o.dtype, o.requires_grad, np.array_equal(o.float().numpy(), same.astype(np.float32))
+
+    assert without_errors(on_rank, 2, method="ulysses") == [(torch.bfloat16, False, True)] * 2
+
+
+def judge_random(seed: int, size: int, ulysses: int, rows: Any, keys: Any, causal: bool) -> None:
+    """A random partition of random operands, forward and backward."""
+    mesh = Mesh(size, ulysses)
+    shared = Shared(mesh, rows, keys)
+    q, d_out = (normal((1, 4, rows.length, 8), seed + i) for i in range(2))
+    k, v = (normal((1, 2, keys.length, 8), seed + i) for i in range(2, 4))
+    options: dict[str, Any] = {"causal": causal, "causal_align": "top-left"}
+    o, lse, gradients = attend((q, k, v), shared, d_out, variant="fa_tc", **options)
+    assert distributed.judge(o, q, k, v, shared, variant="fa_tc", lse=lse, **options) <= 1
+    found = distributed.judge_backward(gradients, d_out, q, k, v, o, lse, shared, **options)
+    assert found <= 1
+
+
+CASES = st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 2), (4, 4)]).flatmap(
+    lambda mesh: st.tuples(
+        st.integers(0, 2**20), st.just(mesh[0]), st.just(mesh[1]), partitions(mesh[0], 20),
+        partitions(mesh[0], 14), st.booleans(),
+    )  # fmt: skip
+)
+
+
+@settings(fewer, max_examples=3)
+@given(CASES)
+def test_random_partitions(case: Any) -> None:
+    judge_random(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(CASES)
+def test_two_hundred_random_partitions(case: Any) -> None:
+    judge_random(*case)
+
+
+# ---- what from_torch takes -----------------------------------------------------------------------
+
+
+def test_a_group_of_torch_is_described_as_others_are() -> None:
+    def on_rank(group: Any) -> Any:
+        assert group.gather("word", group.rank) == [0, 1]
+        assert group.namespace == "numpy" and len(group.hosts) == 2
+        with group:
+            pass
+        return group.rank, group.size, group.mesh
+
+    assert without_errors(on_rank, 2) == [(0, 2, None), (1, 2, None)]
+    assert without_errors(on_rank, 2, method="ring")[1] == (1, 2, Mesh(2, 1))
+    assert without_errors(on_rank, 2, method="ulysses")[1] == (1, 2, Mesh(2, 2))
+
+
+def test_two_groups_on_one_process_group_keep_their_words_apart() -> None:
+    def on_rank(group: Any) -> Any:
+        other = distributed.from_torch(group.process_group)
+        return group.gather("a", 1), other.gather("b", 2), group.gather("c", 3)
+
+    assert without_errors(on_rank, 2) == [([1, 1], [2, 2], [3, 3])] * 2
+
+
+def test_what_is_no_group_of_torch_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"call torch\.distributed\.init_process_group"):
+        distributed.from_torch()
+    with pytest.raises(ValueError, match="method must be 'ring', 'ulysses' or None, got 'auto'"):
+        distributed.from_torch(method="auto")
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        distributed.from_torch(timeout=0)
+
+
+def test_what_one_rank_is_refused_ends_the_call_of_all() -> None:
+    def on_rank(group: Any) -> None:
+        distributed.parallel_attention(X, X, [X, "no array"][group.rank], group)
+
+    _, errors = on_threads(on_rank, 2)
+    assert type(errors[1]) is TypeError
+    assert str(errors[0]) == f"rank 1 raised TypeError: {errors[1]} (in parallel_attention)"
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def test_other_settings_are_found_before_anything_is_sent() -> None:
+    sent = []
+
+    def on_rank(group: Any) -> Any:
+        own = torch.from_numpy(X)
+        try:
+            distributed.parallel_attention(own, own, own, group, softcap=float(group.rank))
+        finally:
+            sent.append(group.bytes_sent)
+
+    _, errors = on_threads(on_rank, 2, method="ring")
+    said = {str(error) for error in errors}
+    assert len(said) == 1 and sent == [0, 0]
+    told = "rank 1 called parallel_attention with softcap=1.0, rank 0 with softcap=0.0"
+    assert said.pop().startswith(told)
+
+
+def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
+    def on_rank(group: Any) -> Any:
+        if group.rank:
+            return None
+        own = torch.from_numpy(X)
+        return distributed.parallel_attention(own, own, own, group)
+
+    _, errors = on_threads(on_rank, 2, timeout=0.3)
+    assert str(errors[0]) == "rank 1 did not come to 'parallel_attention, call 1' within 0.3 s"
+
+
+def test_a_rank_that_raises_ends_those_that_wait_for_its_arrays() -> None:
+    begun = threading.Event()
+
+    def on_rank(group: Any) -> Any:
+        x = np.ones(4, np.float32)
+        if group.rank == 1:
+            with group.failing_together("a test"):
+                begun.wait(10)
+                raise MemoryError("no room")
+        work = group.exchange([Message(1, x)], [Message(1, np.empty_like(x))])
+        begun.set()
+        work.wait()
+        return None
+
+    _, errors = on_threads(lambda group: _as_value_error(on_rank, group), 2, timeout=20)
+    assert str(errors[0]) == "rank 1 raised MemoryError in a test: no room"
+
+
+def _as_value_error(function: Any, group: Any) -> Any:
+    try:
+        return function(group)
+    except MemoryError as error:
+        raise ValueError(str(error)) from error
+
+
+def test_a_group_that_has_failed_stays_so() -> None:
+    def on_rank(group: Any) -> Any:
+        if group.rank:
+            group.abort("gave up")
+        with pytest.raises(RankError, match="rank 1 gave up"):
+            group.barrier()
+        return str(pytest.raises(RankError, group.barrier).value)
+
+    assert without_errors(on_rank, 2) == ["rank 1 gave up"] * 2
+
+
+# ---- sums in the type of q -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_ring_adds_up_in_float32_or_in_its_own_type(wide: bool) -> None:
+    from cupyattn.distributed.agreement import ShardedSettings
+    from cupyattn.distributed.parallel import on_ranks
+    from cupyattn.problem.settings import Settings
+
+    q, k, v, d_out = (normal((1, 2, 32, 16), n) for n in range(4))
+    rows = Partition.contiguous(32, 4)
+    shared = Shared(Mesh(4, 1), rows, rows)
+    asked = ShardedSettings(Settings(variant="fa_tc"), "ring", None, "contiguous", wide_sums=wide)
+    seen = []
+
+    def on_rank(group: Any) -> Any:
+        own = {
+            n: torch.from_numpy(rows.take(x, group.rank)).requires_grad_()
+            for n, x in zip("qkv", (q, k, v), strict=True)
+        }
+        call, o, lse = on_ranks("a test", asked, group, own)
+        seen.append(call.wide_sums)
+        given = torch.from_numpy(rows.take(d_out, group.rank))
+        found = torch.autograd.grad(o, list(own.values()), given)
+        return o.detach().numpy(), lse.numpy(), [x.numpy() for x in found]
+
+    found = without_errors(on_rank, 4)
+    o = rows.join([of_rank[0] for of_rank in found])
+    lse = rows.join([of_rank[1] for of_rank in found], axis=-1)
+    gradients = [rows.join([of_rank[2][i] for of_rank in found]) for i in range(3)]
+    given = d_out, q, k, v, o, lse
+    assert distributed.judge_backward(gradients, *given, shared, wide_sums=wide) <= 1
+    assert seen == [wide] * 4
+    assert distributed.judge(o, q, k, v, shared, variant="fa_tc", wide_sums=wide) <= 1
+    if not wide:
+        of_float32 = distributed.judge(o, q, k, v, shared, variant="fa_tc")
+        assert of_float32 > distributed.judge(o, q, k, v, shared, variant="fa_tc", wide_sums=False)
