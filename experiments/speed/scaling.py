@@ -449,8 +449,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     )
     return [
         "",
-        f"At {length:,} rows {ranks} devices reach these shares of {ranks} times the speed of one,",
-        f"without a mask and causal, by the faster transport: {said}.",
+        f"At {length:,} rows {ranks} devices reach these shares of {ranks} times the speed of one.",
+        f"The first is without a mask, the second causal: {said}.",
     ]
 
 
