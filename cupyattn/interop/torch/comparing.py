@@ -49,7 +49,7 @@ def compare(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     for part in parts:
-        check_not_offloaded(part.model)
+        check_not_offloaded(part.model, "remove its hooks, compare, then offload again")
     where = next((x.device for part in parts for x in part.model.parameters()), None)
     bench = _Bench(target, call, where or torch.device("cpu"), seed)
     ways = ways_of(parts, request)

@@ -194,6 +194,29 @@ def check_shape(source: Source, codes: Codes, linear: nn.Linear) -> None:
         )
 
 
+def check_own(source: Source, codes: Codes, layer: Int8Linear, linear: nn.Linear) -> None:
+    """Raise ValueError if codes that we wrote are of another weight than a layer has.
+
+    Ours err at most half a step from the weight that they were made of, and rounding that to 16
+    bits moves it by at most a quarter of a step. Other writers need not round to the nearest code.
+    The first 128 rows are compared.
+    """
+    if not layout_of(source).ours:
+        return
+    rows = slice(0, BLOCK_SIZE)
+    scale = layer.weight_scale[rows] if layer.strategy == "channel" else (
+        layer.weight_scale[:1].repeat_interleave(BLOCK_SIZE, 1)[:, : linear.in_features]
+    )  # fmt: skip
+    found = layer.weight_codes[rows].float() * scale
+    far = (found - linear.weight[rows].detach().float()).abs() > scale
+    if bool(far.any()):
+        raise ValueError(
+            f"{source.path}: {codes.weight!r} was made of another weight than the model has, "
+            f"{int(far.sum()):,} of {far.numel():,} elements are more than a step off: give codes "
+            "of these weights"
+        )
+
+
 def layer_of(
     source: Source, codes: Codes, linear: nn.Linear, options: dict[str, Any]
 ) -> Int8Linear:

@@ -108,12 +108,16 @@ def offload_codes(layer: nn.Module, hook: Any) -> None:
             layer._buffers.update({name: x.to("meta") for name, x in buffers.items()})
 
 
-def check_not_offloaded(model: nn.Module) -> None:
+def check_not_offloaded(
+    model: nn.Module, way: str = "replace first, then offload"
+) -> None:
     """Raise if the weights of a model are moved or converted in each call.
 
     Parameters
     ----------
     model : Module
+    way : str
+        What to do about offloading.
 
     Raises
     ------
@@ -133,7 +137,7 @@ def check_not_offloaded(model: nn.Module) -> None:
             library = "group offloading of diffusers"
         if library:
             raise ValueError(
-                f"the weights of {where} are offloaded by {library}: replace first, then offload"
+                f"the weights of {where} are offloaded by {library}: {way}"
             )
 
 

@@ -99,12 +99,7 @@ def shared_copy(model: nn.Module, weights: Weights | None) -> nn.Module:
         for module in model.modules():
             if isinstance(module, ActivatedInt8Linear) and isinstance(module.proj, Int8Linear):
                 memo[id(module)] = _native_unit(module, memo)
-    forward = vars(model).pop("forward", None)  # that of a graph, which calls this model
-    try:
-        made = copy.deepcopy(model, memo)
-    finally:
-        if forward is not None:
-            vars(model)["forward"] = forward
+    made = copy.deepcopy(model, memo)
     if weights is not None:
         unguard(made)
     return made

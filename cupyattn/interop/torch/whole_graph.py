@@ -13,6 +13,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +71,7 @@ class WholeGraph:
         self._graphs: dict[Form, _Recorded | None] = {}
         self._is_undone = False  # a hook of another library may call this still
         self._homes = [vars(module) for module in model.modules()]
-        # NOTE: pipelines ask for the signature of forward.
-        call = functools.wraps(model.forward)(lambda *args, **kwargs: self(*args, **kwargs))
-        vars(model)["forward"] = call
-        self._call = call
+        vars(model)["forward"] = self._call = _Forward(self, model)
 
     def undo(self) -> None:
         """Give the model its own ``forward`` back, and the graphs' memory to torch."""
@@ -154,6 +152,21 @@ class WholeGraph:
         self.reasons[reason] += 1
         if self.reasons[reason] == 1:
             _log.info("%s runs without a CUDA graph: %s", type(self._model).__name__, reason)
+
+
+class _Forward:
+    """What stands in the place of a model's ``forward``; of a copy, and in files, its own."""
+
+    def __init__(self, graph: WholeGraph, model: nn.Module) -> None:
+        # NOTE: pipelines ask for the signature of forward.
+        functools.update_wrapper(self, model.forward, updated=())
+        self._graph, self._model = graph, model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._graph(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return MethodType, (type(self._model).forward, self._model)
 
 
 def _is_hooked(home: dict[str, Any]) -> bool:
