@@ -391,7 +391,7 @@ def test_codes_of_other_weights_are_refused(tmp_path: Path) -> None:
         layer = model.transformer_blocks[0].ff.net[2]
         layer.weight += 0.02 * layer.weight.std() * torch.randn_like(layer.weight)
     native = run(model)
-    with pytest.raises(ValueError, match=r"ff.net.2.weight' was made of another weight than the model"):
+    with pytest.raises(ValueError, match=r"ff\.net\.2\.weight' is of another weight, \d"):
         interop.accelerate(model, checkpoint=tmp_path / "int8", **EAGER)
     assert torch.equal(run(model), native)
     half = transformer().bfloat16()

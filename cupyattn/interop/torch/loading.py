@@ -211,9 +211,8 @@ def check_own(source: Source, codes: Codes, layer: Int8Linear, linear: nn.Linear
     far = (found - linear.weight[rows].detach().float()).abs() > scale
     if bool(far.any()):
         raise ValueError(
-            f"{source.path}: {codes.weight!r} was made of another weight than the model has, "
-            f"{int(far.sum()):,} of {far.numel():,} elements are more than a step off: give codes "
-            "of these weights"
+            f"{source.path}: {codes.weight!r} is of another weight, {int(far.sum()):,} of "
+            f"{far.numel():,} elements are off by more than a step: give codes of this model"
         )
 
 
