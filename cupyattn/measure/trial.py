@@ -25,6 +25,8 @@ AS_GIVEN = "native, not compiled"
 #: What a verdict says beyond the ratio.
 _ADVICE = {FASTER: "", UNDECIDED: ", undecided: leave it native", SLOWER: ": leave it native"}
 _SHOWN_LATENTS = 8
+#: Rounds that a 95 % interval needs: the least and the largest of five enclose a median in 94 %.
+LEAST_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Comparison:
     record : mapping
         JSON-ready: ``"ways"`` by name, each with ``"rounds"``, seconds of the steps of each run in
         turn, ``"weights"`` and ``"peak"`` in bytes, ``"first"``, seconds of the first run, and
-        ``"latents"``, ``"psnr"`` and ``"ssim"`` beside native; ``"pictures"`` by name.
+        ``"latents"``, ``"psnr"`` and ``"ssim"`` beside native; ``"pictures"`` by name. JSON has no
+        infinity: ``"psnr"`` is null if the pictures are equal, and an error of ``"latents"`` is
+        null if it is not finite.
     """
 
     record: Mapping[str, Any]
@@ -69,7 +73,13 @@ class Comparison:
                 continue
             said = self.ways[name]["said"]
             speed = self.speed(name)
-            found[name] = f"{said}: {_ratio(speed)} times as fast{_ADVICE[judged(speed)]}"
+            if self.rounds < LEAST_ROUNDS:
+                advice = f"undecided: an interval needs {LEAST_ROUNDS} rounds, got {self.rounds}"
+                found[name] = f"{said}: {speed.median:.2f} times as fast, {advice}"
+            else:
+                found[name] = f"{said}: {_ratio(speed)} times as fast{_ADVICE[judged(speed)]}"
+            if None in (self.ways[name].get("latents") or ()):
+                found[name] += "; its result is not finite"
         return found
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -82,11 +92,11 @@ class Comparison:
             if self.rounds:
                 of = [format_seconds(median(self.seconds(name))), "-"]
                 of[1] = "-" if name == NATIVE else _ratio(self.speed(name))
-            latents = way.get("latents") or [None]
+            latents, pictures = way.get("latents"), "psnr" in way
             rows.append([
                 name, *of, format_seconds(way["first"]), _shown(way.get("weights"), format_bytes),
-                _shown(way.get("peak"), format_bytes), _shown(latents[-1], "{:.1e}".format),
-                _shown(way.get("psnr"), "{:.1f} dB".format),
+                _shown(way.get("peak"), format_bytes), _error(latents[-1]) if latents else "-",
+                _shown(way["psnr"], "{:.1f} dB".format, "equal") if pictures else "-",
                 _shown(way.get("ssim"), "{:.4f}".format),
             ])  # fmt: skip
         return header, rows
@@ -99,7 +109,7 @@ class Comparison:
             if name == NATIVE or len(found) < 2:
                 continue
             step = max(1, math.ceil(len(found) / _SHOWN_LATENTS))
-            some = [f"{i + 1}: {found[i]:.1e}" for i in range(len(found)) if i % step == 0]
+            some = [f"{i + 1}: {_error(found[i])}" for i in range(len(found)) if i % step == 0]
             lines.append(f"{name}, latents to native by step: {', '.join(some)}")
         return lines
 
@@ -143,7 +153,7 @@ def new(what: Mapping[str, Any]) -> dict[str, Any]:
 
 def text(record: Mapping[str, Any]) -> str:
     """Return a record as its file has it."""
-    return json.dumps(record, indent=1) + "\n"
+    return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,15 +175,26 @@ def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         is_one = found["experiment"] == EXPERIMENT and isinstance(found["what"], dict)
-    except (ValueError, KeyError, TypeError):
+        is_one &= isinstance(found["pictures"], dict) and all(map(_is_way, found["ways"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
         is_one = False
     if not is_one:
-        raise ValueError(f"{path} is no record of a comparison: give another file")
+        raise ValueError(
+            f"{path} is no record of a comparison, or is damaged: give another file, or delete it"
+        )
     if found["what"] != dict(what):
         raise ValueError(
             f"{path} is the record of another comparison: give another file, or delete that one"
         )
     return dict(found)
+
+
+def _is_way(way: Any) -> bool:
+    """Whether a way of a record has runs, each of the seconds of its steps."""
+    return all(
+        isinstance(steps, list) and steps and all(isinstance(s, float) and s > 0 for s in steps)
+        for steps in way["rounds"]
+    ) and isinstance(way["rounds"], list)
 
 
 def time_left(done: Sequence[float], left: int) -> str:
@@ -194,8 +215,13 @@ def _ratio(speed: Estimate) -> str:
     return f"{speed.median:.2f} [{speed.low:.2f}, {speed.high:.2f}]"
 
 
-def _shown(value: Any, words: Any) -> str:
-    return "-" if value is None else str(words(float(value) if words != format_bytes else value))
+def _shown(value: Any, words: Any, none: str = "-") -> str:
+    return none if value is None else str(words(float(value) if words != format_bytes else value))
+
+
+def _error(value: float | None) -> str:
+    """Return a relative error in words, as a record has it."""
+    return _shown(value, "{:.1e}".format, "not finite")
 
 
 def _facts(record: Mapping[str, Any]) -> str:

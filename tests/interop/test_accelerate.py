@@ -443,9 +443,28 @@ def test_after_restore_it_says_so_and_saves_nothing(tmp_path: Path) -> None:
     assert "restored" not in handle.report().lines[0]
     handle.restore()
     assert handle.report().lines[0].endswith("; restored since")
-    with pytest.raises(ValueError, match=r"no codes to save: after restore\(\)"):
-        handle.save(tmp_path / "int8")
+    again = interop.accelerate(pipe, **EAGER)
+    restore(pipe)  # without the handle
+    attention = interop.accelerate(pipe, include=r"attn$", **EAGER)
+    restore(pipe)
+    for one in (handle, again):
+        with pytest.raises(ValueError, match=r"no codes to save: after restore\(\)"):
+            one.save(tmp_path / "int8")
     assert not (tmp_path / "int8").exists()
+    for one in (handle, again, attention):
+        assert one.report().lines[0].endswith("; restored since")
+        with pytest.raises(RuntimeError, match=r"native since restore\(\), so that there is noth"):
+            one.compare(prompt="")
+
+
+def test_a_model_that_is_there_twice_is_refused() -> None:
+    pipe = cases.make("wan")
+    pipe.register_modules(transformer_2=pipe.transformer)
+    with pytest.raises(ValueError, match="transformer and transformer_2 of WanPipeline are the sa"):
+        interop.accelerate(pipe, **EAGER)
+    pipe.register_modules(transformer=None, transformer_2=None)
+    with pytest.raises(ValueError, match="WanPipeline has no model that takes a timestep"):
+        interop.accelerate(pipe, **EAGER)
 
 
 def test_offloaded_weights_are_neither_saved_nor_compared(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from cupyattn.interop.torch.accelerated_parts import (
     layer_names,
     part_of,
 )
+from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.interop.torch.comparing import compare
 from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled
 from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
@@ -97,7 +98,7 @@ class Accelerated(Handle):
         attention = None if self._handle_attention is None else self._handle_attention.report()
         lines = five_lines(
             self.target, self._handle_parts, self._handle_attention, self._handle_request,
-            is_restored=self._handle_is_restored,
+            is_restored=self._handle_replaced_any() and self._handle_is_native(),
         )  # fmt: skip
         return Acceleration(lines, {printable(n): printable(w) for n, w in layers.items()},
                             attention)  # fmt: skip
@@ -115,6 +116,17 @@ class Accelerated(Handle):
         """
         _undo(self._handle_parts, self._handle_attention)
         object.__setattr__(self, "_handle_is_restored", True)
+
+    def _handle_replaced_any(self) -> bool:
+        return any(len(part.native) < 2 for part in self._handle_parts)
+
+    def _handle_is_native(self) -> bool:
+        """Whether all that was replaced is native again, by `restore` of the handle or without."""
+        linear = any(any(True for _ in int8_layers(part.model)) for part in self._handle_parts)
+        attention = self._handle_attention
+        return self._handle_is_restored or not (
+            linear or (attention is not None and attention._handle_is_in_place())
+        )
 
     def save(
         self, folder: str | PathLike[str], *, advance: Callable[[str], None] | None = None
@@ -142,8 +154,8 @@ class Accelerated(Handle):
             If no linear layer is INT8, or the weights are offloaded.
         """
         written = [part for part in self._handle_parts if part.linear is not None]
-        if self._handle_is_restored or not written:
-            why = "after restore()" if self._handle_is_restored else "see report()"
+        if not written or self._handle_is_native():
+            why = "after restore()" if written else "see report()"
             raise ValueError(f"no linear layer is INT8, so there are no codes to save: {why}")
         home = Path(folder)
         for part in written:
@@ -200,14 +212,14 @@ class Accelerated(Handle):
         beside the codes. A step of a pipeline is a step of its scheduler, and a step of a model is
         a call.
         """
-        if self._handle_is_restored:
+        if not self._handle_replaced_any():
+            raise RuntimeError(
+                "nothing is replaced, so that there is nothing to compare: report() says why"
+            )
+        if self._handle_is_native():
             raise RuntimeError(
                 "everything is native since restore(), so that there is nothing to compare: "
                 "accelerate again"
-            )
-        if all(len(p.native) == 2 for p in self._handle_parts):
-            raise RuntimeError(
-                "nothing is replaced, so that there is nothing to compare: report() says why"
             )
         return compare(
             self.target, self._handle_parts, self._handle_request, call, rounds=rounds,

@@ -197,9 +197,9 @@ def check_shape(source: Source, codes: Codes, linear: nn.Linear) -> None:
 def check_own(source: Source, codes: Codes, layer: Int8Linear, linear: nn.Linear) -> None:
     """Raise ValueError if codes that we wrote are of another weight than a layer has.
 
-    Ours err at most half a step from the weight that they were made of, and rounding that to 16
-    bits moves it by at most a quarter of a step. Other writers need not round to the nearest code.
-    The first 128 rows are compared.
+    Our codes are at most half a step from their weight. A weight that was rounded to 16 bits is at
+    most a quarter of a step further off. Other writers need not round to the nearest code. The
+    first 128 rows are compared.
     """
     if not layout_of(source).ours:
         return
