@@ -19,7 +19,7 @@ from torch import nn  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
-from cupyattn.interop.torch import accelerated_parts, models  # noqa: E402
+from cupyattn.interop.torch import accelerated_parts, forwards, models  # noqa: E402
 from cupyattn.measure import whole_gains  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
@@ -43,6 +43,12 @@ def run(model: Any) -> Any:
     given = cases.noise(1, 4, 12, 12), cases.noise(1, 8, 32), cases.noise(1, 32)
     with torch.no_grad():
         return model(*given, timestep=torch.tensor([500.0]), return_dict=False)[0]
+
+
+def compiled(model: Any) -> list[Any]:
+    """Return the modules that `accelerate` compiled."""
+    found = {m: forwards.substitute_of(m) for m in model.modules() if m is not model}
+    return [module for module, substitute in found.items() if substitute is not None]
 
 
 def record(**gains: tuple[float, float, float]) -> whole_gains.WholeModel:
@@ -115,15 +121,14 @@ def test_five_lines_say_what_was_done_and_what_was_not(capsys: pytest.CaptureFix
 
 def test_blocks_are_compiled_and_run_their_own_code_afterwards() -> None:
     model = transformer(num_layers=2)
-    own = model.transformer_blocks[0]
+    own, other = model.transformer_blocks
     own.compile(backend="eager")
     before = own._compiled_call_impl
     handle = interop.accelerate(model, log=None)
-    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
-    assert compiled == [*model.transformer_blocks] and own._compiled_call_impl is before
+    assert compiled(model) == [other] and own._compiled_call_impl is before
     assert "2 JointTransformerBlock compiled with fullgraph=True" in handle.report().lines[0]
     handle.restore()
-    assert [m for m in model.modules() if m._compiled_call_impl is not None] == [own]
+    assert not compiled(model) and own._compiled_call_impl is before
 
 
 @pytest.mark.slow
@@ -193,7 +198,7 @@ def test_nothing_is_replaced_or_compiled_where_all_was_slower(
     lines = handle.report().lines
     assert "not compiled" in lines[0]
     assert lines[1:3] == ("linear layers: native", "attention: native")
-    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert not compiled(model)
     assert torch.equal(run(handle), native)
 
 
@@ -238,7 +243,7 @@ def test_a_refusal_leaves_the_model_as_it_was() -> None:
         interop.accelerate(model, log=None)
     attention.restore()
     assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
-    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert not compiled(model)
     assert torch.equal(run(model), native)
 
 
@@ -249,7 +254,7 @@ def test_an_error_while_compiling_takes_everything_back(monkeypatch: pytest.Monk
     def fails(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nn.Module, "compile", fails)
+    monkeypatch.setattr(torch, "compile", fails)
     with pytest.raises(KeyboardInterrupt):
         interop.accelerate(model, log=None)
     assert torch.equal(run(model), native)
@@ -311,7 +316,7 @@ def test_restore_without_the_handle_takes_compiled_code_back_too() -> None:
     native = run(model)
     interop.accelerate(model, compile="graphs", log=None)
     assert "forward" in vars(model)
-    assert copy.deepcopy(model.transformer_blocks[0])._compiled_call_impl is None
+    assert not compiled(copy.deepcopy(model))
     other = copy.deepcopy(model)
     for x in other.proj_out.parameters():
         nn.init.zeros_(x)
@@ -319,7 +324,7 @@ def test_restore_without_the_handle_takes_compiled_code_back_too() -> None:
         assert not run(other).any()  # it has its own weights, not the model's graph
     restore(model)
     assert "forward" not in vars(model)
-    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert not compiled(model)
     assert torch.equal(run(model), native)
     interop.accelerate(model, log=None)
     handle = interop.accelerate(model, again=True, log=None)

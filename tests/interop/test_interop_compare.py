@@ -18,6 +18,7 @@ from cupyattn import cli  # noqa: E402
 from cupyattn.cli import output  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop.torch import comparing  # noqa: E402
+from cupyattn.interop.torch.forwards import substitute_of  # noqa: E402
 from cupyattn.interop.torch.ways import ways_of  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_accelerate import run, transformer  # noqa: E402
@@ -172,7 +173,7 @@ def test_native_is_compiled_as_the_accelerated_model_is() -> None:
 
     def look(pipe: Any, *_: Any) -> dict[str, Any]:
         block = pipe.transformer.transformer_blocks[0]
-        seen.append((pipe.transformer is own, block._compiled_call_impl is not None))
+        seen.append((pipe.transformer is own, substitute_of(block) is not None))
         return {}
 
     with interop.accelerate(pipe, "balanced", **QUIET) as handle:

@@ -33,6 +33,13 @@ def has_hooks(module: nn.Module) -> bool:
     )  # fmt: skip
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether diffusers or accelerate hook a module; diffusers leaves an empty registry behind."""
+    home = vars(module)  # NOTE: no helper, since this is asked of all modules in each pass
+    registry = home.get("_diffusers_hook")
+    return "_hf_hook" in home or (registry is not None and bool(registry.hooks))
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a library put something in the place of a module's ``forward``.
 
