@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from cupyattn.measure import report, timing
@@ -22,6 +22,8 @@ EXPERIMENT = "trial"
 NATIVE, LINEAR, ATTENTION, ALL = "native", "linear layers", "attention", "accelerated"
 #: The model as it was given, if ``native`` was compiled for the comparison.
 AS_GIVEN = "native, not compiled"
+#: The native model without the step cache that all other ways have.
+UNCACHED = "native, no step cache"
 #: What a verdict says beyond the ratio.
 _ADVICE = {FASTER: "", UNDECIDED: ", undecided: leave it native", SLOWER: ": leave it native"}
 _SHOWN_LATENTS = 8
@@ -55,13 +57,19 @@ class Comparison:
         """Runs of each way."""
         return min((len(way["rounds"]) for way in self.ways.values()), default=0)
 
-    def seconds(self, name: str) -> list[float]:
-        """Return the median step of each run of a way."""
-        return [median(steps) for steps in self.ways[name]["rounds"][: self.rounds]]
+    @property
+    def has_cache(self) -> bool:
+        """Whether a step cache leaves out work in some of the steps."""
+        return UNCACHED in self.record["ways"]
 
-    def speed(self, name: str) -> Estimate:
-        """Return how many times as fast as native a step of a way is, with its 95 % interval."""
-        return timing.paired_ratio(self.seconds(NATIVE), self.seconds(name))
+    def seconds(self, name: str) -> list[float]:
+        """Return the median step of each run of a way; the mean of all if there is a step cache."""
+        of = fmean if self.has_cache else median
+        return [of(steps) for steps in self.ways[name]["rounds"][: self.rounds]]
+
+    def speed(self, name: str, beside: str = NATIVE) -> Estimate:
+        """Return how many times as fast as another way one is, with its 95 % interval."""
+        return timing.paired_ratio(self.seconds(beside), self.seconds(name))
 
     def verdicts(self) -> dict[str, str]:
         """Return for each part that was replaced how fast it is, and whether to leave it native."""
@@ -69,7 +77,7 @@ class Comparison:
             return {}
         found = {}
         for name in self.ways:
-            if name in (NATIVE, AS_GIVEN):
+            if name in (NATIVE, AS_GIVEN, UNCACHED):
                 continue
             said = self.ways[name]["said"]
             speed = self.speed(name)
@@ -80,6 +88,10 @@ class Comparison:
                 found[name] = f"{said}: {_ratio(speed)} times as fast{_ADVICE[judged(speed)]}"
             if None in (self.ways[name].get("latents") or ()):
                 found[name] += "; its result is not finite"
+        if self.has_cache:
+            alone, both = (_ratio(self.speed(name, UNCACHED)) for name in (NATIVE, ALL))
+            said = f"{alone} times as fast as native without it, and {both} with"
+            found[UNCACHED] = f"step cache alone: {said} {self.ways[ALL]['said']}"
         return found
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -124,9 +136,10 @@ class Comparison:
         title = f"Trial of {self.record['what']['model']}"
         header, rows = self.table()
         lines = [*self.verdicts().values(), *self.latents()]
+        of = "mean" if self.has_cache else "median"
         text = "".join(f"<p>{report.escape(line)}</p>\n" for line in lines)
         return report.document(title, (
-            f'<p class="facts">{self.rounds} runs of each way in turns; a step is the median of a '
+            f'<p class="facts">{self.rounds} runs of each way in turns; a step is the {of} of a '
             f"run, ratios have 95 % intervals. {report.escape(_facts(self.record))}</p>\n"
             f"{report.table(header, rows)}\n{text}{self._pictures()}"
         ))  # fmt: skip

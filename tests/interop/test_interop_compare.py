@@ -207,6 +207,33 @@ def test_graphs_are_recorded_before_the_first_round(monkeypatch: pytest.MonkeyPa
     assert passes[:3] == ["native"] * 3 and len(passes) == 3 * (3 + 1)
 
 
+def test_a_step_cache_is_in_all_ways_but_one(tmp_path: Path) -> None:
+    pipe = cases.make("flux")
+    model = pipe.transformer
+    given = {**cases.CASES["flux"].call(), "true_cfg_scale": 1.0, "num_inference_steps": 3}
+    given |= {"height": 64, "width": 64, "output_type": "latent"}
+    given = {name: x for name, x in given.items() if "negative" not in name}
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=10.0))
+    with interop.accelerate(pipe, "balanced", compile=False, **QUIET) as handle:
+        found = handle.compare(rounds=1, record=tmp_path / "r.json", **QUIET, **given)
+        assert model.is_cache_enabled
+        assert [*found.ways][:2] == ["native", "native, no step cache"]
+        assert found.ways["native, no step cache"]["said"] == (
+            "native without FirstBlockCacheConfig(threshold=10.0)"
+        )
+        alone, far = found.seconds("native, no step cache"), found.ways["native, no step cache"]
+        assert far["latents"][0] == 0 and far["latents"][-1] > 1e-4  # the first step runs
+        assert found.ways["accelerated"]["latents"][-1] < far["latents"][-1]
+        assert alone == [pytest.approx(np.mean(far["rounds"][0]))]
+        assert "step cache alone: " in str(found) and "is the mean of a run" in found.page()
+        model.disable_cache()
+        with pytest.raises(ValueError, match="is the record of another comparison"):
+            handle.compare(rounds=1, record=tmp_path / "r.json", **QUIET, **given)
+        diffusers.hooks.apply_first_block_cache(model, diffusers.FirstBlockCacheConfig())
+        with pytest.raises(ValueError, match=r"blocks.0 has the hook '.*' of diffusers, which cop"):
+            handle.compare(rounds=1, **QUIET, **given)
+
+
 def test_native_weights_are_on_the_device_once(handle: Any) -> None:
     ways = ways_of(handle._handle_parts, handle._handle_request)
     layer = "transformer_blocks.1.ff.net.2"

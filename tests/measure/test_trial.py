@@ -100,6 +100,22 @@ def test_a_record_is_gone_on_with_and_no_other_is(tmp_path: Path) -> None:
             trial.read(path, WHAT)
 
 
+def test_a_step_cache_has_its_gain_and_that_of_both() -> None:
+    made = record()
+    native = made["ways"]["native"]["rounds"]
+    slow = [[4 * x for x in steps] for steps in native]
+    made["ways"]["native, no step cache"] = {**made["ways"]["native"], "rounds": slow}
+    for steps in native:
+        steps[0] = 0.0001  # a step that was left out
+    found = Comparison(made)
+    assert found.seconds("native") == [pytest.approx(sum(steps) / 3) for steps in native]
+    assert "native, no step cache" in str(found)
+    assert found.verdicts()["native, no step cache"].startswith("step cache alone: 5.72 ")
+    assert found.verdicts()["native, no step cache"].endswith(
+        " times as fast as native without it, and 3.20 [3.20, 3.20] with both"
+    )
+
+
 def test_a_record_holds_no_infinity() -> None:
     made = record()
     made["ways"]["linear layers"] |= {"psnr": None, "latents": [None, 1e-3]}

@@ -202,7 +202,8 @@ class Accelerated(Handle):
         Raises
         ------
         ValueError
-            If the weights are offloaded, or `record` is of another comparison.
+            If the weights are offloaded, other hooks of diffusers are there, or `record` is of
+            another comparison.
         RuntimeError
             After `restore`, and if the weights of INT8 layers are lost.
 
@@ -210,7 +211,8 @@ class Accelerated(Handle):
         -----
         Native is compiled as the accelerated model is, and has its own weights on the device,
         beside the codes. A step of a pipeline is a step of its scheduler, and a step of a model is
-        a call.
+        a call. With a step cache, ``pipe.transformer.enable_cache(config)``, all ways have it, and
+        native is run without it, too: that gives the gain of both together.
         """
         if not self._handle_replaced_any():
             raise RuntimeError(
