@@ -55,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
         for row in found[accuracy]:
             table.append([accuracy, row["part"], f"{row['gain']:.2f}", _word(row, said.refusal)])
     if not found["refusal"]:
-        output.say(f"A compiled native pass: {format_seconds(found['seconds'])}")
+        output.say(f"A compiled native pass takes {format_seconds(found['seconds'])}; accuracy is "
+                   "that of attention: 16 bits, INT8, or INT8 with 8-bit P.V")  # fmt: skip
         output.print_table(["accuracy", "part", "times as fast", "advice"], table)
         for line in notes(found, known):
             output.say(line)
+        output.say("Next: accelerate(pipe, accuracy), then pipe.compare(...) or cupyattn trial")
     if args.json:
         output.write_json(args.json, found)
     return 0

@@ -26,6 +26,12 @@ AS_GIVEN = "native, not compiled"
 UNCACHED = "native, no step cache"
 #: What a verdict says beyond the ratio.
 _ADVICE = {FASTER: "", UNDECIDED: ", undecided: leave it native", SLOWER: ": leave it native"}
+#: Names of attention modules of diffusers, and how `accelerate` leaves a part native by them.
+ATTENTION_NAMES = r"(attn|attention)\d?$"
+_HOW = {
+    ATTENTION: f", exclude=r'{ATTENTION_NAMES}'", LINEAR: f", include=r'{ATTENTION_NAMES}'",
+    ALL: ", restore()",
+}  # fmt: skip
 _SHOWN_LATENTS = 8
 #: Rounds that a 95 % interval needs: the least and the largest of five enclose a median in 94 %.
 LEAST_ROUNDS = 6
@@ -85,7 +91,9 @@ class Comparison:
                 advice = f"undecided: an interval needs {LEAST_ROUNDS} rounds, got {self.rounds}"
                 found[name] = f"{said}: {speed.median:.2f} times as fast, {advice}"
             else:
-                found[name] = f"{said}: {_ratio(speed)} times as fast{_ADVICE[judged(speed)]}"
+                advice = _ADVICE[judged(speed)]
+                how = _HOW.get(name, "") if advice else ""
+                found[name] = f"{said}: {_ratio(speed)} times as fast{advice}{how}"
             if None in (self.ways[name].get("latents") or ()):
                 found[name] += "; its result is not finite"
         if self.has_cache:

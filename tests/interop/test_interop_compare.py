@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,12 @@ diffusers = pytest.importorskip("diffusers")
 from cupyattn import cli  # noqa: E402
 from cupyattn.cli import output  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop.diffusers.replace import attention_modules, models_of  # noqa: E402
 from cupyattn.interop.torch import comparing  # noqa: E402
+from cupyattn.interop.torch.candidates import linear_layers  # noqa: E402
 from cupyattn.interop.torch.forwards import substitute_of  # noqa: E402
 from cupyattn.interop.torch.ways import ways_of  # noqa: E402
+from cupyattn.measure import trial  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_accelerate import run, transformer  # noqa: E402
 
@@ -242,6 +246,17 @@ def test_native_weights_are_on_the_device_once(handle: Any) -> None:
     codes = [ways[name].models["transformer."].get_submodule(layer).weight_codes.data_ptr()
              for name in ("linear layers", "accelerated")]  # fmt: skip
     assert len(natives) == 1 and codes[0] == codes[1]
+
+
+@pytest.mark.parametrize("family", cases.CASES)
+def test_a_part_is_left_native_as_the_verdict_says(family: str) -> None:
+    """In each family the expression is found in the attention modules, and in no linear layer."""
+    pipe = cases.make(family)
+    (found,) = models_of(pipe, None)[1].items()
+    pattern = re.compile(trial.ATTENTION_NAMES)
+    modules = [name for name, _ in attention_modules(*found)]
+    layers = [f"{found[0]}{name}" for name, *_ in linear_layers(found[1])]
+    assert modules and all(map(pattern.search, modules)) and not any(map(pattern.search, layers))
 
 
 def test_nothing_replaced_is_nothing_to_compare(handle: Any) -> None:
