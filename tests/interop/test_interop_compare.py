@@ -393,3 +393,15 @@ def test_the_experiment_on_accelerated_models_runs_in_small(tmp_path: Path) -> N
     short = accelerated_models.shortened(FAMILIES["Flux"], 3)
     assert short.blocks == {"num_layers": 3, "num_single_layers": 3}
     assert short.tokens == FAMILIES["Flux"].tokens
+
+
+@pytest.mark.slow
+def test_the_experiment_on_step_caches_runs_in_small(tmp_path: Path) -> None:
+    from experiments.diffusion import cached_models
+
+    file = tmp_path / "record.json"
+    given = ["--quick", "--rounds", "1", "--models", "Wan 2.1 14B", "--json", str(file)]
+    assert cached_models.main([*given, "--steps", "6"]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["bits_equal"] and "step cache alone" in row["verdicts"]["native, no step cache"]
+    assert 0 < row["left_out"]["native"] < 1 and row["threshold"] > 0
