@@ -102,7 +102,7 @@ def pipelines(record: Mapping[str, Any]) -> str:
     return "\n".join([
         f"One pass of a whole compiled model with random weights, on an {_device(record)} "
         f"({_link(whole_models.NAME)}).",
-        'The settings are those that `accelerate(pipe, "balanced")` takes. Intervals are of 95 %; '
+        '`accelerate(pipe, "balanced")` takes the same settings. Intervals are of 95 %; '
         "*undecided* means that one includes 1. FP8 is torch's product by row, with torch's "
         "attention.", "",
         *recording.markdown(header, rows), "",

@@ -1,20 +1,20 @@
 """What do a step cache of diffusers and INT8 gain together, in whole transformers?
 
 Varies       model of diffusers: Flux, Wan 2.1 14B, at their own depth and number of tokens.
-Holds fixed  a first-block cache, which leaves out the other blocks in a pass whose first block says
-             nearly what it said before; a few steps of a flow-matching scheduler; random weights in
-             bfloat16; compiled blocks. The threshold is searched so that the native model leaves
-             out about half of the passes: that share is of the threshold and the weights.
-Measures     `handle.compare` of the steps: the mean time of a step in turns with 95 % intervals, of
-             native with the cache and without, and of INT8 layers and attention with the cache. The
-             first step, which leaves out nothing, is not among those. The share of passes left out,
-             of native and accelerated. Whether `restore` gives the bits from before.
+Holds fixed  a first-block cache: if the first block adds nearly the same as in the last pass, it
+             leaves out all others. Steps of a flow-matching scheduler, random weights in bfloat16,
+             compiled blocks. The threshold is searched: the native model leaves out about half of
+             the passes. That share depends on weights and prompt, so trained models have another.
+Measures     `handle.compare` of the steps. The mean time of a step in turns with 95 % intervals:
+             native with the cache and without, INT8 layers and attention with the cache. The first
+             step leaves out nothing, and is not timed. The share of passes left out. Whether
+             `restore` gives the bits from before.
 Beside       native without the cache, compiled alike.
-Expect       a product of the two gains, less what the first block costs in each step.
+Expect       a product of the two gains, less the time of the first block in each step.
 Run          python -m experiments.diffusion.cached_models [--models NAME ...] [--steps N]
              [--threshold X] [--accuracy CLASS] [--quick] [--json FILE] [--rounds N]
 
-Flux takes about three minutes on an H200, Wan 2.1 14B about eight: run one at a time.
+Both models take about eight minutes on an H200.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(rounds=ROUNDS)
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=DEFAULT, metavar="NAME",
                         help=", ".join(FAMILIES))  # fmt: skip
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="of the scheduler (12)")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="of the scheduler (8)")
     parser.add_argument("--threshold", type=float, metavar="X",
                         help="of the cache (searched: half are left out)")  # fmt: skip
     parser.add_argument("--accuracy", choices=("full", "balanced", "aggressive"),
