@@ -102,8 +102,9 @@ def pipelines(record: Mapping[str, Any]) -> str:
     return "\n".join([
         f"One pass of a whole compiled model with random weights, on an {_device(record)} "
         f"({_link(whole_models.NAME)}).",
-        "Intervals are of 95 %; *undecided* means that one includes 1. FP8 is torch's product by "
-        "row, with torch's attention.", "",
+        '`accelerate(pipe, "balanced")` takes the same settings. Intervals are of 95 %; '
+        "*undecided* means that one includes 1. FP8 is torch's product by row, with torch's "
+        "attention.", "",
         *recording.markdown(header, rows), "",
         "Where a model became slower, the host was the limit. `accelerate` leaves such parts "
         'native. With `compile="graphs"` they gain, too: '

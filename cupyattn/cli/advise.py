@@ -1,8 +1,8 @@
 """Say beforehand what INT8 layers and attention will gain in a diffusion transformer.
 
-MODEL_OR_CONFIG is a model's folder or file, whose header alone is read, or a config.json of
-diffusers, whose model is then made without memory. Rates were fitted to whole
-models with compiled blocks, and give the time of the device. Nothing is run.
+MODEL_OR_CONFIG is the folder or file of a transformer, whose header alone is read, or a config.json
+of diffusers, as pipe.transformer.save_config(FOLDER) writes one. Rates were fitted to compiled
+whole models, and give the time of the device. Nothing is run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cupyattn.measure import whole_gains
 from cupyattn.measure.timing import FASTER, judged
 from cupyattn.measure.words import format_seconds
 
-_CONFIG = "config.json"
+_CONFIG, _PIPELINE = "config.json", "model_index.json"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="patches of the picture or video: 4096 of 1024 x 1024")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512, metavar="N",
                         help="tokens of the prompt (512)")  # fmt: skip
-    parser.add_argument("--device", choices=tuple(advice.rates()), default="h200",
+    parser.add_argument("--device", type=str.lower, choices=tuple(advice.rates()), default="h200",
                         help="whose rates (h200)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
 
@@ -55,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
         for row in found[accuracy]:
             table.append([accuracy, row["part"], f"{row['gain']:.2f}", _word(row, said.refusal)])
     if not found["refusal"]:
-        output.say(f"A compiled native pass: {format_seconds(found['seconds'])}")
+        output.say(f"A compiled native pass takes {format_seconds(found['seconds'])}; accuracy is "
+                   "that of attention: 16 bits, INT8, or INT8 with 8-bit P.V")  # fmt: skip
         output.print_table(["accuracy", "part", "times as fast", "advice"], table)
         for line in notes(found, known):
             output.say(line)
+        output.say("Next: accelerate(pipe, accuracy), then pipe.compare(...) or cupyattn trial")
     if args.json:
         output.write_json(args.json, found)
     return 0
@@ -102,16 +104,25 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     if not model.exists():
         raise FileNotFoundError(
             f"there is no {str(model)!r}: give the folder of a transformer of diffusers, or its "
-            f"{_CONFIG}"
+            f"{_CONFIG}, which pipe.transformer.save_config(FOLDER) writes"
         )
     folder = model if model.is_dir() else model.parent
     file = model if model.name.endswith(".json") else folder / _CONFIG
+    if (folder / _PIPELINE).is_file() and (model.name == _PIPELINE or not file.is_file()):
+        found = sorted(f"{one.parent}" for one in folder.glob(f"transformer*/{_CONFIG}"))
+        raise ValueError(
+            f"{str(folder)!r} is the folder of a pipeline: give that of a model in it, "
+            f"{' or '.join(found) or 'which has a config.json'}"
+        )
     if not file.is_file():
         raise FileNotFoundError(
             f"there is no {_CONFIG} in {str(folder)!r}: give the folder of a transformer of "
             "diffusers, or its config.json"
         )
-    config = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no configuration of a model: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} is no configuration of a model: it holds no object")
     if model.is_file() and model != file or any(folder.glob("*.safetensors")):
@@ -134,7 +145,12 @@ def _made(config: dict[str, Any], file: Path) -> dict[str, tuple[int, ...]]:
     if cls is None or not hasattr(cls, "from_config"):
         raise ValueError(f"{file}: _class_name must be a model of diffusers, got "
                          f"{config.get('_class_name')!r}")  # fmt: skip
-    with torch.device("meta"):
-        made = cls.from_config(config)
+    try:
+        with torch.device("meta"):
+            made = cls.from_config(config)
+    except Exception as error:  # diffusers checks no configuration
+        raise ValueError(
+            f"{file}: diffusers makes no {cls.__name__} of it: {type(error).__name__}: {error}"
+        ) from error
     config.update({name: value for name, value in made.config.items() if name not in config})
     return {name: tuple(x.shape) for name, x in made.state_dict().items()}

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Mapping
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import flags, output
 from cupyattn.errors import UnsupportedError
+from cupyattn.files import check_folder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +43,21 @@ def run(args: argparse.Namespace) -> int:
     name, target, call = given(args.function)
     record = args.json or Path(f"{name}.trial.json")
     page = args.html or Path(f"{name}.trial.html")
+    check_folder("--html", page)
     accelerate = accelerate_of(target)
     handle = accelerate(
         target, args.accuracy, compile=False if args.compile == "off" else args.compile,
         checkpoint=args.checkpoint, log=output.say,
     )  # fmt: skip
     try:
+        _check_call(handle, call)
         found = handle.compare(
             rounds=args.rounds, record=record, page=page, seed=args.seed, log=_progress, **call
         )
+    except KeyboardInterrupt:
+        if record.exists():
+            _progress(f"{record} has the runs so far: the same command goes on behind them")
+        raise
     finally:
         handle.restore()
     output.say(found)
@@ -59,13 +69,30 @@ def _progress(line: str) -> None:
     output.say(line, flush=True, error=True)
 
 
+def _check_call(handle: Any, call: Mapping[str, Any]) -> None:
+    """Raise ValueError if nothing can be compared, or a call has arguments of `compare` itself."""
+    report = handle.report()
+    if not report.layers and report.attention is None:
+        raise ValueError(
+            f"nothing of the {type(handle.target).__name__} was replaced, so that there is nothing "
+            "to compare: the line \"left native\" says why"
+        )
+    own = inspect.signature(handle.compare).parameters
+    if taken := sorted(name for name in call if name in own and name != "call"):
+        raise ValueError(
+            f"the call has {taken[0]!r}, which is an argument of the comparison: leave it out, and "
+            "give it as an option of the command if there is one"
+        )
+
+
 def given(text: str) -> tuple[str, Any, dict[str, Any]]:
     """Return name, pipeline and arguments of ``FILE.py:NAME``.
 
     Raises
     ------
     ValueError
-        If it is not of that form, the file has no such function, or it returns something else.
+        If it is not of that form, the file has no such function, or it returns something else, and
+        for whatever the file raises, with the line.
     OSError
         If the file cannot be read.
     """
@@ -74,21 +101,48 @@ def given(text: str) -> tuple[str, Any, dict[str, Any]]:
         raise ValueError(f"give FILE.py:NAME, a function of a file, got {text!r}")
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file!r}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{file} cannot be loaded as a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = _loaded(Path(file))
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{file} has no function {name!r}")
-    made = function()
+    made = _called(function, file)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
         raise ValueError(
             f"{name}() of {file} must return a pipeline and a dict, the arguments of its call, got "
             f"{type(made).__name__}"
         )
+    if wrong := [key for key in made[1] if not isinstance(key, str)]:
+        raise ValueError(
+            f"the dict that {name}() of {file} returns must have names of arguments as keys, got "
+            f"{wrong[0]!r}"
+        )
     return name, made[0], dict(made[1])
+
+
+def _loaded(file: Path) -> Any:
+    """Return a file as a module, which may import modules that lie beside it."""
+    spec = importlib.util.spec_from_file_location(f"cupyattn_trial_of_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    sys.path.insert(0, str(file.parent.resolve()))
+    load = spec.loader.exec_module
+    _called(lambda: load(module), str(file))
+    return module
+
+
+def _called(function: Callable[[], Any], file: str) -> Any:
+    """Call a function of a file; ValueError with the line for whatever it raises."""
+    try:
+        return function()
+    except Exception as error:
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).resolve() == Path(file).resolve()
+        ]  # fmt: skip
+        where = f"{file}, line {lines[-1]}" if lines else file
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def accelerate_of(target: Any) -> Any:

@@ -104,8 +104,13 @@ def work_of(
     Raises
     ------
     ValueError
-        If no attention of a transformer of diffusers is among the names.
+        If no attention of a transformer of diffusers is among the names, and for a U-Net.
     """
+    if any(name.startswith("down_blocks.") for name in shapes):
+        raise ValueError(
+            f"{config.get('_class_name') or 'the model'} is a U-Net, whose levels have different "
+            "numbers of tokens: only transformers are predicted, measure with handle.compare(...)"
+        )
     kind = kind_of_attention(head_dim_of(config), str(config.get("_class_name", "")))
     linear = traffic = 0.0
     layers = modules = 0

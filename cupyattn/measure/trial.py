@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from cupyattn.measure import report, timing
@@ -22,9 +22,19 @@ EXPERIMENT = "trial"
 NATIVE, LINEAR, ATTENTION, ALL = "native", "linear layers", "attention", "accelerated"
 #: The model as it was given, if ``native`` was compiled for the comparison.
 AS_GIVEN = "native, not compiled"
+#: The native model without the step cache that all other ways have.
+UNCACHED = "native, no step cache"
 #: What a verdict says beyond the ratio.
 _ADVICE = {FASTER: "", UNDECIDED: ", undecided: leave it native", SLOWER: ": leave it native"}
+#: Names of attention modules of diffusers, and how `accelerate` leaves a part native by them.
+ATTENTION_NAMES = r"(attn|attention)\d?$"
+_HOW = {
+    ATTENTION: f", exclude=r'{ATTENTION_NAMES}'", LINEAR: f", include=r'{ATTENTION_NAMES}'",
+    ALL: ", restore()",
+}  # fmt: skip
 _SHOWN_LATENTS = 8
+#: Rounds that a 95 % interval needs: the least and the largest of five enclose a median in 94 %.
+LEAST_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,9 @@ class Comparison:
     record : mapping
         JSON-ready: ``"ways"`` by name, each with ``"rounds"``, seconds of the steps of each run in
         turn, ``"weights"`` and ``"peak"`` in bytes, ``"first"``, seconds of the first run, and
-        ``"latents"``, ``"psnr"`` and ``"ssim"`` beside native; ``"pictures"`` by name.
+        ``"latents"``, ``"psnr"`` and ``"ssim"`` beside native; ``"pictures"`` by name. JSON has no
+        infinity: ``"psnr"`` is null if the pictures are equal, and an error of ``"latents"`` is
+        null if it is not finite.
     """
 
     record: Mapping[str, Any]
@@ -51,13 +63,19 @@ class Comparison:
         """Runs of each way."""
         return min((len(way["rounds"]) for way in self.ways.values()), default=0)
 
-    def seconds(self, name: str) -> list[float]:
-        """Return the median step of each run of a way."""
-        return [median(steps) for steps in self.ways[name]["rounds"][: self.rounds]]
+    @property
+    def has_cache(self) -> bool:
+        """Whether a step cache leaves out work in some of the steps."""
+        return UNCACHED in self.record["ways"]
 
-    def speed(self, name: str) -> Estimate:
-        """Return how many times as fast as native a step of a way is, with its 95 % interval."""
-        return timing.paired_ratio(self.seconds(NATIVE), self.seconds(name))
+    def seconds(self, name: str) -> list[float]:
+        """Return the median step of each run of a way; the mean of all if there is a step cache."""
+        of = fmean if self.has_cache else median
+        return [of(steps) for steps in self.ways[name]["rounds"][: self.rounds]]
+
+    def speed(self, name: str, beside: str = NATIVE) -> Estimate:
+        """Return how many times as fast as another way one is, with its 95 % interval."""
+        return timing.paired_ratio(self.seconds(beside), self.seconds(name))
 
     def verdicts(self) -> dict[str, str]:
         """Return for each part that was replaced how fast it is, and whether to leave it native."""
@@ -65,11 +83,23 @@ class Comparison:
             return {}
         found = {}
         for name in self.ways:
-            if name in (NATIVE, AS_GIVEN):
+            if name in (NATIVE, AS_GIVEN, UNCACHED):
                 continue
             said = self.ways[name]["said"]
             speed = self.speed(name)
-            found[name] = f"{said}: {_ratio(speed)} times as fast{_ADVICE[judged(speed)]}"
+            if self.rounds < LEAST_ROUNDS:
+                advice = f"undecided: an interval needs {LEAST_ROUNDS} rounds, got {self.rounds}"
+                found[name] = f"{said}: {speed.median:.2f} times as fast, {advice}"
+            else:
+                advice = _ADVICE[judged(speed)]
+                how = _HOW.get(name, "") if advice else ""
+                found[name] = f"{said}: {_ratio(speed)} times as fast{advice}{how}"
+            if None in (self.ways[name].get("latents") or ()):
+                found[name] += "; its result is not finite"
+        if self.has_cache:
+            alone, both = (_ratio(self.speed(name, UNCACHED)) for name in (NATIVE, ALL))
+            said = f"{alone} times as fast as native without it, and {both} with"
+            found[UNCACHED] = f"step cache alone: {said} {self.ways[ALL]['said']}"
         return found
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -82,11 +112,11 @@ class Comparison:
             if self.rounds:
                 of = [format_seconds(median(self.seconds(name))), "-"]
                 of[1] = "-" if name == NATIVE else _ratio(self.speed(name))
-            latents = way.get("latents") or [None]
+            latents, pictures = way.get("latents"), "psnr" in way
             rows.append([
                 name, *of, format_seconds(way["first"]), _shown(way.get("weights"), format_bytes),
-                _shown(way.get("peak"), format_bytes), _shown(latents[-1], "{:.1e}".format),
-                _shown(way.get("psnr"), "{:.1f} dB".format),
+                _shown(way.get("peak"), format_bytes), _error(latents[-1]) if latents else "-",
+                _shown(way["psnr"], "{:.1f} dB".format, "equal") if pictures else "-",
                 _shown(way.get("ssim"), "{:.4f}".format),
             ])  # fmt: skip
         return header, rows
@@ -99,7 +129,7 @@ class Comparison:
             if name == NATIVE or len(found) < 2:
                 continue
             step = max(1, math.ceil(len(found) / _SHOWN_LATENTS))
-            some = [f"{i + 1}: {found[i]:.1e}" for i in range(len(found)) if i % step == 0]
+            some = [f"{i + 1}: {_error(found[i])}" for i in range(len(found)) if i % step == 0]
             lines.append(f"{name}, latents to native by step: {', '.join(some)}")
         return lines
 
@@ -114,9 +144,10 @@ class Comparison:
         title = f"Trial of {self.record['what']['model']}"
         header, rows = self.table()
         lines = [*self.verdicts().values(), *self.latents()]
+        of = "mean" if self.has_cache else "median"
         text = "".join(f"<p>{report.escape(line)}</p>\n" for line in lines)
         return report.document(title, (
-            f'<p class="facts">{self.rounds} runs of each way in turns; a step is the median of a '
+            f'<p class="facts">{self.rounds} runs of each way in turns; a step is the {of} of a '
             f"run, ratios have 95 % intervals. {report.escape(_facts(self.record))}</p>\n"
             f"{report.table(header, rows)}\n{text}{self._pictures()}"
         ))  # fmt: skip
@@ -143,7 +174,7 @@ def new(what: Mapping[str, Any]) -> dict[str, Any]:
 
 def text(record: Mapping[str, Any]) -> str:
     """Return a record as its file has it."""
-    return json.dumps(record, indent=1) + "\n"
+    return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,15 +196,26 @@ def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         is_one = found["experiment"] == EXPERIMENT and isinstance(found["what"], dict)
-    except (ValueError, KeyError, TypeError):
+        is_one &= isinstance(found["pictures"], dict) and all(map(_is_way, found["ways"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
         is_one = False
     if not is_one:
-        raise ValueError(f"{path} is no record of a comparison: give another file")
+        raise ValueError(
+            f"{path} is no record of a comparison, or is damaged: give another file, or delete it"
+        )
     if found["what"] != dict(what):
         raise ValueError(
             f"{path} is the record of another comparison: give another file, or delete that one"
         )
     return dict(found)
+
+
+def _is_way(way: Any) -> bool:
+    """Whether a way of a record has runs, each of the seconds of its steps."""
+    return all(
+        isinstance(steps, list) and steps and all(isinstance(s, float) and s > 0 for s in steps)
+        for steps in way["rounds"]
+    ) and isinstance(way["rounds"], list)
 
 
 def time_left(done: Sequence[float], left: int) -> str:
@@ -194,8 +236,13 @@ def _ratio(speed: Estimate) -> str:
     return f"{speed.median:.2f} [{speed.low:.2f}, {speed.high:.2f}]"
 
 
-def _shown(value: Any, words: Any) -> str:
-    return "-" if value is None else str(words(float(value) if words != format_bytes else value))
+def _shown(value: Any, words: Any, none: str = "-") -> str:
+    return none if value is None else str(words(float(value) if words != format_bytes else value))
+
+
+def _error(value: float | None) -> str:
+    """Return a relative error in words, as a record has it."""
+    return _shown(value, "{:.1e}".format, "not finite")
 
 
 def _facts(record: Mapping[str, Any]) -> str:

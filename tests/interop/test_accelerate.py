@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
-from cupyattn.interop.torch import accelerated_parts, models  # noqa: E402
+from cupyattn.interop.torch import accelerated_parts, forwards, models  # noqa: E402
 from cupyattn.measure import whole_gains  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
@@ -42,6 +43,12 @@ def run(model: Any) -> Any:
     given = cases.noise(1, 4, 12, 12), cases.noise(1, 8, 32), cases.noise(1, 32)
     with torch.no_grad():
         return model(*given, timestep=torch.tensor([500.0]), return_dict=False)[0]
+
+
+def compiled(model: Any) -> list[Any]:
+    """Return the modules that `accelerate` compiled."""
+    found = {m: forwards.substitute_of(m) for m in model.modules() if m is not model}
+    return [module for module, substitute in found.items() if substitute is not None]
 
 
 def record(**gains: tuple[float, float, float]) -> whole_gains.WholeModel:
@@ -101,10 +108,12 @@ def test_five_lines_say_what_was_done_and_what_was_not(capsys: pytest.CaptureFix
     handle = interop.accelerate(transformer(), "balanced", compile=False)
     lines = capsys.readouterr().out.splitlines()
     assert tuple(lines) == handle.report().lines and len(lines) == 5
-    assert lines[1].startswith("linear layers: 9 of 18 INT8 by block, weights -")
+    int8 = "linear layers: 9 of 18 in INT8 with a scale for each block, "
+    assert lines[1].startswith(int8) and lines[1].endswith(" % less memory for weights")
     assert lines[2] == "attention: 1 module by cupyattn, in balanced INT8"
     assert "compare(...)" in lines[3]
-    assert "linear layers (modulation)" in lines[4]
+    kept = "less accurate (1 embedding, 3 modulation, 4 time, 1 final)"
+    assert lines[4] == f"left native: linear layers that INT8 would make {kept}"
     assert str(handle.report()).splitlines()[:5] == lines
     interop.accelerate(handle, again=True, **EAGER)
     assert not capsys.readouterr().out
@@ -112,15 +121,14 @@ def test_five_lines_say_what_was_done_and_what_was_not(capsys: pytest.CaptureFix
 
 def test_blocks_are_compiled_and_run_their_own_code_afterwards() -> None:
     model = transformer(num_layers=2)
-    own = model.transformer_blocks[0]
+    own, other = model.transformer_blocks
     own.compile(backend="eager")
     before = own._compiled_call_impl
     handle = interop.accelerate(model, log=None)
-    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
-    assert compiled == [*model.transformer_blocks] and own._compiled_call_impl is before
+    assert compiled(model) == [other] and own._compiled_call_impl is before
     assert "2 JointTransformerBlock compiled with fullgraph=True" in handle.report().lines[0]
     handle.restore()
-    assert [m for m in model.modules() if m._compiled_call_impl is not None] == [own]
+    assert not compiled(model) and own._compiled_call_impl is before
 
 
 @pytest.mark.slow
@@ -158,8 +166,10 @@ def test_a_part_whose_interval_includes_one_stays_native(monkeypatch: pytest.Mon
     assert not report.layers and report.lines[1] == "linear layers: native"
     why = "1.03 [0.98, 1.09] times as fast, undecided; with compile='graphs' 1.20 [1.10, 1.30]"
     assert f"linear layers ({why}" in report.lines[4]
-    assert report.lines[3].startswith("measured in a whole Small of 256 tokens on an NVIDIA H200")
-    assert "1.20 [1.10, 1.30] times as fast as compiled native" in report.lines[3]
+    assert report.lines[3] == (
+        "gain: 1.20 [1.10, 1.30] times as fast as compiled native, measured in a whole Small of "
+        "256 tokens on an NVIDIA H200"
+    )
     assert len(handle._handle_attention.replaced) == 1
     handle.restore()
     with interop.accelerate(model, compile="graphs", log=None) as handle:
@@ -188,7 +198,7 @@ def test_nothing_is_replaced_or_compiled_where_all_was_slower(
     lines = handle.report().lines
     assert "not compiled" in lines[0]
     assert lines[1:3] == ("linear layers: native", "attention: native")
-    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert not compiled(model)
     assert torch.equal(run(handle), native)
 
 
@@ -200,7 +210,7 @@ def test_the_record_decides_between_channels_and_blocks(monkeypatch: pytest.Monk
     monkeypatch.setattr("cupyattn.checkpoints.choosing.nearest", lambda cls, width: record())
     with interop.accelerate(model, **EAGER) as handle:
         assert model.get_submodule(layer).strategy == "channel"
-        assert "INT8 by channel" in handle.report().lines[1]
+        assert "a scale for each channel" in handle.report().lines[1]
 
 
 def test_the_nearest_width_of_a_class_stands_for_a_model() -> None:
@@ -233,7 +243,7 @@ def test_a_refusal_leaves_the_model_as_it_was() -> None:
         interop.accelerate(model, log=None)
     attention.restore()
     assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
-    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert not compiled(model)
     assert torch.equal(run(model), native)
 
 
@@ -244,10 +254,39 @@ def test_an_error_while_compiling_takes_everything_back(monkeypatch: pytest.Monk
     def fails(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nn.Module, "compile", fails)
+    monkeypatch.setattr(torch, "compile", fails)
     with pytest.raises(KeyboardInterrupt):
         interop.accelerate(model, log=None)
     assert torch.equal(run(model), native)
+    assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
+
+
+def test_a_log_that_fails_takes_everything_back() -> None:
+    model = transformer()
+    native = run(model)
+
+    def fails(_: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        interop.accelerate(model, compile=False, log=fails)
+    assert torch.equal(run(model), native)
+    assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"log": 3}, "log must take a line, as print does, or be None, got 3"),
+        ({"checkpoint": 3}, "checkpoint must be the path of saved codes, got 3"),
+        ({"activations": 3}, "activations must map names of layers to tensors, got 3"),
+        ({"activations": {"a": 1}}, "activations must map names of layers to tensors, got {'a': 1"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
+    model = transformer()
+    with pytest.raises(TypeError, match=message):
+        interop.accelerate(model, **{**EAGER, **options})
     assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
 
 
@@ -277,10 +316,15 @@ def test_restore_without_the_handle_takes_compiled_code_back_too() -> None:
     native = run(model)
     interop.accelerate(model, compile="graphs", log=None)
     assert "forward" in vars(model)
-    assert copy.deepcopy(model.transformer_blocks[0])._compiled_call_impl is None
+    assert not compiled(copy.deepcopy(model))
+    other = copy.deepcopy(model)
+    for x in other.proj_out.parameters():
+        nn.init.zeros_(x)
+    with torch.compiler.set_stance("force_eager"):
+        assert not run(other).any()  # it has its own weights, not the model's graph
     restore(model)
     assert "forward" not in vars(model)
-    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert not compiled(model)
     assert torch.equal(run(model), native)
     interop.accelerate(model, log=None)
     handle = interop.accelerate(model, again=True, log=None)
@@ -342,6 +386,102 @@ def test_a_pipeline_is_saved_by_components(tmp_path: Path) -> None:
     assert torch.equal(cases.generate(pipe, "sd3", 1), expected)
     restore(pipe)
     handle.restore()
+
+
+def test_codes_of_other_weights_are_refused(tmp_path: Path) -> None:
+    model = transformer()
+    with interop.accelerate(model, **EAGER) as handle:
+        handle.save(tmp_path / "int8")
+    with torch.no_grad():  # a fine-tune, or an adapter that was fused
+        layer = model.transformer_blocks[0].ff.net[2]
+        layer.weight += 0.02 * layer.weight.std() * torch.randn_like(layer.weight)
+    native = run(model)
+    with pytest.raises(ValueError, match=r"ff\.net\.2\.weight' is of another weight, \d"):
+        interop.accelerate(model, checkpoint=tmp_path / "int8", **EAGER)
+    assert torch.equal(run(model), native)
+    half = transformer().bfloat16()
+    half.load_state_dict(transformer().state_dict())
+    with interop.accelerate(half, **EAGER) as handle:
+        handle.save(tmp_path / "of 16 bits")
+    interop.accelerate(half.float(), checkpoint=tmp_path / "of 16 bits", **EAGER)
+
+
+def test_each_of_two_models_gets_its_own_codes(tmp_path: Path) -> None:
+    pipe = cases.make("wan")
+    torch.manual_seed(1)
+    two = [diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=32, in_channels=16,
+        out_channels=16, text_dim=32, freq_dim=32, ffn_dim=128, num_layers=1, rope_max_seq_len=32,
+    ) for _ in range(2)]  # fmt: skip
+    pipe.register_modules(transformer=two[0], transformer_2=two[1])
+    with interop.accelerate(pipe, **EAGER) as handle:
+        codes = [m.blocks[0].ffn.net[2].weight_codes for m in two]
+        handle.save(tmp_path / "both")
+    with interop.accelerate(two[0], **EAGER) as handle:
+        handle.save(tmp_path / "first")
+    with pytest.raises(ValueError, match="first has no folder 'transformer'"):
+        interop.accelerate(pipe, checkpoint=tmp_path / "first", **EAGER)
+    with interop.accelerate(pipe, checkpoint=tmp_path / "both", **EAGER):
+        found = [m.blocks[0].ffn.net[2].weight_codes for m in two]
+        assert all(map(torch.equal, found, codes)) and not torch.equal(*codes)
+
+
+def test_a_device_is_read_twice_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupyattn.interop.torch import writing
+
+    reads: Counter[str] = Counter()
+    own = writing._Codes.read
+
+    def counted(self: Any, name: str) -> Any:
+        reads[name] += 1
+        return own(self, name)
+
+    monkeypatch.setattr(writing._Codes, "read", counted)
+    with interop.accelerate(transformer(), **EAGER) as handle:
+        handle.save(tmp_path / "int8")
+    assert set(reads.values()) == {2}
+
+
+def test_after_restore_it_says_so_and_saves_nothing(tmp_path: Path) -> None:
+    pipe = cases.make("sd3")
+    handle = interop.accelerate(pipe, **EAGER)
+    assert "restored" not in handle.report().lines[0]
+    handle.restore()
+    assert handle.report().lines[0].endswith("; restored since")
+    again = interop.accelerate(pipe, **EAGER)
+    restore(pipe)  # without the handle
+    attention = interop.accelerate(pipe, include=r"attn$", **EAGER)
+    restore(pipe)
+    for one in (handle, again):
+        with pytest.raises(ValueError, match=r"no codes to save: after restore\(\)"):
+            one.save(tmp_path / "int8")
+    assert not (tmp_path / "int8").exists()
+    for one in (handle, again, attention):
+        assert one.report().lines[0].endswith("; restored since")
+        with pytest.raises(RuntimeError, match=r"native since restore\(\), so that there is noth"):
+            one.compare(prompt="")
+
+
+def test_a_model_that_is_there_twice_is_refused() -> None:
+    pipe = cases.make("wan")
+    pipe.register_modules(transformer_2=pipe.transformer)
+    with pytest.raises(ValueError, match="transformer and transformer_2 of WanPipeline are the sa"):
+        interop.accelerate(pipe, **EAGER)
+    pipe.register_modules(transformer=None, transformer_2=None)
+    with pytest.raises(ValueError, match="WanPipeline has no model that takes a timestep"):
+        interop.accelerate(pipe, **EAGER)
+
+
+def test_offloaded_weights_are_neither_saved_nor_compared(tmp_path: Path) -> None:
+    hooks = pytest.importorskip("accelerate")
+    pipe = cases.make("sd3")
+    handle = interop.accelerate(pipe, **EAGER)
+    hooks.cpu_offload(pipe.transformer, torch.device("cpu"))
+    with pytest.raises(ValueError, match="remove its hooks, save, then offload again"):
+        handle.save(tmp_path / "int8")
+    assert not (tmp_path / "int8").exists()
+    with pytest.raises(ValueError, match="remove its hooks, compare, then offload again"):
+        handle.compare(prompt="")
 
 
 def test_saving_without_codes_is_refused(tmp_path: Path) -> None:

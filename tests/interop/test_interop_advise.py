@@ -116,10 +116,15 @@ def test_the_header_of_a_folder_gives_the_same(
 def test_what_is_no_diffusion_transformer_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "transformer").mkdir()
     for config, message in (
         ('{"_class_name": "Nothing"}', "_class_name must be a model of diffusers"),
-        ("[]", "holds no object"),
-    ):
+        ("[]", "holds no object"), ("", "config.json is no configuration of a model: Expecting"),
+        ('{"_class_name": "UNet2DConditionModel", "block_out_channels": [32, 64, 64, 64]}',
+         "UNet2DConditionModel is a U-Net, whose levels have different numbers of tokens"),
+        ('{"_class_name": "FluxTransformer2DModel", "num_layers": "x"}',
+         "diffusers makes no FluxTransformer2DModel of it: TypeError: 'str' object"),
+    ):  # fmt: skip
         (tmp_path / "config.json").write_text(config)
         assert cli.main(["advise", str(tmp_path), "--tokens", "4096"]) == 2
         assert message in capsys.readouterr().err
@@ -127,6 +132,13 @@ def test_what_is_no_diffusion_transformer_is_said(
     assert cli.main(["advise", str(tmp_path / "none"), "--tokens", "1"]) == 2
     # Not the config.json that lies beside it.
     assert f"there is no {str(tmp_path / 'none')!r}" in capsys.readouterr().err
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "config.json").rename(tmp_path / "transformer" / "config.json")
+    for given in (tmp_path, tmp_path / "model_index.json"):
+        assert cli.main(["advise", str(given), "--tokens", "4096"]) == 2
+        error = capsys.readouterr().err
+        assert "is the folder of a pipeline: give that of a model in it" in error
+        assert str(tmp_path / "transformer") in error
     for config_, message in (({}, "none of attention_head_dim"),
                              ({"attention_head_dim": 64}, "no layer is named to_q")):  # fmt: skip
         with pytest.raises(ValueError, match=message):

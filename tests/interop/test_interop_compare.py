@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,14 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from cupyattn import cli  # noqa: E402
+from cupyattn.cli import output  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop.diffusers.replace import attention_modules, models_of  # noqa: E402
 from cupyattn.interop.torch import comparing  # noqa: E402
+from cupyattn.interop.torch.candidates import linear_layers  # noqa: E402
+from cupyattn.interop.torch.forwards import substitute_of  # noqa: E402
 from cupyattn.interop.torch.ways import ways_of  # noqa: E402
+from cupyattn.measure import trial  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_accelerate import run, transformer  # noqa: E402
 
@@ -105,6 +112,48 @@ def test_an_interrupted_comparison_goes_on_and_leaves_nothing_behind(
         handle.compare(rounds=2, record=path, **QUIET, **call(guidance_scale=2.0))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rounds": 0}, ValueError, "rounds must be 1 or more, got 0"),
+        ({"rounds": "3"}, TypeError, "rounds must be a whole number, got '3'"),
+        ({"seed": "x"}, TypeError, "seed must be a whole number, got 'x'"),
+        ({"record": "no/x.json"}, OSError, "record must be a file in a folder that exists, got"),
+        ({"page": "."}, OSError, "page must be a file in a folder that exists, got '.'"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_first_run(
+    options: dict[str, Any], error: type[Exception], message: str, handle: Any
+) -> None:
+    def never(*_: Any) -> dict[str, Any]:
+        raise AssertionError("a step was run")
+
+    with pytest.raises(error, match=message):
+        handle.compare(**QUIET, **options, **call(callback_on_step_end=never))
+
+
+def test_results_without_numbers_are_written_as_json_has_it(handle: Any, tmp_path: Path) -> None:
+    with torch.no_grad():
+        handle.target.transformer.proj_out.bias.fill_(float("nan"))
+    found = handle.compare(rounds=1, record=tmp_path / "r.json", **QUIET, **call())
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    assert json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse) == found.record
+    assert found.ways["accelerated"]["latents"] == [None] * 3
+    assert "accelerated, latents to native by step: 1: not finite" in str(found)
+    assert found.verdicts()["accelerated"].endswith("; its result is not finite")
+
+
+def test_equal_pictures_and_some_that_are_not() -> None:
+    x = np.zeros((4, 4, 3), np.uint8)
+    same = comparing._quality([], [x, x], [], [x, x])
+    assert same == {"latents": [], "psnr": None, "ssim": 1.0}
+    half = comparing._quality([], [x, x], [], [x, x + np.uint8(255)])
+    assert half["psnr"] == pytest.approx(10 * np.log10(2))
+
+
 def test_a_model_is_compared_by_calls() -> None:
     model = transformer()
     native = run(model)
@@ -128,7 +177,7 @@ def test_native_is_compiled_as_the_accelerated_model_is() -> None:
 
     def look(pipe: Any, *_: Any) -> dict[str, Any]:
         block = pipe.transformer.transformer_blocks[0]
-        seen.append((pipe.transformer is own, block._compiled_call_impl is not None))
+        seen.append((pipe.transformer is own, substitute_of(block) is not None))
         return {}
 
     with interop.accelerate(pipe, "balanced", **QUIET) as handle:
@@ -162,6 +211,33 @@ def test_graphs_are_recorded_before_the_first_round(monkeypatch: pytest.MonkeyPa
     assert passes[:3] == ["native"] * 3 and len(passes) == 3 * (3 + 1)
 
 
+def test_a_step_cache_is_in_all_ways_but_one(tmp_path: Path) -> None:
+    pipe = cases.make("flux")
+    model = pipe.transformer
+    given = {**cases.CASES["flux"].call(), "true_cfg_scale": 1.0, "num_inference_steps": 3}
+    given |= {"height": 64, "width": 64, "output_type": "latent"}
+    given = {name: x for name, x in given.items() if "negative" not in name}
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=10.0))
+    with interop.accelerate(pipe, "balanced", compile=False, **QUIET) as handle:
+        found = handle.compare(rounds=1, record=tmp_path / "r.json", **QUIET, **given)
+        assert model.is_cache_enabled
+        assert [*found.ways][:2] == ["native", "native, no step cache"]
+        assert found.ways["native, no step cache"]["said"] == (
+            "native without FirstBlockCacheConfig(threshold=10.0)"
+        )
+        alone, far = found.seconds("native, no step cache"), found.ways["native, no step cache"]
+        assert far["latents"][0] == 0 and far["latents"][-1] > 1e-4  # the first step runs
+        assert found.ways["accelerated"]["latents"][-1] < far["latents"][-1]
+        assert alone == [pytest.approx(np.mean(far["rounds"][0]))]
+        assert "step cache alone: " in str(found) and "is the mean of a run" in found.page()
+        model.disable_cache()
+        with pytest.raises(ValueError, match="is the record of another comparison"):
+            handle.compare(rounds=1, record=tmp_path / "r.json", **QUIET, **given)
+        diffusers.hooks.apply_first_block_cache(model, diffusers.FirstBlockCacheConfig())
+        with pytest.raises(ValueError, match=r"blocks.0 has the hook '.*' of diffusers, which cop"):
+            handle.compare(rounds=1, **QUIET, **given)
+
+
 def test_native_weights_are_on_the_device_once(handle: Any) -> None:
     ways = ways_of(handle._handle_parts, handle._handle_request)
     layer = "transformer_blocks.1.ff.net.2"
@@ -170,6 +246,17 @@ def test_native_weights_are_on_the_device_once(handle: Any) -> None:
     codes = [ways[name].models["transformer."].get_submodule(layer).weight_codes.data_ptr()
              for name in ("linear layers", "accelerated")]  # fmt: skip
     assert len(natives) == 1 and codes[0] == codes[1]
+
+
+@pytest.mark.parametrize("family", cases.CASES)
+def test_a_part_is_left_native_as_the_verdict_says(family: str) -> None:
+    """In each family the expression is found in the attention modules, and in no linear layer."""
+    pipe = cases.make(family)
+    (found,) = models_of(pipe, None)[1].items()
+    pattern = re.compile(trial.ATTENTION_NAMES)
+    modules = [name for name, _ in attention_modules(*found)]
+    layers = [f"{found[0]}{name}" for name, *_ in linear_layers(found[1])]
+    assert modules and all(map(pattern.search, modules)) and not any(map(pattern.search, layers))
 
 
 def test_nothing_replaced_is_nothing_to_compare(handle: Any) -> None:
@@ -203,14 +290,40 @@ def small():
 
 def wrong():
     return 3
+
+def fails():
+    raise RuntimeError("no weights")
+
+def keys():
+    return 3, {1: 2}
+
+def taken():
+    return cases.make("sd3"), {"page": 1}
+
+def tiny():
+    import torch
+    return torch.nn.Sequential(torch.nn.Linear(8, 8)), {"input": torch.ones(2, 8)}
+
+def slow():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    pipe, call = small()
+    return pipe, dict(call, callback_on_step_end=interrupt)
 """
 
 
-def test_the_command_runs_a_function_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a folder with a file of functions."""
     (tmp_path / "mine.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.usefixtures("script")
+def test_the_command_runs_a_function_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = ["trial", "mine.py:small", "--rounds", "1", "--compile", "off"]
     assert cli.main([*given, "--accuracy", "balanced"]) == 0
     out, err = capsys.readouterr()
@@ -223,16 +336,45 @@ def test_the_command_runs_a_function_of_a_file(
     [
         ("mine.py", "give FILE.py:NAME"), ("none.py:small", "there is no file 'none.py'"),
         ("mine.py:other", "has no function 'other'"), ("mine.py:wrong", "must return a pipeline"),
+        ("mine.py:fails", "mine.py, line 12: RuntimeError: no weights"),
+        ("mine.py:keys", "must have names of arguments as keys, got 1"),
+        ("mine.py:taken", "the call has 'page', which is an argument of the comparison"),
+        ("mine.py:tiny", "nothing of the Sequential was replaced"),
+        ("half.py:f", "half.py: SyntaxError: "), ("lost.py:f", "lost.py, line 2: ModuleNotFound"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("script")
 def test_what_is_no_such_function_is_said(
-    function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    (tmp_path / "mine.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["trial", function]) == 2
+    function: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("half.py").write_text("def f(:")
+    Path("lost.py").write_text("import mine\nimport no_such_package\n")  # the first lies beside it
+    assert cli.main(["trial", function, "--compile", "off"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("script")
+def test_an_interrupted_command_says_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["trial", "mine.py:slow", "--compile", "off"]
+    assert cli.main(given) == 130
+    assert "goes on" not in capsys.readouterr().err  # nothing was written yet
+    assert cli.main([*given, "--html", "no/page.html"]) == 2
+    assert "--html: there is no folder 'no'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("script")
+def test_a_command_that_is_interrupted_later_names_its_record(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(line: str) -> None:
+        output.say(line, error=True)
+        if line.startswith("round 1"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("cupyattn.cli.trial._progress", interrupted)
+    assert cli.main(["trial", "mine.py:small", "--compile", "off"]) == 130
+    said = "small.trial.json has the runs so far: the same command goes on behind them"
+    assert said in capsys.readouterr().err
 
 
 # ---- the experiment ------------------------------------------------------------------------------
@@ -251,3 +393,15 @@ def test_the_experiment_on_accelerated_models_runs_in_small(tmp_path: Path) -> N
     short = accelerated_models.shortened(FAMILIES["Flux"], 3)
     assert short.blocks == {"num_layers": 3, "num_single_layers": 3}
     assert short.tokens == FAMILIES["Flux"].tokens
+
+
+@pytest.mark.slow
+def test_the_experiment_on_step_caches_runs_in_small(tmp_path: Path) -> None:
+    from experiments.diffusion import cached_models
+
+    file = tmp_path / "record.json"
+    given = ["--quick", "--rounds", "1", "--models", "Wan 2.1 14B", "--json", str(file)]
+    assert cached_models.main([*given, "--steps", "6"]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["bits_equal"] and "step cache alone" in row["verdicts"]["native, no step cache"]
+    assert 0 < row["left_out"]["native"] < 1 and row["threshold"] > 0

@@ -581,7 +581,7 @@ def test_the_examples_of_the_page_run(
     section = page.read_text(encoding="utf-8").split("## diffusers\n")[1]
     for block, said in zip(
         section.split("```python\n")[1:3],
-        ("linear layers: 21 of 32 INT8 by block", "2 attention modules: 8 calls by cupyattn"),
+        ("linear layers: 21 of 32 in INT8 with", "2 attention modules: 8 calls by cupyattn"),
         strict=True,
     ):
         exec(block.split("```")[0], {})

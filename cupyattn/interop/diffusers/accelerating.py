@@ -61,8 +61,8 @@ def accelerate(
         those that match one of `include`, and none of `exclude`. Names begin with the pipeline's
         component, ``"transformer.transformer_blocks.0.attn"``, or are the model's own.
     checkpoint : path, optional
-        What `save` of an earlier handle or `cupyattn convert` wrote: its codes are taken, and
-        nothing is quantised.
+        Folder that `save` of an earlier handle or `cupyattn convert` wrote: its codes are taken,
+        and nothing is quantised. The codes must be of the weights that the model has.
     activations : mapping of str to Tensor, optional
         What layers get, (..., in), by name: they decide between scales of blocks and of channels.
     again : bool
@@ -81,10 +81,10 @@ def accelerate(
     Raises
     ------
     TypeError
-        For what is neither a pipeline nor a module.
+        For what is neither a pipeline nor a module, and for arguments of another type.
     ValueError
-        For an unknown accuracy or way to compile, for a pattern that no name matches, and as
-        `replace_attention_with_int8` and `replace_linear_with_int8`.
+        For an unknown accuracy or way to compile, for a pattern that no name matches, for codes of
+        another model, and as `replace_attention_with_int8` and `replace_linear_with_int8`.
     UnsupportedError
         As `replace_attention_with_int8`. Whatever is raised, all models are as they were.
 

@@ -68,6 +68,10 @@ class Int8Replacement(Handle):
         """Names of the modules that were chosen."""
         return tuple(layer.name for layer in self._handle_layers)
 
+    def _handle_is_in_place(self) -> bool:
+        """Whether a module still runs the attention that this handle gave it."""
+        return any(interception.layer_of(layer.module) is layer for layer in self._handle_layers)
+
     def report(self) -> Report:
         """Return what ran where since attention was replaced."""
         layers = tuple(layer.report() for layer in self._handle_layers)
@@ -310,7 +314,18 @@ def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
             if isinstance(part, torch.nn.Module) and _takes_timestep(part)
         }
         if not models:
-            raise ValueError(f"no model of {type(pipe_or_model).__name__} takes a timestep")
+            raise ValueError(
+                f"{type(pipe_or_model).__name__} has no model that takes a timestep, as the "
+                "transformer or U-Net of a diffusion pipeline does: give the pipeline with it, or "
+                "the model"
+            )
+        for prefix, part in models.items():
+            first = next(name for name, one in models.items() if one is part)
+            if first != prefix:
+                raise ValueError(
+                    f"{first[:-1]} and {prefix[:-1]} of {type(pipe_or_model).__name__} are the "
+                    f"same model: give the model itself, pipe.{first[:-1]}"
+                )
         if scheduler is None:
             return pipe_or_model, models
     elif isinstance(pipe_or_model, torch.nn.Module):

@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from cupyattn.errors import shown
 from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
@@ -36,7 +38,8 @@ class Request:
     Raises
     ------
     TypeError, ValueError
-        For an unknown accuracy or way to compile, and for text that is no pattern.
+        For an unknown accuracy or way to compile, for text that is no pattern, and for what is no
+        path, no mapping of activations, or cannot be called to log.
     """
 
     accuracy: str = "full"
@@ -59,6 +62,19 @@ class Request:
             raise ValueError(
                 f"compile must be 'blocks', 'graphs' or False, got {self.compile!r}"
             )
+        if self.checkpoint is not None and not isinstance(self.checkpoint, str | PathLike):
+            raise TypeError(
+                f"checkpoint must be the path of saved codes, got {shown(self.checkpoint)}"
+            )
+        given = self.activations
+        if given is not None and not (
+            isinstance(given, Mapping) and all(isinstance(x, Tensor) for x in given.values())
+        ):
+            raise TypeError(
+                f"activations must map names of layers to tensors, got {shown(given)}"
+            )
+        if self.log is not None and not callable(self.log):
+            raise TypeError(f"log must take a line, as print does, or be None, got {self.log!r}")
         _ = self.selection
 
     @property
@@ -138,6 +154,37 @@ def part_of(prefix: str, model: nn.Module) -> Part:
         major, minor = torch.cuda.get_device_capability(where)
         capability = 10 * major + minor
     return Part(prefix, model, known if known and known.capability == capability else None)
+
+
+def codes_of(
+    part: Part, checkpoint: str | PathLike[str] | None, *, alone: bool
+) -> Path | None:
+    """Return where the codes of a model are, of a pipeline in a folder of the component's name.
+
+    Parameters
+    ----------
+    part : Part
+    checkpoint : path, optional
+    alone : bool
+        The model is the only one, so that `checkpoint` may be its folder.
+
+    Raises
+    ------
+    ValueError
+        If there is no folder of one of several models, which must not get the codes of another.
+    """
+    if checkpoint is None:
+        return None
+    name = part.prefix.removesuffix(".")
+    within = Path(checkpoint) / name
+    if within.is_dir():
+        return within
+    if not alone:
+        raise ValueError(
+            f"checkpoint must have a folder for each model, and {checkpoint} has no folder "
+            f"{name!r}: give what save(folder) of the whole pipeline wrote, or exclude={name!r}"
+        )
+    return Path(checkpoint)
 
 
 def layer_names(part: Part) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -14,10 +13,12 @@ from torch import Tensor, nn
 
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
 from cupyattn.interop.selection import Patterns
+from cupyattn.interop.torch.accelerated_lines import five_lines
 from cupyattn.interop.torch.accelerated_parts import (
     Log,
     Part,
     Request,
+    codes_of,
     exactly,
     layer_names,
     part_of,
@@ -26,13 +27,9 @@ from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.interop.torch.comparing import compare
 from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled
 from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
-from cupyattn.interop.torch.writing import write_int8
+from cupyattn.interop.torch.writing import check_writable, write_int8
 from cupyattn.measure.trial import Comparison
-from cupyattn.measure.whole_gains import said
-from cupyattn.measure.words import counted, printable
-
-#: Kinds of reasons that a line names before the rest is counted.
-_MOST_REASONS = 3
+from cupyattn.measure.words import printable
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,9 @@ class Accelerated(Handle):
                 layers |= {f"{part.prefix}{name}": what for name, what in became.items()}
         attention = None if self._handle_attention is None else self._handle_attention.report()
         lines = five_lines(
-            self.target, self._handle_parts, self._handle_attention, self._handle_request
-        )
+            self.target, self._handle_parts, self._handle_attention, self._handle_request,
+            is_restored=self._handle_replaced_any() and self._handle_is_native(),
+        )  # fmt: skip
         return Acceleration(lines, {printable(n): printable(w) for n, w in layers.items()},
                             attention)  # fmt: skip
 
@@ -118,6 +116,17 @@ class Accelerated(Handle):
         """
         _undo(self._handle_parts, self._handle_attention)
         object.__setattr__(self, "_handle_is_restored", True)
+
+    def _handle_replaced_any(self) -> bool:
+        return any(len(part.native) < 2 for part in self._handle_parts)
+
+    def _handle_is_native(self) -> bool:
+        """Whether all that was replaced is native again, by `restore` of the handle or without."""
+        linear = any(any(True for _ in int8_layers(part.model)) for part in self._handle_parts)
+        attention = self._handle_attention
+        return self._handle_is_restored or not (
+            linear or (attention is not None and attention._handle_is_in_place())
+        )
 
     def save(
         self, folder: str | PathLike[str], *, advance: Callable[[str], None] | None = None
@@ -142,12 +151,15 @@ class Accelerated(Handle):
         OSError
             If something cannot be written, or is there already.
         ValueError
-            If no linear layer is INT8.
+            If no linear layer is INT8, or the weights are offloaded.
         """
         written = [part for part in self._handle_parts if part.linear is not None]
-        if not written:
-            raise ValueError("no linear layer is INT8, so there are no codes to save: see report()")
+        if not written or self._handle_is_native():
+            why = "after restore()" if written else "see report()"
+            raise ValueError(f"no linear layer is INT8, so there are no codes to save: {why}")
         home = Path(folder)
+        for part in written:
+            check_writable(part.model)
         for part in written:
             if part.prefix:
                 home.mkdir(exist_ok=True)
@@ -190,7 +202,8 @@ class Accelerated(Handle):
         Raises
         ------
         ValueError
-            If the weights are offloaded, or `record` is of another comparison.
+            If the weights are offloaded, other hooks of diffusers are there, or `record` is of
+            another comparison.
         RuntimeError
             After `restore`, and if the weights of INT8 layers are lost.
 
@@ -198,11 +211,17 @@ class Accelerated(Handle):
         -----
         Native is compiled as the accelerated model is, and has its own weights on the device,
         beside the codes. A step of a pipeline is a step of its scheduler, and a step of a model is
-        a call.
+        a call. With a step cache, ``pipe.transformer.enable_cache(config)``, all ways have it, and
+        native is run without it, too: that gives the gain of both together.
         """
-        if self._handle_is_restored or all(len(p.native) == 2 for p in self._handle_parts):
+        if not self._handle_replaced_any():
             raise RuntimeError(
                 "nothing is replaced, so that there is nothing to compare: report() says why"
+            )
+        if self._handle_is_native():
+            raise RuntimeError(
+                "everything is native since restore(), so that there is nothing to compare: "
+                "accelerate again"
             )
         return compare(
             self.target, self._handle_parts, self._handle_request, call, rounds=rounds,
@@ -227,32 +246,18 @@ def accelerate(
     """Make a module with linear layers faster: INT8 layers, compiled.
 
     `cupyattn.interop.diffusers.accelerate` takes pipelines and models of diffusers, and replaces
-    their attention, too.
+    their attention, too. Everything else is as described there.
 
     Parameters
     ----------
     model : Module
         Modified in place.
     accuracy : {"full", "balanced", "aggressive"}
-        Class of attention, as for `cupyattn.attention`: without diffusers attention stays native.
-        Linear layers are INT8 in each class.
+        Attention stays native in each class, and linear layers are INT8 in each.
     compile : {"blocks", "graphs", False}
-        Compile the blocks that the model repeats, as diffusers recommends, or all of it where
-        nothing names them; beside that record each pass as one CUDA graph; or neither.
-    include, exclude : str or sequence of str, optional
-        Regular expressions, searched in the names of layers: only those that match one of
-        `include`, and none of `exclude`.
-    checkpoint : path, optional
-        What `Accelerated.save` or `cupyattn convert` wrote: its codes are taken, and nothing is
-        quantised.
-    activations : mapping of str to Tensor, optional
-        What layers get, (..., in), by name: they decide between scales of blocks and of channels.
-    again : bool
-        Take back first what earlier calls replaced in the model, all of it.
-    arch, backend : str, optional
-        As for `cupyattn.int8_gemm`.
-    log : callable, optional
-        Takes each of five lines that say what was done and what was left native; None: silent.
+        As there; a model that names no blocks is compiled as a whole.
+    include, exclude, checkpoint, activations, again, arch, backend, log : optional
+        As there. Names are those of the model's layers.
 
     Returns
     -------
@@ -262,22 +267,17 @@ def accelerate(
     Raises
     ------
     TypeError
-        If `model` is no module.
+        If `model` is no module, and for arguments of another type.
     ValueError
         For an unknown accuracy or way to compile, and as `replace_linear_with_int8`. The model is
         then as it was.
-
-    Notes
-    -----
-    Layers have a scale for each channel where a whole model of the class was measured to allow it,
-    and for each block where not. What was not measured to be faster on such a device stays native.
 
     Examples
     --------
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     >>> handle = accelerate(model, compile=False, log=None, backend="mirror")
     >>> handle.report().lines[1]
-    'linear layers: 1 of 2 INT8 by block, weights -72 %'
+    'linear layers: 1 of 2 in INT8 with a scale for each block, 72 % less memory for weights'
     >>> handle.restore()
     >>> type(model[0]).__name__
     'Linear'
@@ -320,18 +320,18 @@ def accelerated(
         for part in parts:
             if request.again:
                 restore_compiled(part.model)
-            _replace_layers(part, request)
+            _replace_layers(part, request, alone=len(parts) == 1)
         attention = attend()
         for part in parts:
             if request.compile and len(part.native) < 2:
                 part.compiled = compiled_blocks(part.model, graphs=request.compile == "graphs")
+        handle = Accelerated(target, parts, attention, request)
+        if request.log is not None:
+            for line in handle.report().lines:
+                request.log(line)
     except BaseException:
         _undo(parts, attention)
         raise
-    handle = Accelerated(target, parts, attention, request)
-    if request.log is not None:
-        for line in handle.report().lines:
-            request.log(line)
     return handle
 
 
@@ -346,7 +346,7 @@ def _undo(parts: Sequence[Part], attention: Any) -> None:
             part.linear.restore()
 
 
-def _replace_layers(part: Part, request: Request) -> None:
+def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
     """Make the linear layers of a model INT8, unless they are slower so or there are none."""
     everything = [*layer_names(part)]
     selection = request.selection
@@ -358,7 +358,7 @@ def _replace_layers(part: Part, request: Request) -> None:
     try:
         part.linear = replace_linear_with_int8(
             part.model,
-            _codes_of(part, request.checkpoint),
+            codes_of(part, request.checkpoint, alone=alone),
             include=exactly(name.removeprefix(part.prefix) for name in names),
             arch=request.arch, backend=request.backend, again=request.again,
             activations=part.own(request.activations),
@@ -367,94 +367,5 @@ def _replace_layers(part: Part, request: Request) -> None:
         part.native["linear"] = str(error)
 
 
-def _codes_of(part: Part, checkpoint: str | PathLike[str] | None) -> Path | None:
-    """Return where the codes of a model are: of a pipeline in a folder of the component's name."""
-    if checkpoint is None:
-        return None
-    within = Path(checkpoint) / part.prefix.removesuffix(".")
-    return within if within.exists() else Path(checkpoint)
-
-
 def _no_attention() -> None:
     """Replace no attention: without diffusers all of it stays native."""
-
-
-# ---- five lines ----------------------------------------------------------------------------------
-
-
-def five_lines(
-    target: Any, parts: Sequence[Part], attention: Any, request: Request
-) -> tuple[str, ...]:
-    """Return what was done and what was left native, in five lines."""
-    found = (
-        f"{type(target).__name__}: accuracy {request.accuracy!r}, {_compiled(parts, request)}",
-        _layers(parts),
-        _attention(parts, attention),
-        _measured(parts, request),
-        f"left native: {_left(parts)}",
-    )
-    return tuple(map(printable, found))
-
-
-def _compiled(parts: Sequence[Part], request: Request) -> str:
-    done = [part.compiled.said() for part in parts if part.compiled is not None]
-    return "; ".join(dict.fromkeys(done)) or (
-        "not compiled" if not request.compile else "not compiled, since nothing was replaced"
-    )
-
-
-def _layers(parts: Sequence[Part]) -> str:
-    made = [part.linear for part in parts if part.linear is not None]
-    if not made:
-        return "linear layers: native"
-    replaced, kept = (sum(len(of) for of in some) for some in (
-        [one.replaced for one in made], [one.kept for one in made],
-    ))  # fmt: skip
-    strategies = {
-        layer.strategy for part in parts if part.linear is not None
-        for _, layer in int8_layers(part.model)
-    }  # fmt: skip
-    saved = sum(one._handle_saved for one in made) / len(made)
-    scales = f" by {' and '.join(sorted(strategies))}" if strategies else ""
-    layers = f"{replaced} of {replaced + kept} INT8{scales}"
-    return f"linear layers: {layers}, weights {-100 * saved:.0f} %"
-
-
-def _attention(parts: Sequence[Part], attention: Any) -> str:
-    if attention is None:
-        return "attention: native"
-    classes = dict.fromkeys(part.accuracy for part in parts if part.accuracy)
-    said_of = " and ".join("16 bits" if one == "full" else f"{one} INT8" for one in classes)
-    return f"attention: {counted(len(attention.replaced), 'module')} by cupyattn, in {said_of}"
-
-
-def _measured(parts: Sequence[Part], request: Request) -> str:
-    lines = []
-    for part in parts:
-        record, ran = part.record, {"linear", "attention"} - part.native.keys()
-        if record is None or not ran:
-            continue
-        name = "both" if len(ran) == 2 else ran.pop()
-        gain = record.gain(name, part.accuracy or request.accuracy, request.how)
-        lines.append(
-            f"measured in a whole {record.name} of {record.tokens:,} tokens on an {record.device}: "
-            f"{said(gain)} as compiled native"
-        )
-    unknown = "not measured in such a model on such a device: compare(...) times this one"
-    return "; ".join(dict.fromkeys(lines)) or unknown
-
-
-def _left(parts: Sequence[Part]) -> str:
-    said_of = [
-        f"{part.prefix}{'linear layers' if name == 'linear' else name} ({why})"
-        for part in parts for name, why in sorted(part.native.items())
-    ]  # fmt: skip
-    kinds = Counter(
-        why.partition(":")[0] for part in parts if part.linear is not None
-        for why in part.linear.kept.values()
-    )  # fmt: skip
-    for why, count in kinds.most_common(_MOST_REASONS):
-        said_of.append(f"{counted(count, 'linear layer')} ({why})")
-    others = sum(kinds.values()) - sum(n for _, n in kinds.most_common(_MOST_REASONS))
-    said_of += [f"{others} others"] if others else []
-    return ", ".join(said_of) or "nothing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cupyattn.diffusion.arguments import check_count, check_whole
 from cupyattn.files import replacing
 from cupyattn.interop.torch.accelerated_parts import Part, Request
 from cupyattn.interop.torch.offloading import check_not_offloaded
@@ -46,10 +48,13 @@ def compare(
     log: Callable[[str], object] | None = print,
 ) -> Comparison:
     """Run a call in every way, in turns; arguments as of `Accelerated.compare`."""
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    check_count("rounds", rounds)
+    check_whole("seed", seed)
+    for name, file in (("record", record), ("page", page)):
+        if file is not None and (not Path(file).parent.is_dir() or Path(file).is_dir()):
+            raise OSError(f"{name} must be a file in a folder that exists, got {str(file)!r}")
     for part in parts:
-        check_not_offloaded(part.model)
+        check_not_offloaded(part.model, "remove its hooks, compare, then offload again")
     where = next((x.device for part in parts for x in part.model.parameters()), None)
     bench = _Bench(target, call, where or torch.device("cpu"), seed)
     ways = ways_of(parts, request)
@@ -126,13 +131,18 @@ def _quality(
 ) -> dict[str, Any]:
     """Return how far latents and pictures are from native ones."""
     found: dict[str, Any] = {
-        "latents": [_relative(x, own) for x, own in zip(latents, of, strict=False)]
+        "latents": [_finite(_relative(x, own)) for x, own in zip(latents, of, strict=False)]
     }
     if pictures and len(pictures) == len(beside):
         pairs = [*zip(pictures, beside, strict=True)]
-        found["psnr"] = float(np.mean([psnr(*pair) for pair in pairs]))
+        found["psnr"] = _finite(psnr(np.concatenate(pictures), np.concatenate(beside)))
         found["ssim"] = float(np.mean([ssim(*pair) for pair in pairs]))
     return found
+
+
+def _finite(x: float) -> float | None:
+    """Return a number as JSON has it, without infinities and NaN."""
+    return x if math.isfinite(x) else None
 
 
 def _relative(x: Tensor, own: Tensor) -> float:

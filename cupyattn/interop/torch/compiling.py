@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
+from cupyattn.interop.torch.forwards import Forward, Substitute, substitute_of
+from cupyattn.interop.torch.offloading import is_hooked
 from cupyattn.interop.torch.whole_graph import WholeGraph
+from cupyattn.measure.words import counted
 
 #: What ``compile=`` of `accelerate` may be.
 COMPILED: tuple[str | bool, ...] = ("blocks", "graphs", False)
@@ -25,14 +31,19 @@ class Compiled:
     ----------
     summary : str
         What was compiled, for a line.
-    modules : list of (Module, object)
-        With what each had in the place of compiled code.
+    blocks : list of Substitute
+    model : Module or None
+        One that was compiled as a whole.
+    hooked : Counter of str
+        Calls of blocks that ran their own code, by class, as hooks of diffusers were within.
     graph : WholeGraph or None
         Records passes of the model.
     """
 
     summary: str
-    modules: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    blocks: list[Substitute] = field(default_factory=list)
+    model: nn.Module | None = None
+    hooked: Counter[str] = field(default_factory=Counter)
     graph: WholeGraph | None = None
 
     def __reduce__(self) -> Any:
@@ -42,16 +53,22 @@ class Compiled:
         """Return what was compiled, and why passes ran without a graph since."""
         reasons = self.graph.reasons if self.graph is not None else {}
         without = "".join(f"; without a graph: {n} for {why}" for why, n in reasons.items())
-        return f"{self.summary}{without}"
+        eager = "".join(
+            f"; {counted(n, f'{name} call')} not compiled, since hooks are within"
+            for name, n in self.hooked.items()
+        )
+        return f"{self.summary}{without}{eager}"
 
     def undo(self) -> None:
         """Let the modules run their own code again. A second call does nothing."""
         if self.graph is not None:
             self.graph.undo()
             self.graph = None
-        while self.modules:
-            module, former = self.modules.pop()
-            setattr(module, _COMPILED_CALL, former)
+        while self.blocks:
+            self.blocks.pop().undo()
+        if self.model is not None:
+            setattr(self.model, _COMPILED_CALL, None)
+            self.model = None
 
 
 def _nothing() -> None:
@@ -84,14 +101,20 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     if getattr(model, _COMPILED_CALL) is not None:
         done = Compiled("compiled by the caller")
     elif blocks:
-        fresh = [module for module in blocks if getattr(module, _COMPILED_CALL) is None]
+        fresh = [
+            module for module in blocks
+            if getattr(module, _COMPILED_CALL) is None and substitute_of(module) is None
+        ]  # fmt: skip
         kinds = Counter(type(module).__name__ for module in blocks)
         said = " and ".join(f"{count} {name}" for name, count in kinds.items())
         done = Compiled(f"{said} compiled with fullgraph=True")
-        _compile(done, fresh, fullgraph=True)
+        # NOTE: below hooks, whose code a graph of all of a block cannot hold.
+        for module in fresh:
+            make = functools.partial(_Block, module, done.hooked)
+            done.blocks.append(Substitute(module, make, below_hooks=True))
     else:
-        done = Compiled("compiled as a whole")
-        _compile(done, [model])
+        done = Compiled("compiled as a whole", model=model)
+        model.compile()
     if graphs:
         done.graph = WholeGraph(model)
         done.summary += ", each form of a pass a CUDA graph from its third call on"
@@ -99,7 +122,34 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     return done
 
 
-def _compile(done: Compiled, modules: list[nn.Module], **options: Any) -> None:
-    for module in modules:
-        done.modules.append((module, getattr(module, _COMPILED_CALL)))
-        module.compile(**options)
+class _Block:
+    """A block's compiled code; its own code while hooks within it are in the way of one graph.
+
+    Parameters
+    ----------
+    module : Module
+    hooked : Counter of str
+        Names of classes whose blocks had such hooks, and how many passes of blocks ran so.
+    own : callable
+        The block's ``forward``.
+    """
+
+    def __init__(self, module: nn.Module, hooked: Counter[str], own: Forward) -> None:
+        self._module, self._hooked, self._own = module, hooked, own
+        self._compiled: Forward = torch.compile(own, fullgraph=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = type(self._module).__name__
+        if name not in self._hooked or not _has_hooks(self._module):
+            try:
+                return self._compiled(*args, **kwargs)
+            except TorchDynamoException:  # nothing of the pass was run
+                if not _has_hooks(self._module):
+                    raise
+        self._hooked[name] += 1
+        return self._own(*args, **kwargs)
+
+
+def _has_hooks(block: nn.Module) -> bool:
+    """Whether diffusers or accelerate hook a module within a block."""
+    return any(is_hooked(part) for part in block.modules() if part is not block)

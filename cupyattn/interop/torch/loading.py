@@ -194,6 +194,28 @@ def check_shape(source: Source, codes: Codes, linear: nn.Linear) -> None:
         )
 
 
+def check_own(source: Source, codes: Codes, layer: Int8Linear, linear: nn.Linear) -> None:
+    """Raise ValueError if codes that we wrote are of another weight than a layer has.
+
+    Our codes are at most half a step from their weight. A weight that was rounded to 16 bits is at
+    most a quarter of a step further off. Other writers need not round to the nearest code. The
+    first 128 rows are compared.
+    """
+    if not layout_of(source).ours:
+        return
+    rows = slice(0, BLOCK_SIZE)
+    scale = layer.weight_scale[rows] if layer.strategy == "channel" else (
+        layer.weight_scale[:1].repeat_interleave(BLOCK_SIZE, 1)[:, : linear.in_features]
+    )  # fmt: skip
+    found = layer.weight_codes[rows].float() * scale
+    far = (found - linear.weight[rows].detach().float()).abs() > scale
+    if bool(far.any()):
+        raise ValueError(
+            f"{source.path}: {codes.weight!r} is of another weight, {int(far.sum()):,} of "
+            f"{far.numel():,} elements are off by more than a step: give codes of this model"
+        )
+
+
 def layer_of(
     source: Source, codes: Codes, linear: nn.Linear, options: dict[str, Any]
 ) -> Int8Linear:

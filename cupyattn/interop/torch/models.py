@@ -18,7 +18,7 @@ from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, unfit
 from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import Int8Linear
-from cupyattn.interop.torch.loading import check_shape, codes_of, layer_of, opened
+from cupyattn.interop.torch.loading import check_own, check_shape, codes_of, layer_of, opened
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.originals import Call, keep_original, original_of
 from cupyattn.interop.torch.placing import Verdict, put_each
@@ -320,6 +320,7 @@ def _from_checkpoint(
             yield name, None, f"{source.path.name} has no codes of it"
         else:
             layer = layer_of(source, one, candidates[name], options)
+            check_own(source, one, layer, candidates[name])
             layer.weight_dtype = candidates[name].weight.dtype
             yield name, layer, f"codes of {source.path.name}"
         if advance is not None:

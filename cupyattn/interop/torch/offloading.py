@@ -33,6 +33,13 @@ def has_hooks(module: nn.Module) -> bool:
     )  # fmt: skip
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether diffusers or accelerate hook a module; diffusers leaves an empty registry behind."""
+    home = vars(module)  # NOTE: no helper, since this is asked of all modules in each pass
+    registry = home.get("_diffusers_hook")
+    return "_hf_hook" in home or (registry is not None and bool(registry.hooks))
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a library put something in the place of a module's ``forward``.
 
@@ -108,12 +115,16 @@ def offload_codes(layer: nn.Module, hook: Any) -> None:
             layer._buffers.update({name: x.to("meta") for name, x in buffers.items()})
 
 
-def check_not_offloaded(model: nn.Module) -> None:
+def check_not_offloaded(
+    model: nn.Module, way: str = "replace first, then offload"
+) -> None:
     """Raise if the weights of a model are moved or converted in each call.
 
     Parameters
     ----------
     model : Module
+    way : str
+        What to do about offloading.
 
     Raises
     ------
@@ -133,7 +144,7 @@ def check_not_offloaded(model: nn.Module) -> None:
             library = "group offloading of diffusers"
         if library:
             raise ValueError(
-                f"the weights of {where} are offloaded by {library}: replace first, then offload"
+                f"the weights of {where} are offloaded by {library}: {way}"
             )
 
 

@@ -22,6 +22,7 @@ from cupyattn.errors import shown
 from cupyattn.interop.handle import Handle, is_pipeline, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, check_found, compiled
 from cupyattn.interop.torch.bridge import as_array
+from cupyattn.interop.torch.forwards import substitute_of
 from cupyattn.measure.words import counted, format_bytes
 
 #: Bytes of the host that a recorder takes unless it is told otherwise.
@@ -349,7 +350,7 @@ def record(
     ]  # fmt: skip
     check_found("layers", patterns or (), [name for name in names if name], "module")
     for name, module in _modules(models):
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        if getattr(module, "_compiled_call_impl", None) or substitute_of(module):
             raise ValueError(
                 f"{name or type(module).__name__} is compiled, and runs no code that could be "
                 "recorded: record the model before it is compiled"

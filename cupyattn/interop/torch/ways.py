@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,8 +17,9 @@ from cupyattn.interop.torch.activated import ActivatedInt8Linear
 from cupyattn.interop.torch.compiling import compiled_blocks
 from cupyattn.interop.torch.guards import unguard
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.offloading import hooks_of_diffusers
 from cupyattn.interop.torch.originals import original_of
-from cupyattn.measure.trial import ALL, AS_GIVEN, ATTENTION, LINEAR, NATIVE
+from cupyattn.measure.trial import ALL, AS_GIVEN, ATTENTION, LINEAR, NATIVE, UNCACHED
 
 #: The module that takes attention out of a model; if nothing imported it, none was replaced.
 _ATTENTION = "cupyattn.interop.diffusers.replace"
@@ -46,29 +49,44 @@ def ways_of(parts: tuple[Part, ...], request: Request) -> dict[str, Way]:
     ------
     RuntimeError
         If the weights of an INT8 layer are lost.
+    ValueError
+        If hooks of diffusers are there that copies would share.
+
+    Notes
+    -----
+    All ways have the step cache that a model has by its ``enable_cache``, but one native way.
     """
+    with _without_caches(parts) as caches:
+        return _ways_of(parts, request, caches)
+
+
+def _ways_of(
+    parts: tuple[Part, ...], request: Request, caches: Mapping[str, Any]
+) -> dict[str, Way]:
     linear = any(part.linear is not None for part in parts)
     attention = any(part.accuracy for part in parts)
     classes = dict.fromkeys(part.accuracy for part in parts if part.accuracy)
     of = " and ".join("16 bits" if one == "full" else f"{one} INT8" for one in classes)
     weights: Weights = {}
+    made = functools.partial(_copies, parts, request, weights)
     names = {LINEAR: "INT8 linear layers", ATTENTION: f"attention in {of}"}
-    found = {NATIVE: Way(NATIVE, _copies(parts, request, weights, linear=False, attention=False))}
+    found = {NATIVE: Way(NATIVE, made(caches))}
+    if caches:
+        of_caches = ", ".join(dict.fromkeys(map(_of_cache, caches.values())))
+        found[UNCACHED] = Way(f"native without {of_caches}", made({}))
     if request.compile:
-        models = _copies(parts, request, weights, linear=False, attention=False, compiled=False)
-        found[AS_GIVEN] = Way(AS_GIVEN, models)
+        found[AS_GIVEN] = Way(AS_GIVEN, made(caches, compiled=False))
     if linear and attention:
-        for name, of_layers in ((LINEAR, True), (ATTENTION, False)):
-            models = _copies(parts, request, weights, linear=of_layers, attention=not of_layers)
-            found[name] = Way(names[name], models)
+        found[LINEAR] = Way(names[LINEAR], made(caches, linear=True))
+        found[ATTENTION] = Way(names[ATTENTION], made(caches, attention=True))
     said = [names[LINEAR]] * linear + [names[ATTENTION]] * attention
     found[ALL] = Way(" and ".join(said), {part.prefix: part.model for part in parts})
     return found
 
 
 def _copies(
-    parts: tuple[Part, ...], request: Request, weights: Weights, *, linear: bool, attention: bool,
-    compiled: bool = True,
+    parts: tuple[Part, ...], request: Request, weights: Weights, caches: Mapping[str, Any], *,
+    linear: bool = False, attention: bool = False, compiled: bool = True,
 ) -> dict[str, nn.Module]:  # fmt: skip
     made = {}
     for part in parts:
@@ -77,8 +95,45 @@ def _copies(
             sys.modules[_ATTENTION].restore_attention(model)
         if compiled and request.compile:
             compiled_blocks(model, graphs=request.compile == "graphs")
+        if part.prefix in caches:
+            cast(Any, model).enable_cache(caches[part.prefix])
         made[part.prefix] = model
     return made
+
+
+@contextlib.contextmanager
+def _without_caches(parts: tuple[Part, ...]) -> Iterator[dict[str, Any]]:
+    """Take step caches of models away for a while, and yield their configurations."""
+    models: dict[str, Any] = {part.prefix: part.model for part in parts}
+    caches = {
+        prefix: model._cache_config for prefix, model in models.items()
+        if getattr(model, "is_cache_enabled", False)
+    }  # fmt: skip
+    for prefix in caches:
+        models[prefix].disable_cache()
+    try:
+        for model in models.values():
+            _check_hooks(model)
+        yield caches
+    finally:
+        for prefix, config in caches.items():
+            models[prefix].enable_cache(config)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raise ValueError for hooks of diffusers, which in a copy would run the model itself."""
+    for name, module in model.named_modules():
+        if hooks := hooks_of_diffusers(module):
+            raise ValueError(
+                f"{name or 'the model'} has the hook {[*hooks][0]!r} of diffusers, which copies of "
+                "the model would share: remove it, and enable step caches by model.enable_cache()"
+            )
+
+
+def _of_cache(config: Any) -> str:
+    """Return a step cache's configuration in words that are the same in each process."""
+    given = {n: x for n, x in vars(config).items() if isinstance(x, bool | int | float | str)}
+    return f"{type(config).__name__}({', '.join(f'{n}={x!r}' for n, x in given.items())})"
 
 
 def shared_copy(model: nn.Module, weights: Weights | None) -> nn.Module:
@@ -99,12 +154,7 @@ def shared_copy(model: nn.Module, weights: Weights | None) -> nn.Module:
         for module in model.modules():
             if isinstance(module, ActivatedInt8Linear) and isinstance(module.proj, Int8Linear):
                 memo[id(module)] = _native_unit(module, memo)
-    forward = vars(model).pop("forward", None)  # that of a graph, which calls this model
-    try:
-        made = copy.deepcopy(model, memo)
-    finally:
-        if forward is not None:
-            vars(model)["forward"] = forward
+    made = copy.deepcopy(model, memo)
     if weights is not None:
         unguard(made)
     return made

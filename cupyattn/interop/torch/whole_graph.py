@@ -9,7 +9,6 @@ arguments whose numbers lie on the host.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cupyattn.interop.torch.bridge import form_of
+from cupyattn.interop.torch.forwards import Substitute
+from cupyattn.interop.torch.offloading import is_hooked
 
 _log = logging.getLogger("cupyattn")
 
@@ -68,18 +69,12 @@ class WholeGraph:
         self._record = record or _recorded
         self._seen: Counter[Form] = Counter()
         self._graphs: dict[Form, _Recorded | None] = {}
-        self._is_undone = False  # a hook of another library may call this still
-        self._homes = [vars(module) for module in model.modules()]
-        # NOTE: pipelines ask for the signature of forward.
-        call = functools.wraps(model.forward)(lambda *args, **kwargs: self(*args, **kwargs))
-        vars(model)["forward"] = call
-        self._call = call
+        self._modules = [*model.modules()]
+        self._substitute = Substitute(model, lambda _: self)
 
     def undo(self) -> None:
         """Give the model its own ``forward`` back, and the graphs' memory to torch."""
-        if vars(self._model).get("forward") is self._call:
-            del vars(self._model)["forward"]
-        self._is_undone = True
+        self._substitute.undo()
         self._graphs.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,15 +105,13 @@ class WholeGraph:
 
     def _obstacle(self, leaves: Sequence[Any]) -> str:
         """Say why a pass is called as it is; "" if it may be recorded."""
-        if self._is_undone:
-            return "restored"
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
             return "gradients"
         if self._model.training:
             return "a model that is being trained"
         if getattr(self._model, "peft_config", None):
             return "adapters"
-        if any(map(_is_hooked, self._homes)):
+        if any(map(is_hooked, self._modules)):
             return "hooks of step caches or offloading"
         for x in leaves:
             if isinstance(x, Tensor):
@@ -137,15 +130,16 @@ class WholeGraph:
         except RuntimeError as error:
             self._say(f"a pass that cannot be recorded: {str(error).splitlines()[0]}")
             return None
-        self._homes = [vars(module) for module in self._model.modules()]
+        self._modules = [*self._model.modules()]
+        homes = [vars(module) for module in self._modules]
         addresses = [
             (home[kind], name, x.data_ptr())
-            for home in self._homes for kind in ("_parameters", "_buffers")
+            for home in homes for kind in ("_parameters", "_buffers")
             for name, x in home[kind].items() if x is not None
         ]  # fmt: skip
         parts = [
             (home["_modules"], name, part)
-            for home in self._homes for name, part in home["_modules"].items() if part is not None
+            for home in homes for name, part in home["_modules"].items() if part is not None
         ]  # fmt: skip
         arguments = [x for x in own if isinstance(x, Tensor)]
         return _Recorded(graph, arguments, result, addresses, parts)
@@ -154,12 +148,6 @@ class WholeGraph:
         self.reasons[reason] += 1
         if self.reasons[reason] == 1:
             _log.info("%s runs without a CUDA graph: %s", type(self._model).__name__, reason)
-
-
-def _is_hooked(home: dict[str, Any]) -> bool:
-    """Whether diffusers or accelerate hooks a module; diffusers leaves an empty registry behind."""
-    registry = home.get("_diffusers_hook")
-    return "_hf_hook" in home or (registry is not None and bool(registry.hooks))
 
 
 def _on_device(x: Tensor) -> bool:

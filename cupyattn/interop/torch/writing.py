@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from cupyattn.checkpoints import layout, writer
+from cupyattn.checkpoints.analysis import sha256_of
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, WEIGHT
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item
@@ -67,17 +67,22 @@ def write_int8(
     model = uncompiled(model)
     target = Path(os.path.abspath(folder))
     writer.check_target(target)
-    check_not_offloaded(model)
-    if getattr(model, "peft_config", None):
-        raise UnsupportedError(
-            f"the {type(model).__name__} has adapters: unload them, save the INT8 codes, and load "
-            "the adapters again"
-        )
+    check_writable(model)
     work = _Codes(model)
     config = {**_config_of(model), QUANTIZATION: work.quantization_config()}
     plan = writer.plan(work, work.items(), work, config, MAX_SHARD_BYTES)
     writer.write(plan, work, target, advance or (lambda name: None))
     return target
+
+
+def check_writable(model: nn.Module) -> None:
+    """Raise what `write_int8` raises for the state of a model, before anything is written."""
+    check_not_offloaded(model, "remove its hooks, save, then offload again")
+    if getattr(model, "peft_config", None):
+        raise UnsupportedError(
+            f"the {type(model).__name__} has adapters: unload them, save the INT8 codes, and load "
+            "the adapters again"
+        )
 
 
 def _config_of(model: Any) -> dict[str, Any]:
@@ -94,11 +99,15 @@ class _Codes:
     def __init__(self, model: nn.Module) -> None:
         layers = dict(int8_layers(model))
         self.strategies = sorted({layer.strategy for layer in layers.values()})
-        if len(self.strategies) != 1:
-            said = " and ".join(self.strategies) or "no INT8 layers"
+        if not layers:
             raise ValueError(
-                f"the {type(model).__name__} has {said}: files have codes of one strategy, "
-                "'block' or 'channel'"
+                f"the {type(model).__name__} has no INT8 layers, so there are no codes to write: "
+                "replace its layers first"
+            )
+        if len(self.strategies) > 1:
+            raise ValueError(
+                f"the {type(model).__name__} has layers by {' and '.join(self.strategies)}: files "
+                "have codes of one strategy, 'block' or 'channel'"
             )
         self.dtypes: dict[str, str] = {}
         self.layers = sorted(layers)
@@ -112,6 +121,7 @@ class _Codes:
             if former is not None:
                 self.dtypes[f"{name}{WEIGHT}"] = former
         self.tensors = {name: _info(x) for name, x in self._tensors.items()}
+        self._digests: dict[str, str] = {}
 
     def file_of(self, name: str) -> Path:
         return self.files[0]
@@ -144,16 +154,17 @@ class _Codes:
         """Return a hash of tensors, by which work that was interrupted knows its own files."""
         digest = hashlib.sha256()
         for name in sorted(names):
-            digest.update(self.read(name).reshape(-1).view(np.uint8).data)
+            self._digests[name] = sha256_of(self.read(name))
+            digest.update(self._digests[name].encode())
         return digest.hexdigest()
 
     def make(self, item: Item) -> dict[str, Any]:
         return {item.name: self.read(item.name)}
 
     def check(self, item: Item, found: Mapping[str, Any]) -> str | None:
-        own, read = self.read(item.name).reshape(-1), found[item.name].reshape(-1)
-        same = own.size == read.size and np.array_equal(own.view(np.uint8), read.view(np.uint8))
-        return None if same else "its bytes are others"
+        # NOTE: by the hash, so that a device is read once for that and once to write.
+        same = sha256_of(found[item.name]) == self._digests[item.name]
+        return None if same else "its bytes are others than before it was written"
 
 
 def _named_tensors(model: nn.Module, layers: Mapping[str, Int8Linear]) -> dict[str, Tensor]:

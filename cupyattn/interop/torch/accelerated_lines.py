@@ -1,0 +1,100 @@
+"""The five lines that `accelerate` prints: replaced parts, their gain, and native parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from cupyattn.checkpoints.roles import PRECISE_ROLES
+from cupyattn.interop.torch.accelerated_parts import Part, Request
+from cupyattn.interop.torch.candidates import int8_layers
+from cupyattn.measure.whole_gains import said
+from cupyattn.measure.words import counted, printable
+
+#: Kinds of reasons that a line names before the rest is counted.
+_MOST_REASONS = 3
+
+
+def five_lines(
+    target: Any, parts: Sequence[Part], attention: Any, request: Request, *,
+    is_restored: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
+    """Return five lines about replaced parts, their gain, and native parts."""
+    since = "; restored since" if is_restored else ""
+    found = (
+        f"{type(target).__name__}: accuracy {request.accuracy!r}, "
+        f"{_compiled(parts, request)}{since}",
+        _layers(parts),
+        _attention(parts, attention),
+        _measured(parts, request),
+        f"left native: {_left(parts)}",
+    )
+    return tuple(map(printable, found))
+
+
+def _compiled(parts: Sequence[Part], request: Request) -> str:
+    done = [part.compiled.said() for part in parts if part.compiled is not None]
+    return "; ".join(dict.fromkeys(done)) or (
+        "not compiled" if not request.compile else "not compiled, since nothing was replaced"
+    )
+
+
+def _layers(parts: Sequence[Part]) -> str:
+    made = [part.linear for part in parts if part.linear is not None]
+    if not made:
+        return "linear layers: native"
+    replaced, kept = (sum(len(of) for of in some) for some in (
+        [one.replaced for one in made], [one.kept for one in made],
+    ))  # fmt: skip
+    strategies = {
+        layer.strategy for part in parts if part.linear is not None
+        for _, layer in int8_layers(part.model)
+    }  # fmt: skip
+    saved = sum(one._handle_saved for one in made) / len(made)
+    scales = f" with a scale for each {' or '.join(sorted(strategies))}" if strategies else ""
+    layers = f"{replaced} of {replaced + kept} in INT8{scales}"
+    return f"linear layers: {layers}, {100 * saved:.0f} % less memory for weights"
+
+
+def _attention(parts: Sequence[Part], attention: Any) -> str:
+    if attention is None:
+        return "attention: native"
+    classes = dict.fromkeys(part.accuracy for part in parts if part.accuracy)
+    said_of = " and ".join("16 bits" if one == "full" else f"{one} INT8" for one in classes)
+    return f"attention: {counted(len(attention.replaced), 'module')} by cupyattn, in {said_of}"
+
+
+def _measured(parts: Sequence[Part], request: Request) -> str:
+    lines = []
+    for part in parts:
+        record, ran = part.record, {"linear", "attention"} - part.native.keys()
+        if record is None or not ran:
+            continue
+        name = "both" if len(ran) == 2 else ran.pop()
+        gain = record.gain(name, part.accuracy or request.accuracy, request.how)
+        lines.append(
+            f"{said(gain)} as compiled native, measured in a whole {record.name} of "
+            f"{record.tokens:,} tokens on an {record.device}"
+        )
+    unknown = "not measured in such a model on such a device: compare(...) measures it here"
+    return f"gain: {'; '.join(dict.fromkeys(lines)) or unknown}"
+
+
+def _left(parts: Sequence[Part]) -> str:
+    said_of = [
+        f"{part.prefix}{'linear layers' if name == 'linear' else name} ({why})"
+        for part in parts for name, why in sorted(part.native.items())
+    ]  # fmt: skip
+    kinds = Counter(
+        why.partition(":")[0] for part in parts if part.linear is not None
+        for why in part.linear.kept.values()
+    )  # fmt: skip
+    precise = [f"{kinds.pop(role)} {role}" for role in PRECISE_ROLES if role in kinds]
+    if precise:
+        said_of.append(f"linear layers that INT8 would make less accurate ({', '.join(precise)})")
+    for why, count in kinds.most_common(_MOST_REASONS):
+        said_of.append(f"{counted(count, 'linear layer')} ({why})")
+    others = sum(kinds.values()) - sum(n for _, n in kinds.most_common(_MOST_REASONS))
+    said_of += [f"{counted(others, 'more linear layer')}"] if others else []
+    return ", ".join(said_of) or "nothing"

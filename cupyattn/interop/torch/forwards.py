@@ -1,0 +1,79 @@
+"""Code that stands in the place of a module's ``forward`` until it is taken back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+class Substitute:
+    """Runs other code in the place of a module's ``forward``. Copies and files have the module's.
+
+    Parameters
+    ----------
+    module : Module
+    make : callable
+        Takes what is run now, and returns what is to be run.
+    below_hooks : bool
+        Stand below the hooks of diffusers that the module has, which then decide on the host
+        whether the code runs; hooks that come later stand above it in any case.
+    """
+
+    def __init__(
+        self, module: nn.Module, make: Callable[[Forward], Forward], *, below_hooks: bool = False
+    ) -> None:
+        self._module = module
+        self._place, self._name = _lowest(module) if below_hooks else (module, "forward")
+        own: Forward = getattr(self._place, self._name)
+        while isinstance(own, Substitute) and not own.is_active:  # a hook had it when it was undone
+            own = own._own
+        # NOTE: pipelines and hooks ask for the signature of forward.
+        functools.update_wrapper(self, own, updated=())
+        self._own: Forward = own
+        self._call = make(own)
+        setattr(self._place, self._name, self)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it was not undone."""
+        return self._call is not self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _own, (self._module,)
+
+    def undo(self) -> None:
+        """Run the module's own code again, also where a hook calls this still."""
+        self._call = self._own
+        if vars(self._module).get("forward") is self:
+            del vars(self._module)["forward"]
+            if self._own != self._module.forward:
+                self._module.forward = self._own
+
+
+def _own(module: nn.Module) -> Forward:
+    """Return the ``forward`` that a module has by its class."""
+    return MethodType(type(module).forward, module)
+
+
+def substitute_of(module: nn.Module) -> Substitute | None:
+    """Return what stands in the place of a module's ``forward``, below hooks of diffusers."""
+    found = getattr(*_lowest(module))
+    return found if isinstance(found, Substitute) and found.is_active else None
+
+
+def _lowest(module: nn.Module) -> tuple[Any, str]:
+    """Return the object and the attribute that hold a module's ``forward`` below its hooks."""
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None or not registry.hooks:
+        return module, "forward"
+    first = registry._fn_refs[0]
+    return first, "forward" if first.original_forward is None else "original_forward"
