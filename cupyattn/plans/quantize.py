@@ -185,7 +185,7 @@ def operand_parts(
             packed=packed["k"], prepares=prepares.get("k"), **rows, **own["k"],
         ),
     }  # fmt: skip
-    if quant.form == "pv8":
+    if quant.has_value_codes:
         found["v"] = Part(
             operands["v"], quant.group_v(tiles), smooth=bool(quant.smooth_v),
             zero_points=quant.value_zero_points, packed=packed["v"], **own["v"],
@@ -213,8 +213,8 @@ def plan_quantize(
     dtype : {"float16", "bfloat16", "float32"}
         Their storage type.
     q, k, v : Part, optional
-    p_type : {"", "u8", "s8", "e4m3"}
-        Codes of P: V's are INT8, or e4m3 as well.
+    p_type : {"", "u8", "s8", "e4m3", "16bit"}
+        P beside codes of V: V's are INT8, or e4m3 as well.
     qk_bits : {8, 4}
         Bits of a code of Q or K, which takes a byte all the same.
 

@@ -75,7 +75,7 @@ def quantize_mirror(
             coded = quantize_symmetric(x, groups[name], **how)
         coded = (in_padded_rows(coded[0]), *coded[1:])
         fields |= zip((f"{name}_codes", f"{name}_scale", f"{name}_zero"), coded, strict=False)
-    if quant.form == "pv8":
+    if quant.has_value_codes:
         if quant.smooth_v:
             fields["v_mean"] = channel_mean(v) if v_mean is None else v_mean
         if quant.value_zero_points:
@@ -86,7 +86,7 @@ def quantize_mirror(
             )
         fields |= zip(("v_codes", "v_scale", "v_zero"), coded, strict=False)
     return QuantizedQKV(
-        v=None if quant.form == "pv8" else value_operand(v), group_q=groups["q"],
+        v=None if quant.has_value_codes else value_operand(v), group_q=groups["q"],
         group_kv=groups["k"], config=quant, out_dtype=out_dtype,
         k_mean=k_mean if quant.smooth_k else None, **fields,
     )  # fmt: skip

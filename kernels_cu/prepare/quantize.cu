@@ -116,9 +116,9 @@ constexpr int VALUE_GROUP = GROUP_V < 32 ? 32 : GROUP_V;
 constexpr int VALUE_GROUPS = ceil_div(VALUES_PAD, VALUE_GROUP);  // in the keys of a block
 constexpr bool WHOLE_VALUE_GROUPS = VALUE_GROUP <= VALUES_PAD;
 
-// Codes of V are INT8, or e4m3 where those of P are: these have no zero points.
+// Codes of V are INT8, or e4m3 where those of P are. Zero points go with integer codes of P.
 constexpr bool VALUES_ARE_FLOATS = P_TYPE == PType::E4M3;
-constexpr bool VALUE_ZEROS = ZERO_POINTS && !VALUES_ARE_FLOATS;
+constexpr bool VALUE_ZEROS = ZERO_POINTS && !VALUES_ARE_FLOATS && P_TYPE != PType::BITS_16;
 using ValueCoding = CodingWith<VALUE_ZEROS>;
 using ValueReach = ReachWith<VALUE_ZEROS>;
 // Of four neighbours, the first lowest.
