@@ -336,7 +336,7 @@ def _of_codes(form: str, dtype: str, quant: Any, features: dict[str, Any]) -> Nu
     by_form = "e4m3" if form == "sm90_fp8" else "u8"
     p_type = by_form if quant is None else quant.p_type
     fp8 = p_type == "e4m3"
-    one_scale = quant is not None and quant.granularity_v == "channel"
+    one_scale = quant is not None and quant.granularity_v != "block"
     return Numerics(
         "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
         "fp8" if fp8 else "int32", True, **features, sums_operand=not fp8,

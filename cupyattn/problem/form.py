@@ -253,7 +253,7 @@ def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str |
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:
     """Raise ValueError if codes of V are asked for and tiles of these sizes have none."""
-    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
+    hopper = arch == "sm_90a" and quant.granularity_v != "block" and tiles.block_kv % 32 == 0
     if quant.has_value_codes and tiles.block_kv not in (32, 64, 128) and not hopper:
         raise ValueError(
             f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
@@ -269,7 +269,7 @@ def _kind(quant: QuantConfig) -> str:
         return "fp8"
     if quant.value_p_type == "16bit":
         return "int8 beside 16bit"
-    return "int8" if quant.granularity_v == "channel" else "int8 by group"
+    return "int8 by group" if quant.granularity_v == "block" else "int8"
 
 
 # ---- what it is compiled for ---------------------------------------------------------------------

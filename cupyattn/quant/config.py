@@ -45,10 +45,10 @@ class QuantConfig:
         Which rows share a scale: all of the array, those of one (batch, head), one tile of the
         attention kernel in the form that runs (of P and V in e4m3: in the portable form), 2
         adjacent rows of Q or 16 adjacent keys, or one row.
-    granularity_v : {"none", "channel", "block"}, optional
-        V in 16 bits has no scale. V in 8 bits has one for each channel of a (batch, head), or for
-        each channel of each tile of keys, which P in 16 bits does not go with. When omitted:
-        "none", or "block", or "channel" beside P in 16 bits.
+    granularity_v : {"none", "tensor", "channel", "block"}, optional
+        V in 16 bits has no scale. V in 8 bits has one for all of the array, for each channel of
+        a (batch, head), or for each channel of each tile of keys, which P in 16 bits does not go
+        with. When omitted: "none", or "block", or "channel" beside P in 16 bits.
     symmetric : bool
         True: codes -127 to 127 without zero points. False: codes -128 to 127, which the range of a
         group fills whatever side of 0 it lies on, and a zero point beside every scale, the code
@@ -121,7 +121,7 @@ class QuantConfig:
         eight_bits = self.pv != "16bit"
         of_values: tuple[str, ...] = ("none",)
         if eight_bits:
-            of_values = ("channel",) if self.p_type == "16bit" else ("channel", "block")
+            of_values = ("tensor", "channel", *(() if self.p_type == "16bit" else ("block",)))
         for name, value in (
             ("granularity_v", of_values[-1]),
             ("smooth_v", eight_bits),

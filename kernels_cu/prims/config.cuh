@@ -169,9 +169,10 @@ constexpr PType P_TYPE = PType(CFG_P_TYPE);
 constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
 
 // What a launch of quantize*.cu does for an operand: sums of its slices, their minima and maxima
-// too, or in quantize_reduce.cu the maxima of groups of rows; in quantize.cu codes of whole groups,
-// codes with scales from elsewhere, or codes of V. cupyattn/plans/quantize.py chooses.
-enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES };
+// too, or in quantize_reduce.cu the maxima of groups of rows, or of all of V; in quantize.cu codes
+// of whole groups, codes with scales from elsewhere, or codes of V. cupyattn/plans/quantize.py
+// chooses.
+enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES, VALUE_REACH };
 constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);

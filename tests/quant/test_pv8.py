@@ -466,14 +466,14 @@ def test_packed_sequences_have_codes_of_their_own(quant: QuantConfig, backend: s
     [
         (
             {"pv": "int8", "granularity_v": "none"},
-            "granularity_v must be 'channel' or 'block' with",
+            "granularity_v must be 'tensor' or 'channel' or 'block' with",
         ),
         ({"granularity_v": "channel"}, "granularity_v must be 'none' with pv='16bit'"),
         ({"smooth_v": True}, "smooth_v must be False with pv='16bit'"),
         ({"pv": "int8", "p_type": "e4m3"}, "p_type must be 'u8' or 's8' or '16bit' with pv='int8'"),
         (
             {"pv": "int8", "p_type": "16bit", "granularity_v": "block"},
-            "granularity_v must be 'channel' with pv='int8' and p_type='16bit'",
+            "granularity_v must be 'tensor' or 'channel' with pv='int8' and p_type='16bit'",
         ),
         ({"p_type": "u8"}, "p_type must be '16bit' with pv='16bit'"),
     ],

@@ -112,13 +112,18 @@ def test_equal_scores_give_the_mean_of_the_codes_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)]
+    ("backend", "dtype"),
+    [
+        ("mirror", "float16"),
+        pytest.param("interpret", "float16", marks=pytest.mark.slow),
+        pytest.param("interpret", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
-def test_the_kernel_takes_packed_sequences_as_each_alone(dtype: str) -> None:
+def test_packed_sequences_are_taken_as_each_alone(backend: str, dtype: str) -> None:
     """Empty ones, one of two lots of 128 codes; a row without keys is 0."""
     inputs, ends = packed(((5, 38), (0, 9), (3, 0), (2, 130)), 1, 1, 16, dtype)
     given: dict[str, Any] = {"variant": "fa_int8", "quant": V8, "tiles": TILES, "causal": True}
-    given["backend"] = "interpret"
+    given["backend"] = backend
     o, lse = attention_varlen(*inputs, *ends, return_lse=True, **given)
     for rows, one in sequences(inputs, ends):
         if rows.start == rows.stop:
@@ -156,7 +161,8 @@ def test_codes_with_zero_points_or_groups_of_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="INT8 codes of V and of P, got p_type='16bit'"):
         QuantizedQKV.from_codes(codes, codes, codes, 1.0, 1.0, v_zero=3, **given)
     given["v_scale"] = np.ones((1, 1, 2, 16), np.float32)
-    with pytest.raises(ValueError, match="granularity_v must be 'channel' with pv='int8' and p_"):
+    with pytest.raises(ValueError, match="granularity_v must be 'tensor' or 'channel' with pv='int8' and p_"):
         QuantizedQKV.from_codes(codes, codes, codes, 1.0, 1.0, group_v=32, **given)
-    z = QuantizedQKV.from_codes(codes, codes, codes, 1.0, 1.0, 2, 3, v_scale=1.0, p_type="16bit")
+    given["v_scale"] = 1.0
+    z = QuantizedQKV.from_codes(codes, codes, codes, 1.0, 1.0, 2, 3, **given)
     assert z.v_zero is None and z.q_zero is not None
