@@ -161,7 +161,7 @@ def test_codes_with_zero_points_or_groups_of_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="INT8 codes of V and of P, got p_type='16bit'"):
         QuantizedQKV.from_codes(codes, codes, codes, 1.0, 1.0, v_zero=3, **given)
     given["v_scale"] = np.ones((1, 1, 2, 16), np.float32)
-    with pytest.raises(ValueError, match="granularity_v must be 'tensor' or 'channel' with pv='int8' and p_"):
+    with pytest.raises(ValueError, match="'tensor' or 'channel' with pv='int8' and p_type='16bit'"):
         QuantizedQKV.from_codes(codes, codes, codes, 1.0, 1.0, group_v=32, **given)
     given["v_scale"] = 1.0
     z = QuantizedQKV.from_codes(codes, codes, codes, 1.0, 1.0, 2, 3, **given)
