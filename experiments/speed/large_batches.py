@@ -5,8 +5,8 @@ Varies       length, 512 to 16,384; fa_tc; fa_int8 balanced and aggressive, from
 Holds fixed  batch 16, 32 heads, head_dim 128, float16, N(0, 1).
 Measures     J2 of some rows; time and TFLOP/s. Of each call the bytes of its operands, and the
              largest number of bytes in use beside them, as asked of CuPy's pool.
-Expect       Times grow with the square of the length. Codes halve the bytes of Q and K, aggressive
-             ones those of V as well.
+Expect       Times grow with the square of the length. Codes halve the bytes of Q and K, and in
+             mode "aggressive" the bytes of V.
 Run          python -m experiments.speed.large_batches [--quick] [--lengths N N] [--json FILE]
 
 Given codes stand for projections that hand over codes, so that no Q, K or V in 16 bits exists. The
