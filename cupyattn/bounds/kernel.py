@@ -218,11 +218,16 @@ def taken_by(
     shared = Shared(
         n, kernel.tiles, call.scale, scaling_errors(n, call.scale, quantized, call.softcap),
         None if quantized is None else quantized.k_mean,
-        quantized.v_mean if n.by_tile else None,
-        _largest_scales(quantized.v_scale) if n.shifts or n.values == "fp8" else None,
+        quantized.v_mean if n.value_codes else None,
+        _largest_scales(quantized.v_scale) if _sums_codes(n) else None,
         kernel.cut if n.splits else None,
     )  # fmt: skip
     return (q, k, v), shared
+
+
+def _sums_codes(n: Numerics) -> bool:
+    """Whether a kernel drops bits of its sums in units of codes."""
+    return bool(n.shifts) or n.values == "fp8" or (n.value_codes and n.values == "tensor_core")
 
 
 def _largest_scales(v_scale: Array) -> Array:

@@ -172,7 +172,7 @@ def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock
     centred, scale = values, as_float64(by_key)[:, :, None]
     if mean is not None:
         centred, subtraction = values - mean, U  # R0
-    n = compose_numerics("int8", "pv8", dtype, quantized.config)
+    n = compose_numerics("int8", quantized.form, dtype, quantized.config)
     size, widened = xp.abs(centred), centred * (1 + subtraction)
     if quantized.v_zero is None:
         error = value_bounds.rounding_of_values(xp.abs(widened), scale, n)

@@ -235,6 +235,8 @@ def _sums(rows: Rows) -> _Sums:
         underflow = underflow * rows.inverse_l
     else:
         underflow = underflow + 2.0**-149 * rows.total_v
+    if n.value_codes and n.values == "tensor_core":  # sums are in units of codes
+        underflow = underflow * xp.maximum(of_block(rows.shared.v_scale, rows.block), 1.0)
     flushed = FLUSHED_WEIGHT * rows.total_v * rows.inverse_l / share
     multiplied = _multiplied(rows, rho, rounded) / share + flushed
     r6 = theta_o[..., None] * multiplied
@@ -305,7 +307,7 @@ def _stored(rows: Rows, size: Array) -> tuple[Array, Array]:
     xp = array_namespace(size)
     r7, stored = xp.zeros_like(rows.o), size
     block_mean = of_block(rows.shared.v_mean, rows.block)
-    if n.by_tile:
+    if n.value_codes:
         r7, stored = values.with_mean(size, block_mean, n.pieces)
     elif n.online:
         r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149

@@ -68,7 +68,9 @@ def cut_off_beside_small(count: Array, v: Array, inverse_l: Array, n: Numerics) 
     """
     xp, small = array_namespace(v), LEAST_NORMAL[n.p_type]
     largest = xp.abs(v).max(axis=-2, keepdims=True)
-    aligned = small * (largest + 2.0 ** (n.headroom + 1)) * inverse_l
+    # NOTE: no code of V but 0 is that small.
+    by_values = 0.0 if n.value_codes else 2.0 ** (n.headroom + 1)
+    aligned = small * (largest + by_values) * inverse_l
     return 1.01 * _EACH * xp.minimum(count, -(-v.shape[-2] // PRODUCTS))[..., None] * aligned
 
 

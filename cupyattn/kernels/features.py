@@ -9,7 +9,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 #: Which columns a rotary embedding turns together: d and d + head_dim / 2, or 2 d and 2 d + 1.
 ROPE_PAIRS = ("half_split", "interleaved")
 #: What P may be as an operand of P.V: a number of 16 or 32 bits (""), or codes of these types.
-P_TYPES = ("", "u8", "s8", "e4m3")
+P_TYPES = ("", "u8", "s8", "e4m3", "16bit")
 #: Which masks and biases Hopper forms tell apart, in the order of MaskKind and BiasKind.
 MASK_KINDS = ("", "rows", "keys")
 BIAS_KINDS = ("", "dense", "keys", "rows")
@@ -68,8 +68,8 @@ class Features:
         Batch entries are as long as the longest may be, each with a length of its own.
     group_v : int
         Value rows that share the scale of a channel (0: V is not quantised).
-    p_type : {"", "u8", "s8", "e4m3"}
-        Type of the codes of P; "": P is no code.
+    p_type : {"", "u8", "s8", "e4m3", "16bit"}
+        Type of P where V is codes; "": V is not.
     zero_points : bool
         Codes have zero points, one with each scale.
     qk_norm : bool

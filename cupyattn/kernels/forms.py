@@ -17,6 +17,7 @@ VALUES = {
     "16bit": "V in 16 or 32 bits",
     "int8": "V as INT8 codes with one scale for each channel",
     "int8 by group": "V as INT8 codes with a scale for each channel and group of keys",
+    "int8 beside 16bit": "V as INT8 codes beside P in 16 bits",
     "fp8": "V as e4m3 codes",
     "fused": "arrays of which it makes the codes itself",
 }
@@ -40,7 +41,7 @@ class Takes:
         Names out of `OPTIONS`: the options that it takes. A form for ``"sm_90a"`` takes no block
         mask of packed sequences.
     p_types : tuple of str
-        Codes of P that it takes where V is INT8 codes.
+        P that it takes where V is INT8 codes.
     zero_points : bool
         Whether it takes codes with zero points.
     scale_keys : int

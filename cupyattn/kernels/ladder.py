@@ -410,6 +410,15 @@ _FA_INT8 = {
         replace(_HOPPER_INT8, values=("fp8",), value_keys=GROUP_ALL),
         block_scales=False,
     ),
+    # The tiles of the portable form, but for steps that V's codes have. They were not swept.
+    "v8": Form(
+        "forms/attn_fa_int8_v8.cu",
+        FormTiles(
+            {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
+            block_mask=_PORTABLE_BLOCKS,
+        ),
+        Takes(values=("int8 beside 16bit",), p_types=("16bit",), value_keys=GROUP_ALL),
+    ),
     # Few registers, since it waits for each tile; these divide the blocks of every block mask.
     "fused": Form(
         "forms/attn_fa_int8_fused.cu", FormTiles({256: Tiles(64, 64, 4, 1)}),

@@ -219,6 +219,11 @@ class Numerics:
         return self.p_type in P_CODE_ONE
 
     @property
+    def value_codes(self) -> bool:
+        """R6, R7. Whether V is codes, which meet scale and mean after their product with P."""
+        return self.v_type in ("int8", "e4m3")
+
+    @property
     def code_log2(self) -> float:
         """R4. How far exponents may lie above 0, in log2 units: that of the largest code."""
         return math.log2(P_CODE_ONE[self.p_type]) if self.by_tile and not self.shifts else 0.0
@@ -236,7 +241,7 @@ class Numerics:
 
 #: Forms with P and V in 8 bits, and all forms of kernels.
 _OF_CODES = ("pv8", "pv8_whole", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
-_FORMS = ("portable", "sm90", "split", *_OF_CODES, "fused")
+_FORMS = ("portable", "sm90", "split", "v8", *_OF_CODES, "fused")
 
 
 def numerics(
@@ -255,10 +260,11 @@ def numerics(
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.kernels.ladder.Variant.family`).
     form : str
-        ``"portable"``, ``"sm90"``, ``"split"``, ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``,
-        ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the kernel. All have
-        tensor cores of one roundoff. With 16-bit P M lags, except in the split form, which adds up
-        slices of the keys. The fused form rounds where the portable one does. Of the forms with P
+        ``"portable"``, ``"sm90"``, ``"split"``, ``"v8"``, ``"pv8"``, ``"pv8_whole"``,
+        ``"sm90_pv8"``, ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the
+        kernel. All have tensor cores of one roundoff. With 16-bit P M lags, except in the split
+        form, which adds up slices of the keys. The fused form rounds where the portable one does,
+        and so does ``"v8"``, whose V is codes, but for scale and mean. Of the forms with P
         and V in 8 bits ``"pv8_whole"`` and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
@@ -307,9 +313,10 @@ def numerics(
             return _of_codes(form, dtype, quant, scored)
         case "int8":
             value = "float16" if dtype == "float32" else dtype
+            v_type = "int8" if form == "v8" else value
             return Numerics(
-                "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-                sums_operand=form == "sm90", **lags,
+                "int8", "int8", v_type, dtype, "int32", "dequantised", value, "tensor_core", True,
+                sums_operand=form == "sm90", scales_last=form == "v8", **lags,
             )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"
@@ -329,7 +336,7 @@ def _of_codes(form: str, dtype: str, quant: Any, features: dict[str, Any]) -> Nu
     by_form = "e4m3" if form == "sm90_fp8" else "u8"
     p_type = by_form if quant is None else quant.p_type
     fp8 = p_type == "e4m3"
-    one_scale = quant is not None and quant.granularity_v == "channel"
+    one_scale = quant is not None and quant.granularity_v != "block"
     return Numerics(
         "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
         "fp8" if fp8 else "int32", True, **features, sums_operand=not fp8,

@@ -10,19 +10,22 @@ from typing import Any
 
 import numpy as np
 
-#: Standard deviation of the window of `ssim`, in pixels, and two constants. Source: Wang et al.,
-#: Image quality assessment, IEEE Transactions on Image Processing 13(4), 2004.
-_SIGMA, _K1, _K2 = 1.5, 0.01, 0.03
+#: Standard deviation of the window of `ssim` in pixels, its cut in units of that (11 x 11 pixels),
+#: and two constants. Source: Wang et al., Image quality assessment, IEEE Transactions on Image
+#: Processing 13(4), 2004.
+_SIGMA, _CUT, _K1, _K2 = 1.5, 3.5, 0.01, 0.03
 
 Picture = Any
 
 
-def psnr(a: Picture, b: Picture) -> float:
+def psnr(a: Picture, b: Picture, *, peak: float = 255.0) -> float:
     """Return the peak signal-to-noise ratio of two pictures in decibels, infinity if equal.
 
     Parameters
     ----------
-    a, b : array, (height, width, channels), uint8
+    a, b : array, (height, width, channels)
+    peak : float
+        The largest number that a pixel may have; 255 of uint8.
 
     Examples
     --------
@@ -31,20 +34,21 @@ def psnr(a: Picture, b: Picture) -> float:
     (inf, 0.0)
     """
     _check(a, b)
-    error = float(np.mean(np.square(a.astype(np.float64) - b)))
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+    error = float(np.mean(np.square(np.asarray(a, np.float64) - b)))
+    return math.inf if error == 0 else 10 * math.log10(peak**2 / error)
 
 
-def ssim(a: Picture, b: Picture) -> float:
+def ssim(a: Picture, b: Picture, *, peak: float = 255.0) -> float:
     """Return the mean structural similarity of two pictures, 1 if equal.
 
     Parameters
     ----------
-    a, b : array, (height, width, channels), uint8
+    a, b, peak
+        As for `psnr`.
 
     Notes
     -----
-    Of each channel with a Gaussian window of 1.5 pixels, averaged.
+    Of each channel with a Gaussian window of 1.5 pixels, cut off at 11 x 11, averaged.
 
     Examples
     --------
@@ -57,13 +61,13 @@ def ssim(a: Picture, b: Picture) -> float:
     _check(a, b)
 
     def local(x: Any) -> Any:
-        return gaussian_filter(x, (_SIGMA, _SIGMA, 0))
+        return gaussian_filter(x, (_SIGMA, _SIGMA, 0), truncate=_CUT)
 
-    x, y = a.astype(np.float64), b.astype(np.float64)
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     mean_x, mean_y = local(x), local(y)
     variances = local(x * x) - mean_x**2 + local(y * y) - mean_y**2
     covariance = local(x * y) - mean_x * mean_y
-    c1, c2 = (_K1 * 255) ** 2, (_K2 * 255) ** 2
+    c1, c2 = (_K1 * peak) ** 2, (_K2 * peak) ** 2
     of_means = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
     return float(np.mean(of_means * (2 * covariance + c2) / (variances + c2)))
 

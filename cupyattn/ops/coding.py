@@ -84,7 +84,7 @@ def made_of(coding: Coding, rows: Mapping[str, Described]) -> Made:
     done = {} if coding.preparation is None else vars(coding.preparation)
     options = {"rope": "rope", "norm": "qk_norm"}
     prepared = tuple(options[name] for name, asked in done.items() if asked is not None)
-    q, v = rows["q"], rows["v"] if quant.form != "pv8" else None
+    q, v = rows["q"], rows["v"] if not quant.has_value_codes else None
     return Made(*groups, quant, q.dtype.name, q.shape[-1], coding.sequences, prepared, v)
 
 

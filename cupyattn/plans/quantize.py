@@ -38,7 +38,7 @@ _BUFFERS = (
 _OWN_LENGTHS = ("packed", "padded")
 
 #: ``enum class Step`` of kernels_cu/prims/config.cuh, in its order.
-STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values")
+STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values", "value_reach")
 
 #: Slices of a head that are summed side by side: so short, where they are no more than that; but
 #: about two in all for every SM of an H200, where heads are few. None is shorter than what a block
@@ -62,7 +62,7 @@ class Part:
         Rows that share a scale; of V, keys that share the scale of a channel: 32, 64, 128 or
         GROUP_ALL.
     per_tensor : bool
-        One scale for all heads and batch entries.
+        One scale for all heads and batch entries; of V each channel has it.
     smooth : bool
         The mean of the rows `cupyattn.quant.quantizers.of_mean` is subtracted.
     static : bool
@@ -185,9 +185,10 @@ def operand_parts(
             packed=packed["k"], prepares=prepares.get("k"), **rows, **own["k"],
         ),
     }  # fmt: skip
-    if quant.form == "pv8":
+    if quant.has_value_codes:
         found["v"] = Part(
-            operands["v"], quant.group_v(tiles), smooth=bool(quant.smooth_v),
+            operands["v"], quant.group_v(tiles), quant.granularity_v == "tensor",
+            smooth=bool(quant.smooth_v),
             zero_points=quant.value_zero_points, packed=packed["v"], **own["v"],
         )  # fmt: skip
     return found
@@ -213,8 +214,8 @@ def plan_quantize(
     dtype : {"float16", "bfloat16", "float32"}
         Their storage type.
     q, k, v : Part, optional
-    p_type : {"", "u8", "s8", "e4m3"}
-        Codes of P: V's are INT8, or e4m3 as well.
+    p_type : {"", "u8", "s8", "e4m3", "16bit"}
+        P beside codes of V: V's are INT8, or e4m3 as well.
     qk_bits : {8, 4}
         Bits of a code of Q or K, which takes a byte all the same.
 
@@ -283,7 +284,7 @@ def _shared_out(work: Mapping[str, _Work]) -> tuple[list[dict[str, str]], dict[s
     """
     steps = {name: one.steps for name, one in work.items()}
     first: dict[str, str] = {}
-    if all("reach" not in some for some in steps.values()):
+    if not {"reach", "value_reach"} & {step for some in steps.values() for step in some}:
         first = {name: some[0] for name, some in steps.items() if len(some) > 1}
         steps = {name: some[-1:] for name, some in steps.items()}
     count = max(map(len, steps.values()), default=0)
@@ -412,7 +413,9 @@ class _Work:
         part = self.part
         mean = ("sums",) if part.smooth and not part.summed else ()
         if self.name == "v":
-            return ("extrema", "values") if part.group == GROUP_ALL else (*mean, "values")
+            if part.group != GROUP_ALL:
+                return (*mean, "values")
+            return ("extrema", *(("value_reach",) if part.per_tensor else ()), "values")
         if part.static:
             return (*mean, "codes")
         if self.rows % part.group == 0:
@@ -447,6 +450,8 @@ class _Work:
         _, length = self.part.entries
         if step in ("sums", "extrema"):
             of_head = self.slices[0]
+        elif step == "value_reach":
+            of_head = 1
         elif step == "values":
             of_head = -(-length // VALUES_PAD) * -(-self.part.x.shape[3] // self.columns)
         else:
@@ -466,6 +471,9 @@ class _Work:
             scale, _ = part.buffers(name)[f"{name}_scale"]
             sides = (2,) if part.zero_points else ()
             found += [Workspace(f"{name}_absmax", (*scale, *sides), "uint32", zeros=True)]
+        if "value_reach" in self.steps:
+            reaches = part.entries[0] if part.packed or part.padded else 1, 1 + part.zero_points
+            found += [Workspace(f"{name}_absmax", reaches, "uint32", zeros=True)]
         return tuple(found)
 
     @functools.cached_property
@@ -480,14 +488,15 @@ class _Work:
         buffers = {b: f"{name}_{b}" for b in _BUFFERS}
         _, heads, total, _ = part.x.shape
         groups, sums, packed = part.groups(part.group), part.groups(1), part.packed is not None
-        scale_heads = 1 if part.per_tensor else heads
-        shared = packed or (part.per_tensor and not part.padded)
+        one_scale = part.per_tensor and name != "v"
+        scale_heads = 1 if one_scale else heads
+        shared = packed or (one_scale and not part.padded)
         return {
             **(part.prepares.params(part.x.shape[3]) if part.prepares else {}),
             "X": name, **{field: b if b in named else None for field, b in buffers.items()},
             "X_stride": part.x.row_strides,
             "scale_stride_batch": 0 if shared else scale_heads * groups,
-            "scale_stride_head": 0 if part.per_tensor else groups,
+            "scale_stride_head": 0 if one_scale else groups,
             "heads": heads, "length": part.entries[1], "splits": splits,
             "split_rows": self.slices[1],
             "cu_seqlens": f"cu_seqlens_{'q' if name == 'q' else 'k'}" if packed else part.lengths,

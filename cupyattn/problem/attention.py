@@ -201,7 +201,7 @@ class AttentionProblem(Problem):
                 q, k = (code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
         elif self.variant.family == "int8" and not self.quant.fused:
             q, k = code_rows(q), code_rows(k)
-            if self.quant.form == "pv8":
+            if self.quant.has_value_codes:
                 v = _value_codes(v, call)
             elif call.dtype == "float32":  # P.V takes float16
                 v = Operand.contiguous(v.shape, 2)
@@ -244,7 +244,7 @@ class AttentionProblem(Problem):
     def _made_codes(self) -> Codes:
         """The codes that passes make of a caller's arrays, or the kernel by itself."""
         call, quant, tiles, values = self.call, self.quant, self.scale_tiles, None
-        if quant.form == "pv8":
+        if quant.has_value_codes:
             batch, heads, keys, head_dim = self.rows["v"].shape
             group = quant.group_v(tiles)
             groups = (

@@ -253,8 +253,8 @@ def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str |
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:
     """Raise ValueError if codes of V are asked for and tiles of these sizes have none."""
-    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
-    if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128) and not hopper:
+    hopper = arch == "sm_90a" and quant.granularity_v != "block" and tiles.block_kv % 32 == 0
+    if quant.has_value_codes and tiles.block_kv not in (32, 64, 128) and not hopper:
         raise ValueError(
             f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
             f"keys, got {tiles.block_kv}"
@@ -263,11 +263,13 @@ def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> Non
 
 def _kind(quant: QuantConfig) -> str:
     """Return the kind of operands that are made so, of `cupyattn.kernels.forms.VALUES`."""
-    if quant.form != "pv8":
+    if not quant.has_value_codes:
         return "fused" if quant.fused else "16bit"
     if quant.value_p_type == "e4m3":
         return "fp8"
-    return "int8" if quant.granularity_v == "channel" else "int8 by group"
+    if quant.value_p_type == "16bit":
+        return "int8 beside 16bit"
+    return "int8 by group" if quant.granularity_v == "block" else "int8"
 
 
 # ---- what it is compiled for ---------------------------------------------------------------------

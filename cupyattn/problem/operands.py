@@ -58,8 +58,8 @@ class ValueCodes:
         Scales (batch, heads_kv, groups, head_dim), the buffer ``"v_scale"``.
     group : int
         Keys that share the scale of a channel.
-    p_type : {"u8", "s8", "e4m3"}
-        Codes of P.
+    p_type : {"u8", "s8", "e4m3", "16bit"}
+        P beside them.
     smoothed : bool
         Whether a buffer ``"v_mean"`` was subtracted from V.
     zero_points : bool
@@ -123,6 +123,8 @@ class Codes:
             return "fused" if self.fused else "16bit"
         if self.values.p_type == "e4m3":
             return "fp8"
+        if self.values.p_type == "16bit":
+            return "int8 beside 16bit"
         return "int8" if self.values.group == GROUP_ALL else "int8 by group"
 
 

@@ -26,11 +26,13 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "INT8 P and V": {"pv": "int8"},
         "INT8 P and V, P to 127": {"pv": "int8", "p_type": "s8"},
         "INT8 P and V, V per channel": {"pv": "int8", "granularity_v": "channel"},
+        "INT8 P and V, V per tensor": {"pv": "int8", "granularity_v": "tensor"},
         "INT8 P and V, V not smoothed": {"pv": "int8", "smooth_v": False},
         "INT8 P and V, zero points": {"pv": "int8", "symmetric": False},
         "INT8 P and V, Q and K per token": {
             "pv": "int8", "granularity_q": "token", "granularity_k": "token",
         },
+        "INT8 V, P in 16 bits": {"pv": "int8", "p_type": "16bit"},
         "e4m3 P and V": {"pv": "fp8"},
         "e4m3 P and V, V per channel": {"pv": "fp8", "granularity_v": "channel"},
         "e4m3 P and V, V not smoothed": {"pv": "fp8", "smooth_v": False},

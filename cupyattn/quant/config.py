@@ -24,7 +24,7 @@ from cupyattn.kernels.tiles import Tiles
 THREAD_ROWS_Q, THREAD_ROWS_K = 2, 16
 
 #: What P may be by the arithmetic of P.V; the first where nothing is said.
-P_TYPES_OF = {"16bit": ("16bit",), "int8": ("u8", "s8"), "fp8": ("e4m3",)}
+P_TYPES_OF = {"16bit": ("16bit",), "int8": ("u8", "s8", "16bit"), "fp8": ("e4m3",)}
 
 #: Smallest scale, the smallest normal float32: its inverse is finite.
 SCALE_MIN = np.float32(2.0**-126)
@@ -45,13 +45,15 @@ class QuantConfig:
         Which rows share a scale: all of the array, those of one (batch, head), one tile of the
         attention kernel in the form that runs (of P and V in e4m3: in the portable form), 2
         adjacent rows of Q or 16 adjacent keys, or one row.
-    granularity_v : {"none", "channel", "block"}, optional
-        V in 16 bits has no scale. V in 8 bits has one for each channel of a (batch, head), or for
-        each channel of each tile of keys. When omitted: "none", or "block".
+    granularity_v : {"none", "tensor", "channel", "block"}, optional
+        V in 16 bits has no scale. V in 8 bits has one for all of the array, for each channel of
+        a (batch, head), or for each channel of each tile of keys, which P in 16 bits does not go
+        with. When omitted: "none", or "block", or "channel" beside P in 16 bits.
     symmetric : bool
         True: codes -127 to 127 without zero points. False: codes -128 to 127, which the range of a
         group fills whatever side of 0 it lies on, and a zero point beside every scale, the code
-        of 0; V's INT8 codes have them too, 8-bit floats have none. Needs dynamic scales.
+        of 0; V's INT8 codes have them too where P is codes, 8-bit floats have none. Needs dynamic
+        scales.
     smooth_k : bool
         Subtract from the keys a mean over the length, per (batch, head, channel): of all keys, or
         of 32 of every 128 where there are 1,024 and more. The softmax does not change; a bias that
@@ -62,8 +64,8 @@ class QuantConfig:
         Bits of a code of Q or K. 4: codes -7 to 7, which `QuantizedQKV` keeps two to a byte; the
         kernels multiply INT8 all the same. It goes without zero points and without `fused`.
     pv : {"16bit", "int8", "fp8"}
-        Arithmetic of P.V: both in 16 bits; V as INT8 codes and P as codes of `p_type`; or both as
-        8-bit floats (e4m3), which need compute capability 8.9.
+        Arithmetic of P.V: both in 16 bits; V as INT8 codes and P of `p_type`; or both as 8-bit
+        floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
         Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
         or a float32 array ``(batch or 1, heads or 1, groups)`` of any library. It keeps copies,
@@ -72,7 +74,7 @@ class QuantConfig:
     p_type : {"16bit", "u8", "s8", "e4m3"}, optional
         P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
         the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
-        "u8" for "int8".
+        "u8" for "int8". "16bit" beside V in INT8 halves V's memory and leaves P as it is.
     fused : bool
         Q and K become codes inside the attention kernel, and are written nowhere; otherwise a pass
         before it makes them. The result is the same, bit for bit, with tiles of the same sizes. It
@@ -117,8 +119,11 @@ class QuantConfig:
     def __post_init__(self) -> None:
         _one_of("pv", self.pv, tuple(P_TYPES_OF))
         eight_bits = self.pv != "16bit"
+        of_values: tuple[str, ...] = ("none",)
+        if eight_bits:
+            of_values = ("tensor", "channel", *(() if self.p_type == "16bit" else ("block",)))
         for name, value in (
-            ("granularity_v", "block" if eight_bits else "none"),
+            ("granularity_v", of_values[-1]),
             ("smooth_v", eight_bits),
             ("p_type", P_TYPES_OF[self.pv][0]),
         ):
@@ -127,12 +132,15 @@ class QuantConfig:
         _one_of("granularity_q", self.granularity_q, GRANULARITIES)
         _one_of("granularity_k", self.granularity_k, GRANULARITIES)
         allowed: dict[str, tuple[Any, ...]] = {
-            "granularity_v": ("channel", "block") if eight_bits else ("none",),
-            "smooth_v": (True, False) if eight_bits else (False,),
             "p_type": P_TYPES_OF[self.pv],
+            "granularity_v": of_values,
+            "smooth_v": (True, False) if eight_bits else (False,),
         }
+        beside = f" with pv={self.pv!r}"
         for name, values in allowed.items():
-            _one_of(name, getattr(self, name), values, where=f" with pv={self.pv!r}")
+            _one_of(name, getattr(self, name), values, where=beside)
+            if eight_bits and self.p_type == "16bit":
+                beside = " with pv='int8' and p_type='16bit'"
         _one_of("symmetric", self.symmetric, (True, False))
         _one_of("smooth_k", self.smooth_k, (True, False))
         _one_of("qk_bits", self.qk_bits, (8, 4))
@@ -218,19 +226,27 @@ class QuantConfig:
     @property
     def value_zero_points(self) -> bool:
         """Whether codes of V have zero points."""
-        return not self.symmetric and self.pv == "int8"
+        return not self.symmetric and self.p_type in ("u8", "s8")
+
+    @property
+    def has_value_codes(self) -> bool:
+        """Whether V is codes."""
+        return self.pv != "16bit"
 
     @property
     def form(self) -> str:
-        """The form of ``fa_int8`` that this asks for: ``"portable"``, ``"pv8"`` or ``"fused"``."""
+        """The form of ``fa_int8`` that this asks for: ``"portable"``, ``"pv8"``, ``"v8"`` or
+        ``"fused"``."""
         if self.fused:
             return "fused"
-        return "portable" if self.pv == "16bit" else "pv8"
+        if not self.has_value_codes:
+            return "portable"
+        return "v8" if self.p_type == "16bit" else "pv8"
 
     @property
     def value_p_type(self) -> str:
-        """Type of the codes of P where V is codes, as `Features` has it; "" where it is not."""
-        return str(self.p_type) if self.form == "pv8" else ""
+        """Type of P where V is codes, as `Features` has it; "" where it is not."""
+        return str(self.p_type) if self.has_value_codes else ""
 
     def group_q(self, tiles: Tiles) -> int:
         """Return how many adjacent rows of Q share a scale."""

@@ -37,7 +37,7 @@ class Quantized(Protocol):
     @property
     def out_dtype(self) -> str: ...
     @property
-    def form(self) -> str: ...  # "portable", or "pv8" where v is None and codes take its place:
+    def form(self) -> str: ...  # "portable"; "pv8", "v8": v is None and codes take its place
     def value_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), numbers less zeros
     @property
     def v_scale(self) -> Array | None: ...  # (batch, heads_kv, groups, head_dim)

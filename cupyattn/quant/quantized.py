@@ -91,7 +91,8 @@ class QuantizedQKV:
     group_v : int
         Keys per scale of V; 0 where V is not codes.
     v_zero : array, as v_scale, int32, optional
-        Zero points of V; given if and only if V is INT8 codes and Q and K have zero points.
+        Zero points of V; given if and only if V and P are integer codes and Q and K have zero
+        points.
     q_code_sum, k_code_sum : array, (batch, heads or heads_kv, len_q or len_kv), int32, optional
         Sums of the codes of each row, which go with zero points; computed when omitted.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
@@ -216,11 +217,12 @@ class QuantizedQKV:
     def _check_zeros(self) -> None:
         """Q and K have zero points, and V's INT8 codes with them, or none has."""
         q_zero, k_zero, v_zero = (getattr(self, name) for name in _ZEROS)
-        of_v = q_zero is not None and self.v_codes is not None and self.config.pv == "int8"
+        coded = self.v_codes is not None and self.config.value_p_type in ("u8", "s8")
+        of_v = q_zero is not None and coded
         if (q_zero is None) != (k_zero is None) or (v_zero is not None) != of_v:
             raise ValueError(
                 "zero points must be given for q, k and INT8 codes of V together, 0 where there "
-                "are none"
+                "are none; V has none with p_type='16bit'"
             )
         sums = {
             name: (*codes.shape[:2], self._groups(codes.shape[2], 1))
@@ -380,8 +382,8 @@ class QuantizedQKV:
 
     @property
     def form(self) -> str:
-        """The form of ``fa_int8`` that runs on these: ``"pv8"`` where V is codes."""
-        return "portable" if self.v_codes is None else "pv8"
+        """The form of ``fa_int8`` that runs on these: ``"pv8"`` or ``"v8"`` where V is codes."""
+        return "portable" if self.v_codes is None else self.config.form
 
     @property
     def nbytes(self) -> int:
@@ -536,8 +538,9 @@ class QuantizedQKV:
         group_v : int, optional
             Keys per scale of V, a multiple of the attention kernel's ``block_kv``; needed where
             there is more than one group.
-        p_type : {"u8", "s8", "e4m3"}, optional
-            Codes of P, with codes of V; "u8" when omitted, or "e4m3" where V is that.
+        p_type : {"u8", "s8", "e4m3", "16bit"}, optional
+            P beside codes of V; "u8" when omitted, or "e4m3" where V is that. "16bit" goes with
+            INT8 codes that have one scale for each channel and no zero points.
         v_zero : int or array of integers, optional
             The same for INT8 codes of V.
 
@@ -566,8 +569,9 @@ class QuantizedQKV:
             v_scale, group_v = given_value_scale(xp, v.shape, v_scale, group_v)
             given = {"v_codes": stored_values(v.swapaxes(2, 3)), "v_scale": v_scale}
             given |= {"v_mean": v_mean, "group_v": group_v}
-            if e4m3 and v_zero is not None:
-                raise ValueError("v_zero goes with INT8 codes of V, got 8-bit floats")
+            if v_zero is not None and (e4m3 or p_type == "16bit"):
+                found = "8-bit floats" if e4m3 else "p_type='16bit'"
+                raise ValueError(f"v_zero goes with INT8 codes of V and of P, got {found}")
         elif not all(x is None for x in (v_scale, v_mean, group_v, p_type, v_zero)):
             raise ValueError(
                 "v_scale, v_mean, group_v, p_type and v_zero go with 8-bit codes of V, "
@@ -577,7 +581,7 @@ class QuantizedQKV:
         if not symmetric:
             q_scale, q_zero = given_zero(xp, "q", q_scale, q_zero)
             k_scale, k_zero = given_zero(xp, "k", k_scale, k_zero)
-            if given and not e4m3:
+            if given and not e4m3 and p_type != "16bit":
                 given["v_scale"], given["v_zero"] = given_zero(xp, "v", given["v_scale"], v_zero)
         config = QuantConfig(
             granularity_q=granularity_q,

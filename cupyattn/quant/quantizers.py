@@ -205,7 +205,8 @@ def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
 
 
 def quantize_values(
-    v: Array, group: int, mean: Float32 | None = None, *, e4m3: bool = False
+    v: Array, group: int, mean: Float32 | None = None, *, per_tensor: bool = False,
+    e4m3: bool = False,
 ) -> tuple[npt.NDArray[np.int8], Float32]:
     """Quantise V with a scale for each channel of each group of keys.
 
@@ -217,6 +218,8 @@ def quantize_values(
         Adjacent keys that share the scale of a channel.
     mean : array, (batch, heads_kv, head_dim), float32, optional
         Subtracted from every key's value first.
+    per_tensor : bool
+        One scale for all of V, which every channel has; `group` is then GROUP_ALL.
     e4m3 : bool
         Codes are 8-bit floats up to 448 in place of integers up to 127.
 
@@ -243,6 +246,7 @@ def quantize_values(
             absmax = np.asarray(np.maximum.reduceat(np.abs(values), starts, axis=2))
         else:
             absmax = np.zeros((batch, heads, group_count(0, group), head_dim), np.float32)
+        absmax = _of_tensor(absmax) if per_tensor else absmax
         scale, inverse = scale_of_absmax(absmax, E4M3_MAX if e4m3 else INT8_MAX)
         scaled = values * value_scale_of_key(inverse, group, length)
         scaled = np.where(np.isnan(scaled), np.float32(0), scaled)
@@ -253,14 +257,19 @@ def quantize_values(
     return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False)
 
 
+def _of_tensor(reach: Float32) -> Float32:
+    """Return the largest of all channels for each of them."""
+    return np.full_like(reach, reach.max(initial=np.float32(0)))
+
+
 def quantize_values_affine(
-    v: Array, group: int, mean: Float32 | None = None
+    v: Array, group: int, mean: Float32 | None = None, *, per_tensor: bool = False
 ) -> tuple[npt.NDArray[np.int8], Float32, npt.NDArray[np.int32]]:
     """Quantise V with a scale and a zero point for each channel of each group of keys.
 
     Parameters
     ----------
-    v, group, mean
+    v, group, mean, per_tensor
         As for `quantize_values`.
 
     Returns
@@ -283,6 +292,8 @@ def quantize_values_affine(
         if length:
             for side, x in zip(sides, (values, -values), strict=True):
                 side[...] = np.maximum(np.maximum.reduceat(x, starts, axis=2), np.float32(0))
+        if per_tensor:
+            sides = np.stack([_of_tensor(side) for side in sides])
         scale, inverse, zero = coding_of_range(*sides)
         scaled = values * value_scale_of_key(inverse, group, length)
         codes = _code_of(scaled, value_scale_of_key(zero, group, length))

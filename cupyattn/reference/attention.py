@@ -189,12 +189,15 @@ def run_kernel(
         elif n.by_tile and quantized is not None:
             O, state = by_tile(scores, quantized, n, tiles, steps)
         else:
-            V = round_to(v, n.v_type)[:, :, None]
+            # NOTE: a type of 16 bits holds every code.
+            V = (v if n.value_codes else round_to(v, n.v_type))[:, :, None]
             kept = steps if trace else None
             if n.splits:
                 O, state = _slices(scores, V, n, kernel, kept)
             else:
                 O, state = (_online if n.online else _whole_rows)(scores, V, n, tiles, kept)
+            if quantized is not None and n.value_codes:
+                O = _scaled(O, state, quantized)
 
         # S6 store
         rounded = from_sum(O, n.out_type) if n.online else round_to(O, n.out_type)  # R7
@@ -217,6 +220,15 @@ def _online(
     if summed is not None:
         return O[..., :-1] * inverse(O[..., -1:] / summed), state  # R7
     return O * state.inverse_l()[..., None], state  # R7
+
+
+def _scaled(O: Float32, state: RowState, quantized: Quantized) -> Float32:
+    """R7: the scale of each channel of V, and its mean; a row without keys stays 0."""
+    scale = cast(Float32, quantized.v_scale)[:, :, None]  # (batch, heads_kv, 1, 1, head_dim)
+    mean: Float32 = np.zeros(1, np.float32)
+    if quantized.v_mean is not None:
+        mean = np.asarray(quantized.v_mean)[:, :, None, None]
+    return np.where(state.l[..., None] == 0, np.float32(0), fma32(O, scale, mean))
 
 
 def _slices(

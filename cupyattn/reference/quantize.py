@@ -75,18 +75,18 @@ def quantize_mirror(
             coded = quantize_symmetric(x, groups[name], **how)
         coded = (in_padded_rows(coded[0]), *coded[1:])
         fields |= zip((f"{name}_codes", f"{name}_scale", f"{name}_zero"), coded, strict=False)
-    if quant.form == "pv8":
+    if quant.has_value_codes:
         if quant.smooth_v:
             fields["v_mean"] = channel_mean(v) if v_mean is None else v_mean
+        of_v: tuple[Any, ...] = v, fields["group_v"], fields.get("v_mean")
+        whole = quant.granularity_v == "tensor"
         if quant.value_zero_points:
-            coded = quantize_values_affine(v, fields["group_v"], fields.get("v_mean"))
+            coded = quantize_values_affine(*of_v, per_tensor=whole)
         else:
-            coded = quantize_values(
-                v, fields["group_v"], fields.get("v_mean"), e4m3=quant.pv == "fp8"
-            )
+            coded = quantize_values(*of_v, per_tensor=whole, e4m3=quant.pv == "fp8")
         fields |= zip(("v_codes", "v_scale", "v_zero"), coded, strict=False)
     return QuantizedQKV(
-        v=None if quant.form == "pv8" else value_operand(v), group_q=groups["q"],
+        v=None if quant.has_value_codes else value_operand(v), group_q=groups["q"],
         group_kv=groups["k"], config=quant, out_dtype=out_dtype,
         k_mean=k_mean if quant.smooth_k else None, **fields,
     )  # fmt: skip

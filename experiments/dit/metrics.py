@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.ndimage import gaussian_filter
+
+from cupyattn.measure import pictures
 
 Float64 = npt.NDArray[np.float64]
 
-#: Of SSIM: Wang et al. 2004, section III.C.
-_SSIM_SIGMA, _SSIM_K = 1.5, (0.01, 0.03)
 #: Resamples of a bootstrap.
 RESAMPLES = 2000
 
@@ -36,9 +35,7 @@ def psnr(a: npt.ArrayLike, b: npt.ArrayLike) -> Float64:
     >>> psnr(np.zeros((1, 2, 2, 3)), np.full((1, 2, 2, 3), 0.1)).round(6).tolist()
     [20.0]
     """
-    off = np.asarray(a, np.float64) - np.asarray(b, np.float64)
-    with np.errstate(divide="ignore"):
-        return np.asarray(-10 * np.log10((off**2).mean(axis=(1, 2, 3))))
+    return _each(pictures.psnr, a, b)
 
 
 def ssim(a: npt.ArrayLike, b: npt.ArrayLike) -> Float64:
@@ -54,20 +51,12 @@ def ssim(a: npt.ArrayLike, b: npt.ArrayLike) -> Float64:
     array, (count,)
         At most 1, which equal images have.
     """
-    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return _each(pictures.ssim, a, b)
 
-    def blurred(z: Float64) -> Float64:
-        sigma = (0.0, _SSIM_SIGMA, _SSIM_SIGMA, 0.0)
-        return np.asarray(gaussian_filter(z, sigma, truncate=3.5))
 
-    mean_x, mean_y = blurred(x), blurred(y)
-    var_x, var_y = blurred(x * x) - mean_x**2, blurred(y * y) - mean_y**2
-    both = blurred(x * y) - mean_x * mean_y
-    c_1, c_2 = (k**2 for k in _SSIM_K)
-    top = (2 * mean_x * mean_y + c_1) * (2 * both + c_2)
-    return np.asarray(
-        (top / ((mean_x**2 + mean_y**2 + c_1) * (var_x + var_y + c_2))).mean(axis=(1, 2, 3))
-    )
+def _each(metric: Callable[..., float], a: npt.ArrayLike, b: npt.ArrayLike) -> Float64:
+    pairs = zip(np.asarray(a), np.asarray(b), strict=True)
+    return np.array([metric(x, y, peak=1.0) for x, y in pairs])
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.errors import UnsupportedError
 from experiments.dit import layers
 from experiments.dit.attention import Attention
 from experiments.dit.data import NAMES
@@ -128,6 +129,8 @@ class Model:
         NumPy or CuPy.
     wide : str
         Type of activations and gradients; parameters come in it.
+    linear : mapping of str to callable, optional
+        Layers that run in place of the model's own of these names, without gradients.
 
     Raises
     ------
@@ -135,13 +138,19 @@ class Model:
         For sizes that do not divide.
     """
 
-    def __init__(self, shape: Shape, xp: Any, wide: str = "float32") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        xp: Any,
+        wide: str = "float32",
+        linear: Mapping[str, Callable[[Array], Array]] | None = None,
+    ) -> None:
         if shape.size % shape.patch or shape.width % shape.heads or shape.head_dim % 4:
             raise ValueError(
                 "patch must divide size, heads the width, and 4 the head_dim that results, got "
                 f"{shape}"
             )
-        self.shape, self.xp, self.wide = shape, xp, np.dtype(wide)
+        self.shape, self.xp, self.wide, self.linear = shape, xp, np.dtype(wide), linear or {}
         angles = positions(shape)
         self._cos, self._sin = (xp.asarray(f(angles).astype(wide)) for f in (np.cos, np.sin))
         half = shape.width // 2
@@ -181,8 +190,15 @@ class Model:
         velocity : array, (batch, size, size, 3)
         tape : object
             For `backward`; None where it is not kept.
+
+        Raises
+        ------
+        UnsupportedError
+            If the backward pass shall be possible, and layers without one run.
         """
-        apply = _linear(parameters, rounded)
+        if keep and self.linear:
+            raise UnsupportedError("layers in place of the model's own have no gradients")
+        apply = _linear(parameters, rounded, self.linear)
         tokens = layers.merge_patches(x.astype(self.wide, copy=False), self.shape.patch)
         grid = tokens.shape[:3]
         h, patch = apply("patch", tokens.reshape(len(x), -1, tokens.shape[-1]))
@@ -334,10 +350,18 @@ class Model:
 
 
 def _linear(
-    parameters: Mapping[str, Array], rounded: Mapping[str, Array]
+    parameters: Mapping[str, Array],
+    rounded: Mapping[str, Array],
+    others: Mapping[str, Callable[[Array], Array]],
 ) -> Callable[[str, Array], tuple[Array, Any]]:
-    """Return a function that applies the linear layer of a name."""
-    return lambda name, x: layers.linear(x, rounded[f"{name}.weight"], parameters[f"{name}.bias"])
+    """Return a function that applies the linear layer of a name, or another in its place."""
+
+    def apply(name: str, x: Array) -> tuple[Array, Any]:
+        if name in others:
+            return others[name](x), None
+        return layers.linear(x, rounded[f"{name}.weight"], parameters[f"{name}.bias"])
+
+    return apply
 
 
 def squared_error(velocity: Array, target: Array) -> tuple[Array, Array]:

@@ -81,7 +81,7 @@ def comparing(path: list[Array], errors: list[Array]) -> Callable[[int, Array], 
 
 
 def sample_modes(
-    model: Model,
+    models: Mapping[str, Model],
     weights: Parameters,
     seeds: Sequence[int],
     at: Mapping[str, modes.At],
@@ -92,7 +92,8 @@ def sample_modes(
 
     Parameters
     ----------
-    model : Model
+    models : mapping of str to Model
+        Of each mode.
     weights : Parameters
     seeds : sequence of int
     at : mapping of str to callable
@@ -110,7 +111,9 @@ def sample_modes(
             result, errors = found[name], []
             seen = noting(path) if name == modes.FULL else comparing(path, errors)
             start = time.perf_counter()
-            images = on_host(sample(model, weights, some, at[name], steps=steps, seen=seen))
+            images = on_host(
+                sample(models[name], weights, some, at[name], steps=steps, seen=seen)
+            )
             result.seconds.append((time.perf_counter() - start) / len(some))
             result.images.append(np.clip((images + 1) / 2, 0, 1))
             result.errors.append([float(error) for error in errors])
@@ -153,9 +156,13 @@ def judged(
     return rows
 
 
-def measured(
-    model: Model, weights: Parameters, network: features.FeatureNet, args: argparse.Namespace
-) -> tuple[list[dict[str, Any]], list[float], np.ndarray]:
+def compared(
+    models: Mapping[str, Model],
+    weights: Parameters,
+    network: features.FeatureNet,
+    at: Mapping[str, modes.At],
+    args: argparse.Namespace,
+) -> tuple[list[dict[str, Any]], list[float], dict[str, Sampled]]:
     """Sample and judge every mode.
 
     Returns
@@ -163,9 +170,9 @@ def measured(
     rows : list of dict
     least : list of float
         Distance of as many real crops to the others, and its interval.
-    shown : array, uint8
-        The pixels of the grid.
+    found : dict of str to Sampled
     """
+    model = models[modes.FULL]
     real, more = (
         data.crops(np.random.default_rng([0x4EA1 + i, args.seed]), crops, model.shape.size)[0]
         for i, crops in enumerate((256 if args.quick else REAL, args.images))
@@ -177,13 +184,9 @@ def measured(
         """Of all images, and of every resample: the same ones in every mode."""
         return to_real(features.features_of(network, images), resamples)
 
-    with output.progress("calibrating") as advance:
-        calibrations = modes.calibrate(model, weights, args.steps)
-        advance("done")
-    at = modes.attentions(model, args.steps, calibrations)
     batches = -(-args.images // BATCH)
     with output.progress("sampling", batches * len(at)) as advance:
-        found = sample_modes(model, weights, range(args.images), at, args.steps, advance)
+        found = sample_modes(models, weights, range(args.images), at, args.steps, advance)
     rows = judged(found, distances)
     for row in rows:
         name = row["mode"]
@@ -191,10 +194,8 @@ def measured(
             None if model.xp is np else timing.median(found[name].seconds).to_list()
         )
         row["fallbacks"] = modes.fallbacks(at[name])
-    shown = [np.concatenate(found[name].images)[:SHOWN] for name in modes.NAMES]
     least, *resampled = distances(more)
-    least_interval = metrics.deviation_interval(float(least), resampled)
-    return rows, least_interval, data.as_pixels(2 * np.concatenate(shown) - 1)
+    return rows, metrics.deviation_interval(float(least), resampled), found
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -214,10 +215,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
     return header, cells
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print, record, and write the page."""
-    if args.stored:
-        return report.write()
+def prepared(args: argparse.Namespace) -> tuple[Model, Parameters, features.FeatureNet, float]:
+    """Return the transformer and its weights, the network of features, and its accuracy."""
     sizes, steps = (QUICK_STAGES, 20) if args.quick else (features.Stages(), 1000)
     if args.images <= sizes.features or args.steps < 4:
         raise ValueError(
@@ -229,29 +228,60 @@ def run(args: argparse.Namespace) -> int:
         network, accuracy = features.train(
             sizes, xp, steps=steps, batch=16 if args.quick else 256, advance=advance
         )
-    rows, least, shown = measured(Model(shape, xp), weights, network, args)
+    return Model(shape, xp), weights, network, accuracy
+
+
+def keep(
+    args: argparse.Namespace, name: str, network: features.FeatureNet, accuracy: float,
+    least: list[float], rows: list[dict[str, Any]],
+) -> None:  # fmt: skip
+    """Print the table of some modes and write their record."""
     output.print_table(*table(rows))
     content = {
-        "steps": args.steps, "images": args.images, "features": sizes.features,
+        "steps": args.steps, "images": args.images, "features": network.sizes.features,
         "accuracy of the features": accuracy, "frechet of real crops": least, "rows": rows,
     }  # fmt: skip
-    recording.keep(args, "dit_quality", "mirror" if args.quick else "cuda", content)
+    recording.keep(args, name, "mirror" if args.quick else "cuda", content)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, record, and write the page."""
+    if args.stored:
+        return report.write()
+    model, weights, network, accuracy = prepared(args)
+    with output.progress("calibrating") as advance:
+        calibrations = modes.calibrate(model, weights, args.steps)
+        advance("done")
+    at = modes.attentions(model, args.steps, calibrations)
+    rows, least, found = compared(dict.fromkeys(at, model), weights, network, at, args)
+    keep(args, "dit_quality", network, accuracy, least, rows)
     grid = args.grid or (None if args.quick else report.GRID)
     if grid is not None:
-        pictures.write_png(grid, pictures.grid(shown, SHOWN))
+        shown = np.concatenate([np.concatenate(found[n].images)[:SHOWN] for n in modes.NAMES])
+        pictures.write_png(grid, pictures.grid(data.as_pixels(2 * shown - 1), SHOWN))
     return 0 if args.quick else report.write()
+
+
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what comparisons of images take."""
+    parser = recording.parser(about)
+    parser.add_argument("--images", type=int, default=256, help="of each mode")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
+    parser.add_argument("--stored", action="store_true", help="write the page from the records")
+    return parser
+
+
+def start(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a comparison; without ``--stored`` it needs a device, or ``--quick``."""
+    return (recording.guarded if args.stored else recording.main)(run, args)  # type: ignore[operator]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = recording.parser(__doc__)
-    parser.add_argument("--images", type=int, default=256, help="of each mode")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
+    parser = arguments(__doc__)
     parser.add_argument("--grid", metavar="FILE", type=Path, help="picture, docs/quality_grid.png")
-    parser.add_argument("--stored", action="store_true", help="write the page from the records")
-    args = parser.parse_args(argv)
-    return (recording.guarded if args.stored else recording.main)(run, args)  # type: ignore[operator]
+    return start(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

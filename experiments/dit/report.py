@@ -21,6 +21,8 @@ PAGE, GRID, CURVES = (
 )
 #: What the founding notes claim to lose in fine-tuning at most.
 CLAIMED_LOSS = 0.005
+#: Share of the FID that they claim INT8 linear layers to add at most.
+CLAIMED_FID = 0.005
 #: Their PSNR by mode, in dB: 16 bits, INT8 uniform, adaptive, with late steps in 16 bits, INT4.
 CLAIMED_PSNR = {
     modes.FULL: 36.2, modes.UNIFORM: 31.8, modes.BY_STEP: 33.1, modes.LATE: 34.5, modes.INT4: 29.2,
@@ -69,7 +71,9 @@ def difference(rows: Mapping[str, Record], left: str, right: str) -> list[float]
     return metrics.mean_interval(a - b)
 
 
-def claims(record: Record, tuned: Record | None, memory: Record | None) -> list[Claim]:
+def claims(
+    record: Record, tuned: Record | None, memory: Record | None, linear: Record | None = None
+) -> list[Claim]:
     """Hold the measurements to what the founding notes claim.
 
     Parameters
@@ -80,6 +84,8 @@ def claims(record: Record, tuned: Record | None, memory: Record | None) -> list[
         Of `experiments.dit.fine_tune`.
     memory : mapping or None
         Of `experiments.dit.memory`.
+    linear : mapping or None
+        Of `experiments.dit.linear`.
     """
     rows = {row["mode"]: row for row in record["rows"]}
     found: list[Claim] = []
@@ -124,13 +130,29 @@ def claims(record: Record, tuned: Record | None, memory: Record | None) -> list[
             with_interval([100 * number(x) for x in over], 3) + " % of the held-out loss",
             verdict(over, lambda x: x <= CLAIMED_LOSS),
         ))  # fmt: skip
+    for row in [] if linear is None else linear["rows"]:
+        if row["mode"] not in (modes.REFERENCE, modes.FULL):
+            share = frechet_share(linear["rows"], row)
+            found.append((
+                f"{row['mode']}: FID by less than 0.5 %", f"{with_interval(share, 3)} %",
+                verdict(share, lambda x: x < 100 * CLAIMED_FID),
+            ))  # fmt: skip
     return found
+
+
+def frechet_share(rows: Sequence[Record], row: Record) -> list[float]:
+    """Return by how much of 16 bits' own the Frechet distance of a mode is larger, in per cent."""
+    (of_full,) = (number(one["frechet"][0]) for one in rows if one["mode"] == modes.FULL)
+    return [100 * number(x) / of_full for x in row["frechet over 16-bit"]]
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def page(trained: Record, record: Record, tuned: Record | None, memory: Record | None) -> str:
+def page(
+    trained: Record, record: Record, tuned: Record | None, memory: Record | None,
+    linear: Record | None = None,
+) -> str:  # fmt: skip
     """Return the text of the page."""
     settings, rows = trained["settings"], record["rows"]
     shape = settings["shape"]
@@ -171,6 +193,7 @@ def page(trained: Record, record: Record, tuned: Record | None, memory: Record |
         "",
         f"![Errors of the latents by step, and losses]({CURVES.name})",
         "",
+        *([] if linear is None else _linear_layers(linear)),
         "## What the founding notes claim",
         "",
         "The notes are the plan that this library began as, "
@@ -180,7 +203,9 @@ def page(trained: Record, record: Record, tuned: Record | None, memory: Record |
         + ". Their fall from 36.2 to 33.1 dB, 3.1 dB, doubles the squared error; they call it "
         "0.63 dB and less than 1 %.",
         "",
-        *recording.markdown(["claim", "measured here", "verdict"], claims(record, tuned, memory)),
+        *recording.markdown(
+            ["claim", "measured here", "verdict"], claims(record, tuned, memory, linear)
+        ),
         "",
         "This model normalises q and k (QK-norm), so that their size hardly depends on the noise: "
         "what scales by timestep win shows in the table above, and can be more where a model does "
@@ -188,6 +213,21 @@ def page(trained: Record, record: Record, tuned: Record | None, memory: Record |
         "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _linear_layers(record: Record) -> list[str]:
+    """Return the section on INT8 linear layers."""
+    return [
+        "## INT8 linear layers",
+        "",
+        "The same images with the linear layers of all blocks in INT8, by "
+        "`python -m experiments.dit.linear` "
+        f"([dit_linear.json](../experiments/results/dit_linear.json)): {record['images']} images "
+        f"in every mode, in {record['steps']} steps, on {device_of(record)}.",
+        "",
+        *recording.markdown(*_table(record["rows"], None)),
+        "",
+    ]
 
 
 def device_of(record: Record) -> str:
@@ -198,7 +238,7 @@ def device_of(record: Record) -> str:
 
 def _table(rows: Sequence[Record], memory: Record | None) -> tuple[list[str], list[list[str]]]:
     header = ["mode", "PSNR to 32-bit", "PSNR to 16-bit", "SSIM to 16-bit", "Frechet",
-              "over 16-bit", "an image", "memory"]  # fmt: skip
+              "over 16-bit", "an image", *([] if memory is None else ["memory"])]  # fmt: skip
     columns = (
         (f"psnr to {modes.REFERENCE}", 2), (f"psnr to {modes.FULL}", 2),
         (f"ssim to {modes.FULL}", 4), ("frechet", 3), ("frechet over 16-bit", 4),
@@ -210,7 +250,9 @@ def _table(rows: Sequence[Record], memory: Record | None) -> tuple[list[str], li
         peak = None if memory is None else memory["peak_bytes"][row["mode"]]
         took_said = "" if took is None else format_seconds(took[0])
         peak_said = "" if peak is None else f"{peak / 2**20:,.0f} MiB"
-        cells.append([row["mode"], *figures, took_said, peak_said])
+        cells.append([
+            row["mode"], *figures, took_said, *([] if memory is None else [peak_said]),
+        ])  # fmt: skip
     return header, cells
 
 
@@ -268,10 +310,10 @@ def write(results: Path = recording.RESULTS, docs: Path = DOCS) -> int:
         Where a record of training or sampling is missing.
     """
     trained, record = stored("train", results), stored("quality", results)
-    tuned, memory = (optional(name, results) for name in ("fine_tune", "memory"))
+    tuned, memory, linear = (optional(n, results) for n in ("fine_tune", "memory", "linear"))
     curves = docs / CURVES.name
     plot.check(str(curves))
     plot.save(figure(trained, record, tuned), str(curves), source=device_of(record))
-    (docs / PAGE.name).write_text(page(trained, record, tuned, memory), encoding="utf-8")
+    (docs / PAGE.name).write_text(page(trained, record, tuned, memory, linear), encoding="utf-8")
     print(f"wrote {docs / PAGE.name} and {curves.name}")
     return 0

@@ -116,11 +116,7 @@ constexpr int VALUE_GROUP = GROUP_V < 32 ? 32 : GROUP_V;
 constexpr int VALUE_GROUPS = ceil_div(VALUES_PAD, VALUE_GROUP);  // in the keys of a block
 constexpr bool WHOLE_VALUE_GROUPS = VALUE_GROUP <= VALUES_PAD;
 
-// Codes of V are INT8, or e4m3 where those of P are: these have no zero points.
-constexpr bool VALUES_ARE_FLOATS = P_TYPE == PType::E4M3;
-constexpr bool VALUE_ZEROS = ZERO_POINTS && !VALUES_ARE_FLOATS;
 using ValueCoding = CodingWith<VALUE_ZEROS>;
-using ValueReach = ReachWith<VALUE_ZEROS>;
 // Of four neighbours, the first lowest.
 __device__ __forceinline__ uint32_t value_codes(const float (&x)[4], const ValueCoding& coding) {
   if constexpr (VALUES_ARE_FLOATS || VALUE_ZEROS) {
@@ -201,7 +197,8 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
     mean[slot] = channel_mean(p, at, col0 + col);
     ValueReach found = {};
     if constexpr (!WHOLE_VALUE_GROUPS)
-      found = channel_reach<VALUE_ZEROS>(p, at, col0 + col, mean[slot]);
+      found = p.absmax == nullptr ? channel_reach<VALUE_ZEROS>(p, at, col0 + col, mean[slot])
+                                  : *values_reach(p, at);
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; ++g)
 #pragma unroll

@@ -9,6 +9,7 @@
 //              EXTREMA   slices of all rows: the same, with the least and the largest number of
 //                        every channel, from which follows how far a head reaches from its mean
 //              REACH     the maxima of groups of rows that span blocks, met in global memory
+//              VALUE_REACH  the same of all of V, after EXTREMA
 // Kept simple  No float is summed by an atomic: sums have a fixed order. The same input gives the
 //              same bits on every run.
 // Rounding     R0: sums in float32. Any vector that all rows share may be subtracted, so that the
@@ -38,12 +39,26 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
         &p.absmax[at.first_scale<Cut::GROUP>(p) * SIDES + thread_id()], of_block[thread_id()]);
 }
 
+// One block for each head, which brings its extrema together.
+__device__ __forceinline__ void find_values_reach(const QuantizeParams& p, uint32_t head) {
+  __shared__ ValueReach of_head;
+  const Place at(p, head, p.length);
+  if (is_empty(p, at)) return;
+  if (thread_id() == 0) of_head = {};
+  __syncthreads();  // the zeros are there before a channel adds its maximum
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS)
+    channel_reach<VALUE_ZEROS>(p, at, col, channel_mean(p, at, col)).raise(of_head.bits);
+  __syncthreads();  // every channel has added its maximum before the block passes them on
+  if (thread_id() == 0) of_head.raise(values_reach(p, at)->bits);
+}
+
 struct Reduce {
   template <typename Own>
   __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
     if constexpr (Own::STEP == Step::SUMS) sum_slice<false, Own::PREPARED>(p, block);
     if constexpr (Own::STEP == Step::EXTREMA) sum_slice<true, Own::PREPARED>(p, block);
     if constexpr (Own::STEP == Step::REACH) find_reach<typename Own::Cut>(p, block);
+    if constexpr (Own::STEP == Step::VALUE_REACH) find_values_reach(p, block);
   }
 };
 

@@ -163,15 +163,16 @@ constexpr BiasKind BIAS_KIND = BiasKind(CFG_BIAS_KIND);
 // Elsewhere softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = (SOFTCAP || BIAS) && !SCORED;
 
-// What P is as an operand of P V: NONE is a number of 16 or 32 bits, all others are codes.
-enum class PType { NONE, U8, S8, E4M3 };
+// What P is as an operand of P V where V is codes: codes, or numbers of 16 bits. NONE: V is not.
+enum class PType { NONE, U8, S8, E4M3, BITS_16 };
 constexpr PType P_TYPE = PType(CFG_P_TYPE);
 constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
 
 // What a launch of quantize*.cu does for an operand: sums of its slices, their minima and maxima
-// too, or in quantize_reduce.cu the maxima of groups of rows; in quantize.cu codes of whole groups,
-// codes with scales from elsewhere, or codes of V. cupyattn/plans/quantize.py chooses.
-enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES };
+// too, or in quantize_reduce.cu the maxima of groups of rows, or of all of V; in quantize.cu codes
+// of whole groups, codes with scales from elsewhere, or codes of V. cupyattn/plans/quantize.py
+// chooses.
+enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES, VALUE_REACH };
 constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);

@@ -401,7 +401,8 @@ def test_the_page_is_what_the_records_say() -> None:
     if not report.PAGE.is_file():
         pytest.skip("nothing was trained on a device yet")
     trained, record = report.stored("train"), report.stored("quality")
-    found = report.page(trained, record, report.optional("fine_tune"), report.optional("memory"))
+    others = map(report.optional, ("fine_tune", "memory", "linear"))
+    found = report.page(trained, record, *others)
     told = "run python -m experiments.dit.quality --stored"
     assert report.PAGE.read_text(encoding="utf-8") == found, told
 

@@ -154,6 +154,7 @@ QUANTS = (
     QuantConfig("block", "token", pv="int8", granularity_v="channel", p_type="s8"),
     QuantConfig("thread", "head", pv="int8", symmetric=False, smooth_v=False),
     QuantConfig("tensor", "tensor", pv="fp8", granularity_v="channel"),
+    QuantConfig("token", "head", pv="int8", p_type="16bit", symmetric=False),
     QuantConfig(smooth_k=False, fused=True),
     QuantConfig("token", "block", smooth_k=False, fused=True, symmetric=False),
 )

@@ -50,6 +50,7 @@ FORMS = {
         "fa_int8", quant={"fused": True, "granularity_q": "block", "granularity_k": "block"}
     ),
     "fa_int8, sm90": Form("fa_int8", "sm_90a", {}),
+    "v8": Form("fa_int8", quant={"pv": "int8", "p_type": "16bit"}),
     "pv8": Form("fa_int8", quant={"pv": "int8"}),
     "pv8, s8": Form("fa_int8", quant={"pv": "int8", "p_type": "s8"}),
     "pv8_whole": Form("fa_int8", quant={"pv": "int8", "granularity_v": "channel"}),

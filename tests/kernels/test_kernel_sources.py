@@ -169,6 +169,7 @@ def changed(left: str, right: str) -> tuple[int, int]:
         ("attn_fa_int8.cu", "forms/attn_fa_int8_pv8.cu", 195),  # its header says why
         # its header says why
         ("forms/attn_fa_int8_pv8.cu", "forms/attn_fa_int8_pv8_whole.cu", 165),
+        ("attn_fa_int8.cu", "forms/attn_fa_int8_v8.cu", 55),
         ("attn_fa_int8.cu", "forms/attn_fa_int8_fused.cu", 100),
     ],
 )

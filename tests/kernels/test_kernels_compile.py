@@ -50,6 +50,8 @@ def features_of(
         p_type = "e4m3" if form == "sm90_fp8" else "u8"
         by_tile = form in ("pv8", "sm90_pv8_by_tile")
         values = {"group_v": 128 if by_tile else GROUP_ALL, "p_type": p_type}
+    elif form == "v8":
+        values = {"group_v": GROUP_ALL, "p_type": "16bit"}
     return Features(dtype, head_dim, causal, lse, vec, group, group, **values)
 
 
@@ -168,7 +170,7 @@ AT_ONCE = ("varlen", True)
 SELDOM = {
     ("unfused", "portable"), ("fa", "portable"), ("fa_warps", "portable"),
     ("fa_int8", "portable"), ("fa_int8", "sm90"), ("fa_int8", "pv8"), ("fa_int8", "pv8_whole"),
-    ("fa_int8", "sm90_fp8"), ("fa_int8", "sm90_pv8_by_tile"),
+    ("fa_int8", "v8"), ("fa_int8", "sm90_fp8"), ("fa_int8", "sm90_pv8_by_tile"),
 }  # fmt: skip
 
 
@@ -191,7 +193,7 @@ SELDOM = {
             ),
             *(
                 ("fa_int8", form, head_dim)
-                for form in ("pv8", "pv8_whole")
+                for form in ("pv8", "pv8_whole", "v8")
                 for head_dim in (64, 128)
             ),
         )

@@ -1,4 +1,5 @@
-"""The kernel of ``prims/codes/p_codes.cuh``, for every type of the codes of P."""
+"""The kernels of ``prims/codes/p_codes.cuh``, for every type of the codes of P, and of
+``widen.cuh``, for every type of P in 16 bits."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.numerics import P_CODE_ONE
 from cupyattn.kernels.tiles import Tiles
@@ -80,6 +82,19 @@ def weights_expected(f16: np.ndarray, bf16: np.ndarray, **_: Any) -> dict[str, n
     }
 
 
+def widen_arguments() -> Arguments:
+    codes = np.arange(256, dtype=np.uint8).view(np.uint32)
+    return {"codes": codes, "pairs": np.zeros((64, 2), np.uint32)}
+
+
+def widen_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
+    def written(codes: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        numbers = codes.view(np.int8).astype(STORAGE[dtype])
+        return {"pairs": numbers.view(np.uint32).reshape(64, 2)}
+
+    return written
+
+
 P_PRIMS = [
     Prim("weights", "mma", "weights", 32, weights_arguments, weights_expected),
     Prim("mma_u8", "mma", "mma_u8", 32, mma_u8_arguments, mma_u8_expected),
@@ -92,4 +107,10 @@ P_PRIMS = [
         ),
     )
     for p_type in TYPES
+] + [
+    Prim(
+        f"widen-{dtype}", "widen", "widen", 64, widen_arguments, widen_expected(dtype),
+        defines=defines(Tiles(16, 32, 1), Features(dtype, 64, vec=8)),
+    )
+    for dtype in ("float16", "bfloat16")
 ]  # fmt: skip

@@ -466,11 +466,15 @@ def test_packed_sequences_have_codes_of_their_own(quant: QuantConfig, backend: s
     [
         (
             {"pv": "int8", "granularity_v": "none"},
-            "granularity_v must be 'channel' or 'block' with",
+            "granularity_v must be 'tensor' or 'channel' or 'block' with",
         ),
         ({"granularity_v": "channel"}, "granularity_v must be 'none' with pv='16bit'"),
         ({"smooth_v": True}, "smooth_v must be False with pv='16bit'"),
-        ({"pv": "int8", "p_type": "16bit"}, "p_type must be 'u8' or 's8' with pv='int8'"),
+        ({"pv": "int8", "p_type": "e4m3"}, "p_type must be 'u8' or 's8' or '16bit' with pv='int8'"),
+        (
+            {"pv": "int8", "p_type": "16bit", "granularity_v": "block"},
+            "granularity_v must be 'tensor' or 'channel' with pv='int8' and p_type='16bit'",
+        ),
         ({"p_type": "u8"}, "p_type must be '16bit' with pv='16bit'"),
     ],
 )
@@ -486,4 +490,4 @@ def test_defaults_follow_pv() -> None:
     assert codes == QuantConfig(pv="int8", granularity_v="block", smooth_v=True, p_type="u8")
     assert codes.group_v(TILES) == 32 and plain.group_v(TILES) == 0
     of_codes = ("pv8", "pv8_whole", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
-    assert tuple(lookup("fa_int8").forms) == ("portable", "sm90", *of_codes, "fused")
+    assert tuple(lookup("fa_int8").forms) == ("portable", "sm90", *of_codes, "v8", "fused")

@@ -483,7 +483,7 @@ def test_zero_points_that_do_not_fit_are_refused() -> None:
         QuantizedQKV.from_codes(*codes[:2], v, 1.0, 1.0, -129)
     with pytest.raises(ValueError, match="p_type and v_zero go with 8-bit codes of V, got float16"):
         QuantizedQKV.from_codes(*codes[:2], v, 1.0, 1.0, v_zero=1)
-    with pytest.raises(ValueError, match="v_zero goes with INT8 codes of V, got 8-bit floats"):
+    with pytest.raises(ValueError, match="INT8 codes of V and of P, got 8-bit floats"):
         QuantizedQKV.from_codes(*codes, 1.0, 1.0, v_scale=1.0, p_type="e4m3", v_zero=1)
     x = QuantizedQKV.from_codes(*codes, 1.0, 1.0, 1, 1, v_scale=1.0, v_zero=1)
     for change, message in (
@@ -521,7 +521,9 @@ def test_default_tiles_spill_next_to_nothing(head_dim, form) -> None:
     if form.startswith("sm90") or form in ("fused", "pv8_whole"):
         pytest.skip("test_hopper_zero_points.py has the Hopper form, test_fused.py the fused one")
     variant = lookup("fa_int8")
-    values = {"group_v": 128, "p_type": "u8"} if form == "pv8" else {}
+    values = {
+        "pv8": {"group_v": 128, "p_type": "u8"}, "v8": {"group_v": GROUP_ALL, "p_type": "16bit"},
+    }.get(form, {})
     for causal, varlen in itertools.product((False, True), (False, form == "portable")):
         features = Features(
             "float16", head_dim, causal, True, 8, group_q=2, group_kv=16, varlen=varlen,

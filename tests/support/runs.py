@@ -60,6 +60,7 @@ SPILLED = {
     ("fa_int8", "float32", 128): 16,
     ("fa_tc", "float16", 128): 36,
     ("fa_tc", "bfloat16", 128): 36,
+    ("fa_int8@v8", "float16", 128): 48,  # on 8.9
     ("fa_int8@pv8", "float32", 64): 8,
     ("fa_int8@pv8", "float32", 256): 8,
 }
@@ -259,6 +260,8 @@ def asked_for(rung: str) -> dict[str, Any]:
         chosen["quant"] = QuantConfig(pv="int8")
     if rung.endswith("@pv8_whole"):
         chosen["quant"] = QuantConfig(pv="int8", granularity_v="channel")
+    if rung.endswith("@v8"):
+        chosen["quant"] = QuantConfig(pv="int8", p_type="16bit")
     if rung.endswith("@sm90_pv8"):
         chosen["quant"] = QuantConfig(pv="int8", granularity_v="channel")
     if rung.endswith("@sm90_fp8"):

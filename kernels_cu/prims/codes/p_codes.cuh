@@ -8,7 +8,7 @@
 #include "prims/score/online_softmax.cuh"
 #include "prims/instructions/warp.cuh"
 
-static_assert(P_TYPE != PType::NONE, "codes of P need P_TYPE");
+static_assert(P_TYPE != PType::NONE && P_TYPE != PType::BITS_16, "codes of P need P_TYPE");
 
 // The largest code, and its logarithm.
 constexpr float P_CODE_ONE = P_TYPE == PType::U8 ? 255.0f : P_TYPE == PType::S8 ? 127.0f : E4M3_MAX;

@@ -208,6 +208,17 @@ __device__ __forceinline__ bool is_empty(
   return true;
 }
 
+// ---- V ------------------------------------------------------------------------------------------
+
+// V becomes e4m3 if P does, else INT8. Zero points go with integer codes of P.
+constexpr bool VALUES_ARE_FLOATS = P_TYPE == PType::E4M3;
+constexpr bool VALUE_ZEROS = ZERO_POINTS && !VALUES_ARE_FLOATS && P_TYPE != PType::BITS_16;
+using ValueReach = ReachWith<VALUE_ZEROS>;
+// One scale for all of V: its reach, or that of each entry if entries have their own lengths.
+__device__ __forceinline__ ValueReach* values_reach(const QuantizeParams& p, const Place& at) {
+  return reinterpret_cast<ValueReach*>(p.absmax) + (VARLEN ? at.batch : 0);
+}
+
 // ---- rows ---------------------------------------------------------------------------------------
 
 // Makes of what a lane has loaded of a row the numbers that are quantised: row(words, which) has
