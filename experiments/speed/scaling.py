@@ -443,14 +443,16 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if (row["length"], row["ranks"]) == (length, ranks):
             of_way = found.setdefault(row["name"], {})
             of_way[row["causal"]] = max(of_way.get(row["causal"], 0.0), row["share"])
-    said = ", ".join(
-        f"{name} " + " and ".join(format_share(of_way[causal]) for causal in sorted(of_way))
-        for name, of_way in found.items()
-    )
+    said = {False: "without a mask", True: "causal"}
     return [
         "",
-        f"At {length:,} rows {ranks} devices reach these shares of {ranks} times the speed of one.",
-        f"The first is without a mask, the second causal: {said}.",
+        f"At {length:,} rows {ranks} devices reach these shares of {ranks} times the speed of one:",
+        "",
+        *(
+            f"- {name}: "
+            + ", ".join(f"{format_share(of_way[c])} {said[c]}" for c in sorted(of_way))
+            for name, of_way in found.items()
+        ),
     ]
 
 
