@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cupyattn.distributed.mesh import Mesh
-from cupyattn.distributed.model import H200, fastest
+from cupyattn.distributed.model import H200, H200_NCCL, fastest
 from cupyattn.problem.checks import AttentionSpec
 
 #: The rung by whose rate a variant without one is judged: all meshes compute the same.
@@ -51,7 +51,7 @@ def choose_mesh(
     --------
     >>> call = AttentionSpec(1, 8, 8, 65536, 65536, 128, "float16", 0.1)
     >>> choose_mesh("auto", None, call, "fa_tc", ["one host"] * 4, balanced=False)
-    Mesh(size=4, ulysses=4)
+    Mesh(size=4, ulysses=1)
     """
     size = len(hosts)
     if method == "mixed":
@@ -60,6 +60,7 @@ def choose_mesh(
         return Mesh(size, 1)
     if method == "ulysses" or without_ring:
         return Mesh(size, size)
-    machine = replace(H200, per_host=min(Counter(hosts).values()))
+    by_host = Counter(hosts)
+    machine = replace(H200_NCCL if len(by_host) > 1 else H200, per_host=min(by_host.values()))
     rung = "fa_int8" if variant == "fa_int8" else _STAND_IN
     return fastest(call, size, machine, variant=rung, balanced=balanced).mesh
