@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cupyattn.distributed.mesh import Mesh
-from cupyattn.distributed.model import H200, H200_NCCL, fastest
+from cupyattn.distributed.model import H200, fastest
 from cupyattn.problem.checks import AttentionSpec
 
 #: The rung by whose rate a variant without one is judged: all meshes compute the same.
@@ -60,7 +60,6 @@ def choose_mesh(
         return Mesh(size, 1)
     if method == "ulysses" or without_ring:
         return Mesh(size, size)
-    by_host = Counter(hosts)
-    machine = replace(H200_NCCL if len(by_host) > 1 else H200, per_host=min(by_host.values()))
+    machine = replace(H200, per_host=min(Counter(hosts).values()))
     rung = "fa_int8" if variant == "fa_int8" else _STAND_IN
     return fastest(call, size, machine, variant=rung, balanced=balanced).mesh

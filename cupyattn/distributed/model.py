@@ -83,7 +83,8 @@ class Machine:
 #: a step over NVLink, 9.6 us over a network (src/graph/tuning.cc). Rates and seconds of the host
 #: are fitted to two devices: experiments/results/scaling.json.
 H200 = Machine("8 x H200 SXM a host")
-#: The same with NCCL within a host, too.
+#: The same with NCCL within a host, as two devices had it. Whether an exchange of heads slows
+#: longer calls as much is not known.
 H200_NCCL = replace(H200, name="8 x H200 SXM a host, by NCCL", heads_rate=0.83)
 
 
