@@ -38,12 +38,6 @@ def normal(*shape: int, seed: int = SEED) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(KIND)
 
 
-def form() -> str | None:
-    """The form of kernels that runs here, for bounds."""
-    hopper = KIND == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    return "sm90" if hopper else None
-
-
 # ---- groups --------------------------------------------------------------------------------------
 
 
@@ -76,7 +70,7 @@ def groups() -> None:
         of_lse = rows.join(gathered(lse.cpu().numpy()), axis=-1)
         shared = Shared(mesh or Mesh(size, size), rows, rows)
         options: dict[str, Any] = {"causal": True}
-        how = {"variant": "fa_tc", "form": form(), **options}
+        how = {"variant": "fa_tc", **options}
         assert distributed.judge(joined[0], *whole[:3], shared, **how) <= 1
         given = whole[3], *whole[:3], joined[0], of_lse
         assert distributed.judge_backward(joined[1:], *given, shared, **options) <= 1
@@ -168,7 +162,6 @@ class Seen:
             kept = [p["k"].shape[2] for p in parts]
             variant = call.described.variant.name
             options: dict[str, Any] = {"scale": call.described.call.scale, "wide_sums": wide_sums}
-            options["form"] = form()
             if masks[0] is not None:
                 every = np.concatenate(masks)
                 assert not every.all()
