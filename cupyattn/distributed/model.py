@@ -76,12 +76,12 @@ class Machine:
     host_codes: float = 2.2e-3
 
 
-#: H200 SXM with copy engines within a host. Links are from public figures: 0.8 of the 450 GB/s a
-#: direction of NVLink (NVIDIA's data sheet of H200: 900 GB/s in both), 0.9 of a 400 Gb/s port of
-#: InfiniBand for each device (NVIDIA's data sheets of DGX H200 and ConnectX-7), 0.83 of the
-#: memory's 4.8 TB/s; latencies are NCCL's own, of its ring with protocol Simple: 8.4 us and 3.4 us
-#: a step over NVLink, 9.6 us over a network (src/graph/tuning.cc). Rates and seconds of the host
-#: are fitted to two devices: experiments/results/scaling.json.
+#: H200 SXM with copy engines within a host. Links are from public figures. NVLink: 0.8 of 450 GB/s
+#: a direction (NVIDIA's data sheet of H200: 900 GB/s in both). InfiniBand: 0.9 of a 400 Gb/s port
+#: for each device (data sheets of DGX H200 and ConnectX-7). Memory: 0.83 of 4.8 TB/s. Latencies are
+#: from NCCL's src/graph/tuning.cc, ring with protocol Simple: 8.4 us, and a step of 3.4 us (NVLink)
+#: or 9.6 us (network). Seconds of the host, and rates, are fitted to the record of two
+#: devices, experiments/results/scaling.json.
 H200 = Machine("8 x H200 SXM a host")
 #: The same with NCCL within a host, as two devices had it. Whether an exchange of heads slows
 #: longer calls as much is not known.
@@ -279,7 +279,7 @@ class _Link(NamedTuple):
 
 
 def _rates(mesh: Mesh, machine: Machine) -> tuple[_Link, _Link]:
-    """Return what is among neighbours, and round the ring."""
+    """Return the links among neighbours, and round the ring."""
     inside = _Link(machine.link, machine.latency)
     between = _Link(machine.network, machine.network_latency)
     near = inside if mesh.ulysses <= machine.per_host else between

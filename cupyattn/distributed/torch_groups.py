@@ -145,7 +145,7 @@ class TorchStore:
         self.has_failed = False
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return those of all, by rank."""
+        """Leave a value under a key that all ranks name; return all ranks' values, by rank."""
         self.check()
         keys = [self._key(key, str(other)) for other in range(self.size)]
         self._tried(lambda: self._store.set(keys[rank], value))
@@ -255,7 +255,7 @@ class TorchHostGroup(Group):
 
 
 class _OnHost:
-    """Arrays that gloo sends, and arrays to be filled with what it receives."""
+    """Arrays that gloo sends, and arrays that it fills."""
 
     def __init__(
         self, group: TorchHostGroup, sends: list[Message], receives: list[Message], own: Copies
@@ -359,8 +359,8 @@ class TorchDeviceGroup(DeviceGroup):
         self._process_group, self._words = weakref.ref(process_group), store
         self._torch = _torch()
         super().__init__(store, rank, store.size, device, timeout)
-        # NOTE: all ranks make the communicator of the process group here, if it has none yet:
-        # messages between two of them would wait for the others.
+        # NOTE: all ranks make the communicator of the process group here, if it has none yet.
+        # Messages between two of them would wait for the others.
         with self._torch.cuda.device(device):
             first = self._torch.zeros(1, device="cuda")
             self._torch.distributed.all_reduce(first, group=process_group)
@@ -373,8 +373,8 @@ class TorchDeviceGroup(DeviceGroup):
     def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         dist = self._torch.distributed
         with self.on_device(), self.on_stream():
-            # NOTE: not behind what comes from others: on one device a copy may be a kernel, which
-            # would wait there for multiprocessors that the computation has.
+            # NOTE: before the arrays of others. On one device a copy may be a kernel, which would
+            # wait behind them for multiprocessors that the computation has.
             pitched.copy_all(self._cupy.cuda, own)
             ways = ((dist.isend, sends), (dist.irecv, receives))
             operations = [
