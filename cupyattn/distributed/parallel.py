@@ -43,12 +43,13 @@ def parallel_attention(
     k, v : array, (batch, heads_kv, own keys, head_dim)
         `heads_kv` divides `heads`.
     group : Group
-        As `cupyattn.distributed.run`, `connect` or `from_mpi` gives it.
+        As `cupyattn.distributed.run`, `connect`, `from_mpi` or `from_torch` gives it.
     method : {"auto", "ulysses", "ring", "mixed"}
         ``"ulysses"``: ranks exchange heads for rows, so that each computes some heads of the whole
         sequence. ``"ring"``: keys and values go round, and each rank computes its own rows.
         ``"mixed"``: groups of `ulysses` neighbours exchange heads, and the groups form a ring.
-        ``"auto"``: what takes the least time by `cupyattn.distributed.model`.
+        ``"auto"``: the method that `from_torch` was given, otherwise what takes the least time by
+        `cupyattn.distributed.model`.
     ulysses : int, optional
         With ``"mixed"``: neighbours that exchange heads; divides the ranks.
     partition : {"contiguous", "zigzag"} or Partition or (Partition, Partition)
@@ -82,6 +83,9 @@ def parallel_attention(
     Notes
     -----
     Returns when everything has been exchanged, so that an error of another rank is raised here.
+
+    Tensors of torch that require gradients get them: autograd calls `parallel_attention_backward`,
+    on all ranks in the same order.
 
     With ``"ulysses"`` every head is computed as `cupyattn.attention` computes it alone. A ring
     rounds the result for some keys to the type of q, and brings these together in float32:

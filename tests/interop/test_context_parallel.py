@@ -171,6 +171,12 @@ def test_models_of_diffusers_on_several_processes(arguments: tuple[str, ...]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("degrees", [("2", "1"), ("1", "2")], ids="x".join)
+def test_compiled_models_on_several_processes(degrees: tuple[str, str]) -> None:
+    torchrun(2, RANKS, "cpu", "compiled", *degrees)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -254,6 +254,31 @@ def context_parallel(
               f"sent {seen.calls[-1]['sent']}")  # fmt: skip
 
 
+def compiled(ring: str, ulysses: str) -> None:
+    """Compiled models: a ring runs between graphs, exchanged heads within them."""
+    import diffusers
+
+    from cupyattn.interop.diffusers import replace_attention_with_int8
+
+    if KIND == "cpu":
+        torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+    diffusers.utils.logging.set_verbosity_error()
+    model, args, _ = wan(torch.bfloat16)
+    with torch.no_grad():
+        expected = model(*args, return_dict=False)[0]
+        handle = replace_attention_with_int8(model, policy="balanced", min_length=1)
+        degrees = {"ring_degree": int(ring), "ulysses_degree": int(ulysses)}
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees))
+        model.compile()
+        found = [model(*args, return_dict=False)[0] for _ in range(2)]
+    assert torch.equal(*found) and (found[0] - expected).abs().max() <= 2**-5
+    report = handle.report()
+    if ring != "1":
+        assert report.on_ranks == {f"{ring} ring, codes": 4}, report
+    else:
+        assert [layer.compiled for layer in report.layers] == [("balanced",)] * 4, report
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 
