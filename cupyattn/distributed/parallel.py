@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
+from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, agree
@@ -223,14 +224,24 @@ def _on_ranks(
     scores: Scores,
     finish: bool,
 ) -> tuple[ShardedCall, Any, Any]:
-    call, operands = agree(what, settings, group, arrays)
+    own, as_given = _as_arrays(arrays)
+    call, operands = agree(what, settings, group, own)
     return_lse = settings.of_call.return_lse
     with group.failing_together(what), memory.on_device_of(operands[0]):
         q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
         o, lse = compute(call, q, k, v, return_lse, scores)
         if finish:
             group.finish()
-    o = call.restore(o)
+    o = as_given(call.restore(o))
     if not return_lse:
         return call, o, None
-    return call, o, call.as_given(lse[0] if call.calls.offsets else lse)
+    return call, o, as_given(call.as_given(lse[0] if call.calls.offsets else lse))
+
+
+def _as_arrays(arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[Any], Any]]:
+    """Return arrays as NumPy or CuPy has them, by which calls are known, and the way back."""
+    try:
+        own, as_given = imported({name: arrays[name] for name in "qkv"})
+    except TypeError:  # which checks of the call say again, to all ranks
+        return arrays, as_it_is
+    return {**arrays, **own}, as_given

@@ -92,6 +92,21 @@ def test_tensors_without_gradients_are_computed_as_arrays_are() -> None:
     assert without_errors(on_rank, 2, method="ulysses") == [(torch.bfloat16, False, True)] * 2
 
 
+def test_a_call_of_tensors_is_known_after_the_first() -> None:
+    """Ranks that have agreed on a call compare one word."""
+
+    def on_rank(group: Any) -> Any:
+        words = []
+        for seed in range(3):
+            own = torch.from_numpy(normal((1, 2, 8, 16), seed))
+            before = group._calls
+            distributed.parallel_attention(own, own, own, group)
+            words.append(group._calls - before)
+        return words
+
+    assert without_errors(on_rank, 2, method="ring") == [[3, 1, 1]] * 2
+
+
 def test_packed_tensors_are_differentiated() -> None:
     ends = np.array([0, 5, 12], np.int32)
     rows = Partition.zigzag_varlen(ends, 2)
