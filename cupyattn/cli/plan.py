@@ -26,6 +26,9 @@ from cupyattn.problem.checks import AttentionSpec, check_limits
 
 #: What is planned for where there is no device.
 _ARCH = "sm_90a"
+#: Devices and rows of ``--all-sizes``.
+DEVICES = (2, 4, 8, 16, 32, 64)
+LENGTHS = (2**15, 2**17, 2**19, 2**20, 2**22)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +65,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ulysses", type=int, metavar="N",
         help="ranks that exchange heads; the others form a ring (default: the fastest)",
     )  # fmt: skip
+    many.add_argument(
+        "--all-sizes", action="store_true",
+        help=f"predict {DEVICES[0]} to {DEVICES[-1]} devices and {LENGTHS[0]:,} to {LENGTHS[-1]:,} "
+        "rows instead: which mesh is fastest, and what codes in rings win",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the plan to a file too")
 
 
@@ -71,8 +79,13 @@ def run(args: argparse.Namespace) -> int:
         args, "batch", "heads", "heads_kv", "len", "len_kv", "head_dim", "devices", "per_host",
         "ulysses",
     )  # fmt: skip
-    arch = args.arch or (_ARCH if device.device_missing() else own_arch())
     whole = _call(args)
+    if args.all_sizes:
+        sizes = _print_all_sizes(args, whole)
+        if args.json:
+            output.write_json(args.json, {"machine": H200.name, "sizes": sizes})
+        return 0
+    arch = args.arch or (_ARCH if device.device_missing() else own_arch())
     lengths = whole.len_q, whole.len_kv
     options = {"variant": args.variant, "causal": args.causal, "arch": arch}
     operands = rows_of(whole, whole.heads, whole.heads_kv, lengths)
@@ -112,7 +125,8 @@ def _on_several(
     taken = min(every, key=lambda costs: costs.seconds)
     devices = counted(args.devices, "device")
     output.say(f"\n{devices}, {machine.per_host} a host, rows {partition}; predicted:")
-    header = ["ulysses x ring", "compute", "sent", "exposed", "merging", "total", "scaling", ""]
+    header = ["ulysses x ring", "compute", "sent", "exposed", "merging", "host", "total",
+              "scaling", ""]  # fmt: skip
     rows = [[*_cells(costs, alone, args.devices), "taken" if costs is taken else ""]
             for costs in every]  # fmt: skip
     output.print_table(header, rows)
@@ -126,11 +140,49 @@ def _on_several(
             {
                 "ulysses": costs.mesh.ulysses, "ring": costs.mesh.ring, "seconds": costs.seconds,
                 "compute": costs.compute, "exposed": costs.exposed, "merging": costs.merging,
-                "heads_bytes": costs.heads_bytes, "ring_bytes": costs.ring_bytes,
+                "host": costs.host, "heads_bytes": costs.heads_bytes,
+                "ring_bytes": costs.ring_bytes,
             }
             for costs in every
         ],
     }  # fmt: skip
+
+
+def _print_all_sizes(args: argparse.Namespace, whole: AttentionSpec) -> list[dict[str, Any]]:
+    """Print, and return, the fastest mesh of every size: in 16 bits, and with codes in rings."""
+    balanced = (args.partition or ("zigzag" if args.causal else "contiguous")) == "zigzag"
+    found = []
+    for devices in DEVICES:
+        machine = replace(H200, per_host=min(args.per_host, devices))
+        for length in LENGTHS:
+            call = replace(whole, len_q=length, len_kv=length)
+            bits, codes = (
+                [predict(call, mesh, machine, variant=v, balanced=balanced)
+                 for mesh in meshes(devices)]
+                for v in ("fa_tc", "fa_int8")
+            )  # fmt: skip
+            alone = predict(call, Mesh(1, 1), variant="fa_tc")
+            best, best_codes = (min(every, key=lambda c: c.seconds) for every in (bits, codes))
+            found.append({
+                "devices": devices, "length": length, "fits": best.memory_bytes <= machine.memory,
+                "ulysses": best.mesh.ulysses, "ring": best.mesh.ring, "seconds": best.seconds,
+                "share": alone.seconds / (devices * best.seconds),
+                "ulysses_int8": best_codes.mesh.ulysses, "ring_int8": best_codes.mesh.ring,
+                "seconds_int8": best_codes.seconds,
+                "ring_exposed": bits[0].exposed, "codes_exposed": codes[0].exposed,
+            })  # fmt: skip
+    output.say(f"{whole.heads} heads of {whole.head_dim}, at most {args.per_host} devices a host; "
+               "predicted:")  # fmt: skip
+    output.print_table(
+        ["devices", "rows", "16 bits: ulysses x ring", "time", "scaling", "INT8: ulysses x ring",
+         "time", "speed", "exposed in a ring of all", "with codes"],
+        [[str(x["devices"]), f"{x['length']:,}", f"{x['ulysses']} x {x['ring']}",
+          format_seconds(x["seconds"]) + ("" if x["fits"] else " (too large)"),
+          format_share(x["share"]), f"{x['ulysses_int8']} x {x['ring_int8']}",
+          format_seconds(x["seconds_int8"]), f"{x['seconds'] / x['seconds_int8']:.2f}",
+          format_seconds(x["ring_exposed"]), format_seconds(x["codes_exposed"])] for x in found],
+    )  # fmt: skip
+    return found
 
 
 def _cells(costs: Costs, alone: Costs, devices: int) -> list[str]:
@@ -141,6 +193,7 @@ def _cells(costs: Costs, alone: Costs, devices: int) -> list[str]:
         format_bytes(costs.heads_bytes + costs.ring_bytes),
         format_seconds(costs.exposed),
         format_seconds(costs.merging),
+        format_seconds(costs.host),
         format_seconds(costs.seconds),
         format_share(alone.seconds / (devices * costs.seconds)),
     ]

@@ -51,7 +51,7 @@ def choose_mesh(
     --------
     >>> call = AttentionSpec(1, 8, 8, 65536, 65536, 128, "float16", 0.1)
     >>> choose_mesh("auto", None, call, "fa_tc", ["one host"] * 4, balanced=False)
-    Mesh(size=4, ulysses=4)
+    Mesh(size=4, ulysses=1)
     """
     size = len(hosts)
     if method == "mixed":

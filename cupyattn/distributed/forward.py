@@ -31,7 +31,7 @@ def compute(
 ) -> tuple[Any, Any]:
     """Return O and lse of this rank's rows, of contiguous arrays; what it sent may still travel.
 
-    Without `return_lse` lse need not be right. `scores` are those of all rows and keys.
+    Without `return_lse` lse need not be right. `scores` are of all rows and keys.
     """
     if call.mesh.ulysses == 1:
         return _of_heads(call, call.calls, q, k, v, scores)

@@ -6,7 +6,8 @@ it; ``experiments/speed/scaling.py`` holds it to what was measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.distributed.mesh import Mesh, shares_of_heads
@@ -38,7 +39,7 @@ class Machine:
     memory_rate : float
         Bytes per second of a device's memory.
     latency : float
-        Seconds of an exchange beside its bytes.
+        Seconds of an exchange within a host beside its bytes.
     memory : int
         Bytes of a device's memory.
     rates : dict of str to float
@@ -47,6 +48,15 @@ class Machine:
     ring_rate : float
         Share of a rung's rate that remains in the steps of a ring: on some of the keys each, while
         the next ones are written to memory.
+    codes_rate : float
+        The same of a ring of codes, which are laid out and scaled for each part.
+    heads_rate : float
+        The same beside an exchange of heads: NCCL's kernels take multiprocessors.
+    network_latency : float
+        Seconds of an exchange between hosts beside its bytes.
+    host_heads, host_ring, host_codes : float
+        Seconds that the host needs for a step: of exchanged heads, of a ring, of a ring of codes.
+        The first step's show, those of the others as far as the device has nothing to do.
     """
 
     name: str
@@ -54,16 +64,28 @@ class Machine:
     link: float = 360e9
     network: float = 45e9
     memory_rate: float = 4.0e12
-    latency: float = 20e-6
+    latency: float = 12e-6
     memory: int = 141 * 10**9
     rates: dict[str, float] = field(default_factory=dict)
     ring_rate: float = 0.99
+    codes_rate: float = 0.955
+    heads_rate: float = 1.0
+    network_latency: float = 18e-6
+    host_heads: float = 2e-3
+    host_ring: float = 0.5e-3
+    host_codes: float = 2.2e-3
 
 
-#: H200 SXM: 0.8 of NVLink's 450 GB/s a direction, 0.9 of a 400 Gb/s port for each device, 0.83 of
-#: the memory's 4.8 TB/s. All of it is assumed. Rings of two devices were timed, and took 8 to 10 %
-#: longer than their share of one, while O was converted to float32 and back by itself.
+#: H200 SXM with copy engines within a host. Links are from public figures. NVLink: 0.8 of 450 GB/s
+#: a direction (NVIDIA's data sheet of H200: 900 GB/s in both). InfiniBand: 0.9 of a 400 Gb/s port
+#: for each device (data sheets of DGX H200 and ConnectX-7). Memory: 0.83 of 4.8 TB/s. Latencies are
+#: from NCCL's src/graph/tuning.cc, ring with protocol Simple: 8.4 us, and a step of 3.4 us (NVLink)
+#: or 9.6 us (network). Seconds of the host, and rates, are fitted to the record of two
+#: devices, experiments/results/scaling.json.
 H200 = Machine("8 x H200 SXM a host")
+#: The same with NCCL within a host, as two devices had it. Whether an exchange of heads slows
+#: longer calls as much is not known.
+H200_NCCL = replace(H200, name="8 x H200 SXM a host, by NCCL", heads_rate=0.83)
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,8 @@ class Costs:
         Seconds of exchanging that no computation hides.
     merging : float
         Seconds of bringing partial results together.
+    host : float
+        Seconds in which the device waits for the host.
     memory : dict of str to int
         Bytes by name, without the scratch memory of kernels.
     """
@@ -94,12 +118,13 @@ class Costs:
     ring_bytes: int
     exposed: float
     merging: float
+    host: float
     memory: dict[str, int]
 
     @property
     def seconds(self) -> float:
         """Of the whole call."""
-        return self.compute + self.exposed + self.merging
+        return self.compute + self.exposed + self.merging + self.host
 
     @property
     def memory_bytes(self) -> int:
@@ -165,15 +190,16 @@ def predict(
     -----
     Exchanging heads is hidden but for the first of c steps on the way there and the last on the
     way back, and what computation is too short to hide. A step of the ring is hidden as far as the
-    computation of a step is long. Merging reads and writes float32 for each element, but of the
-    first part and of the result, which are in their own type.
+    computation of a step is long. The host launches steps ahead of the device: it shows at the
+    first step, and where all steps take it longer than the device. Merging reads and writes
+    float32 for each element, but of the first part and of the result, which are in their own type.
 
     Examples
     --------
     >>> call = AttentionSpec(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
     >>> four = predict(call, Mesh(4, 4))
     >>> round(predict(call, Mesh(1, 1)).seconds / (4 * four.seconds), 3)
-    0.992
+    0.971
     """
     sizes = _Sizes.of(call, mesh, variant)
     share = sizes.heads / call.heads if call.heads else 0.0
@@ -183,29 +209,38 @@ def predict(
     operations = 4.0 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
     operations *= share * skew / mesh.ring
     compute = operations / rate(machine, variant, call)
+    codes = variant == "fa_int8"
     if mesh.ring > 1:
-        compute /= machine.ring_rate
+        compute /= machine.codes_rate if codes else machine.ring_rate
+    if mesh.ulysses > 1:
+        compute /= machine.heads_rate
     near, far = _rates(mesh, machine)
     exposed = 0.0
     if mesh.ulysses > 1:
-        whole = sizes.heads_bytes / near
+        whole = sizes.heads_bytes / near.rate
         steps = sizes.steps
         hidden = (steps - 1) / steps
         exposed += whole / steps + max(0.0, whole - compute) * hidden
-        exposed += 2 * machine.latency
+        exposed += 2 * near.latency
     merging = 0.0
     if mesh.ring > 1:
-        of_step = sizes.ring_bytes / (mesh.ring - 1) / far
+        of_step = sizes.ring_bytes / (mesh.ring - 1) / far.rate
         exposed += (mesh.ring - 1) * max(0.0, of_step - compute / mesh.ring)
-        exposed += machine.latency * (mesh.ring - 1)
+        exposed += far.latency * (mesh.ring - 1)
         touched = 0.75 if call.causal and balanced else 1.0
         steps, item = mesh.ring - 1, sizes.itemsize
         each = touched * (item * (steps + 2) + 2 * _FLOAT * (steps - 1))
         if steps > 1:  # the other rows, to float32 and back
             each += (1 - touched) * 2 * (item + _FLOAT)
         merging = sizes.elements_of_o * each / machine.memory_rate
+    first = (machine.host_codes if codes else machine.host_ring) if mesh.ring > 1 else 0.0
+    all_steps = mesh.ring * first
+    if mesh.ulysses > 1:
+        first += machine.host_heads
+        all_steps = sizes.steps * (machine.host_heads + all_steps)
+    host = first + max(0.0, all_steps - (compute + exposed + merging))
     return Costs(
-        mesh, operations, compute, sizes.heads_bytes, sizes.ring_bytes, exposed, merging,
+        mesh, operations, compute, sizes.heads_bytes, sizes.ring_bytes, exposed, merging, host,
         sizes.memory,
     )  # fmt: skip
 
@@ -230,16 +265,25 @@ def fastest(
     >>> from dataclasses import replace
     >>> call = AttentionSpec(1, 32, 8, 131072, 131072, 128, "float16", 0.1, causal=True)
     >>> fastest(call, 8).mesh, fastest(replace(call, heads=2, heads_kv=2), 8, balanced=True).mesh
-    (Mesh(size=8, ulysses=8), Mesh(size=8, ulysses=2))
+    (Mesh(size=8, ulysses=8), Mesh(size=8, ulysses=1))
     """
     every = (predict(call, m, machine, variant=variant, balanced=balanced) for m in meshes(size))
     return min(every, key=lambda costs: costs.seconds)
 
 
-def _rates(mesh: Mesh, machine: Machine) -> tuple[float, float]:
-    """Return bytes per second among neighbours, and round the ring."""
-    near = machine.link if mesh.ulysses <= machine.per_host else machine.network
-    far = machine.link if mesh.size <= machine.per_host else machine.network
+class _Link(NamedTuple):
+    """Bytes per second, and seconds of an exchange beside its bytes."""
+
+    rate: float
+    latency: float
+
+
+def _rates(mesh: Mesh, machine: Machine) -> tuple[_Link, _Link]:
+    """Return the links among neighbours, and round the ring."""
+    inside = _Link(machine.link, machine.latency)
+    between = _Link(machine.network, machine.network_latency)
+    near = inside if mesh.ulysses <= machine.per_host else between
+    far = inside if mesh.size <= machine.per_host else between
     return near, far
 
 

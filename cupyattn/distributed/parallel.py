@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
+from cupyattn.arrays.interchange import as_it_is, imported
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, agree
@@ -43,12 +44,13 @@ def parallel_attention(
     k, v : array, (batch, heads_kv, own keys, head_dim)
         `heads_kv` divides `heads`.
     group : Group
-        As `cupyattn.distributed.run`, `connect` or `from_mpi` gives it.
+        As `cupyattn.distributed.run`, `connect`, `from_mpi` or `from_torch` gives it.
     method : {"auto", "ulysses", "ring", "mixed"}
         ``"ulysses"``: ranks exchange heads for rows, so that each computes some heads of the whole
         sequence. ``"ring"``: keys and values go round, and each rank computes its own rows.
         ``"mixed"``: groups of `ulysses` neighbours exchange heads, and the groups form a ring.
-        ``"auto"``: what takes the least time by `cupyattn.distributed.model`.
+        ``"auto"``: the method that `from_torch` was given, otherwise what takes the least time by
+        `cupyattn.distributed.model`.
     ulysses : int, optional
         With ``"mixed"``: neighbours that exchange heads; divides the ranks.
     partition : {"contiguous", "zigzag"} or Partition or (Partition, Partition)
@@ -82,6 +84,9 @@ def parallel_attention(
     Notes
     -----
     Returns when everything has been exchanged, so that an error of another rank is raised here.
+
+    Tensors of torch that require gradients get them: autograd calls `parallel_attention_backward`,
+    on all ranks in the same order.
 
     With ``"ulysses"`` every head is computed as `cupyattn.attention` computes it alone. A ring
     rounds the result for some keys to the type of q, and brings these together in float32:
@@ -219,14 +224,24 @@ def _on_ranks(
     scores: Scores,
     finish: bool,
 ) -> tuple[ShardedCall, Any, Any]:
-    call, operands = agree(what, settings, group, arrays)
+    own, as_given = _as_arrays(arrays)
+    call, operands = agree(what, settings, group, own)
     return_lse = settings.of_call.return_lse
     with group.failing_together(what), memory.on_device_of(operands[0]):
         q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
         o, lse = compute(call, q, k, v, return_lse, scores)
         if finish:
             group.finish()
-    o = call.restore(o)
+    o = as_given(call.restore(o))
     if not return_lse:
         return call, o, None
-    return call, o, call.as_given(lse[0] if call.calls.offsets else lse)
+    return call, o, as_given(call.as_given(lse[0] if call.calls.offsets else lse))
+
+
+def _as_arrays(arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[Any], Any]]:
+    """Return arrays as NumPy or CuPy has them, by which calls are known, and the way back."""
+    try:
+        own, as_given = imported({name: arrays[name] for name in "qkv"})
+    except TypeError:  # which checks of the call say again, to all ranks
+        return arrays, as_it_is
+    return {**arrays, **own}, as_given

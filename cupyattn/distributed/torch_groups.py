@@ -141,9 +141,11 @@ class TorchStore:
         self._prefix = f"cupyattn/{number}"
         self._failed = self._key("failed")
         self._own: str | None = None
+        #: Whether this rank knows of a rank that has failed.
+        self.has_failed = False
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return those of all, by rank."""
+        """Leave a value under a key that all ranks name; return all ranks' values, by rank."""
         self.check()
         keys = [self._key(key, str(other)) for other in range(self.size)]
         self._tried(lambda: self._store.set(keys[rank], value))
@@ -190,6 +192,7 @@ class TorchStore:
         """Raise `RankError` if a rank has failed."""
         if self._there([self._failed]):
             rank, cause = json.loads(self._tried(lambda: self._store.get(self._failed)))
+            self.has_failed = True
             raise RankError(rank, cause)
 
     def leave(self) -> None:
@@ -207,6 +210,7 @@ class TorchStore:
         try:
             return call()
         except RuntimeError as error:  # torch.distributed.DistError is one
+            self.has_failed = True
             cause = f"ended: the store of torch's process group does not answer ({error})"
             raise RankError(0, cause.splitlines()[0]) from error
 
@@ -251,7 +255,7 @@ class TorchHostGroup(Group):
 
 
 class _OnHost:
-    """Arrays that gloo sends, and arrays to be filled with what it receives."""
+    """Arrays that gloo sends, and arrays that it fills."""
 
     def __init__(
         self, group: TorchHostGroup, sends: list[Message], receives: list[Message], own: Copies
@@ -352,11 +356,11 @@ class TorchDeviceGroup(DeviceGroup):
         device: int,
         timeout: float = TIMEOUT,
     ) -> None:
-        super().__init__(store, rank, store.size, device, timeout)
-        self._process_group = weakref.ref(process_group)
+        self._process_group, self._words = weakref.ref(process_group), store
         self._torch = _torch()
-        # NOTE: all ranks make the communicator of the process group here, if it has none yet:
-        # messages between two of them would wait for the others.
+        super().__init__(store, rank, store.size, device, timeout)
+        # NOTE: all ranks make the communicator of the process group here, if it has none yet.
+        # Messages between two of them would wait for the others.
         with self._torch.cuda.device(device):
             first = self._torch.zeros(1, device="cuda")
             self._torch.distributed.all_reduce(first, group=process_group)
@@ -369,8 +373,8 @@ class TorchDeviceGroup(DeviceGroup):
     def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         dist = self._torch.distributed
         with self.on_device(), self.on_stream():
-            # NOTE: not behind what comes from others: on one device a copy may be a kernel, which
-            # would wait there for multiprocessors that the computation has.
+            # NOTE: before the arrays of others. On one device a copy may be a kernel, which would
+            # wait behind them for multiprocessors that the computation has.
             pitched.copy_all(self._cupy.cuda, own)
             ways = ((dist.isend, sends), (dist.irecv, receives))
             operations = [
@@ -417,6 +421,19 @@ class TorchDeviceGroup(DeviceGroup):
             except RankError as error:
                 self.abandon(error)
                 raise
+
+    def _gather(self, what: str, own: bytes) -> list[Any]:
+        try:
+            return super()._gather(what, own)
+        except RankError as error:
+            if self._words.has_failed:  # and its arrays may be waited for on this device
+                self.abandon(error)
+            raise
+
+    def abort(self, cause: str) -> None:
+        """End all ranks with a `RankError` that names this one and the cause."""
+        super().abort(cause)
+        self.abandon(RankError(self.rank, cause))
 
     def abandon(self, error: RankError) -> None:
         """Abort the process group, which ends every wait of this rank's device."""
@@ -499,7 +516,9 @@ def _place(process_group: Any) -> int | str:
     """Return the CUDA device of this rank, "cpu" where torch's group carries host memory alone."""
     torch = _torch()
     kinds = {device.type for device in process_group._device_types}
-    if "cuda" in kinds and torch.cuda.is_available():
+    # NOTE: gloo says that it carries arrays of devices, which it copies by way of the host.
+    by_nccl = "cuda" in kinds and "nccl" in process_group._get_backend(torch.device("cuda")).name()
+    if by_nccl and torch.cuda.is_available():
         return int(torch.cuda.current_device())
     if "cpu" not in kinds:
         raise UnsupportedError(

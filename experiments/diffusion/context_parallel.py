@@ -1,13 +1,11 @@
-"""What do several devices gain in Wan's block under diffusers' context parallelism, and for how
-many bytes?
+"""What do several devices gain in Wan's block by diffusers' context parallelism, and what travels?
 
-Varies       devices; who attends (diffusers' own backend, ours in 16 bits, ours in INT8); whether
-             keys go round a ring or heads are exchanged
-Holds fixed  Wan 14B with one block, 32,760 tokens, bfloat16, random weights (quick: a small one)
-Measures     a pass of the model on the slowest rank; its ratio to diffusers' own on one device, and
-             on as many; bytes that a rank sends in one attention; relative L2 of the output to
-             diffusers' own on one device
-Beside       cuDNN's attention in diffusers' own ring and exchange (on a CPU torch's own, no ring)
+Varies       devices; whose attention (diffusers' own, 16 bits, INT8); keys round a ring, or heads.
+Holds fixed  Wan 14B with one block, 32,760 tokens, bfloat16, random weights. Quick: a small one.
+Measures     seconds of a pass, of the slowest rank. Its ratio to diffusers' own on one device, and
+             on as many. Bytes that a rank sends in one attention. Relative L2 of the output to
+             diffusers' own on one device.
+Beside       cuDNN's attention in diffusers' own ring and exchange. On a CPU torch's own, no ring.
 Run          python -m experiments.diffusion.context_parallel [--quick] [--devices 1 2]
              [--json FILE]
 

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn import cli, distributed
-from cupyattn.cli.plan import rows_of
+from cupyattn.cli.plan import DEVICES, LENGTHS, rows_of
 from cupyattn.distributed import Mesh, Partition
 from cupyattn.distributed.choice import choose_mesh
-from cupyattn.distributed.model import H200, Machine, fastest, meshes, predict, rate
+from cupyattn.distributed.model import H200, H200_NCCL, Machine, fastest, meshes, predict, rate
 from cupyattn.problem.checks import AttentionSpec
 from experiments._harness.recording import stored
+from experiments.speed.scaling import Problem
 from tests.distributed.distributed_cases import asked_for
 from tests.support.runs import normal
 
@@ -27,8 +28,9 @@ from tests.support.runs import normal
 CALL = AttentionSpec(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
 #: Rates that are easy to divide by.
 ROUND = Machine(
-    "round numbers", 4, 1e9, 1e8, 1e9, 0.0, 10**12, {"fa_tc": 1e12, "fa_int8": 1e12}, 1.0
-)
+    "round numbers", 4, 1e9, 1e8, 1e9, 0.0, 10**12, {"fa_tc": 1e12, "fa_int8": 1e12}, 1.0,
+    codes_rate=1.0, network_latency=0.0, host_heads=0.0, host_ring=0.0, host_codes=0.0,
+)  # fmt: skip
 
 
 def test_one_device_computes_and_sends_nothing() -> None:
@@ -111,12 +113,38 @@ def test_auto_exchanges_heads_within_a_host_and_passes_keys_between() -> None:
     hosts = [f"host{i // 8}" for i in range(16)]
     many = replace(CALL, heads_kv=32, len_q=2**20, len_kv=2**20)
     assert choose_mesh("auto", None, many, "fa_tc", hosts, balanced=True).ulysses == 8
-    assert choose_mesh("auto", None, CALL, "fa_tc", hosts[:4], balanced=False) == Mesh(4, 4)
+    assert choose_mesh("auto", None, CALL, "fa_tc", hosts[:4], balanced=False) == Mesh(4, 1)
+    assert choose_mesh("auto", None, many, "fa_tc", hosts[:4], balanced=False) == Mesh(4, 4)
     few = replace(CALL, heads=2, heads_kv=2)
-    assert choose_mesh("auto", None, few, "fa_tc", hosts[:8], balanced=True) == Mesh(8, 2)
+    assert choose_mesh("auto", None, few, "fa_tc", hosts[:8], balanced=True) == Mesh(8, 1)
     how: dict[str, Any] = {"balanced": True, "without_ring": True}
     assert choose_mesh("auto", None, few, "fa_int8", hosts[:8], **how) == Mesh(8, 8)
     assert choose_mesh("mixed", 4, CALL, "fa_tc", hosts, balanced=True) == Mesh(16, 4)
+
+
+def test_the_model_is_within_15_percent_of_two_devices() -> None:
+    """At the rate of one of them. A causal ring of codes at 32,768 rows waits for its host, which
+    launches several calls a step: the model does not count them."""
+    record, alone, found = stored("scaling"), {}, {}
+    for row in record["rows"]:
+        if row["ranks"] == 1 and row["axis"] == "":
+            alone.setdefault((row["problem"], row["variant"]), float(np.median(row["samples"])))
+    for row in record["rows"]:
+        if row["ranks"] != 2 or row["axis"]:
+            continue
+        names = "batch", "heads", "length", "causal", "heads_kv", "head_dim"
+        call = Problem(*(row[name] for name in names)).call
+        how = {"variant": row["variant"], "balanced": row["causal"]}
+        operations = predict(call, Mesh(1, 1), **how).operations
+        machine = H200_NCCL if row["transport"] == "nccl" else H200
+        rates = {row["variant"]: operations / alone[row["problem"], row["variant"]]}
+        mesh = Mesh(2, row["ulysses"] or 2)
+        seconds = predict(call, mesh, replace(machine, per_host=2, rates=rates), **how).seconds
+        key = row["variant"], row["causal"], row["length"], row["transport"], row["ulysses"]
+        found[key] = seconds / float(np.median(row["samples"]))
+    counted = {key: x for key, x in found.items() if key[:3] != ("fa_int8", True, 32768)}
+    assert len(counted) >= 20
+    assert all(0.85 <= x <= 1.15 for x in counted.values()), counted
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(4, 4), Mesh(4, 1), Mesh(4, 2), Mesh(8, 2)])
@@ -169,6 +197,18 @@ def test_plan_of_a_million_rows_on_four_devices(capsys: Any, tmp_path: Path) -> 
     assert re.search("^memory of each device +bytes$", out, re.MULTILINE) and "taken" in out
     ring = planned(capsys, tmp_path, "--devices", "4", "--ulysses", "1", "--variant", "fa_int8")[1]
     assert ring["ring"] == 4 and "codes" in ring["memory"]
+
+
+def test_plan_of_all_sizes_says_which_mesh_and_what_codes_win(capsys: Any, tmp_path: Path) -> None:
+    out, record = planned(capsys, tmp_path, "--heads", "24", "--all-sizes")
+    sizes = {(x["devices"], x["length"]): x for x in record["sizes"]}
+    assert [*sizes] == [(n, length) for n in DEVICES for length in LENGTHS]
+    assert (min(DEVICES), max(DEVICES), LENGTHS[0], LENGTHS[-1]) == (2, 64, 2**15, 2**22)
+    two, many = sizes[2, 2**17], sizes[64, 2**19]
+    assert (two["ulysses"], two["ring"]) == (1, 2) and (many["ulysses"], many["ring"]) == (8, 8)
+    # Between hosts a ring of all devices waits for its links, with codes for half as long.
+    assert 1.5 < many["ring_exposed"] / many["codes_exposed"] < 2.5
+    assert out.count("8 x 8") >= 3 and "16 bits: ulysses x ring" in out
 
 
 def test_plan_says_what_is_wrong(capsys: Any) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli, distributed
+from cupyattn.measure.words import format_seconds, format_share
 from experiments.speed import ring_timeline, scaling
 from tests.support.ranks import free_port
 
@@ -75,7 +76,7 @@ def test_the_script_runs_in_several(tmp_path: Path) -> None:
 
 def test_commands_and_names_exist() -> None:
     lines = re.findall(r"^cupyattn (.*)$", PAGE, re.MULTILINE)
-    assert len(lines) == 2
+    assert len(lines) == 3
     for line in lines:
         assert cli.main(shlex.split(line)) == 0
     for name in re.findall(r"`distributed\.(\w+)", PAGE):
@@ -87,6 +88,19 @@ def test_commands_and_names_exist() -> None:
         assert extra in PAGE and f"\n{extra} =\n" in extras
     assert "mask" in PAGE.split("## Limits")[1] and "(120 seconds unless said)" in PAGE
     assert distributed.group.TIMEOUT == 120 and distributed.start.PORT == 29400
+
+
+def test_the_page_has_what_is_predicted(tmp_path: Path) -> None:
+    file = tmp_path / "sizes.json"
+    assert cli.main(["plan", "--heads", "24", "--all-sizes", "--json", str(file)]) == 0
+    rows = {
+        f"| {x['devices']} | {x['length']:,} | {x['ulysses']} x {x['ring']} | "
+        f"{format_seconds(x['seconds'])} | {format_share(x['share'])} | "
+        f"{format_seconds(x['ring_exposed'])} | {format_seconds(x['codes_exposed'])} |"
+        for x in json.loads(file.read_text())["sizes"]
+    }
+    shown = re.findall(r"^\| \d+ \| [\d,]+ \| \d+ x \d+ \|.*$", PAGE, re.MULTILINE)
+    assert len(shown) == 6 and set(shown) <= rows
 
 
 def test_the_experiment_runs_in_small(tmp_path: Path) -> None:

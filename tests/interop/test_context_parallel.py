@@ -6,6 +6,7 @@ Quick tests ask threads for the same: `test_distributed_torch.py` for groups, he
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from cupyattn import distributed
 from cupyattn.distributed import Mesh, Partition, Shared
-from tests.support.torch_ranks import on_threads, processes, torchrun
+from tests.support.torch_ranks import ROOT, on_threads, processes, torchrun
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
@@ -129,6 +130,16 @@ def test_models_that_share_ranks_differently_have_groups_of_their_own() -> None:
 
 
 @pytest.mark.slow
+def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "DISTRIBUTED.md").read_text()
+    (block,) = (x for x in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "from_torch" in x)
+    (tmp_path / "torch_attend.py").write_text(block)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    said = torchrun(2, "torch_attend")
+    assert sorted(said.split("\n")[:2]) == [f"{n} (1, 8, 256, 64) (1, 8, 256, 64)" for n in (0, 1)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_groups_of_processes(size: int) -> None:
     torchrun(size, RANKS, "cpu", "groups")
@@ -157,6 +168,12 @@ def test_models_of_diffusers_on_several_processes(arguments: tuple[str, ...]) ->
     size = int(arguments[1]) * int(arguments[2])
     said = torchrun(size, RANKS, "cpu", "context_parallel", *arguments)
     assert " from native, one process " in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [("2", "1"), ("1", "2")], ids="x".join)
+def test_compiled_models_on_several_processes(degrees: tuple[str, str]) -> None:
+    torchrun(2, RANKS, "cpu", "compiled", *degrees)
 
 
 @pytest.mark.slow

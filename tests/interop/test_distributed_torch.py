@@ -92,6 +92,45 @@ def test_tensors_without_gradients_are_computed_as_arrays_are() -> None:
     assert without_errors(on_rank, 2, method="ulysses") == [(torch.bfloat16, False, True)] * 2
 
 
+def test_a_call_of_tensors_is_known_after_the_first() -> None:
+    """Ranks that have agreed on a call compare one word."""
+
+    def on_rank(group: Any) -> Any:
+        words = []
+        for seed in range(3):
+            own = torch.from_numpy(normal((1, 2, 8, 16), seed))
+            before = group._calls
+            distributed.parallel_attention(own, own, own, group)
+            words.append(group._calls - before)
+        return words
+
+    assert without_errors(on_rank, 2, method="ring") == [[3, 1, 1]] * 2
+
+
+def test_packed_tensors_are_differentiated() -> None:
+    ends = np.array([0, 5, 12], np.int32)
+    rows = Partition.zigzag_varlen(ends, 2)
+    q, k, v, d_out = (normal((1, 2, 12, 16), n) for n in range(4))
+
+    def packed(x: np.ndarray, rank: int) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(rows.take(x, rank)[0].swapaxes(0, 1)))
+
+    def on_rank(group: Any) -> Any:
+        own = [packed(x, group.rank).requires_grad_() for x in (q, k, v)]
+        how = {"partition": "zigzag", "causal": True, "return_lse": True, "variant": "fa_tc"}
+        o, lse = distributed.parallel_attention_varlen(*own, ends, ends, group, **how)
+        found = torch.autograd.grad(o, own, packed(d_out, group.rank))
+        return [x.detach().numpy().swapaxes(0, 1)[None] for x in (o, *found)], lse.numpy()[None]
+
+    found = without_errors(on_rank, 2, method="ring")
+    o, *gradients = (rows.join([of_rank[0][n] for of_rank in found]) for n in range(4))
+    lse = rows.join([of_rank[1] for of_rank in found], axis=-1)
+    shared = Shared(Mesh(2, 1), rows, rows, ends, ends)
+    given = d_out, q, k, v, o, lse
+    assert distributed.judge(o, q, k, v, shared, variant="fa_tc", causal=True) <= 1
+    assert distributed.judge_backward(gradients, *given, shared, causal=True) <= 1
+
+
 def judge_random(seed: int, size: int, ulysses: int, rows: Any, keys: Any, causal: bool) -> None:
     """A random partition of random operands, forward and backward."""
     mesh = Mesh(size, ulysses)

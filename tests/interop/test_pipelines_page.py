@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from cupyattn.interop.torch import Int8Linear  # noqa: E402
 from tests.docs.test_docs_blocks import check_page  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.support.marks import slow_unless  # noqa: E402
+from tests.support.torch_ranks import on_threads  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
@@ -299,26 +301,27 @@ def export(_: Any) -> None:
 
 @row("context parallelism")
 def context_parallelism(pipe: Any) -> None:
-    """Attention is diffusers' own then, which exchanges heads or keys; here in one process."""
-    from diffusers.models import attention_dispatch
+    """Ranks are threads here, each with the whole sequence: keys that come twice change nothing."""
+    native, pipes = image(pipe), [made(), made()]
 
-    native, asked = image(pipe), []
-    own = attention_dispatch.dispatch_attention_fn
+    def on_rank(group: Any) -> Any:
+        mesh = SimpleNamespace(get_group=lambda: group.process_group, device_type="cpu")
+        config = SimpleNamespace(
+            ring_degree=2, ulysses_degree=1, convert_to_fp32=True, _flattened_mesh=mesh
+        )
+        own = pipes[group.rank]
+        for module in own.transformer.modules():
+            if hasattr(module, "processor"):
+                module.processor._parallel_config = SimpleNamespace(context_parallel_config=config)
+        handle = fast(own, include=r"attn$")
+        return image(handle), handle.report()
 
-    def in_one_process(*args: Any, parallel_config: Any = None, **options: Any) -> Any:
-        asked.append(parallel_config)
-        return own(*args, **options)
-
-    config = object()
-    for module in pipe.transformer.modules():
-        if hasattr(module, "processor"):
-            module.processor._parallel_config = config
-    handle = fast(pipe, include=r"attn$")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_dispatch, "dispatch_attention_fn", in_one_process)
-        assert torch.equal(image(handle), native)
-    assert asked == [config] * 2
-    assert handle.report().attention.native == {"context parallelism": 2}
+    found, errors = on_threads(on_rank, 2)
+    assert errors == [None, None]
+    for latents, report in found:
+        assert 0 < (latents - native).norm() < 0.02 * native.norm()
+        assert report.attention.on_ranks == {"2 ring, codes": 2}
+        assert "on several ranks: 1 2 ring, codes" in str(report)
 
 
 # ---- the page ------------------------------------------------------------------------------------

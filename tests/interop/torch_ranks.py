@@ -38,12 +38,6 @@ def normal(*shape: int, seed: int = SEED) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(KIND)
 
 
-def form() -> str | None:
-    """The form of kernels that runs here, for bounds."""
-    hopper = KIND == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    return "sm90" if hopper else None
-
-
 # ---- groups --------------------------------------------------------------------------------------
 
 
@@ -76,7 +70,7 @@ def groups() -> None:
         of_lse = rows.join(gathered(lse.cpu().numpy()), axis=-1)
         shared = Shared(mesh or Mesh(size, size), rows, rows)
         options: dict[str, Any] = {"causal": True}
-        how = {"variant": "fa_tc", "form": form(), **options}
+        how = {"variant": "fa_tc", **options}
         assert distributed.judge(joined[0], *whole[:3], shared, **how) <= 1
         given = whole[3], *whole[:3], joined[0], of_lse
         assert distributed.judge_backward(joined[1:], *given, shared, **options) <= 1
@@ -168,7 +162,6 @@ class Seen:
             kept = [p["k"].shape[2] for p in parts]
             variant = call.described.variant.name
             options: dict[str, Any] = {"scale": call.described.call.scale, "wide_sums": wide_sums}
-            options["form"] = form()
             if masks[0] is not None:
                 every = np.concatenate(masks)
                 assert not every.all()
@@ -259,6 +252,31 @@ def context_parallel(
     if dist.get_rank() == 0:
         print(f"{make} {ring} x {ulysses} {mode}: {own:.2e} from native, one process {far:.2e}; "
               f"sent {seen.calls[-1]['sent']}")  # fmt: skip
+
+
+def compiled(ring: str, ulysses: str) -> None:
+    """Compiled models: a ring runs between graphs, exchanged heads within them."""
+    import diffusers
+
+    from cupyattn.interop.diffusers import replace_attention_with_int8
+
+    if KIND == "cpu":
+        torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+    diffusers.utils.logging.set_verbosity_error()
+    model, args, _ = wan(torch.bfloat16)
+    with torch.no_grad():
+        expected = model(*args, return_dict=False)[0]
+        handle = replace_attention_with_int8(model, policy="balanced", min_length=1)
+        degrees = {"ring_degree": int(ring), "ulysses_degree": int(ulysses)}
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees))
+        model.compile()
+        found = [model(*args, return_dict=False)[0] for _ in range(2)]
+    assert torch.equal(*found) and (found[0] - expected).abs().max() <= 2**-5
+    report = handle.report()
+    if ring != "1":
+        assert report.on_ranks == {f"{ring} ring, codes": 4}, report
+    else:
+        assert [layer.compiled for layer in report.layers] == [("balanced",)] * 4, report
 
 
 # ---- faults --------------------------------------------------------------------------------------

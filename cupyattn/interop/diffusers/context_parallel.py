@@ -144,7 +144,7 @@ class Ranks:
         return call, o
 
     def _scores(self, masked: Mapping[str, Tensor], said: list[Said]) -> Scores:
-        """Return the mask of all keys: as it is, or brought together from those of all ranks."""
+        """Return the mask of all keys: as it is, or brought together from all ranks."""
         ((name, tensor),) = masked.items()
         own = as_array(tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape)))
         group = self.group

@@ -185,6 +185,24 @@ def _traced(layer: Layer, forward: Callable[..., Any], module: Any, args: Any, k
     return result
 
 
+def _passes_keys_on(module: Any) -> bool:
+    """Return whether ranks pass keys on in a ring for a module; torch may trace this."""
+    parallel = getattr(getattr(module, "processor", None), "_parallel_config", None)
+    config = getattr(parallel, "context_parallel_config", None)
+    return config is not None and config.ring_degree > 1
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="a ring of codes agrees with other ranks on the host, between two graphs"
+)
+def _between_graphs(
+    layer: Layer, forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a module's forward between two graphs, its attention sent to the module's layer."""
+    layer.is_eager = True
+    return _eager(layer, forward, module, args, kwargs)
+
+
 def layer_of(module: Any) -> Layer | None:
     """Return the layer of a module that is replaced, or a copy of one; None of all others."""
     layer: Layer | None = vars(module).get(ATTRIBUTE)
@@ -230,6 +248,8 @@ def class_of_layers(own: Any) -> Any:
         if not torch.compiler.is_compiling():
             layer.is_eager = True
             return _eager(layer, own_forward, self, args, kwargs)
+        if _passes_keys_on(self):
+            return _between_graphs(layer, own_forward, self, args, kwargs)
         layer.release()  # of a module that is compiled by itself, the call is eager
         return _traced(layer, own_forward, self, args, kwargs)
 
