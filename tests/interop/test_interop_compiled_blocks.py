@@ -135,6 +135,16 @@ def test_blocks_with_hooks_within_run_their_own_code_until_those_are_gone(graphs
     assert len(graphs) == 2 and "4 FluxSingle" in done.said()
 
 
+def test_the_limit_of_the_compiler_is_named(graphs: Graphs) -> None:
+    model = small()
+    compiled_blocks(model)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        model(torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="recompile_limit = 1 allows: swap adapters"):
+            model.double()(torch.ones(2, 4).double())
+    assert len(graphs) == 1
+
+
 def test_an_error_of_the_compiler_without_hooks_is_not_hidden(graphs: Graphs) -> None:
     class Broken(Block):
         def forward(self, x: Any) -> Any:

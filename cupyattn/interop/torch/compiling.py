@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo import config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from cupyattn.interop.torch.forwards import Forward, Substitute, substitute_of
 from cupyattn.interop.torch.offloading import is_hooked
@@ -146,6 +147,12 @@ class _Block:
             except TorchDynamoException:  # nothing of the pass was run
                 if not _has_hooks(self._module):
                     raise
+            except FailOnRecompileLimitHit as error:
+                raise RuntimeError(
+                    f"torch has compiled {name} for as many adapters, types and symbols of lengths "
+                    f"as torch._dynamo.config.recompile_limit = {config.recompile_limit} allows: "
+                    "swap adapters with enable_lora_hotswap, or set a larger limit"
+                ) from error
         self._hooked[name] += 1
         return self._own(*args, **kwargs)
 
