@@ -213,6 +213,19 @@ def test_the_record_decides_between_channels_and_blocks(monkeypatch: pytest.Monk
         assert "a scale for each channel" in handle.report().lines[1]
 
 
+@pytest.mark.parametrize("how", whole_gains.COMPILED)
+def test_no_part_that_gained_a_twentieth_is_left_native(how: str) -> None:
+    gained = 0
+    for one in whole_gains.measured():
+        for part in ("linear", "attention"):
+            for accuracy in accelerated_parts.ACCURACIES:
+                if one.gain(part, accuracy, how).median >= 1.05:
+                    request = accelerated_parts.Request(accuracy, how)
+                    assert accelerated_parts.Part("", nn.Linear(1, 1), one).settle(part, request)
+                    gained += 1
+    assert gained > 40
+
+
 def test_the_nearest_width_of_a_class_stands_for_a_model() -> None:
     found = [
         whole_gains.nearest(*given)
