@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,9 @@ diffusers = pytest.importorskip("diffusers")
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
-from cupyattn.interop.torch import models  # noqa: E402
+from cupyattn.interop.torch import accelerated_parts, models  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
-from tests.interop.test_accelerate import EAGER, run, transformer  # noqa: E402
+from tests.interop.test_accelerate import EAGER, record, run, transformer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
@@ -145,6 +149,73 @@ def test_offloaded_weights_are_neither_saved_nor_compared(tmp_path: Path) -> Non
     assert not (tmp_path / "int8").exists()
     with pytest.raises(ValueError, match="remove its hooks, compare, then offload again"):
         handle.compare(prompt="")
+
+
+def test_a_model_that_is_moved_as_a_whole_has_the_record_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks = pytest.importorskip("accelerate")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(accelerated_parts, "nearest", lambda cls, width: record())
+    model = transformer()
+    assert accelerated_parts.part_of("", model).record is None  # on the host
+    hooks.cpu_offload_with_hook(model, torch.device("cuda", 0))
+    assert accelerated_parts.part_of("", model).record == record()
+
+
+def test_a_model_that_is_moved_as_a_whole_is_saved_and_not_compared(tmp_path: Path) -> None:
+    hooks = pytest.importorskip("accelerate")
+    pipe = cases.make("sd3")
+    native = cases.generate(pipe, "sd3", 1)
+    hooks.cpu_offload_with_hook(pipe.transformer, torch.device("cpu"))
+    with interop.accelerate(pipe, "balanced", **EAGER) as handle:
+        assert not torch.equal(cases.generate(handle, "sd3", 1), native)
+        handle.save(tmp_path / "int8")
+        with pytest.raises(ValueError, match="moved to the device in each call, and native"):
+            handle.compare(prompt="")
+    assert torch.equal(cases.generate(pipe, "sd3", 1), native)
+
+
+KILLED = """
+import os, signal, sys
+from cupyattn.interop.torch import accelerate
+from torch import nn
+
+model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3)))
+nn.init.constant_(model[0].weight, 1), nn.init.eye_(model[1].weight), nn.init.eye_(model[2].weight)
+handle = accelerate(model, compile=False, log=None)
+seen = []
+
+def advance(name):
+    seen.append(name)
+    if len(seen) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+handle.save(sys.argv[1], advance=advance)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="kills itself by a signal of POSIX")
+def test_a_save_that_is_killed_leaves_no_checkpoint_and_is_gone_on_with(tmp_path: Path) -> None:
+    folder = tmp_path / "int8"
+
+    def run(when: int) -> int:
+        given = [sys.executable, "-c", KILLED, str(folder), str(when)]
+        return subprocess.run(given, check=False, capture_output=True, timeout=120).returncode
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(3)))
+    torch.nn.init.constant_(model[0].weight, 1)
+    torch.nn.init.eye_(model[1].weight), torch.nn.init.eye_(model[2].weight)
+    for when in (1, 4, 8, 12):  # while it writes, and while it reads back
+        assert run(when) == -signal.SIGKILL and not folder.exists()
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+            interop_torch.accelerate(model, checkpoint=folder, **EAGER)
+        with pytest.raises(ValueError, match=r"holds no \.safetensors files"):
+            interop_torch.accelerate(model, checkpoint=tmp_path / "int8.partial", **EAGER)
+    assert run(0) == 0 and [*tmp_path.iterdir()] == [folder]
+    with interop_torch.accelerate(model, checkpoint=folder, **EAGER) as handle:
+        assert len(handle.report().layers) == 3
 
 
 def test_saving_without_codes_is_refused(tmp_path: Path) -> None:

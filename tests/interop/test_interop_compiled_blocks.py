@@ -13,6 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from diffusers import hooks  # noqa: E402
 
+from cupyattn.interop.diffusers import accelerate  # noqa: E402 - imports diffusers
 from cupyattn.interop.torch import recorder  # noqa: E402
 from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled  # noqa: E402
 from cupyattn.interop.torch.forwards import substitute_of  # noqa: E402
@@ -157,6 +158,30 @@ def test_an_error_of_the_compiler_without_hooks_is_not_hidden(graphs: Graphs) ->
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         model(torch.ones(1))
     assert not graphs
+
+
+def test_code_that_a_caller_put_there_is_compiled_and_comes_back(graphs: Graphs) -> None:
+    model, x = small(), torch.randn(2, 4)
+    model[0].forward = own = lambda x: x + 1
+    done = compiled_blocks(model)
+    assert torch.equal(model(x), x + 1) and len(graphs) == 1
+    done.undo()
+    assert vars(model[0])["forward"] is own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", cases.CASES)
+def test_blocks_of_each_family_are_one_graph(family: str, graphs: Graphs) -> None:
+    pipe = cases.make(family)
+    native = cases.generate(pipe, family, 2)
+    with accelerate(pipe, "balanced", compile=False, log=None):
+        eager = cases.generate(pipe, family, 2)
+    handle = accelerate(pipe, "balanced", log=None)
+    assert torch.allclose(cases.generate(handle, family, 2), eager, atol=1e-4)
+    assert graphs and "compiled with fullgraph=True" in handle.report().lines[0]
+    assert "not compiled" not in handle.report().lines[0]
+    handle.restore()
+    assert torch.equal(cases.generate(pipe, family, 2), native)
 
 
 def test_copies_and_files_have_their_own_code(graphs: Graphs) -> None:

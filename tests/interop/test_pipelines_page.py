@@ -157,6 +157,20 @@ def offloaded(pipe: Any, add: Callable[[Any], Any], remove: Callable[[Any], Any]
     assert torch.equal(image(pipe), native)
 
 
+@row("model offloading")
+def model_offloading(pipe: Any) -> None:
+    """As `enable_model_cpu_offload` does it, which asks for a device."""
+    hooks = []
+
+    def add(pipe: Any) -> None:
+        hooks.append(hf_accelerate.cpu_offload_with_hook(pipe.transformer, CPU)[1])
+
+    comes_and_goes(pipe, add, lambda _: hooks.pop().remove())
+    add(pipe)
+    with fast(pipe) as handle, pytest.raises(ValueError, match="is moved to the device in each c"):
+        handle.compare(prompt="")
+
+
 @row("group offloading")
 def group_offloading(pipe: Any) -> None:
     offloaded(
