@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -136,14 +137,39 @@ def test_blocks_with_hooks_within_run_their_own_code_until_those_are_gone(graphs
     assert len(graphs) == 2 and "4 FluxSingle" in done.said()
 
 
-def test_the_limit_of_the_compiler_is_named(graphs: Graphs) -> None:
-    model = small()
-    compiled_blocks(model)
+def test_past_the_limit_of_the_compiler_blocks_run_their_own_code(graphs: Graphs) -> None:
+    model, x = small(2), torch.randn(2, 4)
+    native, wide = model(x), model.double()(x.double())
+    done = compiled_blocks(model.float())
     with torch._dynamo.config.patch(recompile_limit=1):
-        model(torch.ones(2, 4))
-        with pytest.raises(RuntimeError, match="recompile_limit = 1 allows: swap adapters"):
-            model.double()(torch.ones(2, 4).double())
-    assert len(graphs) == 1
+        assert torch.equal(model(x), native)
+        with pytest.warns(UserWarning, match="recompile_limit = 1 allows, so its other adapters"):
+            assert torch.allclose(model.double()(x.double()), wide)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x.double())
+            assert torch.equal(model.float()(x), native)  # by the code that there is
+    assert len(graphs) == 1 and done.said().endswith("; other forms of Block not compiled")
+
+
+def test_layers_that_are_each_another_graph_run_past_the_limit(graphs: Graphs) -> None:
+    """As decoders of transformers with a cache of keys, which read their own number."""
+
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Any) -> Any:
+            return x + self.number
+
+    model = torch.nn.Sequential(*map(Numbered, range(12)))
+    model._no_split_modules = ["Numbered"]
+    compiled_blocks(model)
+    with pytest.warns(UserWarning, match="torch has compiled Numbered as often as"):
+        assert torch.equal(model(torch.zeros(1)), torch.tensor([66.0]))
+    assert torch.equal(model(torch.ones(1)), torch.tensor([67.0]))
+    assert len(graphs) <= 8
 
 
 def test_an_error_of_the_compiler_without_hooks_is_not_hidden(graphs: Graphs) -> None:
