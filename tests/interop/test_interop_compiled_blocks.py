@@ -195,6 +195,22 @@ def test_code_that_a_caller_put_there_is_compiled_and_comes_back(graphs: Graphs)
     assert vars(model[0])["forward"] is own
 
 
+def test_a_caller_may_compile_all_of_the_model_later(graphs: Graphs) -> None:
+    model, x = small(2), torch.randn(2, 4)
+    native = model(x)
+    done = compiled_blocks(model)
+    outer: Graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        outer.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend, fullgraph=True)
+    assert torch.equal(model(x), native) and len(outer) == 1 and not graphs
+    done.undo()
+    assert torch.equal(model(x), native)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", cases.CASES)
 def test_blocks_of_each_family_are_one_graph(family: str, graphs: Graphs) -> None:
