@@ -31,7 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="patches of the picture or video: 4096 of 1024 x 1024")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512, metavar="N",
                         help="tokens of the prompt (512)")  # fmt: skip
-    parser.add_argument("--device", type=str.lower, choices=tuple(advice.rates()), default="h200",
+    devices = tuple(advice.stored_rates())
+    parser.add_argument("--device", type=str.lower, choices=devices, default="h200",
                         help="whose rates (h200)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
 

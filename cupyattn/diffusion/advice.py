@@ -84,13 +84,16 @@ class Advice:
 
 
 @functools.cache
-def rates() -> dict[str, Rates]:
+def stored_rates() -> dict[str, Rates]:
     """Return all rates, by the short names of devices."""
     found = json.loads(FILE.read_text(encoding="utf-8"))["rates"]
     return {name: Rates(**row) for name, row in found.items()}
 
 
-def advise(work: Work, tokens: int, accuracy: str = "full", device: str = "h200") -> Advice:
+def advise(
+    work: Work, tokens: int, accuracy: str = "full", device: str = "h200", *,
+    rates: Mapping[str, Rates] | None = None,
+) -> Advice:  # fmt: skip
     """Predict what a model gains.
 
     Parameters
@@ -101,6 +104,8 @@ def advise(work: Work, tokens: int, accuracy: str = "full", device: str = "h200"
     accuracy : {"full", "balanced", "aggressive"}
     device : str
         A name of `rates`.
+    rates : mapping of str to Rates, optional
+        `stored_rates` when omitted.
 
     Returns
     -------
@@ -111,9 +116,10 @@ def advise(work: Work, tokens: int, accuracy: str = "full", device: str = "h200"
     ValueError
         For a device that was not measured.
     """
-    if device not in rates():
-        raise ValueError(f"device must be {' or '.join(rates())}, got {device!r}")
-    of = rates()[device]
+    known = stored_rates() if rates is None else rates
+    if device not in known:
+        raise ValueError(f"device must be {' or '.join(known)}, got {device!r}")
+    of = known[device]
 
     def time(per: Mapping[str, float]) -> float:
         return sum(per.get(kind, 0.0) * flops for kind, flops in work.attention.items()) / 1e12

@@ -21,7 +21,7 @@ _JOINT = re.compile(r"(^|\.)single_transformer_blocks\.|^layers\.")
 _QUERIES = re.compile(r"^(?P<module>.*)\.(to_q|to_query)\.weight$")
 _CROSS = re.compile(r"attn2$|cross_attention$")
 #: Classes whose attention always has a mask of keys, with which torch's own attention is slower.
-_MASKED = ("HunyuanVideoTransformer3DModel",)
+MASKED = ("HunyuanVideoTransformer3DModel",)
 #: Head sizes whose rates are known; others are taken for the nearest.
 HEAD_DIMS = (64, 128)
 _OF_PROMPT = re.compile(r"context_refiner|text_transformer_blocks|token_refiner|refiner_blocks")
@@ -83,7 +83,7 @@ def kind_of_attention(head_dim: int, cls: str = "") -> str:
     ('head_dim 64', 'head_dim 128, masked')
     """
     nearest = min(HEAD_DIMS, key=lambda known: abs(math.log(known / head_dim)))
-    masked = ", masked" if cls in _MASKED and nearest == HEAD_DIMS[-1] else ""
+    masked = ", masked" if cls in MASKED else ""
     return f"head_dim {nearest}{masked}"
 
 

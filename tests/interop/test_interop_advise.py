@@ -22,6 +22,8 @@ from tests.support.marks import slow_unless  # noqa: E402
 
 #: Largest relative difference of a predicted gain from the measured one.
 MOST = 0.15
+#: The same in models that were held out, as docs/INTEROP.md says.
+MOST_HELD_OUT = 0.08
 
 
 @pytest.mark.slow
@@ -37,10 +39,32 @@ def test_the_rates_are_what_the_record_says() -> None:
 def test_a_predicted_gain_is_near_the_measured_one(family: str) -> None:
     """In families that were held out, and no part that gains a twentieth is declined."""
     (found,) = advice_rates.predictions(family).values()
-    assert len(advice_rates.HELD_OUT) == 2 and len(found) == 9
+    assert len(advice_rates.HELD_OUT) == 3 and len(found) == 9
     for part, (said, was) in found.items():
         assert said >= advice.LEAST_GAIN or was < 1.05, f"{part}: declined, {was:.3f} measured"
-        assert abs(said / was - 1) <= MOST, f"{part}: {said:.3f} predicted, {was:.3f} measured"
+        most = MOST_HELD_OUT if family in advice_rates.HELD_OUT else MOST
+        assert abs(said / was - 1) <= most, f"{part}: {said:.3f} predicted, {was:.3f} measured"
+
+
+@pytest.mark.slow
+def test_errors_of_each_pair_of_families_that_is_held_out() -> None:
+    """Without Kandinsky and another, rates of head_dim 64 rest on one or two short models."""
+    found = advice_rates.worst_of_pairs()
+    assert len(found) == 36
+    far = {pair: error for pair, (error, _) in found.items() if error > MOST}
+    assert len(far) <= 2 and all("Kandinsky 5 Lite" in pair for pair in far)
+    assert max(far.values()) < 0.25
+
+
+def test_rates_of_masks_come_from_single_calls() -> None:
+    torch_, ours = advice_rates.ratios_of_masks(128)
+    assert 1.6 < torch_ < 1.75 and 1.0 < ours < 1.15
+    (of,) = advice.stored_rates().values()
+    plain, masked = "head_dim 128", "head_dim 128, masked"
+    assert of.attention[masked] == pytest.approx(torch_ * of.attention[plain], rel=1e-4)
+    for saved in of.saved_attention.values():
+        left = of.attention[plain] - saved[plain]
+        assert of.attention[masked] - saved[masked] == pytest.approx(ours * left, rel=1e-4)
 
 
 def test_a_number_of_tokens_that_was_held_out() -> None:

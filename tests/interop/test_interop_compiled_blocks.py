@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from diffusers import hooks  # noqa: E402
 
+from cupyattn.interop.diffusers import accelerate  # noqa: E402 - imports diffusers
 from cupyattn.interop.torch import recorder  # noqa: E402
 from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled  # noqa: E402
 from cupyattn.interop.torch.forwards import substitute_of  # noqa: E402
@@ -135,6 +137,41 @@ def test_blocks_with_hooks_within_run_their_own_code_until_those_are_gone(graphs
     assert len(graphs) == 2 and "4 FluxSingle" in done.said()
 
 
+def test_past_the_limit_of_the_compiler_blocks_run_their_own_code(graphs: Graphs) -> None:
+    model, x = small(2), torch.randn(2, 4)
+    native, wide = model(x), model.double()(x.double())
+    done = compiled_blocks(model.float())
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert torch.equal(model(x), native)
+        with pytest.warns(UserWarning, match="recompile_limit = 1 allows, so its other adapters"):
+            assert torch.allclose(model.double()(x.double()), wide)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x.double())
+            assert torch.equal(model.float()(x), native)  # by the code that there is
+    assert len(graphs) == 1 and done.said().endswith("; other forms of Block not compiled")
+
+
+def test_layers_that_are_each_another_graph_run_past_the_limit(graphs: Graphs) -> None:
+    """As decoders of transformers with a cache of keys, which read their own number."""
+
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Any) -> Any:
+            return x + self.number
+
+    model = torch.nn.Sequential(*map(Numbered, range(12)))
+    model._no_split_modules = ["Numbered"]
+    compiled_blocks(model)
+    with pytest.warns(UserWarning, match="torch has compiled Numbered as often as"):
+        assert torch.equal(model(torch.zeros(1)), torch.tensor([66.0]))
+    assert torch.equal(model(torch.ones(1)), torch.tensor([67.0]))
+    assert len(graphs) <= 8
+
+
 def test_an_error_of_the_compiler_without_hooks_is_not_hidden(graphs: Graphs) -> None:
     class Broken(Block):
         def forward(self, x: Any) -> Any:
@@ -147,6 +184,46 @@ def test_an_error_of_the_compiler_without_hooks_is_not_hidden(graphs: Graphs) ->
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         model(torch.ones(1))
     assert not graphs
+
+
+def test_code_that_a_caller_put_there_is_compiled_and_comes_back(graphs: Graphs) -> None:
+    model, x = small(), torch.randn(2, 4)
+    model[0].forward = own = lambda x: x + 1
+    done = compiled_blocks(model)
+    assert torch.equal(model(x), x + 1) and len(graphs) == 1
+    done.undo()
+    assert vars(model[0])["forward"] is own
+
+
+def test_a_caller_may_compile_all_of_the_model_later(graphs: Graphs) -> None:
+    model, x = small(2), torch.randn(2, 4)
+    native = model(x)
+    done = compiled_blocks(model)
+    outer: Graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        outer.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend, fullgraph=True)
+    assert torch.equal(model(x), native) and len(outer) == 1 and not graphs
+    done.undo()
+    assert torch.equal(model(x), native)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", cases.CASES)
+def test_blocks_of_each_family_are_one_graph(family: str, graphs: Graphs) -> None:
+    pipe = cases.make(family)
+    native = cases.generate(pipe, family, 2)
+    with accelerate(pipe, "balanced", compile=False, log=None):
+        eager = cases.generate(pipe, family, 2)
+    handle = accelerate(pipe, "balanced", log=None)
+    assert torch.allclose(cases.generate(handle, family, 2), eager, atol=1e-4)
+    assert graphs and "compiled with fullgraph=True" in handle.report().lines[0]
+    assert "not compiled" not in handle.report().lines[0]
+    handle.restore()
+    assert torch.equal(cases.generate(pipe, family, 2), native)
 
 
 def test_copies_and_files_have_their_own_code(graphs: Graphs) -> None:

@@ -71,10 +71,10 @@ def in_fast_code(patch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
-def image(pipe: Any, steps: int = 1, side: int = 192) -> Any:
+def image(pipe: Any, steps: int = 1, **other: Any) -> Any:
     """Return latents of a pass a step, the same every time."""
     call = {n: x for n, x in cases.CASES["flux"].call().items() if "negative" not in n}
-    call |= {"true_cfg_scale": 1.0, "height": side, "width": side, "output_type": "latent"}
+    call |= {"true_cfg_scale": 1.0, "height": 192, "width": 192, "output_type": "latent", **other}
     random = torch.Generator().manual_seed(0)
     return pipe(**call, num_inference_steps=steps, generator=random, return_dict=False)[0]
 
@@ -157,6 +157,20 @@ def offloaded(pipe: Any, add: Callable[[Any], Any], remove: Callable[[Any], Any]
     with pytest.raises(ValueError, match="replace first, then offload"):
         fast(pipe)
     assert torch.equal(image(pipe), native)
+
+
+@row("model offloading")
+def model_offloading(pipe: Any) -> None:
+    """As `enable_model_cpu_offload` does it, which asks for a device."""
+    hooks = []
+
+    def add(pipe: Any) -> None:
+        hooks.append(hf_accelerate.cpu_offload_with_hook(pipe.transformer, CPU)[1])
+
+    comes_and_goes(pipe, add, lambda _: hooks.pop().remove())
+    add(pipe)
+    with fast(pipe) as handle, pytest.raises(ValueError, match="is moved to the device in each c"):
+        handle.compare(prompt="")
 
 
 @row("group offloading")
@@ -259,11 +273,20 @@ def resolutions(pipe: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         graphs = in_fast_code(patch)
         handle = fast(pipe, compile="blocks")
+
+    def prompt(batch: int, length: int) -> dict[str, Any]:
+        return {"prompt_embeds": torch.randn(batch, length, 32),
+                "pooled_prompt_embeds": torch.randn(batch, 32)}  # fmt: skip
+
     counts = []
-    for side in (192, 256, 320, 224):
-        assert image(handle, 1, side).isfinite().all()
+    for other in (
+        {}, {"height": 256}, {"height": 320, "width": 256}, {"width": 224}, prompt(1, 9),
+        prompt(1, 12), prompt(2, 9), prompt(3, 9), {"height": 256, **prompt(2, 20)}, {},
+    ):  # fmt: skip
+        assert image(handle, **other).isfinite().all()
         counts.append(len(graphs))
-    assert counts[0] == 2 and counts[1] <= 4 and counts[1:] == [counts[1]] * 3  # a kind of block
+    # A kind of block: at most one more graph for each of pixels, prompt and batch as symbols.
+    assert counts == [2, 4, 4, 4, 6, 6, 8, 8, 8, 8]
 
 
 @row("guidance in one batch")

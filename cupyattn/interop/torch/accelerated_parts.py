@@ -17,6 +17,7 @@ from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.compiling import COMPILED, Compiled
 from cupyattn.interop.torch.models import Replacement
+from cupyattn.interop.torch.offloading import device_of_hooks
 from cupyattn.measure.timing import FASTER, judged
 from cupyattn.measure.whole_gains import WholeModel, nearest, said, usual_width
 
@@ -148,7 +149,9 @@ def part_of(prefix: str, model: nn.Module) -> Part:
     model = uncompiled(model)
     width = usual_width(layer.in_features for _, layer, _ in linear_layers(model))
     known = nearest(type(model).__name__, width)
-    where = next((p.device for p in model.parameters()), torch.device("cpu"))
+    where = device_of_hooks(model) or next(
+        (p.device for p in model.parameters()), torch.device("cpu")
+    )
     capability = None
     if where.type == "cuda":
         major, minor = torch.cuda.get_device_capability(where)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cupyattn.diffusion.arguments import check_count, check_whole
 from cupyattn.files import replacing
 from cupyattn.interop.torch.accelerated_parts import Part, Request
-from cupyattn.interop.torch.offloading import check_not_offloaded
+from cupyattn.interop.torch.offloading import check_not_offloaded, device_of_hooks
 from cupyattn.interop.torch.ways import Way, bytes_of, ways_of
 from cupyattn.interop.torch.whole_graph import CALLS_BEFORE
 from cupyattn.measure import device, trial
@@ -55,6 +55,12 @@ def compare(
             raise OSError(f"{name} must be a file in a folder that exists, got {str(file)!r}")
     for part in parts:
         check_not_offloaded(part.model, "remove its hooks, compare, then offload again")
+        if device_of_hooks(part.model) is not None:
+            raise ValueError(
+                f"the {type(part.model).__name__} is moved to the device in each call, and native "
+                "weights are beside its codes: pipe.remove_all_hooks(), then pipe.to(device), "
+                "compare, and offload again"
+            )
     where = next((x.device for part in parts for x in part.model.parameters()), None)
     bench = _Bench(target, call, where or torch.device("cpu"), seed)
     ways = ways_of(parts, request)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo import config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from cupyattn.interop.torch.forwards import Forward, Substitute, substitute_of
 from cupyattn.interop.torch.offloading import is_hooked
@@ -36,6 +38,8 @@ class Compiled:
         One that was compiled as a whole.
     hooked : Counter of str
         Calls of blocks that ran their own code, by class, as hooks of diffusers were within.
+    limited : set of str
+        Classes of blocks that torch has compiled as often as it may.
     graph : WholeGraph or None
         Records passes of the model.
     """
@@ -44,6 +48,7 @@ class Compiled:
     blocks: list[Substitute] = field(default_factory=list)
     model: nn.Module | None = None
     hooked: Counter[str] = field(default_factory=Counter)
+    limited: set[str] = field(default_factory=set)
     graph: WholeGraph | None = None
 
     def __reduce__(self) -> Any:
@@ -57,7 +62,20 @@ class Compiled:
             f"; {counted(n, f'{name} call')} not compiled, since hooks are within"
             for name, n in self.hooked.items()
         )
-        return f"{self.summary}{without}{eager}"
+        full = "".join(f"; other forms of {name} not compiled" for name in self.limited)
+        return f"{self.summary}{without}{eager}{full}"
+
+    def warn_of_limit(self, name: str) -> None:
+        """Say once of a class of blocks that torch compiles no more forms of it."""
+        if name in self.limited:
+            return
+        self.limited.add(name)
+        warnings.warn(
+            f"torch has compiled {name} as often as torch._dynamo.config.recompile_limit = "
+            f"{config.recompile_limit} allows, so its other adapters, lengths and layers run their "
+            "own code: swap adapters with enable_lora_hotswap, or set a larger limit",
+            UserWarning, stacklevel=2,
+        )  # fmt: skip
 
     def undo(self) -> None:
         """Let the modules run their own code again. A second call does nothing."""
@@ -110,7 +128,7 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
         done = Compiled(f"{said} compiled with fullgraph=True")
         # NOTE: below hooks, whose code a graph of all of a block cannot hold.
         for module in fresh:
-            make = functools.partial(_Block, module, done.hooked)
+            make = functools.partial(_Block, module, done)
             done.blocks.append(Substitute(module, make, below_hooks=True))
     else:
         done = Compiled("compiled as a whole", model=model)
@@ -123,30 +141,38 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
 
 
 class _Block:
-    """A block's compiled code; its own code while hooks within it are in the way of one graph.
+    """A block's compiled code; its own code where torch cannot or may not compile it.
 
     Parameters
     ----------
     module : Module
-    hooked : Counter of str
-        Names of classes whose blocks had such hooks, and how many passes of blocks ran so.
+    done : Compiled
+        Counts such calls.
     own : callable
         The block's ``forward``.
     """
 
-    def __init__(self, module: nn.Module, hooked: Counter[str], own: Forward) -> None:
-        self._module, self._hooked, self._own = module, hooked, own
+    def __init__(self, module: nn.Module, done: Compiled, own: Forward) -> None:
+        self._module, self._done, self._own = module, done, own
         self._compiled: Forward = torch.compile(own, fullgraph=True)
+        self._is_full = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = type(self._module).__name__
-        if name not in self._hooked or not _has_hooks(self._module):
+        if self._is_full:  # code that fits is used, and none is added
+            with torch.compiler.set_stance("eager_on_recompile"):
+                return self._compiled(*args, **kwargs)
+        if name not in self._done.hooked or not _has_hooks(self._module):
             try:
                 return self._compiled(*args, **kwargs)
             except TorchDynamoException:  # nothing of the pass was run
                 if not _has_hooks(self._module):
                     raise
-        self._hooked[name] += 1
+            except FailOnRecompileLimitHit:
+                self._is_full = True
+                self._done.warn_of_limit(name)
+                return self(*args, **kwargs)
+        self._done.hooked[name] += 1
         return self._own(*args, **kwargs)
 
 

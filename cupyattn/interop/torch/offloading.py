@@ -84,12 +84,16 @@ def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
     codes : Tensor
         Of the layer. On the meta device if accelerate offloads it.
     """
-    if codes.is_meta:
-        for hook in _hooks_of_accelerate(layer):
-            device = getattr(hook, "execution_device", None)
-            if isinstance(device, torch.device | str | int):
-                return torch.device(device)
-    return codes.device
+    return (device_of_hooks(layer) if codes.is_meta else None) or codes.device
+
+
+def device_of_hooks(module: nn.Module) -> torch.device | None:
+    """Return where hooks of accelerate move a module before it is called, None without one."""
+    for hook in _hooks_of_accelerate(module):
+        device = getattr(hook, "execution_device", None)
+        if isinstance(device, torch.device | str | int):
+            return torch.device(device)
+    return None
 
 
 def offload_codes(layer: nn.Module, hook: Any) -> None:
