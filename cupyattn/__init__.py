@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         testing,
         unfused,
     )
+    from cupyattn.diffusion.ablation import ablate
     from cupyattn.diffusion.attention import Int8Attention
     from cupyattn.diffusion.calibration import Calibration, calibrate_quantization_scales
     from cupyattn.diffusion.schedules import compute_adaptive_scales, compute_sigma_schedule
@@ -74,6 +75,7 @@ __all__ = [
     "UnsupportedError",
     "Variant",
     "__version__",
+    "ablate",
     "act_quant",
     "attention",
     "attention_backward",
@@ -111,6 +113,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
+        "diffusion.ablation": ("ablate",),
         "diffusion.attention": ("Int8Attention",),
         "diffusion.calibration": ("Calibration", "calibrate_quantization_scales"),
         "diffusion.schedules": ("compute_adaptive_scales", "compute_sigma_schedule"),
