@@ -311,7 +311,7 @@ def cache_clear(*, disk: bool = True) -> int:
         _memory.clear()
     with _load_lock:
         _modules.clear()
-        _generation[0] += 1
+        GENERATION[0] += 1
     deleted = 0
     if disk:
         for path in disk_cache.entries():
@@ -323,7 +323,8 @@ def cache_clear(*, disk: bool = True) -> int:
 # ---- load ----------------------------------------------------------------------------------------
 
 _modules: dict[tuple[ModuleSpec, str | None, int], Module] = {}
-_generation = [0]
+#: How often what was made ready became stale (`generation`).
+GENERATION = [0]
 _load_lock = threading.Lock()
 
 
@@ -418,8 +419,15 @@ def architecture(spec: ModuleSpec, arch: str | None, capability: int) -> str:
 
 
 def generation() -> int:
-    """Return how often the cache was cleared: what was loaded in another generation is stale."""
-    return _generation[0]
+    """Return how often the cache was cleared, or the ladder changed: what was made ready before is
+    stale."""
+    return GENERATION[0]
+
+
+def renew() -> None:
+    """Let all that was made ready be stale: the ladder changed."""
+    with _load_lock:
+        GENERATION[0] += 1
 
 
 def _loaded(spec: ModuleSpec, arch: str, binary: Binary) -> Module:

@@ -86,6 +86,8 @@ def register(
         if before is not None:
             ladder.VARIANTS[added.name] = before
         raise
+    finally:
+        compiler.renew()
     return added
 
 
@@ -109,6 +111,7 @@ def unregister(name: str) -> Variant:
     variant = ladder.lookup(name)
     if variant.source is None:
         raise ValueError(f"{name!r} is a rung of the library: only registered ones can be removed")
+    compiler.renew()
     return ladder.VARIANTS.pop(name)
 
 

@@ -198,10 +198,17 @@ class Ready:
             for plan, names in zip(work.plans, work.names, strict=True)
             for one in ready(plan, arch)
         ]
+
     @property
     def scratch_bytes(self) -> int:
         """Scratch memory that a launch takes."""
         return self.layout.nbytes
+
+    @property
+    def is_launched_alone(self) -> bool:
+        """Whether `launch` is all of a call: a graph, and nothing copied, converted or filled."""
+        filled = any(fill is not None for *_, fill in self.results)
+        return self._is_replayed and not (self.copies or self.conversions or filled)
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph is capturing CuPy's current stream."""
@@ -272,7 +279,9 @@ class Ready:
         self.launch(addresses, start, self._cupy.cuda.get_current_stream().ptr)
         return made
 
-    def launch(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
+    def launch(
+        self, addresses: Mapping[str, int], scratch: int, stream: int
+    ) -> replay.Recorded | None:
         """Launch on memory of the caller's, unchecked, on the current device.
 
         What `conversions` says is the caller's to do before, on the same stream.
@@ -283,13 +292,18 @@ class Ready:
             Of operands and results.
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
+
+        Returns
+        -------
+        Recorded or None
+            A graph of what was launched, which this thread may launch in its place.
         """
         if self._is_replayed:
             work = functools.partial(self.enqueue, addresses, scratch)
             key = self, scratch, self._pick_outer(addresses)
-            replay.graphs().launch(key, work, stream)
-        else:
-            self.enqueue(addresses, scratch, stream)
+            return replay.graphs(self.device).launch(key, work, stream, len(self._launches))
+        self.enqueue(addresses, scratch, stream)
+        return None
 
     @functools.cached_property
     def _is_replayed(self) -> bool:

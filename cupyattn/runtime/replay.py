@@ -22,31 +22,71 @@ from typing import Any
 
 from cupyattn.errors import KernelLaunchError
 
-#: Graphs of one thread, of all of its calls: each takes some 64 KiB of the device for a launch.
-MAX_GRAPHS = 128
+#: Launches in the graphs of one thread on one device. Each takes some 64 KiB of the device, so all
+#: of them 256 MiB. A pass of a whole diffusion transformer has some hundreds, of one to four each.
+MAX_LAUNCHES = 4096
 #: How far back a thread looks, in calls. What came once is known for so many others; and a graph
 #: that was launched among so many keeps its place, so that calls which come in turns, more of them
-#: than there are places, are not recorded anew each time.
-HORIZON = 1024
+#: than there are places, are not recorded again each time.
+HORIZON = 8192
+#: Graphs that a call which finds no place looks at for one to free.
+_LOOKS = 8
+
+
+class Recorded:
+    """A graph of a call: launched by its handle, which is None once it was destroyed.
+
+    Parameters
+    ----------
+    graph : cupy.cuda.Graph
+    launches : int
+        How many launches it stands for.
+    call : int
+        Number of the call, of `Graphs.calls`.
+    """
+
+    __slots__ = ("_graph", "handle", "last_call", "launches")
+
+    def __init__(self, graph: Any, launches: int, call: int) -> None:
+        self._graph, self.handle = graph, graph.graphExec
+        self.launches, self.last_call = launches, call
+
+    def destroy(self) -> None:
+        """Destroy the graph. The driver frees one that still runs when it has ended."""
+        self._graph = self.handle = None
 
 
 class Graphs:
-    """What one thread has recorded, and what it has seen once."""
+    """The calls of one thread on one device that are recorded, and those that came once."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        #: Calls so far. Who launches a `Recorded` by itself counts the call, and notes it there.
+        self.calls = 0
+        self._launches = 0  # of all graphs
         self._seen: dict[Hashable, None] = {}
-        self._graphs: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # graph, last call
+        self._graphs: OrderedDict[Hashable, Recorded] = OrderedDict()  # in the order of looks
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def __del__(self) -> None:
         if self._graphs and not sys.is_finalizing():  # a thread ended
-            with _relaxed():
-                self._graphs.clear()
+            self.clear()
 
-    def launch(self, key: Hashable, enqueue: Callable[[int], object], stream: int) -> None:
+    def clear(self) -> None:
+        """Destroy all graphs."""
+        with _relaxed():
+            for key in list(self._graphs):
+                self._destroy(key)
+
+    def _destroy(self, key: Hashable) -> None:
+        found = self._graphs.pop(key)
+        self._launches -= found.launches
+        found.destroy()
+
+    def launch(
+        self, key: Hashable, enqueue: Callable[[int], object], stream: int, launches: int = 1
+    ) -> Recorded | None:
         """Enqueue work on a stream of the current device, by a graph of it where there is one.
 
         Parameters
@@ -58,53 +98,69 @@ class Graphs:
             Takes a stream's handle; allocates nothing and waits for nothing.
         stream : int
             Handle. Where it is being captured, the caller's graph gets the work itself.
+        launches : int
+            How many launches the work is.
+
+        Returns
+        -------
+        Recorded or None
+            The graph of this work, None where there is none yet, or the caller's graph got it.
         """
         import cupy
 
         runtime = cupy.cuda.runtime
         if runtime.streamIsCapturing(stream):
             enqueue(stream)
-            return
-        self._calls += 1
+            return None
+        self.calls += 1
         found = self._graphs.get(key)
         if found is not None:
-            graph, _ = found
-            self._graphs[key] = graph, self._calls
-            self._graphs.move_to_end(key)
-            runtime.graphLaunch(graph.graphExec, stream)
-        elif key in self._seen and self._has_room():
+            found.last_call = self.calls
+            runtime.graphLaunch(found.handle, stream)
+        elif key in self._seen and self._has_room(launches):
             del self._seen[key]
             with _relaxed():  # the first launch of a graph may take memory of the device as well
-                if len(self._graphs) >= MAX_GRAPHS:
-                    self._graphs.popitem(last=False)
-                graph = _recorded(enqueue)
-                self._graphs[key] = graph, self._calls
-                runtime.graphLaunch(graph.graphExec, stream)
+                found = self._graphs[key] = Recorded(_recorded(enqueue), launches, self.calls)
+                self._launches += launches
+                runtime.graphLaunch(found.handle, stream)
         else:
             if key not in self._seen and len(self._seen) >= HORIZON:
                 del self._seen[next(iter(self._seen))]
             self._seen[key] = None
             enqueue(stream)
+        return found
 
-    def _has_room(self) -> bool:
-        """Whether there is a place, or a graph that was not launched for long."""
-        if len(self._graphs) < MAX_GRAPHS:
-            return True
-        _, last_call = next(iter(self._graphs.values()))
-        return self._calls - last_call > HORIZON
+    def _has_room(self, launches: int) -> bool:
+        """Whether there is a place, once graphs that were not launched for long have left theirs.
+
+        Graphs are looked at in turns, a few a call: one that is in use goes behind all others.
+        """
+        for _ in range(_LOOKS if launches <= MAX_LAUNCHES else 0):
+            if self._launches + launches <= MAX_LAUNCHES:
+                return True
+            key, oldest = next(iter(self._graphs.items()))
+            if self.calls - oldest.last_call > HORIZON:
+                with _relaxed():
+                    self._destroy(key)
+            else:
+                self._graphs.move_to_end(key)
+        return self._launches + launches <= MAX_LAUNCHES
 
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.graphs = Graphs()
+        self.graphs: dict[int, Graphs] = {}
 
 
 _per_thread = _PerThread()
 
 
-def graphs() -> Graphs:
-    """Return the graphs of this thread."""
-    return _per_thread.graphs
+def graphs(device: int) -> Graphs:
+    """Return the graphs of this thread on a device."""
+    found = _per_thread.graphs.get(device)
+    if found is None:
+        found = _per_thread.graphs[device] = Graphs()
+    return found
 
 
 def _recorded(enqueue: Callable[[int], object]) -> Any:

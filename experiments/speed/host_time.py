@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         for name, seconds in samples.items():
             rows.append({"rung": rung, "way": name, "equal": equal, "samples": seconds})
     cells = [
-        [r["rung"], r["way"], "yes" if r["equal"] else "NO", _microseconds(r["samples"])]
+        [r["rung"], r["way"], "yes" if r["equal"] else "NO", microseconds(r["samples"])]
         for r in rows
     ]
     output.print_table(["rung", "way", "equal", "host time of a call, us"], cells)
@@ -129,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row["equal"] for row in rows) else 1
 
 
-def _microseconds(seconds: Sequence[float]) -> str:
+def microseconds(seconds: Sequence[float]) -> str:
+    """Return the median of times, and its interval."""
     if not seconds:
         return "-"
     x = timing.median(seconds)

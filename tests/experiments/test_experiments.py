@@ -25,6 +25,7 @@ from experiments.diffusion import timestep_ablation, token_pruning
 from experiments.speed import (
     first_call,
     framework_costs,
+    host_places,
     host_revisions,
     host_time,
     ladder,
@@ -195,6 +196,16 @@ def test_two_revisions_take_turns(
     assert "OSError: no device" in capfd.readouterr().err
     with pytest.raises(ValueError, match="none holds no revision: it has no cupyattn/__init__.py"):
         host_revisions.Revision(tmp_path / "none")
+
+
+@pytest.mark.frameworks
+def test_calls_at_their_place_run_in_small(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "host_places.json"
+    assert host_places.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["dispatcher", "place"] * 3
+    assert all(row["equal"] and not row["samples"] for row in rows)
 
 
 @pytest.mark.frameworks

@@ -50,7 +50,7 @@ def test_a_replay_reads_what_lies_there_by_then(rung: str, default: bool) -> Non
             into(*inputs, out=out)
         stream.synchronize()
         assert bits(out) == expected
-    assert len(replay.graphs()) >= 1
+    assert len(replay.graphs(0)) >= 1
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -63,7 +63,7 @@ def test_addresses_in_turns(rung: str) -> None:
         for inputs, wanted in zip(problems, expected, strict=True):
             assert bits(prepared(*inputs)) == wanted
             assert bits(attention(*inputs, **options_of(rung))) == wanted
-    assert len(replay.graphs()) >= 6
+    assert len(replay.graphs(0)) >= 6
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -96,13 +96,13 @@ def test_a_graph_of_the_caller_holds_the_kernels(rung: str) -> None:
     with stream:
         for _ in range(3):
             into(*inputs, out=out)
-        recorded = len(replay.graphs())
+        recorded = len(replay.graphs(0))
         stream.synchronize()
         stream.begin_capture()
         into(*inputs, out=out)
         graph = stream.end_capture()
-        assert recorded == len(replay.graphs()) == 1
-        replay.graphs()._graphs.clear()
+        assert recorded == len(replay.graphs(0)) == 1
+        replay.graphs(0).clear()
         out.fill(cupy.nan)
         graph.launch(stream)
     stream.synchronize()
@@ -123,7 +123,7 @@ def test_threads_replay_at_once(rung: str) -> None:
                 o = attention(*problems[i], **options_of(rung))
                 stream.synchronize()
                 found.add(bits(o))
-            return found, len(replay.graphs())
+            return found, len(replay.graphs(0))
 
     with ThreadPoolExecutor(8) as pool:
         for i, (found, graphs) in enumerate(pool.map(work, range(8))):
@@ -147,7 +147,7 @@ def test_recording_leaves_a_graph_alone_that_another_thread_captures(rung: str) 
         with streams[1]:
             for _ in range(3):
                 into(*inputs, out=out)
-        return len(replay.graphs())
+        return len(replay.graphs(0))
 
     with ThreadPoolExecutor(1) as pool:
         with streams[0]:
@@ -168,9 +168,10 @@ def test_what_graphs_take_is_bounded(rung: str, monkeypatch: pytest.MonkeyPatch)
     Other processes may take some of that memory meanwhile, so the least of several times counts.
     What was recorded before stays, as the driver would give its memory to the next.
     """
-    monkeypatch.setattr(replay, "MAX_GRAPHS", 16)
-    monkeypatch.setattr(replay, "HORIZON", 64)
     prepared = plan(*problem(), **options_of(rung))
+    launches = len(prepared._ready._launches)
+    monkeypatch.setattr(replay, "MAX_LAUNCHES", 16 * launches)
+    monkeypatch.setattr(replay, "HORIZON", 64)
     problems = [problem(seed % 3) for seed in range(48)]
     expected = [bits(prepared(*inputs)) for inputs in problems[:3]]
     kept, taken = [], []
@@ -183,7 +184,7 @@ def test_what_graphs_take_is_bounded(rung: str, monkeypatch: pytest.MonkeyPatch)
         for _ in range(3):  # launched, recorded, replayed
             for seed, inputs in enumerate(problems):
                 assert bits(prepared(*inputs)) == expected[seed % 3]
-        assert len(replay.graphs()) == 16
+        assert len(replay.graphs(0)) == 16
         after, _ = cupy.cuda.runtime.memGetInfo()
         taken.append(before - after)
     assert min(taken) < 13 * 2**20

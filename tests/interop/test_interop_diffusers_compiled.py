@@ -20,6 +20,7 @@ diffusers = pytest.importorskip("diffusers")
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import torch as interop_torch  # noqa: E402
 from cupyattn.interop.diffusers import operator  # noqa: E402
+from cupyattn.interop.torch import inductor_calls  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_interop_diffusers import (  # noqa: E402
     SHARE,
@@ -338,6 +339,9 @@ def test_calls_that_int8_does_not_take_fall_back_and_are_counted(
     assert handle.report().compiled_fallbacks == {"no such device": 2}
     assert str(handle.report()).endswith("compiled code, in its own type: 2 no such device")
     assert caplog.text.count("fell back to 16 bits") == 1
+    monkeypatch.setattr(inductor_calls, "obstacle", "no such table")
+    said = "compiled code, by torch's dispatcher: no such table"
+    assert f"{handle.report()}".splitlines()[-1] == said
 
 
 @pytest.mark.parametrize("added", ["", "mask", "bias"])

@@ -278,6 +278,19 @@ def test_programs_and_functions_that_see_no_step_say_so() -> None:
     assert said == "native: token pruning in an exported program, which has no layers"
 
 
+def test_compiled_code_of_torch_2_11_is_no_exported_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There torch says of all code that it compiles that it exports it."""
+    module, graphs = torch.nn.Sequential(attention()), Hosted()
+    handle = interop.replace_attention_with_int8(
+        module, policy="balanced", enable_pruning=True, **SHORT
+    )
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_compiling())
+    torch.compile(module, backend=graphs, fullgraph=True)(rows(200))
+    assert handle.report().layers[0].compiled == ("balanced",)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

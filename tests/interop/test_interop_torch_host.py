@@ -88,7 +88,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:  # noqa: F811
     module = importlib.import_module("cupyattn.interop.torch.calls")
     bridge = importlib.import_module("cupyattn.interop.torch.bridge")
     monkeypatch.setattr(bridge, "_empty", empty)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda _: driver.stream, raising=False
     )
@@ -477,7 +477,7 @@ def test_known_calls_are_launched_on_the_device_of_their_tensors(
     for way in ways:
         way()
     launched: list[int] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(Ready, "launch", lambda *_: launched.append(current[0]))
     for current[0] in (0, 1):

@@ -149,7 +149,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     cupy.cuda.set_allocator(lambda size: array((size,), "uint8").data)
     kc.cache_clear(disk=False)  # plans keep what was made ready for them, here and afterwards
     yield fake
-    replay.graphs()._graphs.clear()  # before there is another driver
+    replay.graphs(0)._graphs.clear()  # before there is another driver
     kc.cache_clear(disk=False)
     cupy.cuda.set_allocator(before)
 

@@ -217,7 +217,7 @@ def test_threads_record_graphs_of_their_own(driver: Driver) -> None:  # noqa: F8
         thread.start()
         thread.join()
         assert [graph for graph, _ in driver.replays] == [number, number]
-    assert len(replay.graphs()) == 0
+    assert len(replay.graphs(0)) == 0
 
 
 # ---- what a thread keeps -------------------------------------------------------------------------
@@ -225,9 +225,9 @@ def test_threads_record_graphs_of_their_own(driver: Driver) -> None:  # noqa: F8
 
 @pytest.fixture
 def graphs(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> replay.Graphs:  # noqa: F811
-    monkeypatch.setattr(replay, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(replay, "MAX_LAUNCHES", 2)
     monkeypatch.setattr(replay, "HORIZON", 6)
-    return replay.graphs()
+    return replay.graphs(0)
 
 
 def test_graphs_are_bounded_and_the_one_not_used_for_longest_makes_room(
@@ -260,6 +260,65 @@ def test_calls_in_turns_that_are_too_many_are_not_recorded_anew(
     assert len(driver.graphs) == 2
     assert done.count("c7") == done.count("d7") == 20
     assert [done.count(f"{key}7") for key in "ab"] == [1, 1] and len(driver.replays) == 2 * 19
+
+
+def test_a_whole_model_has_room(driver: Driver) -> None:  # noqa: F811
+    """1,000 calls of four launches in turns: all are replayed from the third turn on."""
+    graphs = replay.graphs(0)
+    for turn in range(3):
+        driver.replays.clear()
+        for number in range(1000):
+            graphs.launch(number, lambda _: None, 7, 4)
+        assert len(driver.replays) == (0 if turn == 0 else 1000)
+    assert len(graphs) == len(driver.graphs) == 1000
+
+
+def test_graphs_of_many_launches_take_more_room(
+    driver: Driver,  # noqa: F811
+    graphs: replay.Graphs,
+) -> None:
+    """As many as fit are kept; one that is larger than all room never is."""
+    for key, launches in (("a", 1), ("b", 1), ("c", 2), ("d", 3)):
+        for _ in range(10):
+            graphs.launch(key, lambda _: None, 7, launches)
+    assert set(graphs._graphs) == {"c"} and len(driver.graphs) == 3
+
+
+def test_a_graph_that_made_room_is_destroyed_and_says_so(graphs: replay.Graphs) -> None:
+    """Whoever keeps one sees by its handle that it must not be launched any more."""
+    first, second = (graphs.launch("a", lambda _: None, 7) for _ in range(2))
+    assert first is None and second is not None and second.handle is not None
+    for key in "bbccccccccc":
+        graphs.launch(key, lambda _: None, 7)
+    assert second.handle is None and "a" not in graphs._graphs
+    kept = graphs.launch("c", lambda _: None, 7)
+    graphs.clear()
+    assert kept is not None and kept.handle is None and len(graphs) == 0
+
+
+def test_a_graph_that_its_keeper_launches_keeps_its_place(
+    driver: Driver,  # noqa: F811
+    graphs: replay.Graphs,
+) -> None:
+    for key in "aabb":
+        kept = graphs.launch(key, lambda _: None, 7)
+    assert kept is not None
+    for _ in range(20):  # b by its keeper alone, a not at all
+        graphs.calls += 1
+        kept.last_call = graphs.calls
+    for key in "cc":
+        graphs.launch(key, lambda _: None, 7)
+    assert set(graphs._graphs) == {"b", "c"} and kept.handle is not None
+
+
+def test_every_device_has_room_of_its_own(
+    driver: Driver,  # noqa: F811
+    graphs: replay.Graphs,
+) -> None:
+    for device in range(3):
+        for key in "aabb":
+            replay.graphs(device).launch(key, lambda _: None, 7)
+    assert [len(replay.graphs(device)) for device in range(3)] == [2, 2, 2]
 
 
 def test_what_never_comes_again_is_forgotten(graphs: replay.Graphs) -> None:
@@ -318,9 +377,9 @@ def test_graphs_of_a_thread_that_ends_are_given_back_while_another_captures(
     relaxed = cupy.cuda.runtime.streamCaptureModeRelaxed
 
     def work() -> None:
-        replay.graphs().launch("a", lambda _: None, 7)
+        replay.graphs(0).launch("a", lambda _: None, 7)
         assert not modes
-        replay.graphs().launch("a", lambda _: None, 7)
+        replay.graphs(0).launch("a", lambda _: None, 7)
         assert modes == [relaxed] * 2  # there and back: this driver leaves the mode as it is
 
     for _ in range(2):

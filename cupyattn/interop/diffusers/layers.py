@@ -31,7 +31,7 @@ from cupyattn.interop.diffusers.steps import Step
 from cupyattn.interop.torch import calls, transforms
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.functional import named
-from cupyattn.interop.torch.ops import PLAIN
+from cupyattn.interop.torch.ops import PLAIN, is_exported
 
 _log = logging.getLogger("cupyattn")
 
@@ -286,7 +286,7 @@ class Layer:
         if reason is None and needs_step and not self._step.is_seen:
             reason = "the step of a model within a compiled function is not known"
         on_host = mode not in self._texts
-        if reason is None and on_host and torch.compiler.is_exporting():
+        if reason is None and on_host and is_exported():
             what = "token pruning" if self._prunes else self._follows or f"{self._kind} attention"
             reason = f"{what} in an exported program, which has no layers"
         if reason is not None or mode is None:
@@ -332,7 +332,7 @@ class Layer:
 
     def _count(self, ran: str) -> None:
         """Add 1 on the device, in the graph; an exported program counts nothing."""
-        if self._counts is not None and not torch.compiler.is_exporting():
+        if self._counts is not None and not is_exported():
             self._counts[_COUNTED.index(ran)].add_(1)
 
     def _all_fallbacks(self) -> Counter[str]:

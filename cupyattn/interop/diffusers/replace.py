@@ -31,6 +31,7 @@ from cupyattn.interop.handle import (
     uncompiled,
 )
 from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, some_of
+from cupyattn.interop.torch import inductor_calls
 from cupyattn.measure.words import printable
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.quant.config import QuantConfig
@@ -71,7 +72,9 @@ class Int8Replacement(Handle):
         """Return what ran where since attention was replaced."""
         layers = tuple(layer.report() for layer in self._handle_layers)
         compiled = any(layer.compiled for layer in layers)
-        return Report(layers, dict(operator.fallbacks) if compiled else {})
+        if not compiled:
+            return Report(layers)
+        return Report(layers, dict(operator.fallbacks), inductor_calls.obstacle)
 
     # If torch compiles a function that calls the handle, the error gives this reason.
     __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)

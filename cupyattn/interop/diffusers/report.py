@@ -50,6 +50,9 @@ class Report:
     compiled_fallbacks : mapping of str to int
         Calls in compiled code of this process that were of an INT8 mode and ran in the input's own
         type, by reason. Those that a CUDA graph replays are not counted.
+    compiled_obstacle : str
+        Why compiled code calls attention by torch's dispatcher, which takes the host longer; "" if
+        it does not.
 
     Examples
     --------
@@ -64,6 +67,7 @@ class Report:
 
     layers: tuple[LayerReport, ...]
     compiled_fallbacks: Mapping[str, int] = field(default_factory=dict)
+    compiled_obstacle: str = ""
 
     @property
     def modes(self) -> dict[str, int]:
@@ -102,6 +106,8 @@ class Report:
             lines.append(f"{layer.name}: {'; '.join(said) or 'not called'}")
         if self.compiled_fallbacks:
             lines.append(f"compiled code, in its own type: {_listed(self.compiled_fallbacks)}")
+        if self.compiled_obstacle:
+            lines.append(f"compiled code, by torch's dispatcher: {self.compiled_obstacle}")
         return "\n".join(map(printable, lines))
 
     def _totals(self) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,6 +98,30 @@ def _allocate(nbytes: int) -> Any:
     return cupy.cuda.MemoryPointer(owned, 0)
 
 
+class Launched(NamedTuple):
+    """A call that was launched: what was ready, and its operands and results by buffer."""
+
+    ready: Ready
+    tensors: Mapping[str, Any]
+
+
+class _PerThread(threading.local):
+    launched: list[Launched] | None = None
+
+
+_per_thread = _PerThread()
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Launched]]:
+    """Note which calls this thread launches within, on tensors of CUDA devices."""
+    outer, _per_thread.launched = _per_thread.launched, []
+    try:
+        yield _per_thread.launched
+    finally:
+        _per_thread.launched = outer
+
+
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what a recorded graph depends on of a tensor that is copied into it."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
@@ -174,7 +199,8 @@ class Tensors:
         What the launches read is freed in the order of that stream.
         """
         device = ready.device
-        if torch.cuda.current_device() != device:
+        # NOTE: torch.cuda.current_device first asks whether CUDA is initialised: four functions.
+        if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 return self.launch(ready, tensors, addresses)
         if ready.receiver is not None:
@@ -193,6 +219,8 @@ class Tensors:
                 convert(one, tensors[one.buffer] if copy is None else as_tensor(copy), scratch)
         # NOTE: torch.cuda.current_stream makes an object of the handle, which takes the host 6 us.
         ready.launch(addresses, start, torch._C._cuda_getCurrentRawStream(device))
+        if _per_thread.launched is not None:
+            _per_thread.launched.append(Launched(ready, {**tensors, **made}))
         return made
 
 
@@ -203,6 +231,13 @@ def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
 
 #: The same as Inductor's code does it, in a third of the time.
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
+
+
+def no_lse_beside(o: Tensor) -> Tensor:
+    """Return what stands for lse where it was not asked for: a schema has no optional result."""
+    if o.get_device() < 0 or o.get_device() != torch._C._cuda_getDevice():
+        return o.new_empty((0,), dtype=torch.float32)
+    return _empty((0,), (1,), torch.float32)
 
 
 @functools.lru_cache(4096)

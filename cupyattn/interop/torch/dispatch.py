@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.interop.torch import attn_masks, eager, ops, transforms
+from cupyattn.interop.torch import attn_masks, eager, epilogues, ops, transforms
 from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
 from cupyattn.problem.settings import check_switch
@@ -63,6 +63,8 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
     check_switch("return_lse", wanted)
     with_lse = bool(differentiable or transforms.active() or wanted)
     settings = settings._replace(of_call=settings.of_call._replace(return_lse=with_lse))
+    if torch.compiler.is_compiling():
+        epilogues.register()
     o, lse = (ops if watched else eager).attend(settings, tensors)
     return (o, lse) if wanted else o
 

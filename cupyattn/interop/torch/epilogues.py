@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from cupyattn.interop.torch import linear_parts, precompile
+from cupyattn.interop.torch import inductor_calls, linear_parts, precompile
 from cupyattn.quant.activation import GATE_LAST, GLU
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
@@ -61,6 +61,9 @@ def register() -> bool:
             _register()
         except (ImportError, AttributeError, TypeError, RuntimeError) as error:
             obstacle = f"torch {torch.__version__} has other passes ({error})"
+            inductor_calls.obstacle = obstacle
+        else:
+            inductor_calls.register()  # whose text the pass tells from that of other versions
         _registered = True
     return True
 
@@ -90,7 +93,8 @@ def _register() -> None:
 def _uuid() -> str:
     """Return what tells this pass from those of other versions."""
     here = Path(__file__)
-    sources = [here.read_bytes(), here.with_name("linear_parts.py").read_bytes()]
+    names = (here.name, "linear_parts.py", "inductor_calls.py", "places.py")
+    sources = [here.with_name(name).read_bytes() for name in names]
     return f"cupyattn {__version__} {hashlib.sha256(b''.join(sources)).hexdigest()}"
 
 

@@ -14,7 +14,7 @@ from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, dtype_of, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.offloading import check_readable, home_of, offload_codes
-from cupyattn.interop.torch.ops import define, differentiate, how_seen
+from cupyattn.interop.torch.ops import define, differentiate, how_seen, is_exported
 from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.ops.linear import LayerArrays, LayerSettings, check_given, check_layer
@@ -225,7 +225,7 @@ class Int8Linear(torch.nn.Linear):
         if torch.compiler.is_compiling():
             check_readable(self, codes)
             numbers = dequantised(codes, scales, dtype)
-            return numbers if torch.compiler.is_exporting() else compiled_weight(numbers)
+            return numbers if is_exported() else compiled_weight(numbers)
         like = torch.empty(codes.shape, dtype=dtype, device="meta")
 
         def read() -> Tensor:

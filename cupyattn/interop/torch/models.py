@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
-from cupyattn.interop.torch import epilogues
+from cupyattn.interop.torch import epilogues, inductor_calls
 from cupyattn.interop.torch.activated import put_activated
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, unfit
 from cupyattn.interop.torch.guards import guard
@@ -121,6 +121,10 @@ class Replacement(Handle):
         lines += [f"{name}: kept, {why}" for name, why in self.kept.items()]
         if epilogues.obstacle:
             lines.append(f"compiled: nothing becomes part of products, {epilogues.obstacle}")
+        if inductor_calls.obstacle:
+            lines.append(
+                f"compiled: layers are called by torch's dispatcher, {inductor_calls.obstacle}"
+            )
         return "\n".join(map(printable, lines))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch.bridge import no_lse_beside
 from cupyattn.interop.torch.calls import TensorSettings, backward_pass, forward
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
@@ -32,7 +33,8 @@ from cupyattn.interop.torch.transforms import (
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Operators of every module here, and what each does.
 library = torch.library.Library("cupyattn", "DEF")
-_kernels: dict[Any, Any] = {}
+#: What each operator does on a CPU or a CUDA device.
+KERNELS: dict[Any, Any] = {}
 
 
 def _define(name: str, schema: Schema) -> Any:
@@ -40,7 +42,7 @@ def _define(name: str, schema: Schema) -> Any:
 
     def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
         o, lse = forward(schema.settings(arguments), schema.given(arguments))
-        return o, no_lse(o) if lse is None else lse
+        return o, no_lse_beside(o) if lse is None else lse
 
     def attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
         tensors, settings = schema.given(arguments), schema.settings(arguments).of_call
@@ -116,7 +118,7 @@ def define(
         library.impl(name, kernel, key)
     torch.library.register_fake(f"cupyattn::{name}", fake, lib=library)
     operator = getattr(torch.ops.cupyattn, name).default
-    _kernels[operator] = kernel
+    KERNELS[operator] = kernel
     return operator
 
 
@@ -139,7 +141,7 @@ def differentiate(
         Runs all entries of an axis that `torch.func.vmap` maps in one call.
     """
     torch.library.register_autograd(operator, derivative, setup_context=save, lib=library)
-    kernel = _kernels[operator]
+    kernel = KERNELS[operator]
     differentiated = make_autograd_impl(operator, Info(derivative, save))
 
     def straight(keyset: Any, *arguments: Any) -> Any:
@@ -185,8 +187,16 @@ def refuse_derivative(operator: Any, join: Join | None = None) -> None:
     differentiate(operator, refuse, join=join)
 
 
+def is_exported() -> bool:
+    """Return whether torch traces a program to export, whether or not it compiles.
+
+    ``torch.compiler.is_exporting`` is True in all compiled code of torch 2.11.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def no_lse(o: Tensor) -> Tensor:
-    """Return what stands for lse where it was not asked for: a schema has no optional result."""
+    """Return `cupyattn.interop.torch.bridge.no_lse_beside` of a tensor without memory."""
     return o.new_empty((0,), dtype=torch.float32)
 
 
