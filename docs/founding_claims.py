@@ -106,8 +106,9 @@ PROMISES = (
     Promise("linear layers", "norms and embeddings stay as they are", HOLDS,
             "`cupyattn.checkpoints.role_of`"),
     Promise("linear layers", "the VAE keeps its precision", HOLDS, "its layers keep 16 bits"),
-    Promise("linear layers", "large convolutions in INT8", ABSENT,
-            "they keep 16 bits: the files have INT8 for linear layers alone"),
+    Promise("linear layers", "large convolutions in INT8", IN_PART,
+            "those of 1 x 1 and patches by `cupyattn.interop.torch.linear_convolutions`; larger "
+            "ones keep 16 bits: rows of 3 x 3 windows take 9 times the input"),
     Promise("linear layers", "asymmetric weights (`symmetric=False`)", ABSENT,
             "refused: scales alone, no zero points"),
     Promise("linear layers", "safetensors and .bin files", HOLDS,
