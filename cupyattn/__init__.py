@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         testing,
         unfused,
     )
+    from cupyattn.diffusion.ablation import ablate
     from cupyattn.diffusion.attention import Int8Attention
     from cupyattn.diffusion.calibration import Calibration, calibrate_quantization_scales
     from cupyattn.diffusion.schedules import compute_adaptive_scales, compute_sigma_schedule
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from cupyattn.kernels.tiles import GemmTiles, Tiles
     from cupyattn.measure.rungs import ladder
     from cupyattn.ops.act_quant import act_quant
+    from cupyattn.ops.affine_linear import AffineInt8Linear
     from cupyattn.ops.attention import attention, attention_varlen, plan
     from cupyattn.ops.backward import attention_backward, attention_varlen_backward
     from cupyattn.ops.explain import explain, explain_backward, kernel_form
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VARIANTS",
+    "AffineInt8Linear",
     "BlockMask",
     "Calibration",
     "DeviceMemoryError",
@@ -74,6 +77,7 @@ __all__ = [
     "UnsupportedError",
     "Variant",
     "__version__",
+    "ablate",
     "act_quant",
     "attention",
     "attention_backward",
@@ -111,6 +115,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
+        "diffusion.ablation": ("ablate",),
         "diffusion.attention": ("Int8Attention",),
         "diffusion.calibration": ("Calibration", "calibrate_quantization_scales"),
         "diffusion.schedules": ("compute_adaptive_scales", "compute_sigma_schedule"),
@@ -121,6 +126,7 @@ __getattr__, __dir__ = lazy_face(
         "kernels.tiles": ("GemmTiles", "Tiles"),
         "measure.rungs": ("ladder",),
         "ops.act_quant": ("act_quant",),
+        "ops.affine_linear": ("AffineInt8Linear",),
         "ops.attention": ("attention", "attention_varlen", "plan"),
         "ops.backward": ("attention_backward", "attention_varlen_backward"),
         "ops.explain": ("explain", "explain_backward", "kernel_form"),

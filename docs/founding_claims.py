@@ -11,9 +11,6 @@ from typing import NamedTuple
 from docs.founding_names import SUCCESSOR
 from docs.performance_claims import HOLDS, IN_PART, REFUTED
 
-#: The verdict on a promise that this library does not keep.
-ABSENT = "not here"
-
 
 class Promise(NamedTuple):
     """One promise.
@@ -24,7 +21,7 @@ class Promise(NamedTuple):
         Of the notes.
     says : str
     verdict : str
-        `HOLDS`, `IN_PART`, `REFUTED`, `SUCCESSOR` or `ABSENT`.
+        `HOLDS`, `IN_PART`, `REFUTED` or `SUCCESSOR`.
     found : str
         What is so instead, or where it is shown.
     """
@@ -106,10 +103,11 @@ PROMISES = (
     Promise("linear layers", "norms and embeddings stay as they are", HOLDS,
             "`cupyattn.checkpoints.role_of`"),
     Promise("linear layers", "the VAE keeps its precision", HOLDS, "its layers keep 16 bits"),
-    Promise("linear layers", "large convolutions in INT8", ABSENT,
-            "they keep 16 bits: the files have INT8 for linear layers alone"),
-    Promise("linear layers", "asymmetric weights (`symmetric=False`)", ABSENT,
-            "refused: scales alone, no zero points"),
+    Promise("linear layers", "large convolutions in INT8", IN_PART,
+            "those of 1 x 1 and patches by `cupyattn.interop.torch.linear_convolutions`; larger "
+            "ones keep 16 bits: rows of 3 x 3 windows take 9 times the input"),
+    Promise("linear layers", "asymmetric weights (`symmetric=False`)", IN_PART,
+            "`cupyattn.AffineInt8Linear`, a layer by itself; models and files have scales alone"),
     Promise("linear layers", "safetensors and .bin files", HOLDS,
             "the latter through torch, which runs nothing that is in them"),
     Promise("linear layers", "the analyser says what INT8 would do and save", HOLDS,

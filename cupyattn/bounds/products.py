@@ -111,6 +111,40 @@ def gemm_error(
         return np.where(np.abs(c) + error <= FINITE_MAX[out_dtype], error, np.inf)
 
 
+def affine_error(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, b_zeros: Array,
+    out_dtype: str = "float16", *, bias: Array | None = None,
+) -> Float64:  # fmt: skip
+    """Bound the rounding of a product whose weight has zero points, (m, n), float64 [L81].
+
+    Parameters
+    ----------
+    a, a_scales, b, b_scales, out_dtype, bias
+        As for `gemm_error`, with scales of channels.
+    b_zeros : array, (n, 1), int32
+
+    Notes
+    -----
+    The product without zero points errs by `gemm_error` in float32. The multiple of the exact sums
+    of codes meets four roundings, the subtraction and the bias one each, and the store its own.
+    """
+    product = gemm_error(a, a_scales, b, b_scales, "float32")
+    dot, of_zeros = (x.astype(np.float64) for x in (a, b_zeros))
+    dot, of_zeros = dot @ b.astype(np.float64).T, dot.sum(axis=1, keepdims=True) * of_zeros.T
+    scale = as_float64(a_scales) * as_float64(b_scales).T
+    taken_off = np.abs(of_zeros) * scale
+    c = (dot - of_zeros) * scale
+    error = product + gamma(4, U) * taken_off + TINY
+    error = error + U * (np.abs(c) + error)
+    if bias is not None:
+        c = c + as_float64(bias)
+        error = error + U * (np.abs(c) + error)
+    error = error * REFERENCE
+    error = np.where(taken_off + error <= FINITE_MAX["float32"], error, np.inf)
+    error = error + half_ulp(np.abs(c) + error, out_dtype)
+    return np.asarray(np.where(np.abs(c) + error <= FINITE_MAX[out_dtype], error, np.inf))
+
+
 def gated_error(x: Float64, error: Float64, activation: str, own: Array = 0.0) -> Float64:
     """Return a bound of the error of a gated linear unit whose sums are off [L79].
 

@@ -315,6 +315,13 @@ def _of_recording(recording: Recording, sigmas: Any) -> Any:
             f"the recording is of {recording.sigmas.size} steps, sigmas has {given.size}: leave "
             "sigmas out"
         )
+    off = ~np.isclose(given, recording.sigmas, rtol=1e-3, atol=0)
+    if off.any():
+        step = int(off.argmax())
+        raise ValueError(
+            f"the recording has noise {recording.sigmas[step]:.4g} at step {step}, sigmas has "
+            f"{given[step]:.4g}: leave sigmas out"
+        )
     return given
 
 

@@ -114,7 +114,8 @@ class Int8Config:
             )
         if self.symmetric is not True:
             raise UnsupportedError(
-                f"symmetric={self.symmetric!r} is not supported for blocks: use symmetric=True"
+                f"symmetric={self.symmetric!r} is not supported in models and files, which have "
+                "scales alone: use symmetric=True, or cupyattn.AffineInt8Linear for one layer"
             )
         if self.fallback_dtype not in FALLBACK_DTYPES:
             raise ValueError(

@@ -191,7 +191,7 @@ def coding_of_range(
     return scale, inverse, zero.astype(np.int32)
 
 
-def _code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
+def code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
     """Return the codes of numbers in units of their scale; 0 where that is NaN."""
     codes = np.clip(np.rint(scaled) + zero, -128, 127)
     return np.where(np.isnan(codes), np.float32(0), codes).astype(np.int8)
@@ -296,7 +296,7 @@ def quantize_values_affine(
             sides = np.stack([_of_tensor(side) for side in sides])
         scale, inverse, zero = coding_of_range(*sides)
         scaled = values * value_scale_of_key(inverse, group, length)
-        codes = _code_of(scaled, value_scale_of_key(zero, group, length))
+        codes = code_of(scaled, value_scale_of_key(zero, group, length))
     return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False), zero
 
 
@@ -482,7 +482,7 @@ def quantize_affine(
         above, below = (_group_max(side, group, per_tensor) for side in (values, -values))
         scale, inverse, zero = coding_of_range(above, below)
         scaled = values * scale_of_row(inverse, group, x.shape[2])[..., None]
-        codes = _code_of(scaled, scale_of_row(zero, group, x.shape[2])[..., None])
+        codes = code_of(scaled, scale_of_row(zero, group, x.shape[2])[..., None])
     return codes, scale.astype(np.float32, copy=False), zero
 
 

@@ -24,7 +24,7 @@ from cupyattn.quant.blocks import (
     row_strips,
     scale_shape,
 )
-from cupyattn.quant.quantizers import scale_of_absmax
+from cupyattn.quant.quantizers import code_of, coding_of_range, scale_of_absmax
 from cupyattn.reference.act_quant import quantize_rows
 
 
@@ -59,6 +59,32 @@ def quantize_blocks(
     else:
         in_threads(by_block, [*panels(matrix.shape, block_size)], threads)
     return codes.reshape(w.shape), scales
+
+
+def quantize_channels_affine(w: Array) -> tuple[Array, Array, Array]:
+    """Quantise a matrix with a scale and a zero point for each row.
+
+    Parameters
+    ----------
+    w : array, (out, in), float16, bfloat16 or float32
+        NumPy or CuPy.
+
+    Returns
+    -------
+    codes : array, (out, in), int8
+        -128 to 127.
+    scales : array, (out, 1), float32
+    zeros : array, (out, 1), int32
+
+    Notes
+    -----
+    As `cupyattn.quant.quantizers.quantize_affine` with one row in a group.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = w.astype(np.float32)
+        sides = [(x.max(axis=1, keepdims=True)).clip(0, None) for x in (values, -values)]
+        scales, inverse, zeros = coding_of_range(*sides)
+        return code_of(values * inverse, zeros), scales, zeros
 
 
 def dequantize_blocks(

@@ -97,7 +97,7 @@ def test_ablate_judges_the_ways_of_diffusion(
         rows[f"{name} of the keys"] for name in ("pruned, 20%", "local, 25%", "block-sparse, 25%")
     )
     static, later = rows["static scales of a head"], rows["the same by timestep, 2 times the noise"]
-    for row in (static, later, local, blocks):
+    for row in (rows["given scales of a tensor"], static, later, local, blocks):
         assert row["ok"] and 0 < row["judgement"]["j2"] <= 1
     assert pruned["ok"] and pruned["judgement"]["j2"] is None
     error = {name: row["error_over_default"] for name, row in rows.items()}

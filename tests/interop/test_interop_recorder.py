@@ -170,13 +170,17 @@ def test_a_pipelines_steps_are_those_of_its_scheduler(tmp_path: Path) -> None:
     assert np.array_equal(Recording.load(tmp_path / "x.safetensors").sigmas, found.sigmas)
     with pytest.raises(ValueError, match=r"^the recording is of 4 steps, sigmas has 7: leave sig"):
         ca.calibrate_quantization_scales(found.of(found.layers[0]), sigmas=np.arange(7.0, 0, -1))
+    other = found.sigmas * [1, 1, 1.5, 1]
+    with pytest.raises(ValueError, match=r"^the recording has noise [\d.]+ at step 2, sigmas has"):
+        ca.calibrate_quantization_scales(found.of(found.layers[0]), sigmas=other)
+    ca.calibrate_quantization_scales(found.of(found.layers[0]), sigmas=found.sigmas)
     with (
         pytest.raises(ValueError, match=r"^the recording is of a schedule of 4 steps, this run "),
         recorder,
     ):
         cases.generate(pipe, "flux", steps=3)
     with (
-        pytest.raises(ValueError, match=r"^steps names step 9, this run has 0 to 3$"),
+        pytest.raises(ValueError, match=r"^steps names step 9, this run has 0 to 3: leave it out$"),
         interop.record(pipe, steps=[0, 9]),
     ):
         cases.generate(pipe, "flux")

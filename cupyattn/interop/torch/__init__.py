@@ -1,6 +1,7 @@
 """Attention for torch: functions and modules with autograd, on torch's memory and streams."""
 
 from cupyattn.interop.torch.accelerating import Accelerated, accelerate
+from cupyattn.interop.torch.convolutions import LinearConvolution, linear_convolutions
 from cupyattn.interop.torch.functional import (
     attention,
     attention_varlen,
@@ -19,11 +20,13 @@ __all__ = [
     "Attention",
     "Int8Attention",
     "Int8Linear",
+    "LinearConvolution",
     "Recorder",
     "accelerate",
     "attention",
     "attention_varlen",
     "int8_attention",
+    "linear_convolutions",
     "load_int8",
     "record",
     "replace_linear_with_int8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,13 +57,20 @@ def _layers(
             yield from _layers(".".join([*[name] * bool(name), *own]), child, obstacle, seen)
 
 
-def unfit(linear: nn.Linear) -> str:
-    """Say why a layer cannot be replaced, whatever its numbers are; empty where it can."""
+def unfit(linear: Any, kinds: tuple[type[nn.Module], ...] = (nn.Linear,)) -> str:
+    """Say why a layer cannot be replaced, whatever its numbers are; empty where it can.
+
+    Parameters
+    ----------
+    linear : Module
+    kinds : tuple of type
+        The classes that are taken, and no others that inherit from them.
+    """
     if nn.utils.parametrize.is_parametrized(linear):
         return "is parametrised, so that its weight is made in each call"
     if nn.parameter.is_lazy(linear.weight):
         return f"a {type(linear).__name__}, whose weight is made in its first call"
-    if type(linear) is not nn.Linear:
+    if type(linear) not in kinds:
         return f"a {type(linear).__name__}"
     if has_hooks(linear):
         return "has hooks"

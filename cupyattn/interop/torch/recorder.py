@@ -183,7 +183,7 @@ class Recorder:
             self._steps = sorted({round(i * (count - 1) / max(n - 1, 1)) for i in range(n)})
         elif self._steps is not None and max(self._steps) >= count:
             raise ValueError(
-                f"steps names step {max(self._steps)}, this run has 0 to {count - 1}"
+                f"steps names step {max(self._steps)}, this run has 0 to {count - 1}: leave it out"
             )
 
     def _is_wanted(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Ways of diffusion as points of ``cupyattn ablate``: static scales, pruned keys, windows, blocks.
+"""Ways of diffusion as points of `ablate`: given and static scales, pruned keys, windows, blocks.
 
 They leave keys out or take scales beforehand, so that their relative error is against exact
 attention to all keys. J2 holds a window or block mask to attention to the keys that it keeps.
@@ -114,7 +114,10 @@ def ways(q: Any, k: Any) -> list[Way]:
         )  # fmt: skip
         return layer.quant_config(q, k, 0)
 
+    largest = [float(scale.max()) for scale in (own.q_scale, own.k_scale)]
+    given = QuantConfig("tensor", "tensor", smooth_k=False, scales=(largest[0], largest[1]))
     return [
+        Way("given scales of a tensor", given),
         Way("static scales of a head", static(1.0)),
         Way(f"the same by timestep, {FACTOR:g} times the noise", static(FACTOR)),
         Way(f"pruned, {PRUNED:.0%} of the keys", plain, pruned=True),
