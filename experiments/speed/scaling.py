@@ -428,7 +428,32 @@ def section(record: Mapping[str, Any]) -> str:
         f"{environment.get('revision', 'unknown')[:10]}:",
         "",
         *recording.markdown(HEADER, [cells_of(known | row) for row in record["rows"]]),
+        *summary(record["rows"]),
     ])  # fmt: skip
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines that say how near the ways come to the speed of all devices at most rows."""
+    timed = [row for row in rows if row["ranks"] > 1 and not row["axis"] and "share" in row]
+    if not timed:
+        return []
+    length, ranks = max(r["length"] for r in timed), max(r["ranks"] for r in timed)
+    found: dict[str, dict[bool, float]] = {}
+    for row in timed:
+        if (row["length"], row["ranks"]) == (length, ranks):
+            of_way = found.setdefault(row["name"], {})
+            of_way[row["causal"]] = max(of_way.get(row["causal"], 0.0), row["share"])
+    said = {False: "without a mask", True: "causal"}
+    return [
+        "",
+        f"At {length:,} rows {ranks} devices reach these shares of {ranks} times the speed of one:",
+        "",
+        *(
+            f"- {name}: "
+            + ", ".join(f"{format_share(of_way[c])} {said[c]}" for c in sorted(of_way))
+            for name, of_way in found.items()
+        ),
+    ]
 
 
 def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
