@@ -7,7 +7,6 @@ mean of its own, and every rank attends to the same codes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from cupyattn.arrays.kinds import array_namespace
@@ -114,9 +113,9 @@ def with_keys(z: QuantizedQKV, fields: dict[str, Any]) -> QuantizedQKV:
     """Return the queries of a record with other keys and values, given by their fields."""
     codes = fields["k_codes"]
     padded = in_padded_rows(codes) if codes.dtype.name == "int8" else codes
-    return replace(z, **{**fields, "k_codes": padded})
+    return QuantizedQKV.of_buffers(z.facts, {**z.buffers, **fields, "k_codes": padded})
 
 
 def with_keys_of(queries: QuantizedQKV, keys: QuantizedQKV) -> QuantizedQKV:
     """Return the queries of one record with the keys and values of another."""
-    return with_keys(queries, {name: getattr(keys, name) for name in _AXES})
+    return with_keys(queries, {name: x for name, x in keys.buffers.items() if name in _AXES})

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described, check_together
-from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, take
+from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, operand, take
 from cupyattn.arrays.kinds import PLAIN, Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.compiler.target import choose
@@ -41,7 +41,7 @@ from cupyattn.problem.sequences import (
 )
 from cupyattn.quant import queries
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
 from cupyattn.quant.static_scales import (
     check_packed_quant,
 )
@@ -474,8 +474,10 @@ def _gathered(
     v, sequences, head_dim = (of_facts.pop(name) for name in ("v", "sequences", "head_dim"))
     kept = results | {name: results[name][..., :head_dim] for name in ("q_codes", "k_codes")}
     if v is not None:
-        kept["v"] = value_operand(v.bound(arrays["v"]))
+        kept["v"] = operand("v", value_operand(v.bound(arrays["v"])))
     if sequences is not None:
-        of_facts |= {name: x.bound(arrays[name]) for name, x in sequences.offsets.items()}
+        kept |= {name: x.bound(arrays[name]) for name, x in sequences.offsets.items()}
         of_facts |= {"max_len_q": sequences.max_len_q, "max_len_k": sequences.max_len_k}
-    return QuantizedQKV(**of_facts, **{"v": None, **kept})
+    if "q_zero" in kept and "k_zero" in kept:  # whose codes are added up when it is made
+        return QuantizedQKV(**of_facts, **{"v": None, **kept})
+    return QuantizedQKV.of_buffers(CodeFacts(**of_facts), kept)
