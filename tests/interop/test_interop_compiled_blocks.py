@@ -83,6 +83,7 @@ def test_a_hook_decides_whether_a_compiled_block_runs(order: str, graphs: Graphs
     done.undo()
     torch._dynamo.reset()
     assert torch.equal(model(x), native) and len(graphs) == 1  # below the hook, too
+    assert registry._fn_refs[0].original_forward == Block.forward.__get__(model[0])
     again = compiled_blocks(model)
     assert torch.equal(model(x), x) and torch.equal(model(x), native) and len(graphs) == 2
     registry.remove_hook("skip")
