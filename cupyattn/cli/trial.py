@@ -19,6 +19,7 @@ from typing import Any
 from cupyattn.cli import flags, output
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import check_folder
+from cupyattn.interop.handle import target_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +117,7 @@ def given(text: str) -> tuple[str, Any, dict[str, Any]]:
             f"the dict that {name}() of {file} returns must have names of arguments as keys, got "
             f"{wrong[0]!r}"
         )
-    return name, made[0], dict(made[1])
+    return name, target_of(made[0]), dict(made[1])
 
 
 def _loaded(file: Path) -> Any:

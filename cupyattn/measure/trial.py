@@ -77,6 +77,12 @@ class Comparison:
         """Return how many times as fast as another way one is, with its 95 % interval."""
         return timing.paired_ratio(self.seconds(beside), self.seconds(name))
 
+    def _ratio(self, speed: Estimate) -> str:
+        """Return a ratio in words, with its interval if there are enough rounds for one."""
+        if self.rounds < LEAST_ROUNDS:
+            return f"{speed.median:.2f}"
+        return f"{speed.median:.2f} [{speed.low:.2f}, {speed.high:.2f}]"
+
     def verdicts(self) -> dict[str, str]:
         """Return for each part that was replaced how fast it is, and whether to leave it native."""
         if not self.rounds:
@@ -87,17 +93,16 @@ class Comparison:
                 continue
             said = self.ways[name]["said"]
             speed = self.speed(name)
+            advice = _ADVICE[judged(speed)]
+            how = _HOW.get(name, "") if advice else ""
             if self.rounds < LEAST_ROUNDS:
-                advice = f"undecided: an interval needs {LEAST_ROUNDS} rounds, got {self.rounds}"
-                found[name] = f"{said}: {speed.median:.2f} times as fast, {advice}"
-            else:
-                advice = _ADVICE[judged(speed)]
-                how = _HOW.get(name, "") if advice else ""
-                found[name] = f"{said}: {_ratio(speed)} times as fast{advice}{how}"
+                advice = f", undecided: an interval needs {LEAST_ROUNDS} rounds, got {self.rounds}"
+                how = ""
+            found[name] = f"{said}: {self._ratio(speed)} times as fast{advice}{how}"
             if None in (self.ways[name].get("latents") or ()):
                 found[name] += "; its result is not finite"
         if self.has_cache:
-            alone, both = (_ratio(self.speed(name, UNCACHED)) for name in (NATIVE, ALL))
+            alone, both = (self._ratio(self.speed(name, UNCACHED)) for name in (NATIVE, ALL))
             said = f"{alone} times as fast as native without it, and {both} with"
             found[UNCACHED] = f"step cache alone: {said} {self.ways[ALL]['said']}"
         return found
@@ -111,7 +116,7 @@ class Comparison:
             of = ["-", "-"]
             if self.rounds:
                 of = [format_seconds(median(self.seconds(name))), "-"]
-                of[1] = "-" if name == NATIVE else _ratio(self.speed(name))
+                of[1] = "-" if name == NATIVE else self._ratio(self.speed(name))
             latents, pictures = way.get("latents"), "psnr" in way
             rows.append([
                 name, *of, format_seconds(way["first"]), _shown(way.get("weights"), format_bytes),
@@ -230,10 +235,6 @@ def time_left(done: Sequence[float], left: int) -> str:
         return ""
     seconds = median(done) * left
     return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
-
-
-def _ratio(speed: Estimate) -> str:
-    return f"{speed.median:.2f} [{speed.low:.2f}, {speed.high:.2f}]"
 
 
 def _shown(value: Any, words: Any, none: str = "-") -> str:

@@ -47,9 +47,24 @@ def handle() -> Any:
     made.restore()
 
 
-def test_ways_take_turns_and_the_pipeline_is_as_before(handle: Any, tmp_path: Path) -> None:
+def seen_by(bars: list[Any], own: Any) -> Any:
+    """Keep how a pipeline's bar of progress is made."""
+
+    def progress_bar(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bars.append(dict(self._progress_bar_config))
+        return own(self, *args, **kwargs)
+
+    return progress_bar
+
+
+def test_ways_take_turns_and_the_pipeline_is_as_before(
+    handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe, model = handle.target, handle.target.transformer
     expected = cases.generate(pipe, "sd3", 2)
+    pipe.set_progress_bar_config(desc="mine")
+    bars: list[Any] = []
+    monkeypatch.setattr(type(pipe), "progress_bar", seen_by(bars, type(pipe).progress_bar))
     said: list[str] = []
     found = handle.compare(
         rounds=2, record=tmp_path / "r.json", page=tmp_path / "p.html", log=said.append, **call()
@@ -62,6 +77,8 @@ def test_ways_take_turns_and_the_pipeline_is_as_before(handle: Any, tmp_path: Pa
     assert json.loads((tmp_path / "r.json").read_text()) == found.record
     assert (tmp_path / "p.html").read_text() == found.page()
     assert pipe.transformer is model and "step" not in vars(pipe.scheduler)
+    assert bars == [{"desc": "mine", "disable": True}] * len(bars) and len(bars) == 4 * 3
+    assert pipe._progress_bar_config == {"desc": "mine"}
     assert torch.equal(cases.generate(pipe, "sd3", 2), expected)
 
 
@@ -304,6 +321,10 @@ def tiny():
     import torch
     return torch.nn.Sequential(torch.nn.Linear(8, 8)), {"input": torch.ones(2, 8)}
 
+def done():
+    from cupyattn.interop.diffusers import accelerate
+    return accelerate(cases.make("sd3"), compile=False, log=None), {}
+
 def slow():
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -339,6 +360,7 @@ def test_the_command_runs_a_function_of_a_file(
         ("mine.py:fails", "mine.py, line 12: RuntimeError: no weights"),
         ("mine.py:keys", "must have names of arguments as keys, got 1"),
         ("mine.py:taken", "the call has 'page', which is an argument of the comparison"),
+        ("mine.py:done", "is replaced already: restore() that first"),
         ("mine.py:tiny", "nothing of the Sequential was replaced"),
         ("half.py:f", "half.py: SyntaxError: "), ("lost.py:f", "lost.py, line 2: ModuleNotFound"),
     ],

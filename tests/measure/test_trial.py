@@ -67,6 +67,7 @@ def test_runs_that_only_some_ways_have_do_not_count() -> None:
     assert Comparison(made).verdicts()["linear layers"] == (
         "INT8 linear layers: 2.00 times as fast, undecided: an interval needs 6 rounds, got 4"
     )
+    assert Comparison(made).table()[1][1][2] == "2.00"
     made["ways"]["native"]["rounds"].clear()
     assert Comparison(made).verdicts() == {} and "-" in str(Comparison(made))
 

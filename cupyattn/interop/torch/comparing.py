@@ -178,7 +178,10 @@ class _Bench:
 
     @contextlib.contextmanager
     def restored(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Give a pipeline its models back at the end."""
+        """Give a pipeline its models and its bar of progress back at the end."""
+        bar = vars(self.target).get("_progress_bar_config")
+        if hasattr(self.target, "set_progress_bar_config"):  # a line after each run takes its place
+            self.target.set_progress_bar_config(**{**(bar or {}), "disable": True})
         before = {} if self.is_module else {
             part.prefix: getattr(self.target, part.prefix.removesuffix(".")) for part in parts
         }  # fmt: skip
@@ -187,6 +190,8 @@ class _Bench:
         finally:
             for prefix, model in before.items():
                 setattr(self.target, prefix.removesuffix("."), model)
+            if hasattr(self.target, "set_progress_bar_config"):
+                self.target.set_progress_bar_config(**(bar or {}))
 
     def run(self, way: Way, *, follow: bool = False) -> _Ran:
         """Run the call once; `follow` keeps latents and pictures."""

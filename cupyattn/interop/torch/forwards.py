@@ -29,15 +29,15 @@ class Substitute:
         self, module: nn.Module, make: Callable[[Forward], Forward], *, below_hooks: bool = False
     ) -> None:
         self._module = module
-        self._place, self._name = _lowest(module) if below_hooks else (module, "forward")
-        own: Forward = getattr(self._place, self._name)
+        place, name = _lowest(module) if below_hooks else (module, "forward")
+        own: Forward = getattr(place, name)
         while isinstance(own, Substitute) and not own.is_active:  # a hook had it when it was undone
             own = own._own
         # NOTE: pipelines and hooks ask for the signature of forward.
         functools.update_wrapper(self, own, updated=())
         self._own: Forward = own
         self._call = make(own)
-        setattr(self._place, self._name, self)
+        setattr(place, name, self)
 
     @property
     def is_active(self) -> bool:
@@ -53,6 +53,9 @@ class Substitute:
     def undo(self) -> None:
         """Run the module's own code again, also where a hook calls this still."""
         self._call = self._own
+        place, name = _lowest(self._module)
+        if place is not self._module and getattr(place, name) is self:  # a hook came later
+            setattr(place, name, self._own)
         if vars(self._module).get("forward") is self:
             del vars(self._module)["forward"]
             if self._own != self._module.forward:
