@@ -145,7 +145,7 @@ def _quant_fields(quant: QuantConfig) -> dict[str, Any]:
             "quant.scales that are arrays are not supported where torch compiles or watches a "
             "call: give floats, or scales='dynamic'"
         )
-    # NOTE: what is left out must be what the rest of the fields imply, not what it is in general.
+    # NOTE: a field may be left out if the other fields imply its value, which differs with pv.
     implied = QuantConfig(pv=quant.pv, p_type=quant.p_type)
     values = {name: getattr(quant, name) for name in _QUANT_FIELDS}
     found = {name: x for name, x in values.items() if x != getattr(implied, name)}
