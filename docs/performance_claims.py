@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from docs import performance_answers as answers
+from docs import performance_int8
 
 #: What the records say of a figure. A figure of an A100 that says nothing beside another device's
 #: is `ELSEWHERE`; one that holds for a part of what was measured is `IN_PART`.
@@ -78,6 +79,10 @@ CLAIMS = (
           ("diffusion_shapes", "diffusion_gains"), answers.latency, REFUTED),
     Claim("4.1", "from 512 to 16,384: 1.2, 2.1, 4.5, 7.2, 16.4, 34.2 ms in FP16, 1.1, 1.6, 2.8, "
           "4.2, 8.6, 16.8 as INT8", ("peers_int8",), answers.by_length, REFUTED),
+    Claim("4.1", "the same, of batch 16 and 32 heads", ("large_batches",),
+          performance_int8.large_batches, REFUTED),
+    Claim("4.3", "37 % fewer bytes where codes take the places of Q, K and V", ("large_batches",),
+          performance_int8.handed_over, IN_PART),
     Claim("4.1", "INT8 from 1.1 times at 512 to 2.0 at 16,384", ("peers_int8",),
           answers.int8_by_length, REFUTED),
     Claim("integration", "240 TFLOP/s, by timestep 235 and 4.3 ms", ("diffusion_gains",),
@@ -142,6 +147,8 @@ CLAIMS = (
           answers.fa_shared_memory, IN_PART, "[attn_fa.cu](../kernels_cu/attn_fa.cu)"),
     Claim("linear layers", "INT8 products 1.5 to 2 times", ("int8_layers",), answers.products,
           IN_PART),
+    Claim("linear layers", "less than 0.5 % more FID", ("dit_linear",),
+          performance_int8.linear_frechet, HOLDS),
     Claim("linear layers", "models 1.7 to 1.9 times as fast, 45 to 50 % smaller",
           ("diffusers_blocks",), answers.blocks, REFUTED),
     Claim("linear layers", "40 to 60 % less memory, 75 at most", ("checkpoints",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from cupyattn.measure.words import format_seconds
+from cupyattn.measure.words import format_bytes, format_seconds, format_share
 from cupyattn.quant.blocks import STRATEGIES
 from docs.performance_tables import Record, interval, rate, rows_of
 from experiments._harness.others8 import BY_TORCH, GIVEN, SAGE_2
@@ -154,3 +154,37 @@ def linear_layers(int8_layers: Record) -> list[str]:
         + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W were read.".format(**product["clocks"]),
         *of_host,
     ]  # fmt: skip
+
+
+def large_batches(record: Record) -> str:
+    """Times of 512 heads by length, in one cell of the table of claims."""
+    said = []
+    for problem in record["problems"]:
+        rows = rows_of(problem)
+        times = (format_seconds(rows[name]["seconds"]) for name in ("fa_tc", peers_int8.BALANCED))
+        said.append(f"{' and '.join(times)} at {problem['problem']['length']:,}")
+    return f"fa_tc and {peers_int8.BALANCED}: {', '.join(said)}"
+
+
+def handed_over(record: Record) -> str:
+    """Bytes of operands where projections hand over codes, in one such cell."""
+    rows = rows_of(record["problems"][-1])
+    whole = rows["fa_tc"]["operand_bytes"]
+    shares = [
+        f"{format_share(1 - rows[f'{name}, codes given']['operand_bytes'] / whole)} fewer in mode "
+        f"{name.rpartition(' ')[2]}"
+        for name in (peers_int8.BALANCED, peers_int8.AGGRESSIVE)
+    ]
+    return f"of {format_bytes(whole)} of Q, K and V in 16 bits {', '.join(shares)}"
+
+
+def linear_frechet(record: Record) -> str:
+    """Fréchet distances with INT8 linear layers, in one such cell."""
+    rows = {row["mode"]: row for row in record["rows"]}
+    full = rows["16-bit"]["frechet"][0]
+    others = [
+        f"{name} {100 * row['frechet over 16-bit'][0] / full:+.2f} %"
+        for name, row in rows.items()
+        if name not in ("32-bit", "16-bit")
+    ]
+    return f"Fréchet distance to real crops {full:.2f} in 16 bits; {', '.join(others)}"

@@ -185,16 +185,19 @@ def coding_of_range(
     >>> scale.tolist(), zero.tolist()
     ([1.0, 2.0, 1.0], [-128, 127, -128])
     """
+    xp = array_namespace(above, below)
     half = np.float32(0.5) * above + np.float32(0.5) * below
     scale, inverse = scale_of_absmax(half, HALF_CODES)
-    zero = np.rint(np.where(inverse == 0, np.float32(0), below * inverse - np.float32(128)))
+    zero = xp.rint(xp.where(inverse == 0, np.float32(0), below * inverse - np.float32(128)))
     return scale, inverse, zero.astype(np.int32)
 
 
 def code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
     """Return the codes of numbers in units of their scale; 0 where that is NaN."""
-    codes = np.clip(np.rint(scaled) + zero, -128, 127)
-    return np.where(np.isnan(codes), np.float32(0), codes).astype(np.int8)
+    xp = array_namespace(scaled)
+    codes = xp.clip(xp.rint(scaled) + zero, -128, 127)
+    found: npt.NDArray[np.int8] = xp.where(xp.isnan(codes), np.float32(0), codes).astype(np.int8)
+    return found
 
 
 def scale_of_static(static: Float32) -> tuple[Float32, Float32]:

@@ -205,6 +205,9 @@ def test_importance_may_lie_anywhere() -> None:
         pytest.param(F32, ca.QuantConfig("block", "token", smooth_k=False), marks=pytest.mark.slow),
         pytest.param(F16, ca.QuantConfig(pv="int8"), marks=pytest.mark.slow),
         pytest.param(
+            F16, ca.QuantConfig(pv="int8", granularity_v="tensor"), marks=pytest.mark.slow
+        ),
+        pytest.param(
             F16, ca.QuantConfig("head", "head", scales=(np.full((1, 1, 1), 0.03, F32),) * 2),
             marks=pytest.mark.slow,
         ),

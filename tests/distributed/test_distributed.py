@@ -109,6 +109,7 @@ QUANTS = [
     None, ca.QuantConfig(pv="int8"), ca.QuantConfig(pv="int8", symmetric=False),
     ca.QuantConfig(pv="fp8"), ca.QuantConfig(qk_bits=4), ca.QuantConfig(granularity_k="token"),
     ca.QuantConfig(granularity_q="tensor", granularity_k="tensor", smooth_k=False),
+    ca.QuantConfig(pv="int8", p_type="16bit", granularity_v="tensor"),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from docs.performance_int8 import in_8_bits, linear_layers
 from docs.performance_parts import PARTS
 from experiments._harness.others8 import GIVEN, SAGE_2
 from experiments._harness.others_linear import COMFY
+from experiments.dit import linear
 from experiments.tuning import breakdown, counters
 
 ENVIRONMENT = {"device": {"name": "Made up", "driver": "1.2"}, "revision": "0123456789abcdef"}
@@ -62,6 +63,13 @@ def of_device(name: str) -> dict[str, Any]:
         bytes_of = {"pool_bytes": 2**25, "workspace_bytes": 2**24, "output_bytes": 2**24}
         rows = [row("fa_tc", **bytes_of), row("fa_int8", **bytes_of)]
         return record | {"problems": [{"problem": PROBLEM, "rows": rows}]}
+    if name == "large_batches":
+        names = ("fa_tc", *(f"fa_int8 {mode}" for mode in ("balanced", "aggressive")))
+        rows = [row(n + more, operand_bytes=2**30) for n in names for more in ("", GIVEN)]
+        return record | {"problems": [{"problem": PROBLEM, "rows": rows}]}
+    if name == "dit_linear":
+        one = {"frechet": [15.0, 10.0, 20.0], "frechet over 16-bit": [0.01, -0.01, 0.02]}
+        return record | {"rows": [one | {"mode": m} for m in ("16-bit", *linear.MODES)]}
     if name == "scaling":
         one = {
             "axis": "", "problem": "made up", "name": "ring", "ranks": 2, "samples": [1e-3] * 3,

@@ -173,3 +173,29 @@ def test_an_embedding_of_patches_becomes_int8_by_itself() -> None:
     expected = layer(x)
     layer.linear = Int8Linear.from_linear(layer.linear, backend="mirror")
     assert 1e-4 < (layer(x) - expected).norm() / expected.norm() < 0.03
+
+
+@pytest.mark.slow
+def test_the_convolutions_of_a_unet_of_diffusers() -> None:
+    """Projections of attention and shortcuts become INT8, and 3 x 3 convolutions stay."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(64, 128), layers_per_block=1, cross_attention_dim=32,
+        attention_head_dim=32, norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).eval()  # fmt: skip
+    call = torch.randn(1, 4, 8, 8), torch.tensor([10]), torch.randn(1, 7, 32)
+    with torch.no_grad():
+        expected = unet(*call).sample
+        handle = linear_convolutions(unet)
+        assert "down_blocks.0.attentions.0.proj_in" in handle.replaced
+        assert all("overlap" in why or "past the edge" in why for why in handle.kept.values())
+        torch.testing.assert_close(unet(*call).sample, expected, rtol=1e-4, atol=1e-5)
+        int8 = replace_linear_with_int8(unet, backend="mirror")
+        assert {f"{name}.linear" for name in handle.replaced} <= {*int8.replaced}
+        assert (unet(*call).sample - expected).norm() < 0.03 * expected.norm()
+        int8.restore()
+        handle.restore()
+        assert torch.equal(unet(*call).sample, expected)

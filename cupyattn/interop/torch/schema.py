@@ -36,7 +36,6 @@ _TEXTS = tuple(
     for place, (name, plain) in enumerate(Settings()._asdict().items())
     if name not in _NUMBERS
 )
-_PLAIN_QUANT = QuantConfig()
 _QUANT_FIELDS, _TILE_FIELDS = (
     tuple(field.name for field in fields(record)) for record in (QuantConfig, Tiles)
 )
@@ -146,8 +145,12 @@ def _quant_fields(quant: QuantConfig) -> dict[str, Any]:
             "quant.scales that are arrays are not supported where torch compiles or watches a "
             "call: give floats, or scales='dynamic'"
         )
+    # NOTE: a field may be left out if the other fields imply its value, which differs with pv.
+    implied = QuantConfig(pv=quant.pv, p_type=quant.p_type)
     values = {name: getattr(quant, name) for name in _QUANT_FIELDS}
-    return {name: x for name, x in values.items() if x != getattr(_PLAIN_QUANT, name)}
+    found = {name: x for name, x in values.items() if x != getattr(implied, name)}
+    of_p = {"p_type": quant.p_type} if quant.p_type != QuantConfig(pv=quant.pv).p_type else {}
+    return found | ({"pv": quant.pv} if quant.pv != "16bit" else {}) | of_p
 
 
 @functools.lru_cache(maxsize=256)
