@@ -224,3 +224,19 @@ def test_a_process_that_fails_ends_the_others_with_one_sentence(kind: str, said:
     sentences = [re.findall(r"rank \d says: (.*)", output) for _, output in others]
     assert sentences == [[said]] * len(others), found
     assert [code for code, _ in others] == [0 if kind == "differs" else 7] * len(others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("raises", "rank 1 raised MemoryError in attention of diffusers: no room"),
+        ("dies", "rank 1 (did not come to 'attention of diffusers, call .*' within 15 s|"
+                 "ended: its connection closed)"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_ends_within_a_model_ends_the_others(kind: str, said: str) -> None:
+    found = processes(3, RANKS, "cpu", "model_fault", kind)
+    for _, output in (found[0], found[2]):
+        (sentence,) = re.findall(r"rank \d says: (.*)", output)
+        assert re.fullmatch(said, sentence), found
