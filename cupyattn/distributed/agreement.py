@@ -248,13 +248,13 @@ def _find(
 ) -> tuple[Any, ShardedCall | None]:
     """Return the key of a call, and the call if this rank has agreed on it before."""
     try:
-        known = arguments_of(settings.of_call, arrays)
+        _, own, facts = arguments_of(settings.of_call, arrays)
     except (TypeError, ValueError):  # which checks of the call say again
         return None, None
-    if known.facts is None:  # the numbers of offsets count
+    if facts is None:  # the numbers of offsets count
         return None, None
-    forms, _ = forms_of(known.arrays)
-    return group.agreed.find((what, settings, *known.facts), forms)
+    forms, _ = forms_of(own)
+    return group.agreed.find((what, settings, *facts), forms)
 
 
 def resolve_sharded(

@@ -341,9 +341,9 @@ def run_attention(settings: Settings, given: Mapping[str, Any]) -> Any:
     settings, given
         As `cupyattn.problem.settings.parse` tells them apart.
     """
-    q, call = given["q"], arguments_of(settings, given)
+    q, (asked, arrays, facts) = given["q"], arguments_of(settings, given)
     as_given = q.as_given if isinstance(q, QuantizedQKV) else as_it_is
-    return run(ATTENTION, call.asked, call.arrays, call.facts, as_given)
+    return run(ATTENTION, asked, arrays, facts, as_given)
 
 
 class _Attention(Operation):
@@ -399,8 +399,8 @@ def described(settings: Settings, given: Mapping[str, Any]) -> AttentionProblem:
     settings, given
         As `cupyattn.problem.settings.parse` tells them apart.
     """
-    call = arguments_of(settings, given)
-    problem: AttentionProblem = problem_of(ATTENTION, call.asked, imported(call.arrays)[0])
+    asked, arrays, _ = arguments_of(settings, given)
+    problem: AttentionProblem = problem_of(ATTENTION, asked, imported(arrays)[0])
     return problem
 
 

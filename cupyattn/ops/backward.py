@@ -329,12 +329,12 @@ def arguments_of_backward(
     of_call, deterministic, all_keys = settings
     if "qk_norm" in given or isinstance(given["q"], QuantizedQKV):
         check_offered(given["q"], given.get("qk_norm"))
-    call = arguments_of(of_call, given, library)
-    if "kept_blocks" in call.arrays:
+    forward, arrays, facts = arguments_of(of_call, given, library)
+    if "kept_blocks" in arrays:
         beside = library.beside(given["q"])
-        call.arrays["kept_rows"] = given["block_mask"].transposed.kept_blocks(beside)
-    facts = None if call.facts is None else (*call.facts, type(deterministic))
-    return BackwardAsked(call.asked, deterministic, all_keys), call.arrays, facts
+        arrays["kept_rows"] = given["block_mask"].transposed.kept_blocks(beside)
+    facts = None if facts is None else (*facts, type(deterministic))
+    return BackwardAsked(forward, deterministic, all_keys), arrays, facts
 
 
 class _Backward(Operation):

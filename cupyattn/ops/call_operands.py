@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder
@@ -19,23 +19,6 @@ from cupyattn.quant.quantized import QuantizedQKV
 _ROWS = ("q", "k", "v")
 
 
-class Arguments(NamedTuple):
-    """A call, as `cupyattn.ops.operation.run` takes it.
-
-    Parameters
-    ----------
-    asked : Asked
-    arrays : mapping of str to array
-        By the buffers of plans.
-    facts : tuple or None
-        What the call depends on beside these; None where it is not remembered.
-    """
-
-    asked: Asked
-    arrays: dict[str, Any]
-    facts: tuple[Any, ...] | None
-
-
 def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
     """Return the arrays of a call by name, without the absent ones."""
     arrays = {"q": q, "k": k, "v": v}
@@ -47,7 +30,7 @@ def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
 
 def arguments_of(
     settings: Settings, given: Mapping[str, Any], library: Library = ARRAYS
-) -> Arguments:
+) -> tuple[Asked, dict[str, Any], tuple[Any, ...] | None]:
     """Return the settings and the arrays of a call of `attention` or `attention_varlen`.
 
     Parameters
@@ -58,6 +41,14 @@ def arguments_of(
         call descriptions of arrays.
     library : Library
         That of the arrays.
+
+    Returns
+    -------
+    asked : Asked
+    arrays : dict of str to array
+        By the buffers of plans.
+    facts : tuple or None
+        What the call depends on beside these; None where it is not remembered.
 
     Raises
     ------
@@ -95,11 +86,11 @@ def arguments_of(
         settings = with_limits(settings, arrays, library)
     asked = Asked(settings, codes, blocks)
     if unlimited or settings.check_finite:
-        return Arguments(asked, arrays, None)
+        return asked, arrays, None
     try:
-        return Arguments(asked, arrays, (ladder.VARIANTS.get(settings.variant), settings.types))
+        return asked, arrays, (ladder.VARIANTS.get(settings.variant), settings.types)
     except TypeError:  # a list, which `ladder.lookup` refuses
-        return Arguments(asked, arrays, None)
+        return asked, arrays, None
 
 
 def scales_of(

@@ -42,9 +42,9 @@ class Prepared:
     def __init__(
         self, operation: Operation, settings: Settings, arrays: Mapping[str, Any]
     ) -> None:
-        call = arguments_of(settings, arrays)
-        given, _ = imported(call.arrays)
-        problem: AttentionProblem = problem_of(operation, call.asked, given)
+        asked, by_buffer, _ = arguments_of(settings, arrays)
+        given, _ = imported(by_buffer)
+        problem: AttentionProblem = problem_of(operation, asked, given)
         self._operation = operation
         #: With limits of lengths, which no later call looks for.
         self._settings = settings._replace(
@@ -54,11 +54,11 @@ class Prepared:
         self.kernel, self.variant, self.why = problem.kernel, problem.variant.name, problem.why
         self._work = operation.plan(problem)
         self._forms, _ = forms_of(given)
-        self._codes = call.asked.codes
+        self._codes = asked.codes
         #: Arguments beside q, k, v and out, which every call has again, and their arrays by buffer.
         self._others = {n: a for n, a in arrays.items() if n not in ("q", "k", "v", "out")}
         own = {"q", "k", "v", "o", *(problem.quantized.buffers if problem.quantized else ())}
-        self._beside = {n: a for n, a in call.arrays.items() if n not in own}
+        self._beside = {n: a for n, a in by_buffer.items() if n not in own}
         if self.backend == "cuda":
             with memory.on_device_of(given[problem.like]):
                 problem.look(given)
@@ -134,9 +134,9 @@ class Prepared:
     def _otherwise(self, given: Mapping[str, Any]) -> Any:
         """Run on codes, and on arrays that are looked at, copied or imported before they have the
         forms that the call was planned for; ValueError for others."""
-        call, q = arguments_of(self._settings, given), given["q"]
-        arrays, own_way = imported(call.arrays)
-        problem: AttentionProblem = problem_of(self._operation, call.asked, arrays)
+        (asked, by_buffer, _), q = arguments_of(self._settings, given), given["q"]
+        arrays, own_way = imported(by_buffer)
+        problem: AttentionProblem = problem_of(self._operation, asked, arrays)
         self._check(problem)
         problem.look(arrays)
         if self.backend != "cuda":
@@ -149,7 +149,7 @@ class Prepared:
                 made = self._ready(bound, places, self._scratch, copied=True)
         way = q.as_given if isinstance(q, QuantizedQKV) else own_way
         results = {name: way(result) for name, result in made.items()}
-        return self._operation.restore(None, call.arrays, results)
+        return self._operation.restore(None, by_buffer, results)
 
     def _check_not_copied(self, problem: AttentionProblem, arrays: Mapping[str, Any]) -> None:
         """Raise ValueError if a CUDA graph captures a call that copies an operand.

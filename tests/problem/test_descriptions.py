@@ -121,13 +121,14 @@ def calls(draw: st.DrawFn) -> Call:
     }  # fmt: skip
     which = draw(st.sampled_from(["attention", "codes", "attention_backward", *made]))
     if which == "attention":
-        call = arguments_of(*draw(of_attention()))
-        return attention.ATTENTION, call.asked, call.arrays
+        asked, arrays, _ = arguments_of(*draw(of_attention()))
+        return attention.ATTENTION, asked, arrays
     arrays = {n: draw(placed(*form)) for n, form in (rows if which not in made else {}).items()}
     if which == "codes":
         z = ca.quantize(*arrays.values())
-        call = arguments_of(Settings(backend="interpret"), {"q": z, "k": None, "v": None})
-        return attention.ATTENTION, call.asked, call.arrays
+        given = {"q": z, "k": None, "v": None}
+        asked, arrays, _ = arguments_of(Settings(backend="interpret"), given)
+        return attention.ATTENTION, asked, arrays
     if which == "attention_backward":
         arrays |= {"d_out": draw(placed(*rows["q"])), "out": draw(placed(*rows["q"]))}
         arrays["lse"] = draw(placed(*lse))

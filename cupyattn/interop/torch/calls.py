@@ -73,7 +73,7 @@ def forward(
         As `cupyattn.interop.torch.checks.check_tensors`.
     """
     call, q = settings.of_call, tensors["q"]
-    if out is None and q.layout == torch.strided and not q.is_contiguous():
+    if out is None and q.layout is torch.strided and not q.is_contiguous():
         out = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
     given: Mapping[str, Any] = tensors
     if settings.block_mask is not None:

@@ -352,9 +352,11 @@ def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
     """Return the tensors of a call, those that there are, as `calls.TENSORS` names them."""
     tensors = {"q": q, "k": k, "v": v}
     for name, x in others.items():
-        if x is not None and name in BUFFERS_OF:
+        if x is None:
+            continue
+        if name in BUFFERS_OF:
             tensors.update(zip(BUFFERS_OF[name], pair(name, x), strict=True))
-        elif x is not None:
+        else:
             tensors[name] = x
     return tensors
 
