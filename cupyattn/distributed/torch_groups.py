@@ -46,7 +46,7 @@ def from_torch(
     group_or_mesh: Any = None,
     method: str | None = None,
     *,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
     device: int | str | None = None,
 ) -> Group:
     """Return a group on an existing process group or device mesh of torch.
@@ -61,8 +61,9 @@ def from_torch(
     method : {"ring", "ulysses"}, optional
         What ``method="auto"`` takes on this group. When omitted, the name of a mesh's only axis
         says it; with any other name, and for a process group, the model of costs does.
-    timeout : float
-        Seconds that a rank waits for another before it gives all of them up.
+    timeout : float, optional
+        Seconds that a rank waits for another before it gives all of them up. When omitted, 120 or
+        the timeout of torch's group, whichever is less.
     device : int or "cpu", optional
         Number of this rank's CUDA device, or ``"cpu"`` for NumPy arrays. When omitted, torch's
         current device if torch's group has a backend for CUDA devices, otherwise ``"cpu"``.
@@ -87,7 +88,8 @@ def from_torch(
     Trust is that of torch's group, whose store and connections have no authentication. Where a
     device waits for arrays of a rank that has failed, the process group is aborted.
     """
-    check_timeout(timeout)
+    if timeout is not None:
+        check_timeout(timeout)
     dist = _distributed()
     if method not in (None, *AXES):
         raise ValueError(f"method must be 'ring', 'ulysses' or None, got {shown(method)}")
@@ -98,7 +100,7 @@ def from_torch(
 def on_process_group(
     process_group: Any,
     mesh: Mesh | None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
     device: int | str | None = None,
 ) -> Group:
     """Return a group on a process group, whose ``method="auto"`` takes a mesh.
@@ -113,6 +115,10 @@ def on_process_group(
     """
     rank = process_group.rank()
     place = _place(process_group) if device is None else device
+    if timeout is None:
+        kind = _torch().device("cpu" if place == "cpu" else "cuda")
+        own = process_group._get_backend(kind).options._timeout.total_seconds()
+        timeout = min(TIMEOUT, float(own))
     store = TorchStore(process_group, rank, process_group.size())
     made: Group
     if place == "cpu":

@@ -7,7 +7,7 @@ Measures     seconds of a pass, of the slowest rank. Its ratio to diffusers' own
              diffusers' own on one device.
 Beside       cuDNN's attention in diffusers' own ring and exchange. On a CPU torch's own, no ring.
 Run          python -m experiments.diffusion.context_parallel [--quick] [--devices 1 2]
-             [--json FILE]
+             [--json FILE] [--update-docs] [--stored]
 
 Ranks are processes that torchrun starts, each of which runs every way in turn. The record says what
 `report()` has of each way. Needs torch and diffusers.
@@ -33,6 +33,9 @@ from cupyattn.measure.words import format_bytes, format_seconds
 from experiments._harness import recording
 from experiments.diffusion.diffusers_blocks import MODELS, QUICK_MODELS, inputs, make, relative
 
+#: The page that says what was measured, and the marks it stands between.
+PAGE = recording.ROOT / "docs" / "DISTRIBUTED.md"
+BEGIN, END = "<!-- context parallelism: begin -->", "<!-- context parallelism: end -->"
 MODEL = "Wan 14B"
 #: Passes before the first that is timed.
 WARM = 2
@@ -184,12 +187,32 @@ def run(args: argparse.Namespace) -> int:
         rows += started(ranks, args)
     add_ratios(rows)
     output.print_table(HEADER, [cells_of(row) for row in rows])
-    recording.keep(
+    record = recording.keep(
         args, "context_parallel", "mirror" if args.quick else "cuda",
         {"model": MODEL, "tokens": (QUICK_MODELS if args.quick else MODELS)[MODEL].tokens,
          "rows": rows},
     )  # fmt: skip
+    if args.update_docs:
+        update_page(record)
     return 0
+
+
+def section(record: Mapping[str, Any]) -> str:
+    """Return what docs/DISTRIBUTED.md says was measured."""
+    environment = record["environment"]
+    where = environment["device"] or {}
+    return "\n".join([
+        f"`{recording.command_now(record)}`, {record['model']} with one block and "
+        f"{record['tokens']:,} tokens, on {where.get('name', 'no device')}, revision "
+        f"{environment.get('revision', 'unknown')[:10]}:",
+        "",
+        *recording.markdown(HEADER, [cells_of(row) for row in record["rows"]]),
+    ])  # fmt: skip
+
+
+def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
+    """Write what was measured between the marks of docs/DISTRIBUTED.md."""
+    recording.replace_between(path, BEGIN, END, section(record))
 
 
 def started(ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -241,7 +264,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], metavar="N")
     parser.add_argument("--rank-file", help=argparse.SUPPRESS)
+    recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
+    if args.stored:
+        update_page(recording.stored("context_parallel"))
+        return 0
     if args.rank_file:
         return recording.main(on_rank, args)
     return recording.main(run, args)

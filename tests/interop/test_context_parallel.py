@@ -5,6 +5,7 @@ Quick tests ask threads for the same: `test_distributed_torch.py` for groups, he
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 
 from cupyattn import distributed
 from cupyattn.distributed import Mesh, Partition, Shared
+from experiments.diffusion import context_parallel as experiment
 from tests.support.torch_ranks import ROOT, on_threads, processes, torchrun
 
 torch = pytest.importorskip("torch")
@@ -129,6 +131,35 @@ def test_models_that_share_ranks_differently_have_groups_of_their_own() -> None:
 # ---- processes -----------------------------------------------------------------------------------
 
 
+def test_the_page_has_what_was_measured() -> None:
+    file = experiment.recording.RESULTS / "context_parallel.json"
+    said = experiment.PAGE.read_text().partition(experiment.BEGIN)[2].partition(experiment.END)[0]
+    wanted = "It has not been measured yet."
+    if file.exists():
+        wanted = experiment.section(json.loads(file.read_text()))
+    assert said.strip() == wanted
+
+
+@pytest.mark.slow
+def test_the_experiment_runs_in_small(tmp_path: Path) -> None:
+    file, page = tmp_path / "record.json", tmp_path / "page.md"
+    page.write_text(f"before {experiment.BEGIN} nothing {experiment.END} after")
+    assert experiment.main(["--quick", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    rows = {(row["ranks"], row["way"]): row for row in record["rows"]}
+    assert len(rows) == 4 + 6 and all(row["to_native"] < 0.02 for row in rows.values())
+    short = "fewer than 128 queries or keys"  # a rank's rows, which look at the prompt
+    assert all({*row["native"]} <= {short} for row in rows.values())
+    bits, codes = rows[2, "16 bits, ring"], rows[2, "INT8, ring of codes"]
+    assert (bits["ran"], codes["ran"]) == ("2 ring, 16 bits", "2 ring, codes")
+    assert 0.7 < codes["bytes_sent"] / bits["bytes_sent"] < 0.85
+    assert bits["bytes_sent"] == experiment.native_bytes(
+        experiment.WAYS[1], 2, (1, record["tokens"], 4, 32), 2
+    )
+    experiment.update_page(record, page)
+    assert "| 2 | INT8, ring of codes |" in page.read_text()
+
+
 @pytest.mark.slow
 def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "DISTRIBUTED.md").read_text()
@@ -193,3 +224,19 @@ def test_a_process_that_fails_ends_the_others_with_one_sentence(kind: str, said:
     sentences = [re.findall(r"rank \d says: (.*)", output) for _, output in others]
     assert sentences == [[said]] * len(others), found
     assert [code for code, _ in others] == [0 if kind == "differs" else 7] * len(others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("raises", "rank 1 raised MemoryError in attention of diffusers: no room"),
+        ("dies", "rank 1 (did not come to 'attention of diffusers, call .*' within 15 s|"
+                 "ended: its connection closed)"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_ends_within_a_model_ends_the_others(kind: str, said: str) -> None:
+    found = processes(3, RANKS, "cpu", "model_fault", kind)
+    for _, output in (found[0], found[2]):
+        (sentence,) = re.findall(r"rank \d says: (.*)", output)
+        assert re.fullmatch(said, sentence), found

@@ -7,9 +7,11 @@ that finds something else than it should ends with an error, and all of them wit
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -306,8 +308,41 @@ def fault(kind: str) -> None:
         if kind == "differs":  # which was found before anything travelled: the group goes on
             group.barrier()
             return
+        time.sleep(0 if group.rank else 2)  # rank 0 holds the store of torch
         os._exit(7)  # torch's group has a rank that does not close it
     raise AssertionError("a call of ranks one of which failed has ended")
+
+
+def model_fault(kind: str) -> None:
+    """Rank 1 ends within a model; the others say what they are told, in torch's timeout."""
+    import diffusers
+
+    from cupyattn.distributed import parallel
+    from cupyattn.interop.diffusers import replace_attention_with_int8
+
+    if KIND == "cpu":
+        torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+    diffusers.utils.logging.set_verbosity_error()
+    model, args, _ = wan(torch.bfloat16)
+    replace_attention_with_int8(model, policy="balanced", min_length=1)
+    size = dist.get_world_size()
+    model.enable_parallelism(config=diffusers.ContextParallelConfig(ring_degree=size))
+
+    def fail(*_: Any) -> Any:
+        if kind == "dies":
+            os._exit(9)
+        raise MemoryError("no room")
+
+    if dist.get_rank() == 1:
+        parallel.compute = fail
+    try:
+        with torch.no_grad():
+            model(*args, return_dict=False)
+    except (distributed.RankError, MemoryError) as error:
+        print(f"rank {dist.get_rank()} says: {error}", flush=True)
+        time.sleep(0 if dist.get_rank() else 2)  # rank 0 holds the store of torch
+        os._exit(7)
+    raise AssertionError("a model of ranks one of which failed has ended")
 
 
 def main() -> None:
@@ -315,8 +350,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if KIND == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    dist.init_process_group("nccl" if KIND == "cuda" else "gloo")
     name, *args = sys.argv[2:]
+    limit = {"timeout": datetime.timedelta(seconds=15)} if name == "model_fault" else {}
+    dist.init_process_group("nccl" if KIND == "cuda" else "gloo", **limit)
     globals()[name](*args)
     dist.barrier()
     dist.destroy_process_group()

@@ -203,7 +203,8 @@ def replace_attention_with_int8(
     keys, or heads of other sizes than 1 to 256. Local and block-sparse attention takes calls with
     as many keys as queries alone, and pruning those without a mask. Guidance needs nothing: of a
     batch of both branches, or of two passes, each call runs at its step's noise level. A model is
-    called from one thread at a time.
+    called from one thread at a time. With diffusers' context parallelism its ranks share a call,
+    also one with gradients in 16 bits (docs/DISTRIBUTED.md).
 
     A model may be compiled before or after: by ``torch.compile(model)``, ``model.compile()`` or
     ``compile_repeated_blocks``, with ``fullgraph=True``. Attention is an operator of the graph.
