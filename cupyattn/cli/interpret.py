@@ -17,7 +17,7 @@ import numpy as np
 from cupyattn import interpret
 from cupyattn.cli import flags, inputs, output
 from cupyattn.interpret.findings import KINDS, Finding, KernelFault, describe
-from cupyattn.interpret.members import element_at, shared_members
+from cupyattn.interpret.members import element_at, members_of
 from cupyattn.interpret.observer import Observer
 from cupyattn.interpret.profile import Profile
 from cupyattn.interpret.stops import Break, Stop
@@ -32,8 +32,8 @@ from cupyattn.ops.quantize import quantize
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.observer import Started
     from cupyattn.interpret.program import Program
-    from cupyattn.plans.records import Launch
 
 #: What is run where nothing else is asked for.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
@@ -168,13 +168,13 @@ class _Progress(Observer):
 class _Where(Observer):
     """Remembers which kernel runs, to name what a finding's address lies in."""
 
-    def launch(self, one: Launch, program: Program, arch: str) -> None:
-        self._launch, self._first, self._arch = one, program.shared_bytes, arch
+    def launch(self, one: Started, program: Program, arch: str) -> None:
+        self._launch, self._program, self._arch = one, program, arch
 
     def element(self, address: int) -> str:
         """Return the member of shared memory that a byte belongs to, empty where there is none."""
-        members = shared_members(self._launch.module, self._arch)
-        return element_at(members, address - self._first)
+        members = members_of(self._launch, self._program, self._arch)
+        return element_at(members, address - self._program.shared_bytes)
 
 
 class _Stops:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.findings import Finding, KernelFault
     from cupyattn.interpret.machine import schedule
     from cupyattn.interpret.observer import Observer, observe
+    from cupyattn.interpret.own_kernels import TensorMap, launch
     from cupyattn.interpret.profile import Profile
     from cupyattn.interpret.stops import Break, Stop
     from cupyattn.interpret.trace import Trace
@@ -23,8 +24,10 @@ __all__ = [
     "Observer",
     "Profile",
     "Stop",
+    "TensorMap",
     "Trace",
     "attention",
+    "launch",
     "observe",
     "run",
     "schedule",
@@ -37,6 +40,7 @@ __getattr__, __dir__ = lazy_face(
         "interpret.findings": ("Finding", "KernelFault"),
         "interpret.machine": ("schedule",),
         "interpret.observer": ("Observer", "observe"),
+        "interpret.own_kernels": ("TensorMap", "launch"),
         "interpret.profile": ("Profile",),
         "interpret.stops": ("Break", "Stop"),
         "interpret.trace": ("Trace",),

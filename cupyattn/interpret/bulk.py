@@ -44,6 +44,9 @@ class Tensor:
     shape, strides, box : tuple of int
         As of `cupyattn.plans.records.TensorMap`: slowest axis first, strides in bytes of all axes
         but the last.
+    swizzle : int
+        Bytes over which shared memory is swizzled: 32, 64, 128, or 0 for rows that follow each
+        other.
     """
 
     name: str
@@ -52,9 +55,7 @@ class Tensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-
-    #: Bytes over which shared memory is swizzled, as `cupyattn.runtime.tensor_map` asks for.
-    SWIZZLE = 128
+    swizzle: int = 128
 
     def elements(self, corner: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_], Ints]:
         """Return for every element of a box its address, whether it exists, its place in the box.
@@ -155,7 +156,7 @@ class Engine:
             message = f"a box goes to shared address {target}, which is no multiple of 128"
             self._misaligned(message, lane)
         address, inside, place = tensor.elements(corner)
-        swizzled = swizzled_address(target + place, tensor.SWIZZLE) - target
+        swizzled = swizzled_address(target + place, tensor.swizzle) - target
         self._deliver(address, inside, swizzled, tensor.itemsize, target, barrier, lane)
 
     def bring_bytes(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
@@ -233,7 +234,7 @@ class Engine:
         shared.shadow.before_proxy(granules, owners, machine.clocks, machine.report)
         shared.shadow.lend(granules)
         address, inside, place = tensor.in_whole_chunks().elements(corner)
-        swizzled = swizzled_address(source + place, tensor.SWIZZLE) - source + int(first[0])
+        swizzled = swizzled_address(source + place, tensor.swizzle) - source + int(first[0])
         who = np.full(len(address), lane)
         machine.traffic["shared", "load"] += tensor.box_bytes
         machine.traffic["global", "store"] += size * int(inside.sum())

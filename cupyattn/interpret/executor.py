@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 import numpy.typing as npt
 
@@ -23,10 +26,9 @@ from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import BoundLaunch, Machine
 from cupyattn.interpret.memory import GlobalMemory, duplicate
 from cupyattn.interpret.observer import Observer, active
-from cupyattn.interpret.program import Program, program
+from cupyattn.interpret.program import Program, program, target_of
 from cupyattn.interpret.ptx import Parameter
 from cupyattn.plans.records import Launch, TensorMap
-from cupyattn.runtime import tensor_map
 
 if TYPE_CHECKING:
     from cupyattn.plans.records import Runnable
@@ -37,6 +39,53 @@ MEMORY_BUDGET = 512 << 20
 OVERLAPPING = 90
 #: Threads that a block may have on any device.
 MAX_BLOCK = 1024
+#: Extents of a grid or a block: a number in x, or up to three numbers in x, y and z.
+Extents: TypeAlias = "int | tuple[int, ...]"
+
+
+def extents(given: Extents) -> tuple[int, int, int]:
+    """Return extents in x, y and z, with 0 in x where one of them is no positive number."""
+    numbers = given if isinstance(given, tuple) else (given,)
+    if not 1 <= len(numbers) <= 3:
+        raise ValueError(f"a grid or a block has 1 to 3 extents, got {numbers}")
+    x, y, z = (*numbers, 1, 1)[:3]
+    return (x, y, z) if min(x, y, z) > 0 else (0, 1, 1)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How many blocks and threads run, and the dynamic shared memory of a block.
+
+    Parameters
+    ----------
+    grid, block : tuple of int
+        Extents in x, y and z.
+    shared_bytes : int
+    """
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        return math.prod(self.grid)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.block)
+
+
+@dataclass(frozen=True)
+class OwnLaunch:
+    """What observers learn of a kernel that no plan launches."""
+
+    module: ModuleSpec | None
+    entry: str
+    grid: int
+    block: int
 
 
 def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> None:
@@ -113,20 +162,18 @@ def run_launch(
     observers = active()
     for observer in observers:
         observer.launch(one, ready, binary.arch)
-    _launch(
-        ready, memory, params, tensors, grid=one.grid, block=one.block, shared=shared,
-        observers=observers,
-    )  # fmt: skip
+    geometry = Geometry(extents(one.grid), extents(one.block), shared)
+    _launch(ready, memory, params, tensors, geometry, observers)
     written.update(memory.give_back())
 
 
 def run_kernel(
     source: ModuleSpec | str,
     entry: str,
-    arguments: Sequence[Any],
+    arguments: Mapping[str, Any] | Sequence[Any],
     *,
-    block: int,
-    grid: int = 1,
+    block: Extents,
+    grid: Extents = 1,
     shared: int | None = None,
     mapped: Mapping[str, npt.NDArray[Any]] | None = None,
     arch: str | None = None,
@@ -139,26 +186,27 @@ def run_kernel(
         CUDA C++ to compile, or the text of a PTX module.
     entry : str
         Name of the kernel.
-    arguments : sequence
-        One for each parameter: an array for a pointer, a NumPy scalar for a number, a record (a
-        structured array of one element) for a struct, a `TensorMap`, None for a null pointer.
-        Arrays that are not writeable are inputs: a kernel that writes to one has a hazard. The
-        others receive what the kernel wrote, once it has ended without a hazard.
-    block, grid : int
-        Threads of a block, and blocks.
+    arguments : sequence or mapping of str
+        One for each parameter, in order: an array for a pointer, a NumPy scalar for a number, a
+        record (a structured array of one element) for a struct, a `TensorMap`, None for a null
+        pointer. Arrays that are not writeable are inputs: a kernel that writes to one has a
+        hazard. The others receive what the kernel wrote, once it has ended without a hazard.
+        Findings use the names of a mapping instead of those in the PTX.
+    block, grid : int or tuple of int
+        Threads of a block, and blocks, in x, y and z.
     shared : int, optional
         Bytes of dynamic shared memory; what the module states in ``smem_bytes`` when omitted.
     mapped : mapping of str to numpy.ndarray, optional
         The buffers that tensor maps name.
     arch : str, optional
-        Architecture to compile for; ``"sm_80"`` when omitted.
+        Architecture to compile for; ``"sm_80"`` when omitted, the target of PTX.
 
     Raises
     ------
     KernelFault
         At the first hazard.
     KernelLaunchError
-        For more threads than the kernel takes.
+        For more threads than the kernel takes, or more shared memory than a block may have.
     PtxError
         For PTX that cannot be read.
     TypeError
@@ -190,40 +238,101 @@ def run_kernel(
     >>> x
     array([0, 2, 4, 6], dtype=int32)
     """
+    module = None
     if isinstance(source, ModuleSpec):
-        ptx = compiler.translate(source, arch or source.least_arch).ptx
-    else:
-        ptx = source
-    ready = program(ptx, entry)
-    declared = ready.kernel.parameters
+        module, arch = source, arch or source.least_arch
+        source = compiler.translate(source, arch).ptx
+    ready = program(source, entry)
+    if shared is None:
+        shared = parse_smem_bytes(source)
+    geometry = Geometry(extents(grid), extents(block), shared)
+    run_program(ready, arguments, geometry, module, arch or target_of(source), mapped or {})
+
+
+def run_program(
+    ready: Program,
+    arguments: Mapping[str, Any] | Sequence[Any],
+    geometry: Geometry,
+    module: ModuleSpec | None,
+    arch: str,
+    mapped: Mapping[str, npt.NDArray[Any]],
+) -> None:
+    """Run a kernel that is ready; arguments, tensor maps and errors are those of `run_kernel`.
+
+    Parameters
+    ----------
+    ready : Program
+    arguments : mapping or sequence
+    geometry : Geometry
+    module : ModuleSpec or None
+        Its source file, for observers.
+    arch : str
+        Architecture that it was compiled for.
+    mapped : mapping of str to numpy.ndarray
+    """
+    entry, declared = ready.kernel.name, ready.kernel.parameters
     if len(arguments) != len(declared):
         raise ValueError(f"{entry} takes {len(declared)} arguments, got {len(arguments)}")
+    names: Sequence[str] = [p.name for p in declared]
+    if isinstance(arguments, Mapping):
+        names, arguments = list(arguments), list(arguments.values())
     memory = GlobalMemory(ready.granules["global"])
-    buffers = {
-        name: memory.add(name, array, writable=array.flags.writeable)
-        for name, array in (mapped or {}).items()
-    }
+    placed = _Placed(memory)
+    buffers = {name: placed.address(name, array) for name, array in mapped.items()}
     params = np.zeros(max((p.offset + p.size for p in declared), default=0), np.uint8)
     tensors: list[Tensor] = []
-    for parameter, value in zip(declared, arguments, strict=True):
-        name = f"parameter {parameter.name} of {entry}"
+    for parameter, array, value in zip(declared, names, arguments, strict=True):
+        name = f"parameter {array} of {entry}"
         if isinstance(value, TensorMap):
             value = _describe(value, buffers, tensors)
         else:
-            value = _argument(memory, parameter.name, value, name)
+            value = _argument(placed, array, value, name)
         _place(params, parameter, value, name)
-    if shared is None:
-        shared = parse_smem_bytes(ptx)
-    _launch(ready, memory, params, tensors, grid=grid, block=block, shared=shared)
+    needed = ready.shared_bytes + geometry.shared_bytes
+    devices.check_shared_memory(needed, shared_memory_of(arch), entry, arch)
+    observers = active()
+    for observer in observers:
+        observer.launch(OwnLaunch(module, entry, geometry.blocks, geometry.threads), ready, arch)
+    _launch(ready, memory, params, tensors, geometry, observers)
     memory.give_back()
 
 
-def _argument(memory: GlobalMemory, array: str, value: Any, name: str) -> npt.NDArray[Any]:
+class _Placed:
+    """Arrays that lie in memory: one that is passed twice keeps its address."""
+
+    def __init__(self, memory: GlobalMemory) -> None:
+        self._memory = memory
+        self._known: list[tuple[str, npt.NDArray[Any], int]] = []
+
+    def address(self, name: str, array: npt.NDArray[Any]) -> int:
+        """Return the address of an array, which goes to memory when it is not there yet.
+
+        Raises
+        ------
+        ValueError
+            If it overlaps another array without being the same.
+        """
+        layout = array.__array_interface__
+        for other, known, address in self._known:
+            if layout == known.__array_interface__:
+                return address
+            written = array.flags.writeable or known.flags.writeable
+            if written and np.shares_memory(array, known):
+                raise ValueError(
+                    f"{other} and {name} overlap, and the interpreter keeps every array apart: "
+                    "pass the same array for both, or copies"
+                )
+        address = self._memory.add(name, array, writable=array.flags.writeable)
+        self._known.append((name, array, address))
+        return address
+
+
+def _argument(placed: _Placed, array: str, value: Any, name: str) -> npt.NDArray[Any]:
     """Return what is passed for an argument; an array goes to memory, its address is passed."""
     if value is None:
         return np.zeros(1, np.uint64)
     if isinstance(value, np.ndarray) and not value.dtype.fields:
-        return np.array([memory.add(array, value, writable=value.flags.writeable)], np.uint64)
+        return np.array([placed.address(array, value)], np.uint64)
     if not isinstance(value, np.generic | np.ndarray):
         check_numpy(value, name)
         raise TypeError(
@@ -249,10 +358,13 @@ def _describe(
     """Enter what a tensor map describes in a list; return the parameter that stands for it."""
     filled = np.zeros(16, np.uint64)
     filled[:2] = TENSOR_MAP_MARK, len(tensors)
-    address, size = addresses[template.buffer], tensor_map.itemsize(template.dtype)
+    address, size = addresses[template.buffer], np.dtype(template.dtype).itemsize
     tensors.append(
-        Tensor(template.buffer, address, size, template.shape, template.strides, template.box)
-    )
+        Tensor(
+            template.buffer, address, size, template.shape, template.strides, template.box,
+            template.swizzle,
+        )
+    )  # fmt: skip
     return filled
 
 
@@ -278,13 +390,11 @@ def _launch(
     memory: GlobalMemory,
     params: npt.NDArray[np.uint8],
     tensors: list[Tensor],
-    *,
-    grid: int,
-    block: int,
-    shared: int,
-    observers: tuple[Observer, ...] = (),
+    geometry: Geometry,
+    observers: tuple[Observer, ...],
 ) -> None:
     """Run all blocks of a launch, as many at a time as fit into the memory budget."""
+    grid, block, shared = geometry.blocks, geometry.threads, geometry.shared_bytes
     entry, limit = ready.kernel.name, ready.kernel.max_threads or MAX_BLOCK
     if not 1 <= block <= limit:
         raise KernelLaunchError(f"{entry} takes 1 to {limit} threads, got a block of {block}")
@@ -292,11 +402,15 @@ def _launch(
         raise KernelLaunchError(f"{entry} takes 1 block or more, got a grid of {grid}")
     symbols = {v.name: memory.add(v.name, _variable(v)) for v in ready.variables.values()}
     cluster = ready.kernel.cluster
-    if grid % cluster:
-        raise KernelLaunchError(f"{entry} takes clusters of {cluster} blocks, got a grid of {grid}")
+    if geometry.grid[0] % cluster:
+        raise KernelLaunchError(
+            f"{entry} takes clusters of {cluster} blocks, got a grid of {geometry.grid[0]}"
+        )
     clusters = MEMORY_BUDGET // block_bytes(ready, block, shared) // cluster
     blocks = max(1, min(grid // cluster, clusters)) * cluster
-    launch = BoundLaunch(ready, grid, block, params, symbols, shared, tensors)
+    launch = BoundLaunch(
+        ready, grid, block, params, symbols, shared, tensors, geometry.grid, geometry.block
+    )
     now = 0
     for first in range(0, grid, blocks):
         machine = Machine(

@@ -40,6 +40,7 @@ from cupyattn.interpret.program import Program, Segment
 from cupyattn.interpret.ptx import Register
 from cupyattn.interpret.register_pools import RegisterPools
 from cupyattn.interpret.semantics import Read, not_known, register_type
+from cupyattn.interpret.special import special_registers
 from cupyattn.interpret.wgmma import Warpgroups
 
 FULL_WARP = 0xFFFFFFFF
@@ -95,6 +96,8 @@ class BoundLaunch:
         Bytes of dynamic shared memory.
     tensors : sequence of Tensor
         What the tensor maps among the parameters describe.
+    grid_shape, block_shape : tuple of int
+        Their extents in x, y and z.
     """
 
     program: Program
@@ -104,6 +107,8 @@ class BoundLaunch:
     symbols: Mapping[str, int]
     dynamic_shared: int
     tensors: Sequence[Tensor]
+    grid_shape: tuple[int, int, int]
+    block_shape: tuple[int, int, int]
 
 
 class Machine:
@@ -134,6 +139,8 @@ class Machine:
     ) -> None:
         self.program = program = launch.program
         self.grid, self.block = launch.grid, launch.block
+        self.shapes = launch.grid_shape, launch.block_shape
+        self.dynamic_shared = launch.dynamic_shared
         self.first_block, self.blocks = first_block, blocks
         self.threads = -(-self.block // WARP) * WARP
         self.size = blocks * self.threads
@@ -422,27 +429,7 @@ class Machine:
             return self._special[name]
         if self._special:
             raise not_known(self.program.steps[self.place].instruction)
-        lane = (self.thread % WARP).astype(np.uint32)
-        one = np.uint32(1)
-        known = {
-            "%tid.x": self.thread,
-            "%ntid.x": np.full(self.size, self.block),
-            "%ctaid.x": self.first_block + self.lane // self.threads,
-            "%nctaid.x": np.full(self.size, self.grid),
-            "%laneid": lane,
-            "%warpid": self.thread // WARP,
-            "%nwarpid": np.full(self.size, self.threads // WARP),
-            "%lanemask_eq": one << lane,
-            "%lanemask_lt": (one << lane) - one,
-            "%lanemask_le": (one << lane) - one | (one << lane),
-            "%lanemask_gt": ~((one << lane) - one | (one << lane)),
-            "%lanemask_ge": ~((one << lane) - one),
-            "WARP_SZ": np.full(self.size, WARP),
-        }
-        for axis in "yz":
-            known[f"%tid.{axis}"] = known[f"%ctaid.{axis}"] = np.zeros(self.size, np.uint32)
-            known[f"%ntid.{axis}"] = known[f"%nctaid.{axis}"] = np.ones(self.size, np.uint32)
-        self._special = {k: v.astype(np.uint32) for k, v in known.items()}
+        self._special = special_registers(self)
         return self.special(name)
 
     def space(

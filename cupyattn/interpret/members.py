@@ -12,13 +12,19 @@ import re
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ptx import parse
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.observer import Started
+    from cupyattn.interpret.program import Program
 
 #: NumPy names of element types; what is none of them counts as uint64 or as bytes.
 _DTYPES = {
@@ -115,6 +121,50 @@ def element_at(members: tuple[Member, ...], offset: int) -> str:
             index = ", ".join(str(i) for i in np.unravel_index(element, m.shape))
             found.append(f"{m.name}[{index}]" if index else m.name)
     return " or ".join(found)
+
+
+def members_of(one: Started, program: Program, arch: str) -> tuple[Member, ...]:
+    """Return what a launch's shared memory holds, by name.
+
+    Parameters
+    ----------
+    one : Started
+        The launch.
+    program : Program
+        Its kernel.
+    arch : str
+        Architecture, for example ``"sm_80"``.
+
+    Returns
+    -------
+    tuple of Member
+        The members of ``SharedStorage``. Without that struct, the variables of fixed size, as
+        bytes: PTX does not keep their types. Their offsets are negative, because offset 0 is the
+        first byte of dynamic shared memory.
+    """
+    members = () if one.module is None else shared_members(one.module, arch)
+    if members or not program.shared:
+        return members
+    end = SHARED_BASE + program.shared_bytes
+    placed = sorted(program.shared.items(), key=lambda item: item[1])
+    stops = [*(address for _, address in placed[1:]), end]
+    return tuple(
+        Member(_plain(name), "uint8", (stop - address,), address - end)
+        for (name, address), stop in zip(placed, stops, strict=True)
+        if address < stop
+    )
+
+
+def _plain(name: str) -> str:
+    """Return a variable's own name where C++ wrote those of its function and scopes in front.
+
+    Examples
+    --------
+    >>> _plain("_ZZ4copyE4tile"), _plain("global_smem")
+    ('tile', 'global_smem')
+    """
+    match = re.fullmatch(r"_ZZ.*E(\d+)(\D\w*?)(?:_\d+)?", name) if name[:3] == "_ZZ" else None
+    return match[2][: int(match[1])] if match else name
 
 
 def shared_members(spec: ModuleSpec, arch: str) -> tuple[Member, ...]:

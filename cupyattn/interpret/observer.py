@@ -17,15 +17,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cupyattn.interpret.findings import Finding
 
 if TYPE_CHECKING:
+    from cupyattn.compiler.modules import ModuleSpec
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.plans.records import Launch
+
+
+class Started(Protocol):
+    """What an observer learns of a launch; `cupyattn.plans.records.Launch` is one."""
+
+    @property
+    def entry(self) -> str:
+        """Name of the kernel."""
+
+    @property
+    def grid(self) -> int:
+        """Blocks of the launch."""
+
+    @property
+    def block(self) -> int:
+        """Threads of each block."""
+
+    @property
+    def module(self) -> ModuleSpec | None:
+        """The source file and its macros, None for a text or PTX."""
 
 
 class Observer:
@@ -34,7 +54,7 @@ class Observer:
     def start(self) -> None:
         """Called when `observe` begins: a fault in what was asked for is raised here."""
 
-    def launch(self, one: Launch, program: Program, arch: str) -> None:
+    def launch(self, one: Started, program: Program, arch: str) -> None:
         """Called before a kernel is launched."""
 
     def before(self, machine: Machine, lanes: Lanes) -> None:

@@ -23,8 +23,8 @@ from cupyattn.interpret.warp import matrix_tiles
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.observer import Started
     from cupyattn.interpret.program import Program
-    from cupyattn.plans.records import Launch
 
 #: Fetches the addresses of an access to shared memory, and the lanes that they belong to.
 _Fetch = Callable[["Machine", "Lanes"], tuple[Ints, Ints]]
@@ -127,7 +127,7 @@ class Profile(Observer):
 
     # ---- watching --------------------------------------------------------------------------------
 
-    def launch(self, one: Launch, program: Program, arch: str) -> None:
+    def launch(self, one: Started, program: Program, arch: str) -> None:
         """Prepare for the accesses of a kernel."""
         self._current = self.kernels.setdefault(one.entry, KernelProfile(one.entry))
         self._current.launches += 1

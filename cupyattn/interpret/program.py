@@ -163,6 +163,17 @@ def _parsed(ptx: str) -> Module:
     return parse(ptx)
 
 
+def entry_points(ptx: str) -> tuple[str, ...]:
+    """Return the names of the kernels of a PTX text."""
+    with _collector_paused():
+        return tuple(_parsed(ptx).kernels)
+
+
+def target_of(ptx: str) -> str:
+    """Return the architecture that a PTX text names."""
+    return _parsed(ptx).target
+
+
 def _step(instruction: Instruction) -> Step:
     builder = semantics.BUILDERS.get(instruction.opcode)
     built = scalar.arithmetic(instruction) if builder is None else builder(instruction)

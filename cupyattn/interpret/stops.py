@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.findings import short
-from cupyattn.interpret.members import Member, shared_members
+from cupyattn.interpret.members import Member, members_of
 from cupyattn.interpret.observer import Observer
 from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Instruction, Register
@@ -19,8 +19,8 @@ from cupyattn.interpret.registers import read, value, written
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.observer import Started
     from cupyattn.interpret.program import Program
-    from cupyattn.plans.records import Launch
 
 
 class Stop:
@@ -81,11 +81,11 @@ class Stop:
         """Members of shared memory, of every block that is here."""
         machine = self._alive("shared")
         # Dynamic shared memory, where SharedStorage lies, follows the variables of fixed size.
-        data = machine.shared.data.reshape(machine.blocks, -1)[:, machine.program.shared_bytes :]
-        data = data[self.blocks - machine.first_block]
+        first = machine.program.shared_bytes
+        data = machine.shared.data.reshape(machine.blocks, -1)[self.blocks - machine.first_block]
         found = {}
         for m in self._members():
-            member = data[:, m.offset : m.offset + m.nbytes].copy().view(m.dtype)
+            member = data[:, first + m.offset :][:, : m.nbytes].copy().view(m.dtype)
             found[m.name] = _fixed(member.reshape(-1, *m.shape))
         return found
 
@@ -157,7 +157,7 @@ class Break(Observer):
         self._known: set[tuple[str, int]] = set()
         self._runs: dict[int, tuple[int, int]] = {}
 
-    def launch(self, one: Launch, program: Program, arch: str) -> None:
+    def launch(self, one: Started, program: Program, arch: str) -> None:
         """Find the line in a kernel."""
         here = []
         for index, step in enumerate(program.steps):
@@ -172,7 +172,7 @@ class Break(Observer):
             for run in _neighbours(np.array(here, np.intp))
             for index in run
         }
-        self._members = lambda: shared_members(one.module, arch)
+        self._members = lambda: members_of(one, program, arch)
 
     def after(self, machine: Machine, lanes: Lanes) -> None:
         """Call back at the last of neighbouring instructions."""

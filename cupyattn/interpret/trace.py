@@ -19,8 +19,8 @@ from cupyattn.interpret.registers import executing, read, result_type, value, wr
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.observer import Started
     from cupyattn.interpret.program import Program
-    from cupyattn.plans.records import Launch
 
 #: Types of two numbers packed into a register, and the type of one of them.
 _PAIRS = {"f16x2": np.dtype(np.float16), "bf16x2": np.dtype(ml_dtypes.bfloat16)}
@@ -71,7 +71,7 @@ class Trace(Observer):
         # NOTE: buffered by lines, so that the file is there when a kernel does not end.
         self._file = self.path.open("w", encoding="utf-8", buffering=1)
 
-    def launch(self, one: Launch, program: Program, arch: str) -> None:
+    def launch(self, one: Started, program: Program, arch: str) -> None:
         """Head what follows with the launch."""
         self._sizes.append((one.grid, one.block))
         self._write(

@@ -72,13 +72,14 @@ def swizzled_address(address: Array, swizzle: int, base_offset: int = 0) -> Arra
     ----------
     address : array of int
         Shared-memory addresses.
-    swizzle : {16, 32, 64, 128}
+    swizzle : {0, 16, 32, 64, 128}
         Rows of that many bytes: their 16-byte chunks trade places by the address bits from 7 on.
+        0 and 16: the plain layout.
     base_offset : int
         That of the descriptor.
     """
     row = (address >> 7) - base_offset
-    return address ^ (row & (swizzle // 16 - 1)) << 4
+    return address ^ (row & (max(swizzle, 16) // 16 - 1)) << 4
 
 
 @lru_cache(maxsize=4096)

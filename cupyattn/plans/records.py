@@ -58,6 +58,8 @@ class TensorMap:
         Bytes, of every axis but the last, which is contiguous.
     box : tuple of int
         Extents of one copy.
+    swizzle : int
+        Bytes over which shared memory is swizzled; the library's own kernels take 128.
     """
 
     buffer: str
@@ -65,6 +67,7 @@ class TensorMap:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    swizzle: int = 128
 
 
 @dataclass(frozen=True)

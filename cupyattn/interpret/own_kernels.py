@@ -1,0 +1,238 @@
+"""Runs a kernel that is no rung of the ladder: CUDA source, PTX or a fatbin, without registration.
+
+>>> import numpy as np
+>>> from cupyattn import interpret
+>>> source = '''
+... __global__ void scale(float* x, float a, int n) {
+...   int i = blockIdx.x * blockDim.x + threadIdx.x;
+...   if (i < n) x[i] *= a;
+... }'''
+>>> x = np.arange(6, dtype=np.float32)
+>>> interpret.launch(source, "scale", 2, 4, (x, np.float32(10), np.int32(6)))
+>>> x
+array([ 0., 10., 20., 30., 40., 50.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.errors import KernelLaunchError
+from cupyattn.interpret import fatbin
+from cupyattn.interpret.executor import Extents, Geometry, extents, run_program
+from cupyattn.interpret.program import Program, entry_points, program, target_of
+from cupyattn.plans import records
+
+#: What a module of PTX begins with, comments aside.
+_PTX = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*\.version\s+\d", re.DOTALL)
+#: Name that a CUDA source passed as text has in messages and line numbers.
+TEXT_NAME = "source.cu"
+#: Most axes of a tensor map.
+MAX_AXES = 5
+#: Architecture that CUDA source is compiled for by default.
+LEAST_ARCH = "sm_80"
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMap:
+    """A kernel parameter of type ``CUtensorMap``, which tells the copy engine where an array lies.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        The array, of 1 to 5 axes, the last one contiguous. All maps of one array share its memory.
+    box : tuple of int
+        Extents of one copy, in the order of the array's axes.
+    swizzle : {0, 32, 64, 128}
+        Bytes over which shared memory is swizzled: ``CU_TENSOR_MAP_SWIZZLE_NONE`` to ``_128B``.
+    """
+
+    array: npt.NDArray[Any]
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+    def __post_init__(self) -> None:
+        array, box = self.array, self.box
+        if not 1 <= array.ndim <= MAX_AXES or len(box) != array.ndim:
+            raise ValueError(
+                f"box must have one extent for each axis of the array, which has 1 to {MAX_AXES}, "
+                f"got box={box} for shape {array.shape}"
+            )
+        if not all(1 <= extent <= 256 for extent in box):
+            raise ValueError(f"the extents of box must be 1 to 256, got {box}")
+        if array.strides[-1] != array.itemsize:
+            raise ValueError(
+                f"the last axis of the array must be contiguous, got strides {array.strides}"
+            )
+        if self.swizzle not in (0, 32, 64, 128):
+            raise ValueError(f"swizzle must be 0, 32, 64 or 128 bytes, got {self.swizzle}")
+        row = box[-1] * array.itemsize
+        if row % 16 or (self.swizzle and row > self.swizzle):
+            limit = f" and at most the swizzle, {self.swizzle}" if self.swizzle else ""
+            raise ValueError(
+                f"the last extent of box must span a multiple of 16 bytes{limit}, got {row} bytes"
+            )
+
+
+def launch(
+    source: str | Path | bytes,
+    entry: str,
+    grid: Extents,
+    block: Extents,
+    args: Mapping[str, Any] | Sequence[Any],
+    *,
+    cluster: int | None = None,
+    shared_bytes: int = 0,
+    arch: str | None = None,
+    defines: Mapping[str, int] | None = None,
+) -> None:
+    """Run any kernel on NumPy arrays, and report its first hazard.
+
+    Parameters
+    ----------
+    source : str, Path or bytes
+        CUDA C++ or PTX as text, or the path of a ``.cu``, ``.ptx`` or ``.fatbin`` file, or the
+        bytes of a fatbin with PTX in it. NVRTC compiles CUDA C++.
+    entry : str
+        Name of the kernel. A C++ name without its parameters (``"scale"``) suffices where the PTX
+        has one kernel of that name.
+    grid, block : int or tuple of int
+        Blocks, and threads in each, along x, y and z.
+    args : sequence or mapping of str
+        One for each parameter, in order: an array for a pointer, a NumPy scalar for a number
+        (``np.int32(3)``), a structured array of one element for a struct, a `TensorMap`, None for
+        a null pointer. Arrays receive what the kernel wrote, once it has ended without a finding.
+        An array that is not writeable is an input, and a write to it is a finding. With a mapping,
+        findings use its names instead of those in the PTX.
+    cluster : int, optional
+        Blocks of a cluster along x; what the kernel states when omitted.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    arch : str, optional
+        Architecture to compile CUDA C++ for, ``"sm_80"`` when omitted. PTX names its own.
+    defines : mapping of str to int, optional
+        Macros for CUDA C++.
+
+    Raises
+    ------
+    KernelFault
+        At the first hazard.
+    KernelCompileError
+        If the source does not compile.
+    KernelLaunchError
+        For more threads or shared memory than a block may have, or a grid that clusters do not
+        divide.
+    PtxError
+        For PTX that cannot be read.
+    TypeError
+        For an argument of the wrong kind or size.
+    UnsupportedError
+        At an instruction that is not modelled, with its name and line.
+    ValueError
+        For an entry point that is not there, the wrong number of arguments, or a binary without
+        PTX.
+
+    See Also
+    --------
+    cupyattn.interpret.observe : Counts, bank conflicts, traces and stops of this launch.
+    """
+    module, ptx = _read(source, arch, tuple((defines or {}).items()))
+    ready = program(ptx, _entry(entry, entry_points(ptx)))
+    if cluster is not None:
+        ready = _clustered(ready, cluster)
+    geometry = Geometry(extents(grid), extents(block), shared_bytes)
+    mapped, passed = _with_maps(args)
+    run_program(ready, passed, geometry, module, target_of(ptx), mapped)
+
+
+def _clustered(ready: Program, cluster: int) -> Program:
+    """Return a kernel for clusters that the launch asks for."""
+    stated, entry = ready.kernel.cluster, ready.kernel.name
+    if cluster < 1 or stated not in (1, cluster):
+        states = f"states clusters of {stated}" if stated > 1 else "takes clusters of 1 block up"
+        raise KernelLaunchError(f"{entry} {states}, got cluster={cluster}")
+    return replace(ready, kernel=replace(ready.kernel, cluster=cluster))
+
+
+def _read(
+    source: str | Path | bytes, arch: str | None, defines: tuple[tuple[str, int], ...]
+) -> tuple[ModuleSpec | None, str]:
+    """Return the module of a source file, None for anything else, and the PTX."""
+    data = source if isinstance(source, str) else _text(source)
+    if _PTX.match(data):
+        return None, _text_alone(data, arch, defines)
+    arch = arch or LEAST_ARCH
+    if isinstance(source, Path):
+        module = ModuleSpec(source.resolve(), defines)
+        return module, compiler.translate(module, arch).ptx
+    if "\n" not in data and "{" not in data:
+        raise ValueError(
+            f"source must be CUDA C++ or PTX as text, got {data!r}: pass Path({data!r}) for a file"
+        )
+    return None, compiler.translate(ModuleSpec(TEXT_NAME, defines), arch, data).ptx
+
+
+def _text(source: Path | bytes) -> str:
+    """Return the source or PTX that a file or its contents hold."""
+    try:
+        data = source.read_bytes() if isinstance(source, Path) else source
+    except OSError as error:
+        raise ValueError(f"cannot read {source}: {error}") from None
+    try:
+        return fatbin.embedded_ptx(data) if fatbin.is_binary(data) else data.decode()
+    except UnicodeDecodeError:
+        what = "the source" if isinstance(source, bytes) else str(source)
+        raise ValueError(f"{what} is neither text nor a fatbin") from None
+
+
+def _text_alone(ptx: str, arch: str | None, defines: tuple[tuple[str, int], ...]) -> str:
+    """Return PTX, which takes no options of a compiler."""
+    given = {"arch": arch, "defines": defines}
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"{name} is an option of compiling CUDA C++, and the source is PTX: leave it out"
+            )
+    return ptx
+
+
+def _entry(name: str, known: Sequence[str]) -> str:
+    """Return the name in the PTX of a kernel that may be given by its C++ name."""
+    if name in known:
+        return name
+    inner = f"{len(name)}{name}"
+    mangled = [k for k in known if re.match(rf"_ZN?(?:\d+\w+?)??{re.escape(inner)}(?!\d)", k)]
+    if len(mangled) == 1:
+        return mangled[0]
+    listed = ", ".join(mangled or known) or "none at all"
+    several = "several kernels of the name" if mangled else "no entry point"
+    raise ValueError(f"the PTX has {several} {name!r}: entry must be one of {listed}")
+
+
+def _with_maps(
+    args: Mapping[str, Any] | Sequence[Any],
+) -> tuple[dict[str, npt.NDArray[Any]], Mapping[str, Any] | Sequence[Any]]:
+    """Return the arrays of tensor maps, each once, and the arguments with the plan's own maps."""
+    names = list(args) if isinstance(args, Mapping) else [f"argument {i}" for i in range(len(args))]
+    values = list(args.values()) if isinstance(args, Mapping) else list(args)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    of_array: dict[int, str] = {}
+    for index, (name, value) in enumerate(zip(names, values, strict=True)):
+        if not isinstance(value, TensorMap):
+            continue
+        array = value.array
+        buffer = of_array.setdefault(id(array), name)
+        arrays[buffer] = array
+        values[index] = records.TensorMap(
+            buffer, array.dtype.name, array.shape, array.strides[:-1], value.box, value.swizzle
+        )
+    passed = dict(zip(names, values, strict=True)) if isinstance(args, Mapping) else values
+    return arrays, passed
