@@ -1,7 +1,8 @@
-"""Run one rung in the interpreter: the kernels themselves, compiled and executed on NumPy, with no
-device. Prints what is wrong with them (exit status 1), J2 and J3, and what the run cost: warp
-instructions, bytes by memory, bank conflicts by source line. docs/INTERPRETER.md shows how to debug
-with it."""
+"""Run one rung, or any kernel in a file, in the interpreter: the kernels themselves, compiled and
+executed on NumPy, with no device. Prints what is wrong with them (exit status 1), J2 and J3, and
+what the run cost: warp instructions, bytes by memory, bank conflicts by source line.
+docs/INTERPRETER.md shows how to debug with it, docs/YOUR_KERNEL.md how to launch a kernel of your
+own."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import argparse
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupyattn import interpret
-from cupyattn.cli import flags, inputs, output
+from cupyattn.cli import flags, inputs, launch_file, output
 from cupyattn.interpret.findings import KINDS, Finding, KernelFault, describe
 from cupyattn.interpret.members import element_at, members_of
 from cupyattn.interpret.observer import Observer
@@ -28,6 +30,8 @@ from cupyattn.measure import words as measure_words
 from cupyattn.ops.attention import attention, resolved
 from cupyattn.ops.explain import explain, plans
 from cupyattn.ops.quantize import quantize
+from cupyattn.testing import judge, numerics
+from cupyattn.testing.report import Report
 
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
@@ -37,13 +41,28 @@ if TYPE_CHECKING:
 
 #: What is run where nothing else is asked for.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
+#: What a file with a kernel in it ends with; a cubin is refused by name.
+KERNEL_FILES = (".cu", ".ptx", ".fatbin", ".cubin")
+#: Options that a kernel in a file takes.
+FILE_OPTIONS = (
+    "--launch", "--save", "--arch", "--trace", "--trace-of", "--trace-lines", "--break", "--stops",
+    "--json",
+)  # fmt: skip
 #: Source lines of the table of shared memory; ``--json`` has them all.
 LINES = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(ladder.VARIANTS)}")
+    parser.add_argument(
+        "variant", metavar="VARIANT|FILE",
+        help=f"one of {', '.join(ladder.VARIANTS)}, or a .cu, .ptx or .fatbin file",
+    )  # fmt: skip
+    own = parser.add_argument_group("a kernel in a file")
+    own.add_argument(
+        "--launch", metavar="FILE", help="its launch in TOML (default: beside it, as NAME.toml)"
+    )
+    own.add_argument("--save", metavar="FILE", help="write all its arrays to this .npz afterwards")
     parser.add_argument(
         "--arch", metavar="NAME", help="architecture to compile for (default sm_80)"
     )
@@ -66,17 +85,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    variant = ladder.lookup(args.variant)
     flags.check_whole(args, "trace_lines", "stops")
-    profile, where = Profile(), _Where()
-    observers: list[Observer] = [profile, where]
-    if args.trace:
-        block, warp, lane = _numbers(args.trace_of)
-        observers.append(
-            Trace(args.trace, block=block, warp=warp, lane=lane, limit=args.trace_lines)
-        )
-    if args.stop_at:
-        observers.append(Break(*_place(args.stop_at), _Stops(args.stops)))
+    if Path(args.variant).suffix in KERNEL_FILES:
+        return _run_file(args)
+    if args.launch or args.save:
+        option = "--launch" if args.launch else "--save"
+        raise ValueError(f"{option} is for a kernel in a file, got {args.variant}: leave it out")
+    variant = ladder.lookup(args.variant)
+    profile, where, observers = _observers(args)
     given = _input(args)
     q, k, v = given.q, given.k, given.v
     options = inputs.call_options(args)
@@ -87,11 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         record["environment"] = device.environment()
     try:
-        with (
-            # NOTE: a bar that is redrawn between the lines of a stop would garble them.
-            contextlib.nullcontext() if args.stop_at else output.progress(variant.name) as advance,
-            interpret.observe(*observers, *([_Progress(advance)] if advance else [])),
-        ):
+        with _watched(args, variant.name, observers):
             z = quantize(q, k, v, backend="interpret") if variant.family == "int8" else None
             operands = (q, k, v) if z is None else (z,)
             o, lse = attention(*operands, **asked)
@@ -116,6 +128,85 @@ def run(args: argparse.Namespace) -> int:
         record |= {"j2": judged.j2, "j3": judged.j3, "kernels": profile.to_dict()}
         output.write_json(args.json, record)
     return 0 if judged.ok else 1
+
+
+def _observers(args: argparse.Namespace) -> tuple[Profile, _Where, list[Observer]]:
+    """Return what counts, what names addresses, and all observers that were asked for."""
+    profile, where = Profile(), _Where()
+    observers: list[Observer] = [profile, where]
+    if args.trace:
+        block, warp, lane = _numbers(args.trace_of)
+        observers.append(
+            Trace(args.trace, block=block, warp=warp, lane=lane, limit=args.trace_lines)
+        )
+    if args.stop_at:
+        observers.append(Break(*_place(args.stop_at), _Stops(args.stops)))
+    return profile, where, observers
+
+
+@contextlib.contextmanager
+def _watched(args: argparse.Namespace, name: str, observers: list[Observer]) -> Iterator[None]:
+    """Let observers watch, and show how far the run is."""
+    with (
+        # NOTE: a bar that is redrawn between the lines of a stop would garble them.
+        contextlib.nullcontext() if args.stop_at else output.progress(name) as advance,
+        interpret.observe(*observers, *([_Progress(advance)] if advance else [])),
+    ):
+        yield
+
+
+def _run_file(args: argparse.Namespace) -> int:
+    """Run a kernel in a file as its description says."""
+    path = Path(args.variant)
+    _check_options(args.arguments)
+    given = launch_file.read(Path(args.launch) if args.launch else path.with_suffix(".toml"))
+    if args.arch:
+        given.settings["arch"] = args.arch
+    profile, where, observers = _observers(args)
+    output.say(f"{path}: {given.entry}, grid {given.grid}, block {given.block}")
+    record: dict[str, Any] = {"file": str(path), "entry": given.entry}
+    try:
+        with _watched(args, given.entry, observers):
+            interpret.launch(
+                path, given.entry, given.grid, given.block, given.args, **given.settings
+            )
+    except KernelFault as fault:
+        _print_finding(fault.finding, where)
+        if args.json:
+            output.write_json(args.json, {**record, "finding": str(fault.finding)})
+        return 1
+    if args.save:
+        np.savez(args.save, **given.arrays)  # type: ignore[arg-type]
+    output.say("\nNo findings.")
+    passed = True
+    if given.judged is not None:
+        report = _judge(given.arrays, given.judged)
+        output.say(str(report))
+        passed = report.passed
+        record["j2"] = report.ratio
+    print_profile(profile)
+    if args.json:
+        output.write_json(args.json, {**record, "kernels": profile.to_dict()})
+    return 0 if passed else 1
+
+
+def _judge(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
+    """Hold the output of a kernel in a file to the bound of the rounding that it states."""
+    tensors = {name: arrays[judged[name]] for name in launch_file.TENSORS if name in judged}
+    words = {name: judged[name] for name in launch_file.NUMERICS if name in judged}
+    options = {name: judged[name] for name in launch_file.OPTIONS if name in judged}
+    return judge(**tensors, numerics=numerics(**words), **options)
+
+
+def _check_options(arguments: Sequence[str]) -> None:
+    """Raise for options that choose an input of a rung: the description has that of a file."""
+    for text in arguments:
+        name = text.partition("=")[0]
+        if name.startswith("--") and not any(known.startswith(name) for known in FILE_OPTIONS):
+            raise ValueError(
+                f"{name} is for a rung of the ladder: arrays and numbers of a kernel in a file "
+                "stand in its .toml"
+            )
 
 
 def _input(args: argparse.Namespace) -> inputs.Input:

@@ -250,6 +250,8 @@ _HERE: dict[str, Maker] = {
     "slct": select_by_sign,
 }
 _MAKERS = (_HERE, integer.OPCODES, floating.OPCODES, convert.OPCODES)
+#: Names of all arithmetic instructions.
+OPCODES = tuple(sorted({opcode for makers in _MAKERS for opcode in makers}))
 
 
 @cache

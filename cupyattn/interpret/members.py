@@ -116,7 +116,9 @@ def element_at(members: tuple[Member, ...], offset: int) -> str:
     """
     found = []
     for m in members:
-        if m.offset <= offset < m.offset + m.nbytes:
+        if m.offset <= offset < m.offset + m.nbytes and m.offset < 0:  # its type is not known
+            found.append(f"byte {offset - m.offset} of {m.name}")
+        elif m.offset <= offset < m.offset + m.nbytes:
             element = (offset - m.offset) // np.dtype(m.dtype).itemsize
             index = ", ".join(str(i) for i in np.unravel_index(element, m.shape))
             found.append(f"{m.name}[{index}]" if index else m.name)

@@ -185,11 +185,11 @@ def _text(source: Path | bytes) -> str:
     try:
         data = source.read_bytes() if isinstance(source, Path) else source
     except OSError as error:
-        raise ValueError(f"cannot read {source}: {error}") from None
+        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
     try:
         return fatbin.embedded_ptx(data) if fatbin.is_binary(data) else data.decode()
     except UnicodeDecodeError:
-        what = "the source" if isinstance(source, bytes) else str(source)
+        what = str(source) if isinstance(source, Path) else "the source"
         raise ValueError(f"{what} is neither text nor a fatbin") from None
 
 

@@ -29,7 +29,7 @@ from cupyattn.interpret.ptx import (
     Vector,
     parse,
 )
-from cupyattn.interpret.semantics import Step
+from cupyattn.interpret.semantics import Execute, Step
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,18 @@ def target_of(ptx: str) -> str:
     return _parsed(ptx).target
 
 
-def _step(instruction: Instruction) -> Step:
+def _built(instruction: Instruction) -> Step | Execute | None:
     builder = semantics.BUILDERS.get(instruction.opcode)
-    built = scalar.arithmetic(instruction) if builder is None else builder(instruction)
+    return scalar.arithmetic(instruction) if builder is None else builder(instruction)
+
+
+def is_modelled(instruction: Instruction) -> bool:
+    """Return whether the interpreter knows an instruction with all its modifiers."""
+    return _built(instruction) is not None
+
+
+def _step(instruction: Instruction) -> Step:
+    built = _built(instruction)
     if built is None:
         return Step(instruction, semantics.unsupported(instruction))
     step = built if isinstance(built, Step) else Step(instruction, built)
