@@ -77,6 +77,8 @@ def _atomic_shape(inst: Instruction) -> tuple[str, str, int, str] | None:
     if not others or others[0] not in _ATOMIC:
         return None
     operation, count = others.pop(0), 1
+    if others[:1] == ["noftz"]:  # float atomics of 16 bits never flush
+        others.pop(0)
     if others and others[0] in ("v2", "v4"):
         count = int(others.pop(0)[1])
     if len(others) != 1 or others[0] not in DTYPES:
@@ -182,7 +184,7 @@ def store(inst: Instruction) -> Execute | None:
     reads = [reader(x, f"b{8 * unit}") for x in items_of(inst.operands[1])]
     addresses = address_reader(inst.operands[0])
     strong, releases = _is_strong(inst), _orders_blocks(inst, "release")
-    if len(reads) != count or space == "cluster":
+    if len(reads) != count or space in ("cluster", "param"):  # "param": an argument of a call
         return None
 
     def execute(machine: Machine, lanes: Lanes) -> None:
@@ -216,6 +218,20 @@ _ATOMIC: dict[str, Callable[..., Any]] = {
 }
 
 
+#: Types of two numbers in 32 bits, each of which is an atomic operation of its own.
+_PACKED = {"f16x2": DTYPES["f16"], "bf16x2": DTYPES["bf16"]}
+
+
+def _of_halves(combine: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """Return an operation on both halves of packed numbers."""
+
+    def both(*packed: np.uint32) -> np.uint32:
+        found: np.uint32 = combine(*(np.array([x]).view(dtype) for x in packed)).view(np.uint32)[0]
+        return found
+
+    return both
+
+
 @instruction("atom", "red")
 def atomic(inst: Instruction) -> Execute | None:
     """Read, combine and write back, one lane after the other in the order of their numbers.
@@ -229,6 +245,8 @@ def atomic(inst: Instruction) -> Execute | None:
     if space == "cluster":
         return None
     combine, dtype = _ATOMIC[operation], DTYPES[type_name]
+    if type_name in _PACKED:
+        combine = _of_halves(combine, _PACKED[type_name])
     operands = list(inst.operands)
     writes = [writer(x) for x in items_of(operands.pop(0))] if inst.opcode == "atom" else []
     addresses = address_reader(operands.pop(0))

@@ -6,19 +6,36 @@ multiple of 32, and all threads that meet at a barrier give the same one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.interpret.lanes import Lanes
 from cupyattn.interpret.ordering import WARP, Bools, Ints
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.semantics import Write
 
 #: Barriers of a block.
 BARRIERS = 16
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A reduction of one bit of each thread at a barrier, ``bar.red``.
+
+    Parameters
+    ----------
+    kind : {"popc", "and", "or"}
+    write : callable
+        Stores the result.
+    """
+
+    kind: str
+    write: Write
 
 
 class Barrier:
@@ -37,6 +54,14 @@ class Barriers:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._barriers: dict[int, Barrier] = {}
+        self._votes: dict[int, Vote] = {}  # by the place where their lanes go on
+        self._voted = np.zeros((2, machine.size), np.bool_)  # of each lane: whether, and for what
+
+    def vote(self, vote: Vote, values: Bools, lanes: Lanes) -> None:
+        """Note what lanes vote at the barrier that they are about to meet at."""
+        self._votes[self._machine.place + 1] = vote
+        self._voted[0, lanes.index] = True
+        self._voted[1, lanes.index] = values[lanes.index]
 
     def meet(
         self,
@@ -168,8 +193,20 @@ class Barriers:
                 some = np.flatnonzero(freed & (machine.lane // machine.threads == block))
                 machine.clocks.acquire(some, barrier.views.pop(int(block)))
         for place in np.unique(barrier.resume[freed]):
+            if int(place) in self._votes:
+                self._count(self._votes[int(place)], freed & (barrier.resume == place))
             machine.go(int(place), freed & (barrier.resume == place))
         barrier.resume[freed] = -1
+
+    def _count(self, vote: Vote, freed: Bools) -> None:
+        """Store the result of a reduction for the lanes that leave a barrier."""
+        machine = self._machine
+        taken = (self._voted[0] & freed).reshape(machine.blocks, -1)
+        count = (taken & self._voted[1].reshape(taken.shape)).sum(axis=1)
+        result = {"popc": count, "or": count > 0, "and": count == taken.sum(axis=1)}[vote.kind]
+        values = np.repeat(result, machine.threads)
+        lanes = Lanes(freed & machine.alive, machine.alive)
+        vote.write(machine, values.astype(np.uint32) if vote.kind == "popc" else values, lanes)
 
     def sleepers(self) -> list[tuple[int, Bools, str]]:
         """Return where lanes wait first at each barrier, those lanes, and the barrier's name.

@@ -307,6 +307,8 @@ def _bulk(inst: Instruction) -> Execute | None:
     if kind[:1] == ("wait_group",) and isinstance(inst.operands[0], Immediate):
         pending = inst.operands[0].bits
         return lambda machine, lanes: machine.engine.wait(lanes, pending)
+    if kind[:1] == ("prefetch",):  # a hint to the caches
+        return lambda machine, lanes: None
     if kind[:1] != ("tensor",):
         return _bring_bytes(inst) if kind in _BYTES_IN else None
     names = [m for m in kind[2:] if m not in ("tile", "L2::cache_hint")]

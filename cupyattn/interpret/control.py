@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cupyattn.interpret.barriers import Vote
 from cupyattn.interpret.cluster import cluster_barrier
 from cupyattn.interpret.ptx import Immediate, Instruction, Negated
 from cupyattn.interpret.register_pools import GROUP
-from cupyattn.interpret.semantics import Execute, Step, instruction, reader, whole_warp
+from cupyattn.interpret.semantics import (
+    Execute,
+    Step,
+    instruction,
+    reader,
+    whole_warp,
+    writer,
+)
 
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
@@ -55,7 +63,7 @@ def trap(inst: Instruction) -> Execute:
     return execute
 
 
-@instruction("prefetch", "prefetchu", "pmevent")
+@instruction("prefetch", "prefetchu", "applypriority", "pmevent")
 def nothing(inst: Instruction) -> Execute:
     """Cost time."""
     return lambda machine, lanes: None
@@ -129,16 +137,22 @@ def barrier(inst: Instruction) -> Step | None:
     if modifiers == ("warp", "sync"):
         mask = reader(inst.operands[0], "u32")
         return Step(inst, lambda machine, lanes: machine.met(lanes), together=mask)
-    if modifiers not in (("sync",), ("arrive",)):
+    operands, vote = list(inst.operands), None
+    if modifiers in (("red", "popc", "u32"), ("red", "and", "pred"), ("red", "or", "pred")):
+        predicate = reader(operands.pop(), "pred")
+        vote = Vote(modifiers[1], writer(operands.pop(0)))
+    elif modifiers not in (("sync",), ("arrive",)):
         return None
     aligned = inst.opcode == "bar" or "aligned" in inst.modifiers
-    number = reader(inst.operands[0], "u32")
-    count = reader(inst.operands[1], "u32") if len(inst.operands) > 1 else None
-    wait = modifiers == ("sync",)
+    number = reader(operands[0], "u32")
+    count = reader(operands[1], "u32") if len(operands) > 1 else None
+    wait = modifiers != ("arrive",)
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         numbers = machine.each(number(machine))
         counts = None if count is None else machine.each(count(machine))
+        if vote is not None:
+            machine.barriers.vote(vote, machine.each(predicate(machine)), lanes)
         machine.barriers.meet(numbers, counts, lanes, wait=wait, aligned=aligned)
 
     return Step(inst, execute, together=whole_warp if aligned else None, leaves=True)

@@ -106,6 +106,13 @@ class Mbarriers:
             barrier = Mbarrier(count, count, seen, seen, initialised_by=lane)
             self._barriers[offset] = barrier
 
+    def remove(self, address: Ints, lanes: Ints) -> None:
+        """Invalidate barriers: to use one again is a finding until it is initialised again."""
+        self.at(address, lanes)
+        shared = self._machine.shared
+        for offset in shared.offset(address, 8, lanes).tolist():
+            self._barriers.pop(offset, None)
+
     def show(self, lanes: Lanes) -> None:
         """Show the copy engine the barriers that `lanes` initialised."""
         for barrier in self._barriers.values():
@@ -214,6 +221,11 @@ def mbarrier(inst: Instruction) -> Execute | Step | None:
     operands = list(inst.operands)
     if kind == ("init",):
         return _init(operands)
+    if kind == ("inval",):
+        barrier = address_reader(operands[0])
+        return lambda machine, lanes: machine.mbarriers.remove(
+            barrier(machine)[lanes.index], lanes.index
+        )
     if kind in (("try_wait", "parity"), ("test_wait", "parity"), ("try_wait",), ("test_wait",)):
         return _wait(inst, operands, parity="parity" in kind, blocks=kind[0] == "try_wait")
     if kind == ("complete_tx",):

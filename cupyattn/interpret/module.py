@@ -120,7 +120,8 @@ class Instruction:
     modifiers : tuple of str
         ``("global", "v4", "u32")``; ``"shared::cta"`` is one modifier.
     operands : tuple of Operand
-        As written, results first; empty for ``bra``, whose label is `target`.
+        As written, results first; empty for ``bra``, whose label is `target`, and for
+        ``call``.
     predicate : Register or None
         The guard, for ``@%p1`` and ``@!%p1``.
     negated : bool

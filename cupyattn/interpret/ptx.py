@@ -64,7 +64,8 @@ def parse(text: str) -> Module:
     PtxError
         If the text is malformed, naming the line.
     UnsupportedError
-        If it holds device functions, calls or indirect branches.
+        If it holds indirect branches, or variables that start as addresses. Device functions are
+        skipped; a call is an instruction that no program knows.
 
     Examples
     --------
@@ -85,7 +86,7 @@ _REGISTER_TYPES = {*_SIZES, "pred", "f16x2", "bf16", "bf16x2", "e4m3x2", "e5m2x2
 _NAME = r"[A-Za-z_$%][\w$]*"
 
 #: Directives of what the kernels have none of.
-_CALLS = ("func", "alias", "param", "branchtargets", "calltargets", "callprototype")
+_CALLS = ("alias", "branchtargets", "calltargets", "callprototype")
 
 _TEXT = re.compile(r"\S")
 _STRING_OR_COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -98,6 +99,8 @@ _TOP = re.compile(
 )
 _STATEMENT = re.compile(r"[^;{}]*(?:\{[^{}]*\}[^;{}]*)?;")
 _DIRECTIVE = re.compile(r"(?:\.(?:visible|weak|extern|common)\s+)*\.(\w+)")
+#: A device function, up to its body or the ';' of a declaration.
+_FUNCTION = re.compile(r"(?:\.(?:visible|weak|extern)\s+)*\.func\b[^{;]*")
 #: Name, parameters, and what stands before the body.
 _ENTRY = re.compile(
     rf"(?:\.(?:visible|weak|extern)\s+)*\.entry\s+({_NAME})\s*(?:\(([^()]*)\))?"
@@ -125,6 +128,10 @@ _BODY = re.compile(
     rf"\.loc\s+(?P<loc>[^\n]*)|(?P<label>{_NAME})\s*:|(?P<brace>[{{}}])"
     r"|(?P<statement>[^\s;{}][^;]*);"
 )
+#: A variable's address as the value of another.
+_ADDRESS_OF = re.compile(rf"(?:generic\({_NAME}\)|{_NAME})(?:\s*\+\s*\d+)?")
+#: What a kernel passes to a device function, or receives from it.
+_ARGUMENT = re.compile(rf"\.param\s+(?:\.align\s+\d+\s+)?\.\w+\s+({_NAME})\s*(?:\[\d*\])?$")
 _LOC = re.compile(
     r"(\d+)\s+(\d+)\s+(\d+)\s*"
     r"(?:,\s*function_name\s+[\w$.+ ]+,\s*inlined_at\s+(\d+)\s+(\d+)\s+(\d+)\s*)?"
@@ -221,6 +228,9 @@ def _module(text: _Text) -> Module:
             kernels[kernel.name] = kernel
             offset = text.skip_blanks(offset)
             continue
+        elif match := _FUNCTION.match(text.text, offset):
+            offset = text.skip_blanks(_behind_function(text, match.end()))
+            continue
         elif match := _STATEMENT.match(text.text, offset):
             _declare(text, match[0].rstrip(";"), variables)
         else:
@@ -234,6 +244,18 @@ def _module(text: _Text) -> Module:
     if facts.get("address_size") == "32":
         text.unsupported("addresses of 32 bits")
     return Module(facts["version"], facts["target"], kernels, variables, files)
+
+
+def _behind_function(text: _Text, offset: int) -> int:
+    """Return the offset behind a device function: kernels without calls do not need it."""
+    if text.text[offset : offset + 1] == ";":
+        return offset + 1
+    depth = 0
+    for match in re.finditer(r"[{}]", text.text[offset:]):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return offset + match.end()
+    text.fail("no '}' ends this function")
 
 
 def _reject_directive(text: _Text, statement: str) -> None:
@@ -276,6 +298,8 @@ def _initialiser(text: _Text, initialiser: str, name: str, kind: str, size: int)
     content = b""
     for item in inner[1].split(",") if inner else [initialiser]:
         number = _number(item.strip())
+        if number is None and _ADDRESS_OF.fullmatch(item.strip()):
+            text.unsupported(f"a variable that starts as an address ({name})")
         if number is None or (number.kind != kind if kind[0] == "f" else number.kind != "int"):
             text.fail(f"this gives {name} no value of type .{kind}; is a ';' missing?")
         content += (number.bits % (1 << 8 * width)).to_bytes(width, "little")
@@ -462,6 +486,8 @@ class _Body:
             self._instruction(statement)
         elif statement.startswith(".reg"):
             self._declare_registers(statement)
+        elif match := _ARGUMENT.match(statement):
+            self._symbols.add(match[1])  # of a call, which stops the kernel if it is reached
         elif statement.split()[0] != ".pragma":
             _declare(self._text, statement, self.variables)
             self._symbols |= self.variables.keys()
@@ -488,8 +514,8 @@ class _Body:
         if match is None:
             self._text.fail("this is no instruction")
         opcode, modifiers = _split_name(match["name"])
-        if opcode in ("call", "brx"):
-            self._text.unsupported(f"device functions, calls and indirect branches ({opcode})")
+        if opcode == "brx":
+            self._text.unsupported(f"indirect branches ({opcode})")
         predicate = None
         if match["predicate"]:
             predicate = self._register(match["predicate"])
@@ -499,7 +525,7 @@ class _Body:
         operands: tuple[Operand, ...] = ()
         if opcode == "bra":
             self._scope.branches.append((len(self.instructions), listed))
-        elif listed:
+        elif listed and opcode != "call":
             operands = self._operands(listed)
         negated, at, line = match["negated"] == "!", self._location, self._text.line()
         text = " ".join(statement.split())

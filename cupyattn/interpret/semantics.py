@@ -181,8 +181,10 @@ def not_known(instruction: Instruction) -> UnsupportedError:
     """Return the error about an instruction that the interpreter does not know."""
     where = instruction.location
     line = f"{describe(where)}, " if where is not None else ""
+    call = instruction.opcode == "call" or instruction.name.startswith("st.param")
+    what = ", the call of a function that was not inlined" if call else ""
     return UnsupportedError(
-        f"the interpreter does not know {instruction.name} "
+        f"the interpreter does not know {instruction.name}{what} "
         f"({line}PTX line {instruction.ptx_line}: {instruction.text}): run this kernel on a device"
     )
 

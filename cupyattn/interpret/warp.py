@@ -274,6 +274,21 @@ def load_matrix(inst: Instruction) -> Step | None:
     return Step(inst, _after_meeting(execute), together=whole_warp)
 
 
+@instruction("movmatrix")
+def move_matrix(inst: Instruction) -> Step | None:
+    """Transpose a tile of 8 x 8 elements, of which every lane holds two of a row."""
+    if inst.modifiers != ("sync", "aligned", "m8n8", "trans", "b16"):
+        return None
+    read, write = reader(inst.operands[1], "b32"), writer(inst.operands[0])
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        tiles = np.ascontiguousarray(machine.each(read(machine))).view(np.uint16).reshape(-1, 8, 8)
+        turned = np.ascontiguousarray(tiles.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
+        write(machine, turned, lanes)
+
+    return Step(inst, _after_meeting(execute), together=whole_warp)
+
+
 @instruction("stmatrix")
 def store_matrix(inst: Instruction) -> Step | None:
     """Store tiles to rows that the first lanes name."""

@@ -343,17 +343,28 @@ def test_a_malformed_module_names_line_and_fault(text: str, line: int, sentence:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (".visible .func (.param .b32 r) f(.param .b32 a) { ret; }", ".func"),
-        (".extern .func (.param .b32 r) vprintf (.param .b64 a);", ".func"),
-        (".entry k() { call.uni f, (); }", "call"),
-        (".entry k() { .param .b32 a; }", ".param"),
         (".entry k() { t: .branchtargets a, b; }", ".branchtargets"),
     ],
 )
-def test_functions_and_calls_are_unsupported(text: str, what: str) -> None:
+def test_jump_tables_are_unsupported(text: str, what: str) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(f"({what})")) as caught:
         ptx.parse(HEADER + text)
     assert str(caught.value).startswith("PTX line 4, ")
+
+
+def test_device_functions_are_skipped_and_calls_are_instructions() -> None:
+    text = """
+.extern .func (.param .b32 r) vprintf (.param .b64 a);
+.visible .func (.param .b32 r) f(.param .b32 a) { { ret; } }
+.entry k() {
+  .reg .b32 %r<2>;
+  { .param .b32 p; st.param.b32 [p+0], %r1; .param .b32 r; call.uni (r), f, (p); }
+}
+"""
+    kernel = ptx.parse(HEADER + text).kernels["k"]
+    assert [i.name for i in kernel.instructions] == ["st.param.b32", "call.uni"]
+    with pytest.raises(PtxError, match="no '}' ends this function"):
+        ptx.parse(HEADER + ".func f() { ret;")
 
 
 # ---- the kernels that ship -----------------------------------------------------------------------
