@@ -13,6 +13,20 @@ if TYPE_CHECKING:
     from cupyattn.interpret.machine import Machine
 
 
+_AXES = (
+    "tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid",
+)  # fmt: skip
+#: Names of all that are modelled.
+SPECIAL_REGISTERS = frozenset(
+    {
+        "WARP_SZ", "%laneid", "%warpid", "%nwarpid", "%cluster_ctarank", "%cluster_nctarank",
+        "%is_explicit_cluster", "%dynamic_smem_size", "%total_smem_size",
+        *(f"%lanemask_{how}" for how in ("eq", "lt", "le", "gt", "ge")),
+        *(f"%{name}.{axis}" for name in _AXES for axis in "xyz"),
+    }
+)  # fmt: skip
+
+
 def special_registers(machine: Machine) -> dict[str, npt.NDArray[np.uint32]]:
     """Return the special registers that are modelled, by name: one value for each lane."""
     lane = (machine.thread % WARP).astype(np.uint32)

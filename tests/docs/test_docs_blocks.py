@@ -35,6 +35,7 @@ ELSEWHERE = {
     "INTERPRETER": "docs/test_interpreter_doc.py",
     "OWN_KERNEL": "docs/test_readme.py",
     "PIPELINES": "interop/test_pipelines_page.py",
+    "YOUR_KERNEL": "docs/test_your_kernel_doc.py",
 }
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
