@@ -48,7 +48,7 @@ def test_a_command_prints_what_the_page_says(
     wanted = "".join(line for line in lines if not line.startswith("$ "))
     printed = capsys.readouterr().out
     checker = doctest.OutputChecker()
-    assert checker.check_output(f"{wanted}...", f"{printed}\n", FLAGS), printed[:1500]
+    assert checker.check_output(f"{wanted.rstrip()}...", printed, FLAGS), printed[:1500]
 
 
 def test_there_are_four() -> None:
