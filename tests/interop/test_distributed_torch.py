@@ -194,6 +194,8 @@ def test_what_is_no_group_of_torch_is_refused() -> None:
         distributed.from_torch()
     with pytest.raises(ValueError, match="method must be 'ring', 'ulysses' or None, got 'auto'"):
         distributed.from_torch(method="auto")
+    with pytest.raises(TypeError, match="device must be the number of a CUDA device or 'cpu'"):
+        distributed.from_torch(device="cuda:1")
     with pytest.raises(ValueError, match="timeout must be positive"):
         distributed.from_torch(timeout=0)
 
