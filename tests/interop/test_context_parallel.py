@@ -78,6 +78,16 @@ def test_masks_of_a_ranks_keys_and_of_all_keys(mesh: Mesh, own: bool) -> None:
     assert distributed.judge(o, q, k[:, :, kept], v[:, :, kept], shared, variant="fa_tc") <= 1
 
 
+def test_masks_are_cut_by_ranges() -> None:
+    from cupyattn.distributed.rank_calls import NO_SCORES, Scores
+
+    x = np.arange(24).reshape(1, 1, 4, 6)
+    found = Scores({"bias": x}).cut([(0, 1), (3, 4)], [(1, 2), (4, 6)]).arrays["bias"]
+    assert found.tolist() == [[[[1, 4, 5], [19, 22, 23]]]]
+    assert Scores({"mask": x[:, :, :1]}).cut([(2, 4)], []).arrays["mask"].shape == (1, 1, 1, 0)
+    assert NO_SCORES.cut([(0, 1)], [(0, 1)]) == NO_SCORES
+
+
 @pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
 def test_a_bias_of_rows_is_that_of_one_process(variant: str) -> None:
     import cupyattn as ca
