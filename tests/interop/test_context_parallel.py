@@ -16,6 +16,7 @@ import pytest
 
 from cupyattn import distributed
 from cupyattn.distributed import Mesh, Partition, Shared
+from cupyattn.errors import UnsupportedError
 from experiments.diffusion import context_parallel as experiment
 from tests.support.torch_ranks import ROOT, on_threads, processes, torchrun
 
@@ -117,6 +118,24 @@ def test_all_ranks_leave_a_call_native_where_one_has_to(masks: Any, reason: str)
     assert all(re.match(reason, str(one)) for one in reasons)
 
 
+def test_all_ranks_fall_back_where_codes_do_not_travel() -> None:
+    """The layer then asks for 16 bits: the group goes on."""
+    import cupyattn as ca
+    from cupyattn.interop.diffusers.context_parallel import Ranks, said_of, words
+
+    def on_rank(group: Any) -> Any:
+        x = torch.ones(1, 2, 8, 16).half()
+        ranks, given = Ranks(group, True), {"q": x, "k": x, "v": x}
+        _, said = ranks.agreed(said_of(None, x, x, None))
+        with pytest.raises(UnsupportedError, match="a ring of fa_int8"):
+            form = {"variant": "fa_int8", "quant": ca.QuantConfig(fused=True)}
+            ranks.attend(form, given, said)
+        return words(ranks.attend({"variant": "fa_tc"}, given, said)[0])
+
+    found, errors = on_threads(on_rank, 2, method="ring")
+    assert errors == [None] * 2 and found == ["2 ring, 16 bits"] * 2
+
+
 def test_models_that_share_ranks_differently_have_groups_of_their_own() -> None:
     from cupyattn.interop.diffusers.context_parallel import Ranks
 
@@ -197,7 +216,7 @@ def test_groups_of_processes(size: int) -> None:
         ("wan", "1", "2", "aggressive", "float32"),
         ("wan_uneven", "2", "1", "balanced", "float32", '{"ring_anything": true}'),
         ("wan_uneven", "1", "2", "precision", "float32", '{"ulysses_anything": true}'),
-        ("qwen", "2", "1", "precision", "bfloat16"),
+        ("qwen", "2", "1", "precision", "bfloat16", '{"train": true}'),
         ("qwen", "1", "2", "balanced", "bfloat16"),
         ("wan", "2", "2", "balanced", "bfloat16"),
         ("qwen", "2", "2", "precision", "bfloat16", '{"convert_to_fp32": false}'),
