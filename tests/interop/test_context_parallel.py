@@ -128,7 +128,7 @@ def test_all_ranks_fall_back_where_codes_do_not_travel() -> None:
         ranks, given = Ranks(group, True), {"q": x, "k": x, "v": x}
         _, said = ranks.agreed(said_of(None, x, x, None))
         with pytest.raises(UnsupportedError, match="a ring of fa_int8"):
-            form = {"variant": "fa_int8", "quant": ca.QuantConfig(fused=True)}
+            form = {"variant": "fa_int8", "quant": ca.QuantConfig(fused=True, smooth_k=False)}
             ranks.attend(form, given, said)
         return words(ranks.attend({"variant": "fa_tc"}, given, said)[0])
 
