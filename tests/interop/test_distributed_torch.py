@@ -209,6 +209,15 @@ def test_what_one_rank_is_refused_ends_the_call_of_all() -> None:
     assert str(errors[0]) == f"rank 1 raised TypeError: {errors[1]} (in parallel_attention)"
 
 
+def test_tensors_are_shared_and_gathered() -> None:
+    def on_rank(group: Any) -> Any:
+        x = torch.arange(12.0).reshape(3, 2, 2).requires_grad_()
+        own, _, _ = distributed.share(x, x, x, group)
+        return own.shape[0], torch.equal(distributed.gather(own, group), x)
+
+    assert without_errors(on_rank, 2) == [(2, True), (1, True)]
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 
