@@ -285,19 +285,29 @@ class TorchDeviceGroup(DeviceGroup):
             # NOTE: before the arrays of others. On one device a copy may be a kernel, which would
             # wait behind them for multiprocessors that the computation has.
             pitched.copy_all(self._cupy.cuda, own)
-            ways = ((dist.isend, sends), (dist.irecv, receives))
+            outgoing, incoming = ([self._whole(m) for m in some] for some in (sends, receives))
+            apart = [pair for pair in zip(outgoing, sends, strict=True) if pair[0] is not pair[1]]
+            pitched.copy_all(self._cupy.cuda, apart)
             operations = [
-                dist.P2POp(way, self._as_bytes(x), group=self.process_group, group_peer=m.rank)
-                for way, messages in ways
+                dist.P2POp(
+                    way, self._as_bytes(m.array), group=self.process_group, group_peer=m.rank
+                )
+                for way, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
                 for m in messages
-                for x in m.pieces
             ]
             try:
                 works = dist.batch_isend_irecv(operations) if operations else []
             except RuntimeError as error:
                 self.abort(f"met an error of NCCL: {error}")
                 raise
-        return _OnDevice(self, works, [*sends, *receives])
+        pairs = zip(receives, incoming, strict=True)
+        arriving = [(m, whole) for m, whole in pairs if whole is not m]
+        return _OnDevice(self, works, [*outgoing, *incoming, *sends, *receives], arriving)
+
+    @property
+    def cuda(self) -> Any:
+        """CuPy's module of this name."""
+        return self._cupy.cuda
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torch's current stream is CuPy's."""
@@ -305,6 +315,16 @@ class TorchDeviceGroup(DeviceGroup):
         stream = cuda.ExternalStream(self._cupy.cuda.get_current_stream().ptr, self.device)
         context: contextlib.AbstractContextManager[Any] = cuda.stream(stream)
         return context
+
+    def _whole(self, message: Message) -> Message:
+        """Return a message whose array lies together, itself if its own does.
+
+        Heads lie apart. The host takes its time over each message of torch's, a copy is one call.
+        """
+        x = message.array
+        if x.flags.c_contiguous:
+            return message
+        return message._replace(array=self._cupy.empty(x.shape, x.dtype))
 
     def _as_bytes(self, x: Any) -> Any:
         """Return an array's memory as a tensor."""
@@ -352,10 +372,12 @@ class TorchDeviceGroup(DeviceGroup):
 
 
 class _OnDevice:
-    """Messages on torch's stream of NCCL."""
+    """Messages on torch's stream of NCCL, and arrays to be filled with what arrives."""
 
-    def __init__(self, group: TorchDeviceGroup, works: Sequence[Any], held: list[Message]) -> None:
-        self._group, self._works, self._held = group, works, held
+    def __init__(
+        self, group: TorchDeviceGroup, works: Sequence[Any], held: list[Message], arriving: Copies
+    ) -> None:
+        self._group, self._works, self._held, self._arriving = group, works, held, arriving
 
     def begin(self) -> None:
         """Do nothing: they are on their way."""
@@ -366,7 +388,8 @@ class _OnDevice:
         with group.on_device(), group.on_stream():
             for work in self._works:
                 work.wait()
-        self._works, self._held = [], []
+            pitched.copy_all(group.cuda, self._arriving)
+        self._works, self._held, self._arriving = [], [], []
 
 
 def _alive(reference: Any) -> Any:
