@@ -63,6 +63,14 @@ def test_no_line_is_lost_between_sections(step: tuple[str, str]) -> None:
     assert f"{gone} lines removed, {come} added" in PAGE
 
 
+@pytest.mark.parametrize("number", range(1, 8))
+def test_every_chapter_ends_with_an_exercise_and_its_answer(number: int) -> None:
+    """The answers are blocks of code: test_docs_blocks.py runs them."""
+    part = PAGE.split(f"\n## {number}. ")[1].split("\n## ")[0]
+    _, exercise = part.split("\n### Exercise\n")
+    assert re.search(r"^```python\n.*?^```\n\n```\n.+?^```$", exercise, re.DOTALL | re.MULTILINE)
+
+
 def test_the_sentences_fit_the_times() -> None:
     """What the page says in words of numbers that a new record could change."""
     record = recording.stored("ladder")
