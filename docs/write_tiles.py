@@ -88,7 +88,7 @@ def row_owners(rung: str) -> npt.NDArray[np.intp]:
     """Return the threads that reduce each row together, (block_q, threads)."""
     tiles = tiles_of(rung)
     rows = np.arange(tiles.block_q)[:, None]
-    if rung == "unfused":  # a launch of its own, in which a warp has a row of a block
+    if rung == "unfused":  # a separate launch, in which each warp has a row
         return np.asarray(rows % tiles.num_warps * WARP + np.arange(WARP))
     if rung == "fa":
         return np.asarray(rows)
