@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import cupyattn as ca
 from cupyattn.compiler.modules import KERNELS
+from cupyattn.interpret import Trace, observe
 from cupyattn.kernels.ladder import VARIANTS
 from docs import write_tiles, write_tutorial
 
@@ -30,6 +34,61 @@ def test_the_kernel_says_what_the_picture_shows(rung: str) -> None:
         for line in (KERNELS / write_tutorial.file_of(rung)).read_text("utf-8").splitlines()
     }
     assert set(write_tiles.SAID[rung]) <= lines
+
+
+def traced(rung: str, folder: Path, q: Any, k: Any) -> list[str]:
+    """Return what the interpreter says of the drawn thread's accesses to shared memory."""
+    warp, lane = divmod(write_tiles.THREAD, 32)
+    with observe(Trace(folder / "trace.txt", warp=warp, lane=lane)):
+        ca.attention(q, k, q, variant=rung, backend="interpret")
+    lines = (folder / "trace.txt").read_text("utf-8").splitlines()
+    return [line for line in lines if ".shared" in line]
+
+
+def tile(rung: str) -> tuple[Any, Any]:
+    """Return Q and K of one tile at the head size of the pictures: all numbers differ."""
+    tiles = write_tiles.tiles_of(rung)
+    numbers = np.arange((tiles.block_q + tiles.block_kv) * write_tiles.HEAD_DIM) / 2.0**12
+    q, k = np.split(numbers.astype(np.float32), [tiles.block_q * write_tiles.HEAD_DIM])
+    return tuple(x.reshape(1, 1, -1, write_tiles.HEAD_DIM) for x in (q, k))
+
+
+def test_the_interpreter_sees_the_thread_of_fa_store_those_scores(tmp_path: Path) -> None:
+    source = (KERNELS / "attn_fa.cu").read_text("utf-8").splitlines()
+    number = next(i for i, line in enumerate(source, 1) if "smem.S[" in line and "admit" in line)
+    stores = [line for line in traced("fa", tmp_path, *tile("fa")) if f"fa.cu:{number} " in line]
+    found = []
+    for line in stores:
+        register, offset, value = re.findall(
+            r"st\.shared\.f32 \[(%r\d+)(?:\+(-?\d+))?\].* \1 = (0x\w+)", line
+        )[0]
+        assert register
+        found.append(int(value, 16) + int(offset or 0))
+    rows, keys = np.nonzero(write_tiles.score_owners("fa") == write_tiles.THREAD)
+    pitch = write_tiles.tiles_of("fa").block_kv + 1
+    places = 4 * (rows * pitch + keys)
+    assert len(found) == 8
+    assert (np.sort(found) - np.min(found) == np.sort(places) - np.min(places)).all()
+
+
+def test_the_interpreter_sees_the_lane_of_fa_warps_read_those_rows_and_keys(
+    tmp_path: Path,
+) -> None:
+    q, k = tile("fa_warps")
+    loads = [line for line in traced("fa_warps", tmp_path, q, k) if "ld.shared" in line]
+    source = (KERNELS / "attn_fa_warps.cu").read_text("utf-8").splitlines()
+    rows, keys = np.nonzero(write_tiles.score_owners("fa_warps") == write_tiles.THREAD)
+    for name, array, own in (("smem.K[(", k[0, 0], keys), ("Q_warp[r", q[0, 0], rows)):
+        number = next(i for i, line in enumerate(source, 1) if name in line)
+        bits = [
+            int(value, 16)
+            for line in loads
+            if f"fa_warps.cu:{number} " in line
+            for value in re.findall(r"%f\d+ = (0x\w+)", line)
+        ]
+        read = np.isin(array.view(np.uint32), np.array(bits, np.uint32))
+        assert np.flatnonzero(read.all(axis=1)).tolist() == np.unique(own).tolist(), name
+        assert (read.any(axis=1) == read.all(axis=1)).all()
 
 
 @RUNGS
