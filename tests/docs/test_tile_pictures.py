@@ -36,13 +36,13 @@ def test_the_kernel_says_what_the_picture_shows(rung: str) -> None:
     assert set(write_tiles.SAID[rung]) <= lines
 
 
-def traced(rung: str, folder: Path, q: Any, k: Any) -> list[str]:
-    """Return what the interpreter says of the drawn thread's accesses to shared memory."""
+def traced(rung: str, folder: Path, q: Any, k: Any, named: str = ".shared") -> list[str]:
+    """Return the lines of the interpreter's trace of the drawn thread that name something."""
     warp, lane = divmod(write_tiles.THREAD, 32)
     with observe(Trace(folder / "trace.txt", warp=warp, lane=lane)):
-        ca.attention(q, k, q, variant=rung, backend="interpret")
+        ca.attention(q, k, k, variant=rung, backend="interpret")
     lines = (folder / "trace.txt").read_text("utf-8").splitlines()
-    return [line for line in lines if ".shared" in line]
+    return [line for line in lines if named in line]
 
 
 def tile(rung: str) -> tuple[Any, Any]:
@@ -89,6 +89,27 @@ def test_the_interpreter_sees_the_lane_of_fa_warps_read_those_rows_and_keys(
         read = np.isin(array.view(np.uint32), np.array(bits, np.uint32))
         assert np.flatnonzero(read.all(axis=1)).tolist() == np.unique(own).tolist(), name
         assert (read.any(axis=1) == read.all(axis=1)).all()
+
+
+def test_the_interpreter_sees_the_lane_of_fa_tc_compute_those_scores(tmp_path: Path) -> None:
+    """Scores of row r and key j are r + 128 j, so that a register tells which one it holds."""
+    tiles = write_tiles.tiles_of("fa_tc")
+    q, k = (
+        np.zeros((1, 1, length, write_tiles.HEAD_DIM), np.float16)
+        for length in (tiles.block_q, tiles.block_kv)
+    )
+    q[..., 0], q[..., 1] = np.arange(tiles.block_q), 1
+    k[..., 0], k[..., 1] = 1, 128 * np.arange(tiles.block_kv)
+    source = (KERNELS / "attn_fa_tc.cu").read_text("utf-8").splitlines()
+    numbers = {i for i, line in enumerate(source, 1) if "mma_m16n8k16<elem_t>(S_acc" in line}
+    found = set()
+    for line in traced("fa_tc", tmp_path, q, k, "mma.sync"):
+        if {int(number) for number in re.findall(r"fa_tc\.cu:(\d+)", line)} & numbers:
+            scores = [int(x) for x in re.findall(r"%f\d+ = 0x\w+ \((\d+)\)", line)]
+            assert len(scores) == 4
+            found |= {(score % 128, score // 128) for score in scores}
+    own = np.argwhere(write_tiles.score_owners("fa_tc") == write_tiles.THREAD)
+    assert found == {(int(row), int(key)) for row, key in own} and len(found) == 32
 
 
 @RUNGS
