@@ -1,7 +1,7 @@
 """Run one rung in the interpreter: the kernels themselves, compiled and executed on NumPy, with no
 device. Prints what is wrong with them (exit status 1), J2 and J3, and what the run cost: warp
-instructions, bytes by memory, bank conflicts by source line. docs/INTERPRETER.md shows how to debug
-with it."""
+instructions, bytes by memory, bank conflicts by source line. `cupyattn docs
+interpreter` shows how to debug with it."""
 
 from __future__ import annotations
 
