@@ -1,4 +1,4 @@
-"""Metadata is in setup.cfg. This file answers those who build CUDA extensions by habit."""
+"""Metadata is in setup.cfg. This file packs docs/, and explains that there is no extension."""
 
 import sys
 
@@ -9,5 +9,16 @@ if "build_ext" in sys.argv[1:]:
     )
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
-setup()
+
+class PackedPages(build_py):
+    """Packs the pages of docs/ as cupyattn.docs, without the modules that write them."""
+
+    def find_package_modules(self, package, package_dir):
+        """Return the modules of a package: none of cupyattn.docs."""
+        found = super().find_package_modules(package, package_dir)
+        return [] if package == "cupyattn.docs" else found
+
+
+setup(cmdclass={"build_py": PackedPages})

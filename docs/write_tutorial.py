@@ -12,11 +12,13 @@ import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.files import replacing
+from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.measure.words import format_seconds
 from experiments._harness import merging, recording
 
@@ -124,6 +126,17 @@ def written_count(page: str, record: Mapping[str, Any], left: str, right: str) -
     ]
 
 
+def written_steps(page: str, record: Mapping[str, Any]) -> list[str]:
+    """A table of all steps: how many lines each changes, and how many lines the kernel has then."""
+    rows = []
+    for left, right in pairwise(VARIANTS):
+        counts = changed(left, right).values()
+        gone, come = (sum(count[i] for count in counts) for i in (0, 1))
+        whole = sum(map(len, sections(right).values()))
+        rows.append([f"`{left}` → `{right}`", f"−{gone} +{come}", f"{whole}"])
+    return recording.markdown(["step", "lines changed", "lines of the kernel"], rows)
+
+
 def written_diff(
     page: str, record: Mapping[str, Any], left: str, right: str, section: str
 ) -> list[str]:
@@ -158,6 +171,7 @@ def written_times(page: str, record: Mapping[str, Any], left: str, right: str) -
 WRITERS = {
     "provenance": written_provenance,
     "count": written_count,
+    "steps": written_steps,
     "diff": written_diff,
     "rest": written_rest,
     "times": written_times,

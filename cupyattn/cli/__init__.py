@@ -38,7 +38,15 @@ COMMANDS = {
     "benchmark": "time the linear layers of a checkpoint in 16 bits and as INT8",
     "info": "device, driver, NVRTC, what is supported, where things lie",
     "cache": "show, clear or fill the cache of compiled kernels",
+    "docs": "print a page of the documentation, or the docstring of a public name",
 }
+#: Pages of ``cupyattn docs`` that explain more than a command's help does.
+PAGES = {
+    "ladder": "ladder", "ablate": "performance", "verify": "testing", "trial": "pipelines",
+    "interpret": "interpreter", "advise": "interop", "analyze": "checkpoints",
+    "convert": "checkpoints", "dequantize": "checkpoints", "kandinsky": "checkpoints",
+    "calibrate": "calibration", "plan": "distributed", "info": "limits",
+}  # fmt: skip
 #: What a user can cause: one line and exit status 2, no traceback.
 USER_ERRORS = (
     ValueError, TypeError, OSError, MemoryError, UnsupportedError, KernelCompileError,
@@ -65,6 +73,7 @@ def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
     top = _Parser(
         prog="cupyattn",
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
+        epilog="cupyattn docs lists pages on all of this, and cupyattn docs TOPIC prints one.",
     )
     top.add_argument("--version", action="version", version=f"cupyattn {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
@@ -74,6 +83,8 @@ def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
             module = importlib.import_module(f"cupyattn.cli.{name}")
             command.description = module.__doc__
             module.configure(command)
+            if name in PAGES:
+                command.epilog = f"cupyattn docs {PAGES[name]} explains more."
     return top
 
 

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         output.say(f"No device was found: {missing}. The choices run on the mirror, without times.")
     else:
         case = case.on_device()
-    with output.progress(case.name) as advance:
+    points = len(ablation.points(args.parts or ablation.PARTS, case.q, case.k))
+    with output.progress(case.name, points * (1 if missing else 1 + args.rounds)) as advance:
         found = ablation.ablate(
             case.q, case.k, case.v, args.parts, seed=args.seed, rounds=args.rounds,
             advance=advance, **inputs.call_options(args),

@@ -1,7 +1,7 @@
 """Run one rung, or any kernel in a file, in the interpreter: the kernels themselves, compiled and
 executed on NumPy, with no device. Prints what is wrong with them (exit status 1), J2 and J3, and
-what the run cost: warp instructions, bytes by memory, bank conflicts by source line.
-docs/INTERPRETER.md shows how to debug with it, docs/YOUR_KERNEL.md how to launch a kernel of your
+what the run cost: warp instructions, bytes by memory, bank conflicts by source line. `cupyattn docs
+interpreter` shows how to debug with it, `cupyattn docs your_kernel` how to launch a kernel of your
 own."""
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _parse(path: Path) -> dict[str, Any]:
         except FileNotFoundError:
             raise ValueError(
                 f"there is no {path}, which describes the launch: write it "
-                "(docs/YOUR_KERNEL.md has one to copy), or name another with --launch"
+                "(`cupyattn docs your_kernel` has its fields), or name another with --launch"
             ) from None
         except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
             raise ValueError(f"cannot read {path}: {error}") from None

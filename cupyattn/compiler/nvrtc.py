@@ -205,7 +205,10 @@ def _find() -> Nvrtc:
             return Nvrtc(candidate)
         except UnsupportedError as error:  # what to install is said once, for all of them
             failures.append(f"{candidate} ({error.__cause__})")
-    raise UnsupportedError(f"NVRTC was not found: {INSTALL_HINT}. Tried: {'; '.join(failures)}")
+    raise UnsupportedError(
+        f"NVRTC was not found: {INSTALL_HINT} (cupyattn docs troubleshooting). "
+        f"Tried: {'; '.join(failures)}"
+    )
 
 
 def _candidates() -> Iterator[str]:

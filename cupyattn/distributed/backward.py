@@ -165,8 +165,12 @@ def run_backward_of(
     group: Group,
     arrays: Mapping[str, Any],
     scores: Scores = NO_SCORES,
+    finish: bool = True,
 ) -> Gradients:
-    """Return the gradients of a call of `what`, after all ranks have agreed on it."""
+    """Return the gradients of a call of `what`, after all ranks have agreed on it.
+
+    With `finish` the host waits until everything has been exchanged.
+    """
     arrays = tensors.detached(arrays)
     taken: list[Any] = []
 
@@ -179,7 +183,8 @@ def run_backward_of(
         whole = array_namespace(q).ascontiguousarray
         operands = tuple(map(whole, (of_out, q, k, v, out, lse)))
         found = _compute(call, operands, bool(settings.deterministic), scores)
-        group.finish()
+        if finish:
+            group.finish()
     return Gradients(*map(call.restore, found))
 
 

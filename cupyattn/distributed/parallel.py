@@ -210,7 +210,7 @@ def on_ranks(
 
     def backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
         given = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse, **others}
-        return run_backward_of(f"{what}_backward", of_backward, group, given, scores)
+        return run_backward_of(f"{what}_backward", of_backward, group, given, scores, finish)
 
     o, lse = tensors.differentiable(forward, backward, arrays["q"], arrays["k"], arrays["v"])
     return found[0], o, lse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -37,7 +37,7 @@ class Scores:
 
     arrays: dict[str, Any] = field(default_factory=dict)
 
-    def cut(self, rows: Iterable[Range], keys: Iterable[Range]) -> Scores:
+    def cut(self, rows: Sequence[Range], keys: Sequence[Range]) -> Scores:
         """Return the scores of some rows and keys, in this order."""
         return Scores({
             name: _cut(x if x.shape[2] == 1 else _cut(x, 2, rows), 3, keys)
@@ -178,10 +178,10 @@ def of_window(settings: Settings, window: tuple[int, int]) -> Settings:
     return settings._replace(causal=False, causal_align="top-left", window=window)
 
 
-def _cut(x: Any, axis: int, ranges: Iterable[Range]) -> Any:
+def _cut(x: Any, axis: int, ranges: Sequence[Range]) -> Any:
     """Return what ranges of an axis have, one behind the other."""
     before = (slice(None),) * axis
-    found = [x[(*before, slice(*one))] for one in ranges]
+    found = [x[(*before, slice(*one))] for one in ranges or [(0, 0)]]
     return found[0] if len(found) == 1 else array_namespace(x).concatenate(found, axis=axis)
 
 

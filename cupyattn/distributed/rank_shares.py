@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace, check_values
 from cupyattn.distributed.group import Group, Message
 from cupyattn.distributed.partition import Partition
@@ -68,7 +68,7 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     Parameters
     ----------
     x : array, (batch, heads, ...)
-        This rank's; those of the others differ in the length of the axis alone.
+        This rank's, of any library; those of the others differ in the length of the axis alone.
     group : Group
     axis : {"batch", "heads"}
 
@@ -93,16 +93,16 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
 
     def facts() -> dict[str, Any]:
         number = _check_axis(axis)
-        own = operand("x", x)
+        own, as_given = take("x", x, of_parameter=True)
         group.check_array("x", own)
         _check_axes("x", own, number)
-        found.append(own)
+        found.extend([own, as_given])
         shape = [None if i == number else n for i, n in enumerate(own.shape)]
         same = {"axis": axis, "shape": shape, "dtype": own.dtype.name}
         return {"same": same, "length": own.shape[number]}
 
     lengths = [said["length"] for said in group.agree("gather", facts)]
-    (x,), number = found, AXES[axis]
+    (x, as_given), number = found, AXES[axis]
     with group.failing_together("gather"):
         xp = array_namespace(x)
         own = xp.ascontiguousarray(x)
@@ -114,7 +114,7 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
         others = [Message(rank, a) for rank, a in enumerate(slices) if rank != group.rank]
         group.exchange([message._replace(array=own) for message in others], others).wait()
         group.finish()
-    return Partition.contiguous(lengths).join(slices, axis=number)
+    return as_given(Partition.contiguous(lengths).join(slices, axis=number))
 
 
 def _check_axes(name: str, x: Any, number: int) -> None:

@@ -7,33 +7,23 @@ arrays travel by gloo, CuPy arrays by NCCL on the communicator of the process gr
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from cupyattn.distributed import pitched
-from cupyattn.distributed.group import (
-    TIMEOUT,
-    Copies,
-    DeviceGroup,
-    Group,
-    Message,
-    Work,
-)
+from cupyattn.distributed.group import TIMEOUT, Copies, DeviceGroup, Group, Message, Work
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.store import check_timeout
+from cupyattn.distributed.torch_store import SOONEST, TorchStore
 from cupyattn.errors import RankError, UnsupportedError, shown
 
-Result = TypeVar("Result")
-#: Seconds between two looks for words of other ranks: at first, and at most.
-SOONEST, LATEST = 50e-6, 2e-3
 #: Seconds between two looks for ranks that have failed, while arrays are waited for.
 WATCH = 0.02
 #: Tags of messages on hosts: from this number on, so many in turn.
@@ -90,6 +80,11 @@ def from_torch(
     """
     if timeout is not None:
         check_timeout(timeout)
+    if device not in (None, "cpu") and (not isinstance(device, int) or isinstance(device, bool)):
+        raise TypeError(
+            f"device must be the number of a CUDA device or 'cpu', got {shown(device)}: give "
+            "device=0 for cuda:0"
+        )
     dist = _distributed()
     if method not in (None, *AXES):
         raise ValueError(f"method must be 'ring', 'ulysses' or None, got {shown(method)}")
@@ -127,98 +122,6 @@ def on_process_group(
         made = TorchDeviceGroup(store, rank, process_group, int(place), timeout)
     made.mesh = mesh
     return made
-
-
-class TorchStore:
-    """The store of a process group of torch, as ranks use one.
-
-    Parameters
-    ----------
-    process_group : torch.distributed.ProcessGroup
-    rank, size : int
-        Which of how many this is.
-    """
-
-    def __init__(self, process_group: Any, rank: int, size: int) -> None:
-        self.size = size
-        self._store = process_group.get_group_store()
-        # Each rank counts its groups on this process group, all in the same order.
-        number = self._tried(lambda: self._store.add(f"cupyattn/of rank {rank}", 1))
-        self._prefix = f"cupyattn/{number}"
-        self._failed = self._key("failed")
-        self._own: str | None = None
-        #: Whether this rank knows of a rank that has failed.
-        self.has_failed = False
-
-    def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return all ranks' values, by rank."""
-        self.check()
-        keys = [self._key(key, str(other)) for other in range(self.size)]
-        self._tried(lambda: self._store.set(keys[rank], value))
-        end, pause = time.monotonic() + timeout, SOONEST
-        while not self._there(keys):
-            self.check()
-            if time.monotonic() > end:
-                absent = next(n for n, one in enumerate(keys) if not self._there([one]))
-                self.fail(absent, f"did not come to {about!r} within {timeout:g} s")
-                self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, LATEST)
-        found: list[bytes] = self._tried(lambda: self._store.multi_get(keys))
-        # All ranks have come here, so all have read what was left before.
-        before, self._own = self._own, keys[rank]
-        if before is not None:
-            self._tried(lambda: self._store.delete_key(before))
-        return found
-
-    def put(self, key: str, value: bytes) -> None:
-        """Leave a value for whoever takes it."""
-        self._tried(lambda: self._store.set(self._key(key), value))
-
-    def take(self, key: str, source: int, timeout: float) -> bytes:
-        """Return the value that rank `source` leaves under a key, first come, first served."""
-        end, pause, full = time.monotonic() + timeout, SOONEST, self._key(key)
-        while not self._there([full]):
-            self.check()
-            if time.monotonic() > end:
-                self.fail(source, f"sent nothing for {key!r} within {timeout:g} s")
-                self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, LATEST)
-        value: bytes = self._tried(lambda: self._store.get(full))
-        self._tried(lambda: self._store.delete_key(full))
-        return value
-
-    def fail(self, rank: int, cause: str) -> None:
-        """Say that a rank has failed; the first failure is the one that all ranks are told."""
-        said = json.dumps([rank, cause])
-        self._tried(lambda: self._store.compare_set(self._failed, "", said))
-
-    def check(self) -> None:
-        """Raise `RankError` if a rank has failed."""
-        if self._there([self._failed]):
-            rank, cause = json.loads(self._tried(lambda: self._store.get(self._failed)))
-            self.has_failed = True
-            raise RankError(rank, cause)
-
-    def leave(self) -> None:
-        """Do nothing: the store is torch's."""
-
-    def _key(self, *names: str) -> str:
-        return "/".join((self._prefix, *names))
-
-    def _there(self, keys: list[str]) -> bool:
-        there: bool = self._tried(lambda: self._store.check(keys))
-        return there
-
-    def _tried(self, call: Callable[[], Result]) -> Result:
-        """Call the store; where it does not answer the process that holds it has ended."""
-        try:
-            return call()
-        except RuntimeError as error:  # torch.distributed.DistError is one
-            self.has_failed = True
-            cause = f"ended: the store of torch's process group does not answer ({error})"
-            raise RankError(0, cause.splitlines()[0]) from error
 
 
 class TorchHostGroup(Group):
@@ -382,19 +285,29 @@ class TorchDeviceGroup(DeviceGroup):
             # NOTE: before the arrays of others. On one device a copy may be a kernel, which would
             # wait behind them for multiprocessors that the computation has.
             pitched.copy_all(self._cupy.cuda, own)
-            ways = ((dist.isend, sends), (dist.irecv, receives))
+            outgoing, incoming = ([self._whole(m) for m in some] for some in (sends, receives))
+            apart = [pair for pair in zip(outgoing, sends, strict=True) if pair[0] is not pair[1]]
+            pitched.copy_all(self._cupy.cuda, apart)
             operations = [
-                dist.P2POp(way, self._as_bytes(x), group=self.process_group, group_peer=m.rank)
-                for way, messages in ways
+                dist.P2POp(
+                    way, self._as_bytes(m.array), group=self.process_group, group_peer=m.rank
+                )
+                for way, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
                 for m in messages
-                for x in m.pieces
             ]
             try:
                 works = dist.batch_isend_irecv(operations) if operations else []
             except RuntimeError as error:
                 self.abort(f"met an error of NCCL: {error}")
                 raise
-        return _OnDevice(self, works, [*sends, *receives])
+        pairs = zip(receives, incoming, strict=True)
+        arriving = [(m, whole) for m, whole in pairs if whole is not m]
+        return _OnDevice(self, works, [*outgoing, *incoming, *sends, *receives], arriving)
+
+    @property
+    def cuda(self) -> Any:
+        """CuPy's module of this name."""
+        return self._cupy.cuda
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torch's current stream is CuPy's."""
@@ -402,6 +315,16 @@ class TorchDeviceGroup(DeviceGroup):
         stream = cuda.ExternalStream(self._cupy.cuda.get_current_stream().ptr, self.device)
         context: contextlib.AbstractContextManager[Any] = cuda.stream(stream)
         return context
+
+    def _whole(self, message: Message) -> Message:
+        """Return a message whose array lies together, itself if its own does.
+
+        Heads lie apart. The host takes its time over each message of torch's, a copy is one call.
+        """
+        x = message.array
+        if x.flags.c_contiguous:
+            return message
+        return message._replace(array=self._cupy.empty(x.shape, x.dtype))
 
     def _as_bytes(self, x: Any) -> Any:
         """Return an array's memory as a tensor."""
@@ -449,10 +372,12 @@ class TorchDeviceGroup(DeviceGroup):
 
 
 class _OnDevice:
-    """Messages on torch's stream of NCCL."""
+    """Messages on torch's stream of NCCL, and arrays to be filled with what arrives."""
 
-    def __init__(self, group: TorchDeviceGroup, works: Sequence[Any], held: list[Message]) -> None:
-        self._group, self._works, self._held = group, works, held
+    def __init__(
+        self, group: TorchDeviceGroup, works: Sequence[Any], held: list[Message], arriving: Copies
+    ) -> None:
+        self._group, self._works, self._held, self._arriving = group, works, held, arriving
 
     def begin(self) -> None:
         """Do nothing: they are on their way."""
@@ -463,7 +388,8 @@ class _OnDevice:
         with group.on_device(), group.on_stream():
             for work in self._works:
                 work.wait()
-        self._works, self._held = [], []
+            pitched.copy_all(group.cuda, self._arriving)
+        self._works, self._held, self._arriving = [], [], []
 
 
 def _alive(reference: Any) -> Any:

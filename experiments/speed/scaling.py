@@ -31,7 +31,7 @@ from cupyattn import distributed, distributions
 from cupyattn.arrays.interchange import on_host
 from cupyattn.cli import output, plot
 from cupyattn.distributed import Group, Mesh, Partition, Shared
-from cupyattn.distributed.model import H200, Costs, fastest, predict
+from cupyattn.distributed.model import H200, H200_NCCL, Costs, fastest, predict
 from cupyattn.distributed.start import TRANSPORTS, by_copies
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device, timing
@@ -254,13 +254,13 @@ def is_hopper() -> bool:
     return int(cupy.cuda.Device().compute_capability) == 90
 
 
-def predicted(way: Way, problem: Problem, ranks: int) -> Costs:
+def predicted(way: Way, problem: Problem, ranks: int, transport: str) -> Costs:
     """Return the model's costs of a cell."""
     if way.axis:  # a call of its own for every rank
         part = {"batch": problem.batch, "heads": problem.heads}
         part[way.axis] //= ranks
         return predict(replace(problem, **part).call, Mesh(1, 1), variant=way.variant)
-    machine = replace(H200, per_host=max(ranks, 1))
+    machine = replace(H200_NCCL if transport == "nccl" else H200, per_host=max(ranks, 1))
     mesh = way.mesh(ranks)
     return predict(problem.call, mesh, machine, variant=way.variant, balanced=problem.causal)
 
@@ -323,7 +323,7 @@ def run(args: argparse.Namespace) -> int:
             if row["ok"]:
                 rounds = 0 if args.quick or args.memory else args.rounds
                 row |= measure(way, problem, ranks, transport, rounds, args.seed)
-            costs = predicted(way, problem, n)
+            costs = predicted(way, problem, n, row["transport"])
             row |= {"predicted": costs.seconds, "predicted_memory": costs.memory_bytes}
             row["predicted_bytes_sent"] = costs.heads_bytes + costs.ring_bytes
             rows.append(row)

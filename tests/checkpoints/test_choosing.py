@@ -137,8 +137,8 @@ def test_activations_of_the_trained_transformer_allow_channels(
     seen: dict[str, Any] = {}
     own = dit._linear
 
-    def recording(parameters: Any, rounded: Any) -> Any:
-        apply = own(parameters, rounded)
+    def recording(parameters: Any, rounded: Any, layers: Any) -> Any:
+        apply = own(parameters, rounded, layers)
 
         def run(name: str, x: Any) -> Any:
             seen[name] = x.reshape(-1, x.shape[-1])[::8].astype(np.float32)

@@ -368,7 +368,7 @@ def test_verify_fails_where_a_cell_fails(
     assert status("verify", "fa", "--distribution", "normal", "--dtype", "float16") == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: fa, normal, float16") == len(verify.SHAPES)
-    assert "1.25 > 1" in printed
+    assert "1.25 > 1" in printed and "cupyattn docs testing explains J1" in printed
 
 
 # ---- profile, info, cache ------------------------------------------------------------------------

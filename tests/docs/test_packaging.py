@@ -21,7 +21,11 @@ SOURCES = sorted(
     if path.suffix in (".cu", ".cuh")
 )
 #: Packages whose folders lie elsewhere in the checkout (``package_dir`` in setup.cfg).
-MAPPED = {"cupyattn.kernels_cu": "kernels_cu", "cupyattn.data": "experiments/data"}
+MAPPED = {
+    "cupyattn.kernels_cu": "kernels_cu",
+    "cupyattn.data": "experiments/data",
+    "cupyattn.docs": "docs",
+}
 
 
 def configuration() -> configparser.ConfigParser:
@@ -95,6 +99,8 @@ def test_the_wheel_holds_kernels_and_data_inside_the_package(built: Path) -> Non
     assert packed == SOURCES
     data = {path.name for path in (ROOT / "experiments" / "data").iterdir() if path.is_file()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("cupyattn/data/")} == data
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"API.md"}
+    assert {name.rpartition("/")[2] for name in names if name.startswith("cupyattn/docs/")} == pages
     for table in ("measure/whole_gains.json", "diffusion/advice_rates.json"):
         assert f"cupyattn/{table}" in names
     tops = {name.partition("/")[0] for name in names}
@@ -146,8 +152,9 @@ def test_it_works_in_an_empty_environment(
         for name in ("numpy_script.py", "calibrate_recorded.py"):
             script = shutil.copy(ROOT / "examples" / name, tmp_path)
             seen += run(core, script, *["--quick"] * (name != "numpy_script.py"), cwd=tmp_path)
+        seen += run(core.with_name("cupyattn"), "docs", "tutorial", cwd=tmp_path)
     finally:
         run(core, "-m", "pip", "uninstall", "--quiet", "--yes", "cupyattn", cwd=tmp_path)
     print(seen)
-    assert "ok: mirror within bound" in seen
+    assert "ok: mirror within bound" in seen and "# The ladder, rung by rung" in seen
     assert "gradients of shapes" in seen and seen.count("relative error with scales") == 6

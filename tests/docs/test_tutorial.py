@@ -25,6 +25,7 @@ def test_a_stale_page_is_found() -> None:
         PAGE.replace("mma_m16n8k32_s8(dot", "mma_m16n8k64_s4(dot", 1),
         re.sub(r"(\d+) lines removed", lambda m: f"{int(m[1]) + 1} lines removed", PAGE, count=1),
         PAGE.replace(" ms |", " s |", 1),
+        re.sub(r"−(\d+) \+(\d+) \| (\d+) \|", r"−\1 +\2 | 1\3 |", PAGE, count=1),
     ):
         assert stale != PAGE and write_tutorial.renewed(stale) == PAGE
 
@@ -61,6 +62,14 @@ def test_no_line_is_lost_between_sections(step: tuple[str, str]) -> None:
     whole_gone, whole_come = changed(f"attn_{left}.cu", f"attn_{right}.cu")
     assert come - gone == whole_come - whole_gone
     assert f"{gone} lines removed, {come} added" in PAGE
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_every_chapter_ends_with_an_exercise_and_its_answer(number: int) -> None:
+    """The answers are blocks of code: test_docs_blocks.py runs them."""
+    part = PAGE.split(f"\n## {number}. ")[1].split("\n## ")[0]
+    _, exercise = part.split("\n### Exercise\n")
+    assert re.search(r"^```python\n.*?^```\n\n```\n.+?^```$", exercise, re.DOTALL | re.MULTILINE)
 
 
 def test_the_sentences_fit_the_times() -> None:

@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from cupyattn.arrays.interchange import on_host
-from experiments.dit import checkpoint, features, memory, modes, quality, train
+from experiments.dit import checkpoint, features, linear, memory, modes, quality, train
 from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State
 from experiments.dit.model import Model, Shape, initial
@@ -84,11 +84,27 @@ def test_rows_of_quality_have_times() -> None:
     sizes = features.Stages(size=16, stages=((4, 8), (2, 6)))
     network, _ = features.train(sizes, cupy, steps=10, batch=16)
     args = argparse.Namespace(quick=True, seed=0, steps=8, images=8)
-    rows, least, shown = quality.measured(model, weights, network, args)
-    assert [row["mode"] for row in rows] == list(modes.NAMES) and shown.dtype == np.uint8
+    at = modes.attentions(model, 8, modes.calibrate(model, weights, 8, range(2)))
+    of_modes = dict.fromkeys(at, model)
+    rows, least, _ = quality.compared(of_modes, weights, network, at, args)
+    assert [row["mode"] for row in rows] == list(modes.NAMES)
     for row in rows:
         assert row["seconds of an image"][0] > 0
     assert least[1] < least[2]
+
+
+def test_int8_linear_layers_sample_images() -> None:
+    """Near the images of 16 bits, and not the same."""
+    model, weights = Model(SHAPE, cupy), checkpoint.untrained(SHAPE, 0, cupy)
+    models = linear.models_of(model, weights)
+    images = {
+        name: sample_all(one, weights, range(8), lambda step: Kernels(), steps=8)
+        for name, one in models.items()
+    }
+    off = {n: np.linalg.norm(x - images[modes.FULL]) for n, x in images.items()}
+    size = np.linalg.norm(images[modes.FULL])
+    for name, (strategy, _) in linear.MODES.items():
+        assert (0 < off[name] < 0.05 * size) == (strategy is not None), name
 
 
 def test_memory_is_what_is_in_use() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from cupyattn import distributed
 from cupyattn.distributed import Mesh, Partition, Shared
+from cupyattn.errors import UnsupportedError
 from experiments.diffusion import context_parallel as experiment
 from tests.support.torch_ranks import ROOT, on_threads, processes, torchrun
 
@@ -78,6 +79,16 @@ def test_masks_of_a_ranks_keys_and_of_all_keys(mesh: Mesh, own: bool) -> None:
     assert distributed.judge(o, q, k[:, :, kept], v[:, :, kept], shared, variant="fa_tc") <= 1
 
 
+def test_masks_are_cut_by_ranges() -> None:
+    from cupyattn.distributed.rank_calls import NO_SCORES, Scores
+
+    x = np.arange(24).reshape(1, 1, 4, 6)
+    found = Scores({"bias": x}).cut([(0, 1), (3, 4)], [(1, 2), (4, 6)]).arrays["bias"]
+    assert found.tolist() == [[[[1, 4, 5], [19, 22, 23]]]]
+    assert Scores({"mask": x[:, :, :1]}).cut([(2, 4)], []).arrays["mask"].shape == (1, 1, 1, 0)
+    assert NO_SCORES.cut([(0, 1)], [(0, 1)]) == NO_SCORES
+
+
 @pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
 def test_a_bias_of_rows_is_that_of_one_process(variant: str) -> None:
     import cupyattn as ca
@@ -105,6 +116,24 @@ def test_a_bias_of_rows_is_that_of_one_process(variant: str) -> None:
 def test_all_ranks_leave_a_call_native_where_one_has_to(masks: Any, reason: str) -> None:
     _, _, reasons = attend_on_threads(Mesh(2, 1), [8, 8], masks, {"variant": "fa_tc"})
     assert all(re.match(reason, str(one)) for one in reasons)
+
+
+def test_all_ranks_fall_back_where_codes_do_not_travel() -> None:
+    """The layer then asks for 16 bits: the group goes on."""
+    import cupyattn as ca
+    from cupyattn.interop.diffusers.context_parallel import Ranks, said_of, words
+
+    def on_rank(group: Any) -> Any:
+        x = torch.ones(1, 2, 8, 16).half()
+        ranks, given = Ranks(group, True), {"q": x, "k": x, "v": x}
+        _, said = ranks.agreed(said_of(None, x, x, None))
+        with pytest.raises(UnsupportedError, match="a ring of fa_int8"):
+            form = {"variant": "fa_int8", "quant": ca.QuantConfig(fused=True, smooth_k=False)}
+            ranks.attend(form, given, said)
+        return words(ranks.attend({"variant": "fa_tc"}, given, said)[0])
+
+    found, errors = on_threads(on_rank, 2, method="ring")
+    assert errors == [None] * 2 and found == ["2 ring, 16 bits"] * 2
 
 
 def test_models_that_share_ranks_differently_have_groups_of_their_own() -> None:
@@ -187,7 +216,7 @@ def test_groups_of_processes(size: int) -> None:
         ("wan", "1", "2", "aggressive", "float32"),
         ("wan_uneven", "2", "1", "balanced", "float32", '{"ring_anything": true}'),
         ("wan_uneven", "1", "2", "precision", "float32", '{"ulysses_anything": true}'),
-        ("qwen", "2", "1", "precision", "bfloat16"),
+        ("qwen", "2", "1", "precision", "bfloat16", '{"train": true}'),
         ("qwen", "1", "2", "balanced", "bfloat16"),
         ("wan", "2", "2", "balanced", "bfloat16"),
         ("qwen", "2", "2", "precision", "bfloat16", '{"convert_to_fp32": false}'),

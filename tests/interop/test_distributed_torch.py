@@ -5,7 +5,10 @@ Ranks are threads with gloo here; `test_context_parallel.py` starts processes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +18,12 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn import distributed
-from cupyattn.distributed import Mesh, Partition, RankError, Shared
+from cupyattn.distributed import Mesh, Partition, RankError, Shared, torch_groups
+from cupyattn.distributed import group as groups
 from cupyattn.distributed.group import Message
 from cupyattn.errors import UnsupportedError
 from tests.distributed.distributed_cases import asked_for, fewer, partitions
+from tests.distributed.test_distributed_nccl import Array, Device, Event, FakeNccl, Now, Runtime
 from tests.support.torch_ranks import on_threads
 
 torch = pytest.importorskip("torch")
@@ -194,6 +199,8 @@ def test_what_is_no_group_of_torch_is_refused() -> None:
         distributed.from_torch()
     with pytest.raises(ValueError, match="method must be 'ring', 'ulysses' or None, got 'auto'"):
         distributed.from_torch(method="auto")
+    with pytest.raises(TypeError, match="device must be the number of a CUDA device or 'cpu'"):
+        distributed.from_torch(device="cuda:1")
     with pytest.raises(ValueError, match="timeout must be positive"):
         distributed.from_torch(timeout=0)
 
@@ -205,6 +212,15 @@ def test_what_one_rank_is_refused_ends_the_call_of_all() -> None:
     _, errors = on_threads(on_rank, 2)
     assert type(errors[1]) is TypeError
     assert str(errors[0]) == f"rank 1 raised TypeError: {errors[1]} (in parallel_attention)"
+
+
+def test_tensors_are_shared_and_gathered() -> None:
+    def on_rank(group: Any) -> Any:
+        x = torch.arange(12.0).reshape(3, 2, 2).requires_grad_()
+        own, _, _ = distributed.share(x, x, x, group)
+        return own.shape[0], torch.equal(distributed.gather(own, group), x)
+
+    assert without_errors(on_rank, 2) == [(2, True), (1, True)]
 
 
 # ---- faults --------------------------------------------------------------------------------------
@@ -311,3 +327,84 @@ def test_a_ring_adds_up_in_float32_or_in_its_own_type(wide: bool) -> None:
     if not wide:
         of_float32 = distributed.judge(o, q, k, v, shared, variant="fa_tc")
         assert of_float32 > distributed.judge(o, q, k, v, shared, variant="fa_tc", wide_sums=False)
+
+
+# ---- devices, played by the host -----------------------------------------------------------------
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy and NCCL as groups of devices see them, with NumPy arrays and gloo in their place."""
+    numbers: Counter[Any] = Counter()
+
+    def batch(operations: Any) -> list[Any]:
+        works = []
+        for way, tensor, group, peer in sorted(operations, key=lambda one: one[0]):
+            own = group.rank()
+            pair = (own, peer) if way == "send" else (peer, own)
+            numbers[way, pair] += 1
+            call = group.send if way == "send" else group.recv
+            works.append(call([tensor], peer, numbers[way, pair]))
+        return works
+
+    nothing = contextlib.nullcontext()
+    monkeypatch.setattr(
+        torch_groups, "_torch", lambda: SimpleNamespace(
+            cuda=SimpleNamespace(
+                device=lambda _: nothing, stream=lambda _: nothing,
+                ExternalStream=lambda *_: None,
+            ),
+            zeros=lambda *_, **__: None, device=torch.device,
+            from_dlpack=lambda x: torch.from_numpy(x.view(np.ndarray)),
+            distributed=SimpleNamespace(
+                is_available=lambda: True, ProcessGroup=torch.distributed.ProcessGroup,
+                all_reduce=lambda *_, **__: None, isend="send", irecv="recv",
+                P2POp=lambda way, x, group, group_peer: (way, x, group, group_peer),
+                batch_isend_irecv=batch,
+            ),
+        ),
+    )  # fmt: skip
+    fake = FakeNccl()
+    monkeypatch.setattr(Array, "nccl", fake, raising=False)
+    cuda = SimpleNamespace(
+        Device=Device, Event=Event, get_current_stream=Now, runtime=Runtime(fake)
+    )
+    monkeypatch.setattr(
+        groups, "_cupy", lambda: SimpleNamespace(
+            cuda=cuda, empty=lambda shape, dtype: np.empty(shape, dtype).view(Array)
+        ),
+    )  # fmt: skip
+
+
+class Played(torch_groups.TorchDeviceGroup):
+    namespace = "numpy"
+
+    def prepare(self, sends: Any, receives: Any) -> Any:
+        sends, receives = ([Message(*m) for m in some] for some in (sends, receives))
+        for _, x, _ in receives:
+            x[...] = np.nan  # until it comes
+        return super().prepare(
+            *([m._replace(array=m.array.view(Array)) for m in some] for some in (sends, receives))
+        )
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(4, 2), Mesh(3, 1)], ids=str)
+def test_devices_exchange_heads_that_lie_apart(mesh: Mesh) -> None:
+    """Each message of NCCL's lies together: the same bits as with any other group."""
+    q, k, v = (normal((2, 8, 24, 8), n) for n in range(3))
+    rows = Partition.zigzag(24, mesh.size)
+    how = {"partition": "zigzag", "causal": True, "variant": "fa_tc", **asked_for(mesh)}
+
+    def attend_as(group: Any) -> Any:
+        own = (rows.take(x, group.rank) for x in (q, k, v))
+        return distributed.parallel_attention(*own, group, **how)
+
+    def on_rank(group: Any) -> Any:
+        pg = group.process_group
+        store = torch_groups.TorchStore(pg, pg.rank(), pg.size())
+        return attend_as(Played(store, pg.rank(), pg, 0, timeout=20))
+
+    found = without_errors(on_rank, mesh.size)
+    expected = distributed.run(attend_as, mesh.size)
+    assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 import cupyattn as ca
 from cupyattn.arrays import described
 from cupyattn.compiler import modules as compiler

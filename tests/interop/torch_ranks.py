@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -246,7 +247,7 @@ def context_parallel(
         found.square().mean().backward()
         wanted = dict(native.named_parameters())
         for name, parameter in model.named_parameters():
-            if "attn1.to_" in name and parameter.grad is not None and name.endswith("weight"):
+            if re.search(r"attn1?\.to_[qkv]\.weight", name):
                 total = parameter.grad.float()
                 dist.all_reduce(total)
                 other = wanted[name].grad.float()

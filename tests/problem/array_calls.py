@@ -31,6 +31,8 @@ W = _RNG.standard_normal((5, 200)).astype(np.float32)
 X = _RNG.standard_normal((3, 200)).astype(np.float16)
 A, A_SCALES = ca.act_quant(X)
 B, B_SCALES = ca.weight_quant(W)
+_AFFINE = ca.AffineInt8Linear.from_weight(W)
+CHANNELS, CHANNEL_SCALES, CHANNEL_ZEROS = _AFFINE.codes, _AFFINE.scales, _AFFINE.zeros
 S = unfused.scores(Q, K)
 P = unfused.softmax(S)
 IMPORTANCE = diffusion.key_importance(Q, K)
@@ -192,6 +194,7 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
     "attention_varlen": (PACKED, lambda g: ca.attention_varlen(**g)),
     "plan": (SCORED, _planned),
     "explain": (SCORED, lambda g: ca.explain(**_options(g))),
+    "ablate": (QKV, lambda g: ca.ablate(**g, parts=["bits"]).rows),
     "kernel_form": (SCORED, lambda g: ca.kernel_form(**_options(g))),
     "quantize": (QKV, lambda g: ca.quantize(**g)),
     "quantize_kv": ({"k": K, "v": V}, lambda g: ca.quantize_kv(**g)),
@@ -223,6 +226,15 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
     "Int8Linear.from_weight": (
         {"weight": W.astype(np.float16), "x": X},
         lambda g: ca.Int8Linear.from_weight(g["weight"], outlier_columns=[3, 9])(g["x"]),
+    ),
+    "AffineInt8Linear": (
+        {"codes": CHANNELS, "scales": CHANNEL_SCALES, "zeros": CHANNEL_ZEROS,
+         "bias": W[:, 0].copy(), "x": X},
+        lambda g: ca.AffineInt8Linear(*list(g.values())[:4])(g["x"]),
+    ),
+    "AffineInt8Linear.from_weight": (
+        {"weight": W.astype(np.float16), "x": X},
+        lambda g: ca.AffineInt8Linear.from_weight(g["weight"])(g["x"]),
     ),
     "quant.outlier_columns": ({"x": X}, lambda g: linear.outlier_columns(g["x"], 2.0)),
     "attention_backward": (GRADIENT, lambda g: ca.attention_backward(**g)),
@@ -451,6 +463,7 @@ WITHOUT_ARRAYS = {
     # Numbers, sizes and names alone:
     "bounds.gamma", "diffusion.block_order", "diffusion.window_3d", "diffusion.SigmaPolicy",
     "diffusion.Step", "testing.load_counterexample", "testing.numerics", "testing.sample_rows",
+    "distributed.from_torch",
     # Constants:
     "bounds.TERMS", "diffusion.MODES", "quant.GROUP_ALL",
     # What functions return, or callers define:

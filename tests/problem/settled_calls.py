@@ -112,6 +112,7 @@ QUANTS = {
     "fp8": {"pv": "fp8", "granularity_v": "channel"},
     "fp8block": {"pv": "fp8"},
     "int4": {"qk_bits": 4},
+    "v8": {"pv": "int8", "p_type": "16bit"},
 }  # fmt: skip
 
 

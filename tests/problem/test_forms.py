@@ -66,7 +66,7 @@ def codes() -> Iterator[Codes | None]:
     values = (
         None, values_of(GROUP_ALL, "u8"), values_of(GROUP_ALL, "s8"), values_of(128, "u8"),
         values_of(32, "u8"), values_of(128, "u8", 4), values_of(128, "s8"),
-        values_of(GROUP_ALL, "e4m3"), values_of(128, "e4m3"),
+        values_of(GROUP_ALL, "e4m3"), values_of(128, "e4m3"), values_of(GROUP_ALL, "16bit"),
     )  # fmt: skip
     yield None
     yield Codes(64, 64, fused=True)
