@@ -113,7 +113,7 @@ def page() -> str:
             known, unknown = (", ".join(dict.fromkeys(each)) for each in found)
             parts.append(f"| `{name}` | {known} | {unknown} |\n")
     names = ", ".join(f"`{name}`" for name in sorted(SPECIAL_REGISTERS))
-    parts.append(f"\n## Special registers\n\n{names}.\n")
+    parts.append(f"\n## Special registers\n\n| modelled |\n|---|\n| {names} |\n")
     return "".join(parts)
 
 

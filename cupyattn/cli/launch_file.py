@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cupyattn.interpret.own_kernels import TensorMap
 
-#: Fields of the file, of an argument, and of what is judged.
+#: Fields of the file, of an argument, and of the table [judge].
 TOP = (
     "entry", "grid", "block", "cluster", "shared_bytes", "arch", "seed", "defines", "args", "judge",
 )  # fmt: skip

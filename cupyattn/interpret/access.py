@@ -218,7 +218,7 @@ _ATOMIC: dict[str, Callable[..., Any]] = {
 }
 
 
-#: Types of two numbers in 32 bits, each of which is an atomic operation of its own.
+#: Types of two numbers in 32 bits. The operation is atomic for each of them, not for both.
 _PACKED = {"f16x2": DTYPES["f16"], "bf16x2": DTYPES["bf16"]}
 
 

@@ -257,7 +257,7 @@ def run_program(
     arch: str,
     mapped: Mapping[str, npt.NDArray[Any]],
 ) -> None:
-    """Run a kernel that is ready; arguments, tensor maps and errors are those of `run_kernel`.
+    """Run a kernel that is ready. Arguments, tensor maps and errors are as for `run_kernel`.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Reads the PTX that a fatbin embeds, as ``nvcc -fatbin`` writes it.
 
-A fatbin is a header of 16 bytes and entries, each with a header of its own. Entries are PTX text,
-possibly compressed with LZ4 or Zstandard, or machine code. The layout is that of CUDA 11 to 13.
+A fatbin is a header of 16 bytes and entries. Each entry begins with its own header. Entries are
+PTX text, possibly compressed with LZ4 or Zstandard, or machine code. The layout is that of CUDA 11
+to 13.
 """
 
 from __future__ import annotations

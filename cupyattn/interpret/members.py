@@ -158,7 +158,7 @@ def members_of(one: Started, program: Program, arch: str) -> tuple[Member, ...]:
 
 
 def _plain(name: str) -> str:
-    """Return a variable's own name where C++ wrote those of its function and scopes in front.
+    """Return a variable's own name, without its function and scopes, which C++ writes in front.
 
     Examples
     --------
