@@ -134,7 +134,8 @@ def test_the_header_of_a_folder_gives_the_same(
     monkeypatch.setattr("cupyattn.cli.advise._made", None)
     assert cli.main(["advise", str(tmp_path / "model"), "--tokens", "4096"]) == 0
     out = capsys.readouterr().out
-    assert "1 attention modules" in out and "No advice: width 128 (at least 1,024) is below" in out
+    assert "1 attention module with" in out
+    assert "No advice: width 128 (at least 1,024) is below" in out
 
 
 def test_what_is_no_diffusion_transformer_is_said(

@@ -182,6 +182,8 @@ def test_a_report_outside_says_that_options_may_be_missing() -> None:
     hint = "if the call had options, such as a mask, causal, scale or lengths, give the judge"
     assert hint in str(judge(o, q, k, v, variant="fa"))
     assert hint not in str(judge(o, q, k, v, variant="fa", causal=True))
+    with pytest.raises(TypeError, match="variant='fa_tc', 'auto' if the call named none"):
+        judge(o, q, k, v)
 
 
 def test_quantised_operands_are_judged_twice() -> None:
