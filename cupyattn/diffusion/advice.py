@@ -130,10 +130,12 @@ def advise(
         "attention": time(of.saved_attention[accuracy]),
     }
     refusal = ""
-    if work.width < LEAST_WIDTH or tokens < LEAST_TOKENS:
+    small = [f"{tokens:,} tokens (at least {LEAST_TOKENS:,})"] * (tokens < LEAST_TOKENS)
+    small += [f"width {work.width:,} (at least {LEAST_WIDTH:,})"] * (work.width < LEAST_WIDTH)
+    if small:
         refusal = (
-            f"{tokens:,} tokens and width {work.width:,} are below what was measured, "
-            f"{LEAST_TOKENS:,} and {LEAST_WIDTH:,}: the host and small kernels decide there"
+            f"{' and '.join(small)} {'are' if tokens < LEAST_TOKENS else 'is'} below what was "
+            "measured: the host and small kernels decide there"
         )
     return Advice(seconds, saved, refusal)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.checkpoints.roles import LAYER_ROLES, role_of
+from cupyattn.measure.words import counted
 
 #: Layers that take the rows of the prompt, and of tokens and prompt together; others take tokens.
 _PROMPT = re.compile(
@@ -167,7 +168,7 @@ def describes(work: Work) -> str:
     """
     flops = math.fsum(work.attention.values())
     return (
-        f"{work.layers} linear layers with {work.linear / 1e12:.3g} TFLOP, {work.modules} "
-        f"attention modules with {flops / 1e12:.3g} TFLOP ({', '.join(work.attention)}), width "
-        f"{work.width:,}"
+        f"{counted(work.layers, 'linear layer')} with {work.linear / 1e12:.3g} TFLOP, "
+        f"{counted(work.modules, 'attention module')} with {flops / 1e12:.3g} TFLOP "
+        f"({', '.join(work.attention)}), width {work.width:,}"
     )

@@ -460,4 +460,7 @@ def lookup(name: str, *, also: tuple[str, ...] = ()) -> Variant:
         return VARIANTS[name]
     except (KeyError, TypeError):  # a list has no hash
         taken = ", ".join((*VARIANTS, *also))
-        raise ValueError(f"variant must be one of {taken}, got {shown(name)}") from None
+        hint = ""
+        if isinstance(name, str) and name.endswith(".cu"):
+            hint = ": cupyattn verify FILE.cu checks a file, cupyattn.register makes it a variant"
+        raise ValueError(f"variant must be one of {taken}, got {shown(name)}{hint}") from None

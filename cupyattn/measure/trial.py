@@ -109,7 +109,7 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return a header, and a row of each way."""
-        header = ["way", "a step", "of native", "first run", "weights", "peak",
+        header = ["way", "a step", "times as fast", "first run", "weights", "peak",
                   "latents, last step", "PSNR", "SSIM"]  # fmt: skip
         rows = []
         for name, way in self.ways.items():

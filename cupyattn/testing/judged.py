@@ -175,7 +175,7 @@ def judge_parts(
     for part, one in zip(parts, found, strict=True):
         words = f"{named(one.received)}, {held_to}"
         if not held_to:
-            words = f"the widest bound of {forms}, as the bound of none holds"
+            words = f"the widest bound of {forms}, since no single bound holds"
         report = report_of(one, exact, origin(part.given))
         failed = undecided and one.ratio > 1
         reports.append(replace(report, held_to=words, undecided=failed))

@@ -152,6 +152,11 @@ class Report:
             )
         elif self.held_to:
             lines.append(f"  held to {self.held_to}")
+        if self.ratio > 1 and not self.undecided:
+            lines.append(
+                "  if the call had options, such as a mask, causal, scale or lengths, "
+                "give the judge the same"
+            )
         lines += [f"  run by: {self.ran or NOBODY}"]
         return "\n".join(lines)
 

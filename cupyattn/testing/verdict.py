@@ -166,8 +166,9 @@ def judge(
     if variant is None:
         if numerics is None or numerics.foreign is None:
             raise TypeError(
-                "judge needs the rung that made o, such as variant='fa_tc', or for a kernel of "
-                "another library numerics=cupyattn.testing.numerics('fp16 P')"
+                "judge needs the rung that made o, such as variant='fa_tc', 'auto' if the call "
+                "named none, or for a kernel of another library "
+                "numerics=cupyattn.testing.numerics('fp16 P')"
             )
         variant = _ANY_RUNG
     if numerics is not None and numerics.foreign is not None and (signed is not None or sums):

@@ -10,6 +10,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
+from cupyattn.errors import KernelCompileError
+from cupyattn.interpret import KernelFault
 from cupyattn.kernels import ladder as kernels
 from cupyattn.reference.gemm import activate
 from docs import write_readme
@@ -95,7 +97,7 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "attn_mine.cu").write_text(source.replace("attn_fa(", "attn_mine("))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kernels, "VARIANTS", dict(kernels.VARIANTS))
-    (block,) = code(page("OWN_KERNEL.md"))
+    block, _ = code(page("OWN_KERNEL.md"))
     assert len([line for line in block.splitlines() if line]) <= 4
     exec(block, {})
     from cupyattn.compiler import modules as kc
@@ -108,6 +110,37 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert table.ok and table.rungs[1].idea == "the one idea"
     (plan,) = plans(resolved(q, k, v, variant="mine"))
     assert "attn_mine" in kc.build(plan.launches[0].module, "sm_80").kernels
+
+
+def test_the_rung_that_the_page_breaks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = page("OWN_KERNEL.md")
+    good = (ROOT / "kernels_cu" / "attn_fa.cu").read_text().replace("attn_fa(", "attn_mine(")
+    file = tmp_path / "attn_mine.cu"
+    file.write_text(good)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernels, "VARIANTS", dict(kernels.VARIANTS))
+    register, judge = code(text)
+    names: dict[str, object] = {}
+    exec(register, names)
+
+    def printed(removed: str) -> str:
+        assert good.count(removed) == 1 or not removed
+        file.write_text(good.replace(removed, ""))
+        exec(judge, names)
+        return f"`{capsys.readouterr().out.splitlines()[0].split(' at ')[0]}`"
+
+    assert f"| none | {printed('')} |" in text
+    removed = "O_acc[e] *= smem.alpha[row];"
+    assert f"| remove `{removed}` | {printed(removed)} |" in text
+    barrier = "__syncthreads();  // P and alpha visible to the whole block"
+    assert f"remove the barrier *{barrier.split('// ')[1]}*" in text
+    with pytest.raises(KernelFault, match="race"):
+        printed(barrier)
+    file.write_text(good.replace("state.advance(m)", "state.advnce(m)"))
+    with pytest.raises(KernelCompileError, match="advnce"):
+        exec(judge, names)
 
 
 def test_the_table_is_what_the_record_says() -> None:

@@ -89,7 +89,7 @@ def test_what_gains_too_little_or_was_not_measured_is_declined() -> None:
     work = advice_rates.work(family)
     small = dataclasses.replace(work, width=128)
     assert advice.advise(small, 4096).refusal and not advice.advise(small, 4096).replaces("linear")
-    assert "below what was measured" in advice.advise(work, 256).refusal
+    assert advice.advise(work, 256).refusal.startswith("256 tokens (at least 2,048) are below")
     few = advice.Advice(1.0, {"linear": 0.3, "attention": 0.01})
     assert few.replaces("linear") and not few.replaces("attention")
     with pytest.raises(ValueError, match="device must be h200, got 'a100'"):
@@ -134,7 +134,8 @@ def test_the_header_of_a_folder_gives_the_same(
     monkeypatch.setattr("cupyattn.cli.advise._made", None)
     assert cli.main(["advise", str(tmp_path / "model"), "--tokens", "4096"]) == 0
     out = capsys.readouterr().out
-    assert "1 attention modules" in out and "No advice: 4,096 tokens and width 128 are below" in out
+    assert "1 attention module with" in out
+    assert "No advice: width 128 (at least 1,024) is below" in out
 
 
 def test_what_is_no_diffusion_transformer_is_said(

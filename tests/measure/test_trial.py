@@ -68,6 +68,7 @@ def test_runs_that_only_some_ways_have_do_not_count() -> None:
         "INT8 linear layers: 2.00 times as fast, undecided: an interval needs 6 rounds, got 4"
     )
     assert Comparison(made).table()[1][1][2] == "2.00"
+    assert Comparison(made).table()[0][2] == "times as fast"  # as the verdicts say
     made["ways"]["native"]["rounds"].clear()
     assert Comparison(made).verdicts() == {} and "-" in str(Comparison(made))
 

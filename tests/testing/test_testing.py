@@ -176,6 +176,16 @@ def test_rows_that_must_not_be_finite_are_judged() -> None:
     assert report.passed and (report.judged, report.unbounded) == (9, 0)
 
 
+def test_a_report_outside_says_that_options_may_be_missing() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 9, 9, 4, "float16", seed=0)
+    o = attention_mirror(q, k, v, variant="fa", causal=True)
+    hint = "if the call had options, such as a mask, causal, scale or lengths, give the judge"
+    assert hint in str(judge(o, q, k, v, variant="fa"))
+    assert hint not in str(judge(o, q, k, v, variant="fa", causal=True))
+    with pytest.raises(TypeError, match="variant='fa_tc', 'auto' if the call named none"):
+        judge(o, q, k, v)
+
+
 def test_quantised_operands_are_judged_twice() -> None:
     q, k, v = distributions.make("channel-bias", 1, 2, 24, 40, 16, "float16", seed=0)
     quantized = quantize(q, k, v)
