@@ -80,7 +80,8 @@ def _parse(path: Path) -> dict[str, Any]:
         except FileNotFoundError:
             raise ValueError(
                 f"there is no {path}, which describes the launch: write it "
-                "(`cupyattn docs your_kernel` has its fields), or name another with --launch"
+                "(`cupyattn docs your_kernel` has its fields), or name another with --launch; "
+                "`cupyattn verify FILE.cu` checks a copy of a variant without one"
             ) from None
         except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
             raise ValueError(f"cannot read {path}: {error}") from None
