@@ -27,8 +27,8 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/codes/zero_points.cuh"
 
-constexpr int V_CHUNKS = BLOCK_KV / 16;   // 16-byte chunks per channel of V
-constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
+constexpr int V_CHUNKS = BLOCK_KV / 16;  // 16-byte chunks per channel of V
+constexpr float LARGEST_SUM = 256.0f;    // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
 constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 
