@@ -170,9 +170,9 @@ def ablate(
     k, v : array, (batch, heads_kv, len_kv, head_dim)
     parts : sequence of str, optional
         Out of ``"rungs"``, ``"granularity"``, ``"offsets"``, ``"pv"``, ``"bits"``, ``"codes"`` and
-        ``"diffusion"``, the ways of a diffusion transformer: given and static scales, scales by
-        timestep, pruned keys, windows and block-sparse attention. All when omitted. The default of
-        ``fa_int8`` is among the points of every part.
+        ``"diffusion"``; all when omitted. Every part has the default of ``fa_int8`` among its
+        points. The last one has given and static scales, scales by timestep, pruned keys, windows
+        and block-sparse attention.
     scale, causal, causal_align
         As for `cupyattn.attention`.
     seed : int

@@ -202,8 +202,8 @@ def calibrate_quantization_scales(
     batches : iterable of (q, k) or (q, k, timestep), Recording or path of one
         Q (batch, heads, len, head_dim) and K (batch, heads_kv, len, head_dim) as `Int8Attention`
         would get them, after any rotary embedding; NumPy, CuPy or DLPack. V has no static scales.
-        A recording's layers have one size, and all get the same scales: `calibrate` of
-        `cupyattn.diffusion` gives each its own.
+        The layers of a recording have one size, and all get the same scales. For scales of each
+        layer call `cupyattn.diffusion.calibrate`.
     percentile : float
         In per cent, above 1 and at most 100: 99.9 for all but a thousandth. The scale's code 127
         stands for this percentile, by nearest rank: the smallest number that so many per cent do

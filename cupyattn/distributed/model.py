@@ -56,7 +56,7 @@ class Machine:
         Seconds of an exchange between hosts beside its bytes.
     host_heads, host_ring, host_codes : float
         Seconds that the host needs for a step: of exchanged heads, of a ring, of a ring of codes.
-        The first step's show, those of the others as far as the device has nothing to do.
+        The first step's seconds always show. Later ones show as far as the device has no work.
     """
 
     name: str

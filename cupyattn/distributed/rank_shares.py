@@ -68,7 +68,7 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     Parameters
     ----------
     x : array, (batch, heads, ...)
-        This rank's, of any library; those of the others differ in the length of the axis alone.
+        This rank's, of any library. Other ranks' arrays differ in the length of the axis alone.
     group : Group
     axis : {"batch", "heads"}
 

@@ -36,7 +36,8 @@ def differentiable(
     forward : callable
         Takes q, k and v without gradients; returns O and lse.
     backward : callable
-        Takes the gradient with respect to O, q, k, v, O and lse; returns those of q, k and v.
+        Takes the gradient with respect to O, and q, k, v, O and lse. Returns the gradients with
+        respect to q, k and v.
     q, k, v : torch.Tensor
     """
     found: tuple[Any, Any] = _function().apply(forward, backward, q, k, v)

@@ -61,7 +61,7 @@ def from_torch(
     Returns
     -------
     Group
-        Its ranks are those of torch's group; of a mesh with two axes rank
+        Its ranks have their numbers in torch's group. In a mesh with two axes the number is
         ``ring * ulysses_size + ulysses``.
 
     Raises

@@ -47,10 +47,10 @@ class AffineInt8Linear:
     Notes
     -----
     With codes a and scale s of a row of x the product is
-    ``s scale (Σ a code - zero Σ a)``. The second sum is exact; its multiple is taken off in
-    float32 by passes over the result of their own, so that the kernels of symmetric weights stay as
-    they are. It has no activation, no outliers and no residual: `Int8Linear` has them, and is
-    faster. Weights whose channels have a mean of about 0 gain next to nothing by zero points.
+    ``s scale (Σ a code - zero Σ a)``. The second sum is exact. Separate passes over the result take
+    its multiple off in float32, and the kernel is that of symmetric weights. There is no
+    activation, no outliers and no residual: `Int8Linear` has them, and is faster. Weights whose
+    channels have a mean of about 0 gain next to nothing by zero points.
 
     Examples
     --------
@@ -142,7 +142,7 @@ class AffineInt8Linear:
         out_dtype : {"float16", "bfloat16", "float32"}, optional
             The type of x when omitted.
         arch, backend
-            As for `int8_gemm`; those of the layer when omitted.
+            As for `int8_gemm`; the layer's own when omitted.
 
         Returns
         -------

@@ -147,8 +147,7 @@ def quantize(
         settings, facts = with_limits(settings, arrays), None
     static = quant is not None and quant.static
     if quant is not None and static:
-        arrays |= scales_of(quant, arrays, "BHSD")
-        settings = settings._replace(quant=quant.described)
+        settings, arrays = _with_scales(settings, quant, arrays)
     prepared: tuple[str, ...] = ()
     if quant is not None and quant.fused and (rope is not None or qk_norm is not None):
         arrays, settings, prepared = _prepared_first(arrays, settings)
@@ -171,11 +170,19 @@ def check_described(
     backend: str | None,
 ) -> None:
     """Raise as `quantize` for operands of which only descriptions are at hand."""
+    settings = QuantizeSettings(quant, tiles, arch, backend)
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
     if quant is not None and quant.static:
-        arrays |= scales_of(quant, arrays, "BHSD")
-        quant = quant.described
-    problem_of(QUANTIZE, QuantizeSettings(quant, tiles, arch, backend), arrays)
+        settings, arrays = _with_scales(settings, quant, arrays)
+    problem_of(QUANTIZE, settings, arrays)
+
+
+def _with_scales(
+    settings: QuantizeSettings, quant: QuantConfig, arrays: Mapping[str, Any]
+) -> tuple[QuantizeSettings, dict[str, Any]]:
+    """Return a call with given scales among its arrays, and their descriptions in its settings."""
+    scales = scales_of(quant, arrays, "BHSD")
+    return settings._replace(quant=quant.described), {**arrays, **scales}
 
 
 def _prepared_first(

@@ -99,7 +99,7 @@ def plan_fused(
     operands : Operands
         As the kernel is launched for them.
     structs : tuple
-        Its parameters, those of attention first.
+        Its parameters, attention's first.
     merged : tuple
         What the kernel that brings pieces of tiles together gets of them.
     boxes : sequence of (buffer, dtype, operand, rows)

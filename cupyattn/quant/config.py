@@ -46,9 +46,9 @@ class QuantConfig:
         attention kernel in the form that runs (of P and V in e4m3: in the portable form), 2
         adjacent rows of Q or 16 adjacent keys, or one row.
     granularity_v : {"none", "tensor", "channel", "block"}, optional
-        V in 16 bits has no scale. V in 8 bits has one for all of the array, for each channel of
-        a (batch, head), or for each channel of each tile of keys, which P in 16 bits does not go
-        with. When omitted: "none", or "block", or "channel" beside P in 16 bits.
+        V in 16 bits has no scale. V in 8 bits has one for the array ("tensor"), for each channel of
+        a (batch, head), or for each channel of a tile of keys ("block"). P in 16 bits takes no
+        "block". When omitted: "none", or "block", or "channel" beside P in 16 bits.
     symmetric : bool
         True: codes -127 to 127 without zero points. False: codes -128 to 127, which the range of a
         group fills whatever side of 0 it lies on, and a zero point beside every scale, the code

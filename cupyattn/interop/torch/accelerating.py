@@ -257,7 +257,7 @@ def accelerate(
     compile : {"blocks", "graphs", False}
         As there; a model that names no blocks is compiled as a whole.
     include, exclude, checkpoint, activations, again, arch, backend, log : optional
-        As there. Names are those of the model's layers.
+        As there. Names are names of the model's layers.
 
     Returns
     -------

@@ -233,10 +233,15 @@ def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
 
 
-def no_lse_beside(o: Tensor) -> Tensor:
+def no_lse(o: Tensor) -> Tensor:
     """Return what stands for lse where it was not asked for: a schema has no optional result."""
+    return o.new_empty((0,), dtype=torch.float32)
+
+
+def no_lse_beside(o: Tensor) -> Tensor:
+    """Return the same beside a tensor with memory: on the current device by Inductor's way."""
     if o.get_device() < 0 or o.get_device() != torch._C._cuda_getDevice():
-        return o.new_empty((0,), dtype=torch.float32)
+        return no_lse(o)
     return _empty((0,), (1,), torch.float32)
 
 

@@ -26,7 +26,7 @@ _log = logging.getLogger("cupyattn")
 
 
 def register() -> None:
-    """Put our generators into Inductor's table; where there is none, say so in `obstacle`."""
+    """Put our generators into Inductor's table, or say in `obstacle` that there is no table."""
     global obstacle
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import (

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import as_array, as_own_tensor, as_tensor, on_device_of
+from cupyattn.interop.torch.bridge import (
+    as_array,
+    as_own_tensor,
+    as_tensor,
+    no_lse,
+    on_device_of,
+)
 from cupyattn.interop.torch.calls import TensorSettings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.ops import (
@@ -22,7 +28,6 @@ from cupyattn.interop.torch.ops import (
     define,
     differentiate,
     need_lse,
-    no_lse,
     refuse_derivative,
 )
 

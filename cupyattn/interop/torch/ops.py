@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import no_lse_beside
+from cupyattn.interop.torch.bridge import no_lse, no_lse_beside
 from cupyattn.interop.torch.calls import TensorSettings, backward_pass, forward
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
@@ -193,11 +193,6 @@ def is_exported() -> bool:
     ``torch.compiler.is_exporting`` is True in all compiled code of torch 2.11.
     """
     return bool(torch.compiler._is_exporting_flag)
-
-
-def no_lse(o: Tensor) -> Tensor:
-    """Return `cupyattn.interop.torch.bridge.no_lse_beside` of a tensor without memory."""
-    return o.new_empty((0,), dtype=torch.float32)
 
 
 def need_lse(ctx: Any, output: tuple[Tensor, Tensor], *, return_lse: bool) -> None:

@@ -76,7 +76,7 @@ def place(
     results : sequence of str
         Shape, strides and type of each, as an expression of symbols.
     arguments, returned : str
-        Those of the operator, and its result, as expressions of t0, ..., y0, ... and symbols.
+        The operator's arguments and its result, as expressions of t0, ..., y0, ... and symbols.
 
     Returns
     -------
