@@ -311,8 +311,11 @@ class TorchDeviceGroup(DeviceGroup):
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torch's current stream is CuPy's."""
-        cuda = self._torch.cuda
-        stream = cuda.ExternalStream(self._cupy.cuda.get_current_stream().ptr, self.device)
+        cuda, handle = self._torch.cuda, self._cupy.cuda.get_current_stream().ptr
+        # NOTE: of the null stream torch's ExternalStream makes a new one, which waits for nothing.
+        stream = (
+            cuda.ExternalStream(handle, self.device) if handle else cuda.default_stream(self.device)
+        )
         context: contextlib.AbstractContextManager[Any] = cuda.stream(stream)
         return context
 
