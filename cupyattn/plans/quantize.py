@@ -374,7 +374,8 @@ class _Turns:
         if not first:
             return cls(rounds, 0, fields)
         longest = max(work[name].slices[1] // work[name].held for name in first)
-        return cls(rounds, -(-_AHEAD * (1 + longest) // _pieces(fields)), fields)
+        lag = -(-_AHEAD * (1 + longest) // _pieces(fields))
+        return cls(rounds, min(lag, rounds), fields)  # with so many all sums come first
 
     @property
     def grid(self) -> int:

@@ -232,6 +232,13 @@ def test_every_piece_of_work_is_done_once_and_waits_for_earlier_ones(len_q, len_
             assert last < pieces.index(("code", name, head * of_head))
 
 
+@pytest.mark.parametrize("heads", [1, 24])
+def test_no_round_is_idle_where_heads_are_few(heads: int) -> None:
+    """Codes come one round later at the latest than the last sums; Q's wait for none."""
+    plan, _ = of_call(QuantConfig(), (1, heads, 256, 64), (1, heads, 256, 64))
+    assert plan.launches[0].grid <= 2 * len(list(pieces_of(plan)))
+
+
 def test_grids_cover_every_row_once() -> None:
     plan = of_k("bfloat16", 128, 16, smooth=True)
     rows = plan.tiles.block_kv
