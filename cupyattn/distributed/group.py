@@ -20,7 +20,7 @@ import numpy as np
 from cupyattn.arrays.interchange import device_of
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.mesh import Mesh
-from cupyattn.distributed.store import Store, check_rank, check_timeout
+from cupyattn.distributed.store import Mailbox, Store, check_rank, check_timeout
 from cupyattn.errors import RankError
 from cupyattn.runtime.recent import Recent
 
@@ -366,8 +366,9 @@ class HostGroup(Group):
     """
 
     namespace = "numpy"
+    store: Mailbox
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
+    def __init__(self, store: Mailbox, rank: int, size: int, timeout: float = TIMEOUT) -> None:
         super().__init__(store, rank, size, timeout)
         self._messages: Counter[str] = Counter()
 

@@ -115,12 +115,12 @@ class Handover:
             file.write(secret)
         self._left = secret
 
-    def find(self) -> bytes | None:
-        """Return the secret, None where there is no file yet; OSError where it is not private."""
-        try:
-            return _read(self.path, follow_links=False) or None
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    def find(self) -> bytes:
+        """Return the secret.
+
+        FileNotFoundError where there is no file yet, OSError where it is not private.
+        """
+        return _read(self.path, follow_links=False)
 
     def remove(self) -> None:
         """Delete the file that this rank left, unless another group has replaced it."""
