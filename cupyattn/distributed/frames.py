@@ -13,6 +13,7 @@ import json
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,27 +38,17 @@ ASKS, LIVES = 0, 1
 
 @dataclass(frozen=True)
 class Limits:
-    """What a store accepts.
+    """What a store accepts."""
 
-    Parameters
-    ----------
-    words : int
-        Bytes of the JSON of a message.
-    value : int
-        Bytes of the body of a message.
-    joining : int
-        Connections that have not proved yet that they know the secret. One more closes the oldest.
-    join_seconds : float
-        Seconds that such a connection has.
-    message_seconds, rate : float
-        Seconds that a message may take from its first byte to its last, and the bytes per second
-        that are expected of what is longer.
-    """
-
+    #: Bytes of the words of a message (JSON), and of words and value.
     words: int = 2**20
     value: int = 2**34
+    #: Connections that have not proved yet that they know the secret. One more closes the oldest.
     joining: int = 64
+    #: Seconds that such a connection has.
     join_seconds: float = 10.0
+    #: Seconds that a message may take from its first byte to its last, and the bytes per second
+    #: that are expected of what is longer.
     message_seconds: float = 60.0
     rate: float = 2.0**20
 
@@ -83,24 +74,14 @@ def _code(key: bytes, message: bytes) -> bytes:
 
 
 def admit(connection: socket.socket, secret: bytes, limits: Limits) -> tuple[Channel, int, int]:
-    """Greet who wants to join, and check that they know the secret.
+    """Greet a connection that wants to join; return its channel, its rank and its use.
 
-    Returns
-    -------
-    channel : Channel
-    rank, use : int
-        As the other side says; authentic, but not checked.
-
-    Raises
-    ------
-    BrokenFrameError
-        If it is no request to join, or made with another secret.
-    OSError
-        If the connection closes or the request comes too late.
+    They are authentic, but may be none of the group's. BrokenFrameError for another secret or no
+    request to join, OSError if the connection closes or the request comes too late.
     """
     deadline = time.monotonic() + limits.join_seconds
     greeting = MAGIC + secrets.token_bytes(_NONCE)
-    _set_deadline(connection, deadline)
+    connection.settimeout(limits.join_seconds)
     connection.sendall(greeting)
     asked = bytes(_exactly(connection, GREETING + _WHO.size, deadline))
     proof = _exactly(connection, _CODE, deadline)
@@ -117,10 +98,7 @@ def admit(connection: socket.socket, secret: bytes, limits: Limits) -> tuple[Cha
 def join(connection: socket.socket, rank: int, use: int, secret: bytes, seconds: float) -> Channel:
     """Ask to join a store, which answers by message 0.
 
-    Raises
-    ------
-    OSError
-        If the connection closes, the store is silent for some seconds, or is of another version.
+    OSError if the connection closes, or the store is silent for some seconds or of another version.
     """
     greeting = bytes(_exactly(connection, GREETING, time.monotonic() + seconds))
     if not greeting.startswith(MAGIC):
@@ -136,18 +114,8 @@ def join(connection: socket.socket, rank: int, use: int, secret: bytes, seconds:
 
 
 class Channel:
-    """A connection of a store and a rank, as one of them sees it.
-
-    Parameters
-    ----------
-    connection : socket.socket
-    secret, said : bytes
-        The secret, and what both sides have said.
-    limits : Limits
-        What this side accepts.
-    of_store : bool
-        Whether this is the store's side.
-    """
+    """A connection of a store and a rank, as one of them sees it; its keys follow from the secret
+    and from what both sides have said."""
 
     def __init__(
         self, connection: socket.socket, secret: bytes, said: bytes, limits: Limits, of_store: bool
@@ -155,6 +123,7 @@ class Channel:
         self.connection, self._limits = connection, limits
         keys = [_code(secret, way + said) for way in (b"to the store", b"from the store")]
         self.receives, self.sends = keys if of_store else keys[::-1]
+        self.lock, self.number = threading.Lock(), 0  # of the last question
 
     def send(self, number: int, words: dict[str, Any], values: Iterable[Any] = ()) -> None:
         """Send a message whose value is all of these, one behind the other."""
@@ -169,19 +138,10 @@ class Channel:
         self.connection.sendall(b"".join((header, code, *parts, whole.digest())))
 
     def receive(self, wait: float | None) -> Frame:
-        """Return the next message.
+        """Return the next message, whose first byte comes within some seconds (None: at any time).
 
-        Parameters
-        ----------
-        wait : float or None
-            Seconds until its first byte; None: without end.
-
-        Raises
-        ------
-        BrokenFrameError
-            If it is not of the other side, or announces too much.
-        OSError
-            If the connection closes, or too much time passes: TimeoutError.
+        BrokenFrameError if it is not of the other side, or announces too much; OSError if the
+        connection closes or too much time passes.
         """
         self.connection.settimeout(wait)
         start = _exactly(self.connection, 1, None)
@@ -209,39 +169,37 @@ class Channel:
             return Frame(number, {}, refusal=f"its words are a {type(words).__name__}, no object")
         return Frame(number, words, view[end + 1 :])
 
-    def answer(self, number: int, wait: float) -> Frame:
-        """Return the answer to a message; BrokenFrameError if it was changed on its way."""
-        while True:
-            frame = self.receive(wait)
-            if frame.refusal:
-                raise BrokenFrameError(frame.refusal)
-            if frame.number == number:
-                return frame
-            # An older number: somebody repeated a message on the way.
+    def ask(self, words: dict[str, Any], value: bytes, wait: float) -> Frame:
+        """Send a question, one thread at a time, and return the answer."""
+        with self.lock:
+            self.number += 1
+            self.send(self.number, words, [value])
+            return self.answer(wait)
+
+    def answer(self, wait: float) -> Frame:
+        """Return the answer to the last question; BrokenFrameError if it was changed on its way."""
+        while (frame := self.receive(wait)).number != self.number and not frame.refusal:
+            pass  # an older number: somebody repeated a message on the way
+        if frame.refusal:
+            raise BrokenFrameError(frame.refusal)
+        return frame
 
     def _seconds(self, length: int) -> float:
         return self._limits.message_seconds + length / self._limits.rate
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
-    """Return so many bytes.
-
-    ConnectionError where the other side has closed, TimeoutError past the deadline.
-    """
+    """Return so many bytes; ConnectionError or, past the deadline, TimeoutError."""
     found = bytearray(count)
     view, at = memoryview(found), 0
     while at < count:
         if deadline is not None:
-            _set_deadline(connection, deadline)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left)
         some = connection.recv_into(view[at : at + _CHUNK])
         if not some:
             raise ConnectionError("the other side has closed the connection")
         at += some
     return found
-
-
-def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    connection.settimeout(left)

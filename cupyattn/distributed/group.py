@@ -11,6 +11,7 @@ import abc
 import contextlib
 import json
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -205,6 +206,13 @@ class Group(abc.ABC):
             Words that follow ``"rank 3"``.
         """
         self.store.fail(self.rank, cause)
+
+    def check_until(self, end: float) -> None:
+        """Raise where a rank has failed; past the end let this one fail by waiting for others."""
+        if time.monotonic() > end:
+            late = f"waited longer than {self.timeout:g} s for arrays of others"
+            self.store.fail(self.rank, late)
+        self.store.check()
 
     # ---- arrays ----------------------------------------------------------------------------------
 

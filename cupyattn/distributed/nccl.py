@@ -157,11 +157,7 @@ class NcclGroup(DeviceGroup):
             if deadline is None:
                 continue
             try:
-                self.store.check()
-                if time.monotonic() > deadline:
-                    cause = f"waited longer than {self.timeout:g} s for arrays of others"
-                    self.store.fail(self.rank, cause)
-                    self.store.check()
+                self.check_until(deadline)
                 self._comm.check_async_error()
             except RankError as error:
                 self.abandon(error)

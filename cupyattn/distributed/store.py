@@ -69,6 +69,7 @@ class Store(Protocol):
 
     def leave(self) -> None:
         """Say that this rank needs the store no longer."""
+        return  # threads that have ended hold nothing, and torch keeps its store
 
 
 class Mailbox(Store, Protocol):
@@ -121,11 +122,9 @@ class Board(Mailbox):
             if len(values) == self.size:  # the others hold the values, too
                 del self._gathered[key]
             self._changed.notify_all()
-
-            def missing() -> tuple[int, str]:
-                return absent(set(range(self.size)) - set(values), about, timeout)
-
-            self._wait(lambda: len(values) == self.size, timeout, missing)
+            if not self._come(lambda: len(values) == self.size, timeout):
+                self.fail(*absent(set(range(self.size)) - set(values), about, timeout))
+                self.check()
             return [values[rank] for rank in range(self.size)]
 
     def put(self, key: str, value: Any) -> None:
@@ -137,8 +136,9 @@ class Board(Mailbox):
     def take(self, key: str, source: int, timeout: float) -> Any:
         with self._changed:
             self.check()
-            late = source, f"sent nothing for {key!r} within {timeout:g} s"
-            self._wait(lambda: key in self._left, timeout, lambda: late)
+            if not self._come(lambda: key in self._left, timeout):
+                self.fail(source, f"sent nothing for {key!r} within {timeout:g} s")
+                self.check()
             values = self._left[key]
             value = values.popleft()
             if not values:
@@ -155,14 +155,9 @@ class Board(Mailbox):
             if self._failure is not None:
                 raise RankError(self._failure.rank, self._failure.cause)
 
-    def leave(self) -> None:
-        """Do nothing: threads that have ended hold nothing."""
-
-    def _wait(
-        self, there: Callable[[], bool], timeout: float, late: Callable[[], tuple[int, str]]
-    ) -> None:
-        """Wait until something is there; past the timeout, or where a rank has failed, raise."""
+    def _come(self, there: Callable[[], bool], timeout: float) -> bool:
+        """Wait until something is there, and return whether it is; raise if a rank has failed."""
         self._changed.wait_for(lambda: self._failure or there(), timeout)
         if not there():
-            self.fail(*late())  # unless a rank has failed before
             self.check()
+        return there()

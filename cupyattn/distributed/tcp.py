@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -69,8 +70,8 @@ class TcpServer:
         self._gone: set[int] = set()  # those that have been answered, or whose connection closed
         self._joined: set[tuple[int, int]] = set()  # ranks and uses of connections, never twice
         self._joining: dict[socket.socket, None] = {}  # in the order in which they came
-        self._warned: set[str] = set()
-        self._closed = False
+        #: Says each thing once.
+        self._warn = functools.lru_cache(1000)(_log.warning)
         self._changed = threading.Condition()
         self._listener = socket.create_server(address, reuse_port=False)
         self.address: Address = address[0], self._listener.getsockname()[1]
@@ -84,12 +85,8 @@ class TcpServer:
         with self._changed:
             others = set(range(1, self.board.size))
             self._changed.wait_for(lambda: others <= self._gone, timeout)
-            self._closed = True
-            joining = list(self._joining)
         _shut(self._listener)  # ends the accept of the other thread
         self._listener.close()
-        for connection in joining:
-            _shut(connection)
 
     def _leaves(self, rank: int, failure: str | None) -> None:
         """Note that a rank has gone, as it has said that it would, or by a failure."""
@@ -102,13 +99,12 @@ class TcpServer:
     # ---- joining ---------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._closed:
+        while self._listener.fileno() >= 0:
             try:
                 connection, (host, *_) = self._listener.accept()
                 threading.Thread(target=self._serve, args=(connection, host), daemon=True).start()
             except (OSError, RuntimeError):  # closed, or too many open files or threads for now
-                if not self._closed:
-                    time.sleep(RETRY)
+                time.sleep(RETRY)
 
     def _serve(self, connection: socket.socket, host: str) -> None:
         """Let a connection join, and answer it until it closes."""
@@ -116,23 +112,21 @@ class TcpServer:
             try:
                 rank, channel = self._join(connection)
             except (BrokenFrameError, TimeoutError) as error:
-                self._warn(host, str(error))
+                told = f"refused connections from {host} to the store at {_named(self.address)}"
+                self._warn("%s: %s", told, str(error))
                 return
             except OSError:
                 return
             finally:
                 with self._changed:
                     self._joining.pop(connection, None)
-            failure = "ended: its connection closed"
+            failure = "sent a message at which the store failed"
             try:
                 failure = self._answer_all(rank, channel)
             except OSError:
-                pass
-            except Exception as error:  # noqa: BLE001 - whatever it was, the ranks are told
-                _log.exception("the store failed at a message of rank %d", rank)
-                told = f"{type(error).__name__}: {error}"
-                failure = f"sent a message at which the store failed: {told}"
-            self._leaves(rank, failure)
+                failure = "ended: its connection closed"
+            finally:  # whatever it was, the ranks are told
+                self._leaves(rank, failure)
 
     def _join(self, connection: socket.socket) -> tuple[int, Channel]:
         """Return the rank and the channel of a connection; OSError if it has none."""
@@ -152,31 +146,18 @@ class TcpServer:
                 refusal = f"is not of the group at {where}, which has fewer ranks"
             elif (rank, use) in self._joined:
                 refusal = f"is there twice: another process is this rank of the group at {where}"
-            elif connection not in self._joining:
-                raise ConnectionError("closed to make room for another")
             else:
-                del self._joining[connection]
+                self._joining.pop(connection, None)  # which no other connection closes any more
                 self._joined.add((rank, use))
         try:
             channel.send(0, {"refused": refusal})
-        except OSError:  # it may try again
+        except OSError:  # one that made room for another, too: it may try again
             with self._changed:
                 self._joined.discard((rank, use))
             raise
         if refusal:
-            raise BrokenFrameError(f"rank {rank} {refusal}")
+            raise BrokenFrameError(f"their rank {refusal}")
         return rank, channel
-
-    def _warn(self, host: str, cause: str) -> None:
-        """Say once for each cause that a connection was refused."""
-        with self._changed:
-            first = cause not in self._warned
-            self._warned.add(cause)
-        if first:
-            _log.warning(
-                "refused a connection from %s to the store at %s: %s (further ones of this kind "
-                "are not reported)", host, _named(self.address), cause,
-            )  # fmt: skip
 
     # ---- answers ---------------------------------------------------------------------------------
 
@@ -216,18 +197,20 @@ class TcpServer:
         """Do what a rank asks for; return values for it."""
         if frame.refusal:
             raise ValueError(frame.refusal)
-        board, words, value = self.board, frame.words, bytes(frame.value)
-        match words.get("ask"):
+        board, value = self.board, bytes(frame.value)
+
+        def field(name: str) -> Any:
+            return _checked(name, frame.words.get(name), board.size)
+
+        match frame.words.get("ask"):
             case "gather":
-                key, about, timeout = _text(words, "key"), _text(words, "about"), _timeout(words)
-                return board.gather(key, rank, value, timeout, about)
+                return board.gather(field("key"), rank, value, field("timeout"), field("about"))
             case "put":
-                board.put(_text(words, "key"), value)
+                board.put(field("key"), value)
             case "take":
-                source = _rank(words, "source", board.size)
-                return [board.take(_text(words, "key"), source, _timeout(words))]
+                return [board.take(field("key"), field("source"), field("timeout"))]
             case "fail":
-                board.fail(_rank(words, "of", board.size), _text(words, "cause"))
+                board.fail(field("of"), field("cause"))
             case "leave":
                 self._leaving.add(rank)
             case "check":
@@ -237,25 +220,19 @@ class TcpServer:
         return []
 
 
-def _text(words: dict[str, Any], name: str) -> str:
-    text = words.get(name)
-    if isinstance(text, str) and len(text) <= TEXT:
-        return text
-    raise ValueError(f"{name} must be a text of at most {TEXT} characters, got {shown(text)}")
-
-
-def _rank(words: dict[str, Any], name: str, size: int) -> int:
-    rank = words.get(name)
-    if type(rank) is int and 0 <= rank < size:
-        return rank
-    raise ValueError(f"{name} must be a rank below {size}, got {shown(rank)}")
-
-
-def _timeout(words: dict[str, Any]) -> float:
-    timeout, most = words.get("timeout"), threading.TIMEOUT_MAX
-    if isinstance(timeout, (int, float)) and 0 <= timeout <= most:
-        return float(timeout)
-    raise ValueError(f"timeout must be 0 to {most:g} seconds, got {shown(timeout)}")
+def _checked(name: str, value: Any, size: int) -> Any:
+    """Return a field of a message; ValueError for what none may be in a group of this size."""
+    if name == "timeout":
+        right = isinstance(value, (int, float)) and 0 <= value <= threading.TIMEOUT_MAX
+        wanted = f"0 to {threading.TIMEOUT_MAX:g} seconds"
+    elif name in ("source", "of"):
+        right, wanted = type(value) is int and 0 <= value < size, f"a rank below {size}"
+    else:
+        right = isinstance(value, str) and len(value) <= TEXT
+        wanted = f"a text of at most {TEXT} characters"
+    if not right:
+        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+    return value
 
 
 class TcpStore(Mailbox):
@@ -291,41 +268,41 @@ class TcpStore(Mailbox):
         self.rank, self._where = rank, _named(address)
         self._timeout, self._server = timeout, server
         self._lives, self._asks = (
-            _Connection(_joined(rank, use, address, timeout, secret)) for use in (LIVES, ASKS)
+            _joined(rank, use, address, timeout, secret) for use in (LIVES, ASKS)
         )
         self.check()
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        how = {"key": key, "timeout": timeout, "about": about[:TEXT]}
-        return self._ask(self._asks, "gather", value, timeout, **how)
+        words = {"ask": "gather", "key": key, "timeout": timeout, "about": about[:TEXT]}
+        return self._ask(self._asks, words, value, timeout)
 
     def put(self, key: str, value: bytes) -> None:
-        self._ask(self._asks, "put", value, key=key)
+        self._ask(self._asks, {"ask": "put", "key": key}, value)
 
     def take(self, key: str, source: int, timeout: float) -> bytes:
-        how: dict[str, Any] = {"key": key, "source": source, "timeout": timeout}
-        return self._ask(self._asks, "take", wait=timeout, **how)[0]
+        words = {"ask": "take", "key": key, "source": source, "timeout": timeout}
+        return self._ask(self._asks, words, wait=timeout)[0]
 
     def fail(self, rank: int, cause: str) -> None:
         with contextlib.suppress(RankError):  # rank 0 has ended: everybody knows
-            self._ask(self._lives, "fail", of=rank, cause=cause[:TEXT])
+            self._ask(self._lives, {"ask": "fail", "of": rank, "cause": cause[:TEXT]})
 
     def check(self) -> None:
-        self._ask(self._lives, "check")
+        self._ask(self._lives, {"ask": "check"})
 
     def leave(self) -> None:
         """Tell the server, and close the connections."""
-        self._ask(self._lives, "leave")
-        for connection in (self._asks, self._lives):
-            connection.channel.connection.close()
+        self._ask(self._lives, {"ask": "leave"})
+        for channel in (self._asks, self._lives):
+            channel.connection.close()
         if self._server is not None:
             self._server.close(self._timeout)
 
     def _ask(
-        self, connection: _Connection, ask: str, value: bytes = b"", wait: float = 0.0, **how: Any
+        self, channel: Channel, words: dict[str, Any], value: bytes = b"", wait: float = 0.0
     ) -> list[bytes]:
         try:
-            frame = connection.ask({"ask": ask, **how}, value, wait)
+            frame = channel.ask(words, value, wait + GRACE)
         except OSError as error:
             raise RankError(
                 0, f"ended: the store that it holds at {self._where} does not answer ({error})"
@@ -343,44 +320,31 @@ class TcpStore(Mailbox):
         return values
 
 
-class _Connection:
-    """A connection to a store, on which one thread at a time asks and is answered."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.lock, self.number, self.channel = threading.Lock(), 0, channel
-
-    def ask(self, words: dict[str, Any], value: bytes, wait: float) -> Frame:
-        """Ask, and return the answer, which may take so many seconds."""
-        with self.lock:
-            self.number += 1
-            self.channel.send(self.number, words, [value])
-            return self.channel.answer(self.number, wait + GRACE)
-
-
 def _joined(
     rank: int, use: int, address: Address, timeout: float, known: bytes | Handover
 ) -> Channel:
     """Return a connection that a store has let in; RankError if none does within the timeout."""
     where, pause, end = _named(address), RETRY, time.monotonic() + timeout
     while True:
-        final, reason = False, OSError()
         try:
             return _try_to_join(rank, use, address, known)
-        except FileNotFoundError as error:
-            told = f"found no secret of the group at {where} in {error.filename} within "
-            cause, reason = RankError(rank, f"{told}{timeout:g} s: {ADVICE}"), error
-        except BrokenFrameError as error:
-            told = f"has another secret than the store at {where}: {ADVICE}"
-            cause, reason = RankError(rank, told), error
-            # NOTE: what rank 0 leaves may still be that of a group before this one.
-            final = isinstance(known, bytes)
         except OSError as error:
-            told = f"holds no store at {where} after {timeout:g} s ({error})"
-            cause, reason = RankError(0, told), error
-        if final or time.monotonic() > end:
-            raise cause from reason
+            # NOTE: what rank 0 leaves may still be the secret of a group before this one.
+            final = isinstance(error, BrokenFrameError) and isinstance(known, bytes)
+            if final or time.monotonic() > end:
+                raise _cause(rank, where, timeout, error) from error
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_RETRY)
+
+
+def _cause(rank: int, where: str, timeout: float, error: OSError) -> RankError:
+    """Return what a rank is told that could not join."""
+    if isinstance(error, BrokenFrameError):
+        return RankError(rank, f"has another secret than the store at {where}: {ADVICE}")
+    if isinstance(error, FileNotFoundError):
+        found = f"found no secret of the group at {where} in {error.filename} within {timeout:g} s"
+        return RankError(rank, f"{found}: {ADVICE}")
+    return RankError(0, f"holds no store at {where} after {timeout:g} s ({error})")
 
 
 def _try_to_join(rank: int, use: int, address: Address, known: bytes | Handover) -> Channel:
@@ -394,7 +358,7 @@ def _try_to_join(rank: int, use: int, address: Address, known: bytes | Handover)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         secret = known if isinstance(known, bytes) else known.find()
         channel = frames.join(connection, rank, use, secret, GRACE)
-        if refused := channel.answer(0, GRACE).words["refused"]:
+        if refused := channel.answer(GRACE).words["refused"]:
             raise RankError(rank, refused)
         closing.pop_all()
         return channel

@@ -343,11 +343,8 @@ class TorchDeviceGroup(DeviceGroup):
             try:
                 while not done.done:
                     if time.monotonic() > look:
-                        self.store.check()
+                        self.check_until(end)
                         look = time.monotonic() + WATCH
-                    if time.monotonic() > end:
-                        cause = f"waited longer than {self.timeout:g} s for arrays of others"
-                        self.store.fail(self.rank, cause)
                     time.sleep(SOONEST)
                 self.store.check()
             except RankError as error:

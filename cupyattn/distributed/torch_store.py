@@ -70,9 +70,6 @@ class TorchStore(Store):
             self.has_failed = True
             raise RankError(rank, cause)
 
-    def leave(self) -> None:
-        """Do nothing: the store is torch's."""
-
     def _key(self, *names: str) -> str:
         return "/".join((self._prefix, *names))
 

@@ -222,17 +222,16 @@ class Fuzzer:
 
         Only what the store refuses counts as answered.
         """
-        connection = self.group.stores[RANKS - 1]._lives
-        with connection.lock:
-            channel = connection.channel
-            sequence = connection.number + number
+        channel = self.group.stores[RANKS - 1]._lives
+        with channel.lock:
+            sequence = channel.number + number
             body = said + b"\n" + value
             header = frames._HEADER.pack(sequence, len(body))
             begin = frames._code(channel.sends, header)
             end = frames._code(channel.sends, begin + body) if code is None else code
             channel.connection.sendall(header + begin + body + end)
             if number == 1:
-                connection.number += 1
+                channel.number += 1
             frame = channel.receive(BOUND)
         if frame.number != sequence or "refused" not in frame.words:
             raise ValueError(f"answered by {frame.words} to {frame.number}")

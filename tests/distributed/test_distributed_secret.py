@@ -110,7 +110,7 @@ def test_a_repeated_message_is_refused_and_changes_nothing() -> None:
     with server(1) as found:
         store = store_of(found, 0)
         sent: list[bytes] = []
-        channel = store._asks.channel
+        channel = store._asks
         wire = channel.connection
 
         class Recorder:
@@ -140,7 +140,7 @@ def test_a_repeated_message_is_refused_and_changes_nothing() -> None:
 def test_a_changed_value_is_refused() -> None:
     with server(1) as found:
         store = store_of(found, 0)
-        channel = store._asks.channel
+        channel = store._asks
         wire = channel.connection
 
         class Changing:
@@ -168,7 +168,7 @@ def test_half_a_message_ends_in_time() -> None:
             stranger.sendall(frames.MAGIC[:5])
             assert stranger.recv(1) == b""
         stores[0].check()
-        stores[1]._asks.channel.connection.sendall(b"C")
+        stores[1]._asks.connection.sendall(b"C")
         time.sleep(1.0)
         with pytest.raises(RankError, match="rank 1 sent half a message, and not the rest in time"):
             stores[0].check()
@@ -187,7 +187,7 @@ def test_a_member_that_announces_too_much_is_named(monkeypatch: pytest.MonkeyPat
         stores = [store_of(found, rank) for rank in range(2)]
         with pytest.raises(RankError):
             stores[1].put("k", bytes(1001))
-        cause = r"rank 1 sent what is no message of the group: .* announces 1028 bytes, at most 1000 "
+        cause = "rank 1 sent what is no message of the group: .* announces 1028 bytes, at most 1"
         with pytest.raises(RankError, match=cause):
             stores[0].check()
 
@@ -201,7 +201,8 @@ def test_fields_of_a_message_that_are_none_are_named() -> None:
         with pytest.raises(RankError, match="source must be a rank below 1, got 1"):
             store.take("b", 1, 1)
         with pytest.raises(RankError, match=r"timeout must be 0 to .* seconds, got inf"):
-            store._ask(store._asks, "take", key="b", source=0, timeout=float("inf"))
+            words = {"ask": "take", "key": "b", "source": 0, "timeout": float("inf")}
+            store._ask(store._asks, words)
         assert store.take("b", 0, 1) == b""
         store.leave()
 
@@ -222,6 +223,15 @@ def test_connections_that_say_nothing_are_few() -> None:
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
+
+
+def test_a_refusal_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with server(1) as found:
+        for secret in (OTHER, OTHER, SECRET + "!"):
+            with pytest.raises(RankError, match="rank 0 has another secret"):
+                TcpStore(0, found.address, 5, secret=secret.encode())
+    told = f"refused connections from 127.0.0.1 to the store at localhost:{found.address[1]}: wrong"
+    assert [record.getMessage() for record in caplog.records] == [f"{told} secret"]
 
 
 def test_ranks_out_of_range_and_ranks_that_are_there_are_refused() -> None:
@@ -406,7 +416,7 @@ def test_the_store_uses_no_pickle() -> None:
 def test_uses_of_a_connection_are_two() -> None:
     with server(1) as found, socket.create_connection(found.address, timeout=5) as connection:
         channel = frames.join(connection, 0, LIVES + 1, SECRET.encode(), 5)
-        assert "is not of the group" in channel.answer(0, 5).words["refused"]
+        assert "is not of the group" in channel.answer(5).words["refused"]
 
 
 def test_a_stranger_gets_nothing_that_secrets_could_be_tried_on() -> None:
