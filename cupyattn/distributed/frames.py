@@ -24,8 +24,8 @@ MAGIC = b"CUPYATTN-STORE-3"
 _NONCE, _CODE = 32, 32
 #: Bytes of a greeting: MAGIC and a nonce.
 GREETING = len(MAGIC) + _NONCE
-#: What follows the greeting of a rank: its number, the use of the connection, and behind them a
-#: code that proves that it knows the secret.
+#: Behind the greeting of a rank: its number and the use of the connection. The code of `_PROVES`
+#: follows, which proves that the rank knows the secret.
 _WHO = struct.Struct("!IB")
 _PROVES = b"join"
 #: Number of a message, bytes of its body: JSON, a newline, and a value of any bytes.
@@ -47,8 +47,7 @@ class Limits:
     joining: int = 64
     #: Seconds that such a connection has.
     join_seconds: float = 10.0
-    #: Seconds that a message may take from its first byte to its last, and the bytes per second
-    #: that are expected of what is longer.
+    #: Seconds for a message from its first byte to its last, plus its bytes divided by the rate.
     message_seconds: float = 60.0
     rate: float = 2.0**20
 
@@ -76,8 +75,8 @@ def _code(key: bytes, message: bytes) -> bytes:
 def admit(connection: socket.socket, secret: bytes, limits: Limits) -> tuple[Channel, int, int]:
     """Greet a connection that wants to join; return its channel, its rank and its use.
 
-    They are authentic, but may be none of the group's. BrokenFrameError for another secret or no
-    request to join, OSError if the connection closes or the request comes too late.
+    Rank and use are authentic, but the group may have no such rank. BrokenFrameError for another
+    secret or no request to join. OSError if the connection closes or the request is late.
     """
     deadline = time.monotonic() + limits.join_seconds
     greeting = MAGIC + secrets.token_bytes(_NONCE)
@@ -98,7 +97,7 @@ def admit(connection: socket.socket, secret: bytes, limits: Limits) -> tuple[Cha
 def join(connection: socket.socket, rank: int, use: int, secret: bytes, seconds: float) -> Channel:
     """Ask to join a store, which answers by message 0.
 
-    OSError if the connection closes, or the store is silent for some seconds or of another version.
+    OSError if the connection closes, or if the store is silent or of another version.
     """
     greeting = bytes(_exactly(connection, GREETING, time.monotonic() + seconds))
     if not greeting.startswith(MAGIC):
@@ -114,8 +113,10 @@ def join(connection: socket.socket, rank: int, use: int, secret: bytes, seconds:
 
 
 class Channel:
-    """A connection of a store and a rank, as one of them sees it; its keys follow from the secret
-    and from what both sides have said."""
+    """A connection of a store and a rank, as one of them sees it.
+
+    Its keys follow from the secret and the greetings of both sides, `said`.
+    """
 
     def __init__(
         self, connection: socket.socket, secret: bytes, said: bytes, limits: Limits, of_store: bool
@@ -138,10 +139,10 @@ class Channel:
         self.connection.sendall(b"".join((header, code, *parts, whole.digest())))
 
     def receive(self, wait: float | None) -> Frame:
-        """Return the next message, whose first byte comes within some seconds (None: at any time).
+        """Return the next message; its first byte must come within `wait` seconds (None: no limit).
 
-        BrokenFrameError if it is not of the other side, or announces too much; OSError if the
-        connection closes or too much time passes.
+        BrokenFrameError if it is not authentic or announces too many bytes. OSError if the
+        connection closes or the message is late.
         """
         self.connection.settimeout(wait)
         start = _exactly(self.connection, 1, None)
@@ -179,7 +180,7 @@ class Channel:
     def answer(self, wait: float) -> Frame:
         """Return the answer to the last question; BrokenFrameError if it was changed on its way."""
         while (frame := self.receive(wait)).number != self.number and not frame.refusal:
-            pass  # an older number: somebody repeated a message on the way
+            pass  # an older number: a message was repeated on its way
         if frame.refusal:
             raise BrokenFrameError(frame.refusal)
         return frame

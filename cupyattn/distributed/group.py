@@ -208,7 +208,7 @@ class Group(abc.ABC):
         self.store.fail(self.rank, cause)
 
     def check_until(self, end: float) -> None:
-        """Raise where a rank has failed; past the end let this one fail by waiting for others."""
+        """Raise if a rank has failed. Past the end, this rank fails: it has waited too long."""
         if time.monotonic() > end:
             late = f"waited longer than {self.timeout:g} s for arrays of others"
             self.store.fail(self.rank, late)

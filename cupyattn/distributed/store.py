@@ -48,7 +48,7 @@ def check_timeout(timeout: Any) -> float:
 
 
 def absent(ranks: Iterable[int], about: str, timeout: float) -> tuple[int, str]:
-    """Return the first of the ranks that are missing, and what it has not done."""
+    """Return the first of some missing ranks, and the cause of its failure."""
     return min(ranks), f"did not come to {about!r} within {timeout:g} s"
 
 
