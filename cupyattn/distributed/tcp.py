@@ -102,6 +102,14 @@ class TcpServer:
         while self._listener.fileno() >= 0:
             try:
                 connection, (host, *_) = self._listener.accept()
+                with self._changed:
+                    self._joining[connection] = None
+                    if len(self._joining) > self._limits.joining:
+                        # NOTE: the oldest, not the newest: a rank joins within milliseconds, so
+                        # strangers that say nothing cannot keep it out.
+                        oldest = next(iter(self._joining))
+                        del self._joining[oldest]
+                        _shut(oldest)
                 threading.Thread(target=self._serve, args=(connection, host), daemon=True).start()
             except (OSError, RuntimeError):  # closed, or too many open files or threads for now
                 time.sleep(RETRY)
@@ -130,14 +138,6 @@ class TcpServer:
 
     def _join(self, connection: socket.socket) -> tuple[int, Channel]:
         """Return the rank and the channel of a connection; OSError if it has none."""
-        with self._changed:
-            self._joining[connection] = None
-            if len(self._joining) > self._limits.joining:
-                # NOTE: the oldest, not the newest: a rank joins within milliseconds, so strangers
-                # that say nothing cannot keep it out.
-                oldest = next(iter(self._joining))
-                del self._joining[oldest]
-                _shut(oldest)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel, rank, use = frames.admit(connection, self._secret, self._limits)
         where, refusal = _named(self.address), ""
