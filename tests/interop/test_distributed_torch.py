@@ -352,7 +352,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_groups, "_torch", lambda: SimpleNamespace(
             cuda=SimpleNamespace(
                 device=lambda _: nothing, stream=lambda _: nothing,
-                ExternalStream=lambda *_: None,
+                # Ranks compute on the null stream, of which ExternalStream makes a new one.
+                default_stream=lambda _: nothing, ExternalStream=None,
             ),
             zeros=lambda *_, **__: None, device=torch.device,
             from_dlpack=lambda x: torch.from_numpy(x.view(np.ndarray)),
