@@ -199,6 +199,18 @@ def test_plan_of_a_million_rows_on_four_devices(capsys: Any, tmp_path: Path) -> 
     assert ring["ring"] == 4 and "codes" in ring["memory"]
 
 
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_codes_of_heads_would_save_less_than_merging_costs(devices: int) -> None:
+    """Heads travel in 16 bits: what fewer bytes save is not what computation hides."""
+    for heads, length in ((40, 32760), (24, 118800), (24, 524288)):
+        call = AttentionSpec(1, heads, heads, length, length, 128, "float16", 128**-0.5)
+        in_heads = predict(call, Mesh(devices, devices), variant="fa_int8")
+        # As many elements of O as in a ring, and as many partial results.
+        merging = predict(call, Mesh(devices, 1), variant="fa_int8").merging
+        for share in (6 / 8, 5 / 8):  # of the bytes of q, k, v and o: V in 16 bits, or in 8
+            assert (1 - share) * in_heads.exposed < merging
+
+
 def test_plan_of_all_sizes_says_which_mesh_and_what_codes_win(capsys: Any, tmp_path: Path) -> None:
     out, record = planned(capsys, tmp_path, "--heads", "24", "--all-sizes")
     sizes = {(x["devices"], x["length"]): x for x in record["sizes"]}
