@@ -21,6 +21,7 @@ import numpy as np
 from cupyattn.arrays.interchange import device_of
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.mesh import Mesh
+from cupyattn.distributed.model import H200, Machine
 from cupyattn.distributed.store import Mailbox, Store, check_rank, check_timeout
 from cupyattn.errors import RankError
 from cupyattn.runtime.recent import Recent
@@ -98,6 +99,8 @@ class Group(abc.ABC):
     """
 
     namespace: ClassVar[str]
+    #: What the model of costs knows of the devices and of the way in which arrays travel.
+    machine: ClassVar[Machine] = H200
     #: What ``method="auto"`` takes; None: the mesh that the model of costs finds fastest.
     mesh: Mesh | None = None
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from cupyattn.distributed import pitched
 from cupyattn.distributed.group import TIMEOUT, Copies, DeviceGroup, Message, Work
+from cupyattn.distributed.model import H200_NCCL
 from cupyattn.distributed.store import Board, Store
 from cupyattn.errors import RankError, UnsupportedError
 
@@ -49,6 +50,8 @@ class NcclGroup(DeviceGroup):
     UnsupportedError
         If there is no NCCL; the other ranks raise `RankError`.
     """
+
+    machine = H200_NCCL
 
     def __init__(
         self, store: Store, rank: int, size: int, device: int, timeout: float = TIMEOUT

@@ -20,6 +20,7 @@ import numpy as np
 from cupyattn.distributed import pitched
 from cupyattn.distributed.group import TIMEOUT, Copies, DeviceGroup, Group, Message, Work
 from cupyattn.distributed.mesh import Mesh
+from cupyattn.distributed.model import H200_NCCL
 from cupyattn.distributed.store import check_timeout
 from cupyattn.distributed.torch_store import SOONEST, TorchStore
 from cupyattn.errors import RankError, UnsupportedError, shown
@@ -256,6 +257,8 @@ class TorchDeviceGroup(DeviceGroup):
     timeout
         As for `Group`.
     """
+
+    machine = H200_NCCL
 
     def __init__(
         self,
