@@ -249,7 +249,7 @@ def test_plan_of_all_sizes_says_which_mesh_and_what_codes_win(capsys: Any, tmp_p
     assert (two["ulysses"], two["ring"]) == (1, 2) and (many["ulysses"], many["ring"]) == (8, 8)
     # Between hosts a ring of all devices waits for its links, with codes for half as long.
     assert 1.5 < many["ring_exposed"] / many["codes_exposed"] < 2.5
-    assert out.count("8 x 8") >= 3 and "16 bits: ulysses x ring" in out
+    assert out.count("8 x 8") >= 2 and "16 bits: ulysses x ring" in out
 
 
 def test_plan_says_what_is_wrong(capsys: Any) -> None:
