@@ -211,7 +211,7 @@ def predict(
     >>> call = AttentionSpec(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
     >>> four = predict(call, Mesh(4, 4))
     >>> round(predict(call, Mesh(1, 1)).seconds / (4 * four.seconds), 3)
-    0.971
+    0.968
     """
     sizes = _Sizes.of(call, mesh, variant)
     share = sizes.heads / call.heads if call.heads else 0.0
