@@ -15,7 +15,7 @@ from cupyattn.cli import flags, output
 from cupyattn.compiler.devices import device_architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.distributed.mesh import Mesh
-from cupyattn.distributed.model import H200, Costs, Machine, meshes, predict
+from cupyattn.distributed.model import H200, Costs, Machine, machine_of, meshes, predict
 from cupyattn.kernels.features import DTYPES
 from cupyattn.measure import device
 from cupyattn.measure.words import counted, format_bytes, format_seconds, format_share
@@ -115,7 +115,7 @@ def _on_several(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Print what the call costs on every mesh, and the memory of the one that is taken."""
-    machine = replace(H200, per_host=min(args.per_host, args.devices))
+    machine = machine_of(args.devices, args.per_host)
     partition = args.partition or ("zigzag" if args.causal else "contiguous")
     choose = meshes(args.devices)
     if args.ulysses is not None:
@@ -153,7 +153,7 @@ def _print_all_sizes(args: argparse.Namespace, whole: AttentionSpec) -> list[dic
     balanced = (args.partition or ("zigzag" if args.causal else "contiguous")) == "zigzag"
     found = []
     for devices in DEVICES:
-        machine = replace(H200, per_host=min(args.per_host, devices))
+        machine = machine_of(devices, args.per_host)
         for length in LENGTHS:
             call = replace(whole, len_q=length, len_kv=length)
             bits, codes = (

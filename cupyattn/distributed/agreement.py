@@ -324,6 +324,7 @@ def resolve_sharded(
     mesh = given or choose_mesh(
         settings.method, settings.ulysses, spec, described.variant.name, group.hosts,
         balanced=settings.partition != "contiguous", without_ring=bool(obstacle),
+        machine=group.machine,
     )  # fmt: skip
     if mesh.ring > 1 and obstacle:
         raise UnsupportedError(

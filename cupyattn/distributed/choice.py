@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cupyattn.distributed.mesh import Mesh
-from cupyattn.distributed.model import H200, fastest
+from cupyattn.distributed.model import H200, Machine, fastest
 from cupyattn.problem.checks import AttentionSpec
 
 #: The rung by whose rate a variant without one is judged: all meshes compute the same.
@@ -23,6 +23,7 @@ def choose_mesh(
     *,
     balanced: bool,
     without_ring: bool = False,
+    machine: Machine = H200,
 ) -> Mesh:
     """Return the mesh of a call.
 
@@ -41,6 +42,8 @@ def choose_mesh(
         Rows are shared so that all ranks of a ring have the same work under a causal mask.
     without_ring : bool
         A ring does not take the call.
+    machine : Machine
+        What the ranks run on; how many of them a host has is counted.
 
     Raises
     ------
@@ -60,6 +63,6 @@ def choose_mesh(
         return Mesh(size, 1)
     if method == "ulysses" or without_ring:
         return Mesh(size, size)
-    machine = replace(H200, per_host=min(Counter(hosts).values()))
+    machine = replace(machine, per_host=min(Counter(hosts).values()))
     rung = "fa_int8" if variant == "fa_int8" else _STAND_IN
     return fastest(call, size, machine, variant=rung, balanced=balanced).mesh

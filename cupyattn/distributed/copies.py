@@ -102,10 +102,7 @@ class CopyGroup(DeviceGroup):
         with self.on_device():
             done = self.event(self._stream)
             while not done.done:
-                self.store.check()
-                if time.monotonic() > end:
-                    cause = f"waited longer than {self.timeout:g} s for arrays of others"
-                    self.store.fail(self.rank, cause)
+                self.check_until(end)
                 time.sleep(POLL)
         self.store.check()
 

@@ -11,6 +11,7 @@ import abc
 import contextlib
 import json
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -20,7 +21,8 @@ import numpy as np
 from cupyattn.arrays.interchange import device_of
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.mesh import Mesh
-from cupyattn.distributed.store import Store, check_rank, check_timeout
+from cupyattn.distributed.model import H200, Machine
+from cupyattn.distributed.store import Mailbox, Store, check_rank, check_timeout
 from cupyattn.errors import RankError
 from cupyattn.runtime.recent import Recent
 
@@ -97,6 +99,8 @@ class Group(abc.ABC):
     """
 
     namespace: ClassVar[str]
+    #: What the model of costs knows of the devices and of the way in which arrays travel.
+    machine: ClassVar[Machine] = H200
     #: What ``method="auto"`` takes; None: the mesh that the model of costs finds fastest.
     mesh: Mesh | None = None
 
@@ -205,6 +209,13 @@ class Group(abc.ABC):
             Words that follow ``"rank 3"``.
         """
         self.store.fail(self.rank, cause)
+
+    def check_until(self, end: float) -> None:
+        """Raise if a rank has failed. Past the end, this rank fails: it has waited too long."""
+        if time.monotonic() > end:
+            late = f"waited longer than {self.timeout:g} s for arrays of others"
+            self.store.fail(self.rank, late)
+        self.store.check()
 
     # ---- arrays ----------------------------------------------------------------------------------
 
@@ -366,8 +377,9 @@ class HostGroup(Group):
     """
 
     namespace = "numpy"
+    store: Mailbox
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
+    def __init__(self, store: Mailbox, rank: int, size: int, timeout: float = TIMEOUT) -> None:
         super().__init__(store, rank, size, timeout)
         self._messages: Counter[str] = Counter()
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from cupyattn.distributed import pitched
 from cupyattn.distributed.group import TIMEOUT, Copies, DeviceGroup, Message, Work
+from cupyattn.distributed.model import H200_NCCL
 from cupyattn.distributed.store import Board, Store
 from cupyattn.errors import RankError, UnsupportedError
 
@@ -49,6 +50,8 @@ class NcclGroup(DeviceGroup):
     UnsupportedError
         If there is no NCCL; the other ranks raise `RankError`.
     """
+
+    machine = H200_NCCL
 
     def __init__(
         self, store: Store, rank: int, size: int, device: int, timeout: float = TIMEOUT
@@ -157,11 +160,7 @@ class NcclGroup(DeviceGroup):
             if deadline is None:
                 continue
             try:
-                self.store.check()
-                if time.monotonic() > deadline:
-                    cause = f"waited longer than {self.timeout:g} s for arrays of others"
-                    self.store.fail(self.rank, cause)
-                    self.store.check()
+                self.check_until(deadline)
                 self._comm.check_async_error()
             except RankError as error:
                 self.abandon(error)

@@ -79,15 +79,8 @@ def _read(path: Path, *, follow_links: bool) -> bytes:
 class Handover:
     """The file in which rank 0 leaves a secret for the other ranks of its user.
 
-    Parameters
-    ----------
-    address : (str, int)
-        Of the group's store, as all ranks name it.
-
-    Attributes
-    ----------
-    path : Path
-        In a folder of mode 0700 under the cache folder.
+    `address` is that of the group's store as all ranks name it; `path` is in a folder of mode 0700
+    under the cache folder.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -100,13 +93,7 @@ class Handover:
         self._left: bytes | None = None
 
     def leave(self, secret: bytes) -> None:
-        """Write the file.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written, or others than this user may enter its folder.
-        """
+        """Write the file; OSError if that fails, or if others may enter its folder."""
         folder = self.path.parent
         make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -115,12 +102,9 @@ class Handover:
             file.write(secret)
         self._left = secret
 
-    def find(self) -> bytes | None:
-        """Return the secret, None where there is no file yet; OSError where it is not private."""
-        try:
-            return _read(self.path, follow_links=False) or None
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    def find(self) -> bytes:
+        """Return the secret; FileNotFoundError if there is none yet, OSError if not private."""
+        return _read(self.path, follow_links=False)
 
     def remove(self) -> None:
         """Delete the file that this rank left, unless another group has replaced it."""

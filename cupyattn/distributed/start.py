@@ -213,10 +213,7 @@ def from_environment(
         As `connect`.
     """
     rank, size, local = _from_launcher(environ)
-    if device == "auto":
-        device = None if device_missing() else _local_device(local)
-    elif isinstance(device, str):
-        raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
+    device = _device(device, lambda: local)
     rank, size = check_rank(rank, size)
     timeout = check_timeout(timeout)
     return _connect(rank, size, rendezvous(environ), device, timeout, given(None, environ))
@@ -257,11 +254,7 @@ def from_mpi(
         server = TcpServer(size, (host, 0), secret=secret)
         told = [*server.address, secret.decode()]
     *address, secret_text = comm.bcast(told, root=0)
-    if device == "auto":
-        hosts = comm.allgather(host)
-        device = None if device_missing() else _local_device(hosts[:rank].count(host))
-    elif isinstance(device, str):
-        raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
+    device = _device(device, lambda: comm.allgather(host)[:rank].count(host))
     host, port = address
     store = TcpStore(rank, (host, port), timeout, server, secret=secret_text.encode())
     return _of_processes(store, rank, size, device, timeout)
@@ -336,10 +329,18 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, int]:
     )
 
 
-def _local_device(local: int) -> int:
-    import cupy
+def _device(device: int | str | None, local: Callable[[], int]) -> int | None:
+    """Return a rank's device, as asked for or by the rank's number on its host."""
+    if device == "auto":
+        number = local()  # on all ranks, as it may ask them
+        if device_missing():
+            return None
+        import cupy
 
-    return local % int(cupy.cuda.runtime.getDeviceCount())
+        return number % int(cupy.cuda.runtime.getDeviceCount())
+    if isinstance(device, str):
+        raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
+    return device
 
 
 def _first_host(nodes: str) -> str:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import numbers
 import operator
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from cupyattn.errors import RankError, shown
@@ -48,20 +47,19 @@ def check_timeout(timeout: Any) -> float:
     return seconds
 
 
+def absent(ranks: Iterable[int], about: str, timeout: float) -> tuple[int, str]:
+    """Return the first of some missing ranks, and the cause of its failure."""
+    return min(ranks), f"did not come to {about!r} within {timeout:g} s"
+
+
 class Store(Protocol):
-    """What ranks share. Every method raises `RankError` once a rank has failed."""
+    """Where ranks leave words. Every method raises `RankError` once a rank has failed."""
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
         """Leave a value under a key that all ranks name; return those of all, by rank.
 
         `about` says what it is about where a rank does not come.
         """
-
-    def put(self, key: str, value: bytes) -> None:
-        """Leave a value for whoever takes it."""
-
-    def take(self, key: str, source: int, timeout: float) -> bytes:
-        """Return the value that rank `source` leaves under a key, first come, first served."""
 
     def fail(self, rank: int, cause: str) -> None:
         """Say that a rank has failed; the first failure is the one that all ranks are told."""
@@ -71,9 +69,20 @@ class Store(Protocol):
 
     def leave(self) -> None:
         """Say that this rank needs the store no longer."""
+        return  # threads that have ended hold nothing, and torch keeps its store
 
 
-class Board:
+class Mailbox(Store, Protocol):
+    """A store where ranks leave arrays, too."""
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave a value for whoever takes it."""
+
+    def take(self, key: str, source: int, timeout: float) -> Any:
+        """Return the value that rank `source` leaves under a key, first come, first served."""
+
+
+class Board(Mailbox):
     """The store of ranks that are threads of one process; they may leave each other any object.
 
     Parameters
@@ -92,7 +101,6 @@ class Board:
         self.size = size
         self._changed = threading.Condition()
         self._gathered: dict[str, dict[int, bytes]] = {}
-        self._fetched: dict[str, int] = {}
         self._left: dict[str, deque[Any]] = {}
         self._failure: RankError | None = None
 
@@ -106,42 +114,31 @@ class Board:
         """
         check_rank(rank, self.size)
         with self._changed:
-            self._check()
+            self.check()
             values = self._gathered.setdefault(key, {})
             if rank in values:
                 raise ValueError(f"rank {rank} has already left a value for {about!r}, key {key!r}")
             values[rank] = value
+            if len(values) == self.size:  # the others hold the values, too
+                del self._gathered[key]
             self._changed.notify_all()
-
-            def missing() -> RankError:
-                absent = min(set(range(self.size)) - set(values))
-                return RankError(absent, f"did not come to {about!r} within {timeout:g} s")
-
-            self._wait(lambda: len(values) == self.size, timeout, missing)
-            self._fetched[key] = self._fetched.get(key, 0) + 1
-            if self._fetched[key] == self.size:
-                del self._fetched[key], self._gathered[key]
+            if not self._come(lambda: len(values) == self.size, timeout):
+                self.fail(*absent(set(range(self.size)) - set(values), about, timeout))
+                self.check()
             return [values[rank] for rank in range(self.size)]
 
-    @property
-    def keys(self) -> int:
-        """How many keys hold a value."""
-        with self._changed:
-            return len(self._gathered) + len(self._left)
-
     def put(self, key: str, value: Any) -> None:
-        """Leave a value for whoever takes it."""
         with self._changed:
-            self._check()
+            self.check()
             self._left.setdefault(key, deque()).append(value)
             self._changed.notify_all()
 
     def take(self, key: str, source: int, timeout: float) -> Any:
-        """Return the value that rank `source` leaves under a key, first come, first served."""
         with self._changed:
-            self._check()
-            late = f"sent nothing for {key!r} within {timeout:g} s"
-            self._wait(lambda: key in self._left, timeout, lambda: RankError(source, late))
+            self.check()
+            if not self._come(lambda: key in self._left, timeout):
+                self.fail(source, f"sent nothing for {key!r} within {timeout:g} s")
+                self.check()
             values = self._left[key]
             value = values.popleft()
             if not values:
@@ -149,35 +146,18 @@ class Board:
             return value
 
     def fail(self, rank: int, cause: str) -> None:
-        """Say that a rank has failed; the first failure is the one that all ranks are told."""
         with self._changed:
-            self._fail(RankError(rank, cause))
+            self._failure = self._failure or RankError(rank, cause)
+            self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise `RankError` if a rank has failed."""
         with self._changed:
-            self._check()
+            if self._failure is not None:
+                raise RankError(self._failure.rank, self._failure.cause)
 
-    def leave(self) -> None:
-        """Do nothing: threads that have ended hold nothing."""
-
-    def _wait(
-        self, there: Callable[[], bool], timeout: float, late: Callable[[], RankError]
-    ) -> None:
-        """Wait until something is there; past the timeout, or where a rank has failed, raise."""
-        end = time.monotonic() + timeout
-        while not there():
-            self._check()
-            left = end - time.monotonic()
-            if left <= 0:
-                self._fail(late())
-                self._check()
-            self._changed.wait(left)
-
-    def _fail(self, failure: RankError) -> None:
-        self._failure = self._failure or failure
-        self._changed.notify_all()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise RankError(self._failure.rank, self._failure.cause)
+    def _come(self, there: Callable[[], bool], timeout: float) -> bool:
+        """Wait until something is there, and return whether it is; raise if a rank has failed."""
+        self._changed.wait_for(lambda: self._failure or there(), timeout)
+        if not there():
+            self.check()
+        return there()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -18,29 +19,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyattn.distributed import frames
-from cupyattn.distributed.frames import (
-    ASKS,
-    LIVES,
-    BrokenFrameError,
-    Channel,
-    Frame,
-    JoinError,
-    Limits,
-    RefusedFrameError,
-    Verdict,
-)
+from cupyattn.distributed.frames import ASKS, LIVES, BrokenFrameError, Channel, Frame, Limits
 from cupyattn.distributed.secret import ADVICE, Handover
-from cupyattn.distributed.store import Board
-from cupyattn.errors import RankError
+from cupyattn.distributed.store import Board, Mailbox
+from cupyattn.errors import RankError, shown
 
-#: Seconds that an answer may take longer than what was asked for is waited for.
+#: Extra seconds to wait for an answer beyond the requested timeout.
 GRACE = 10.0
-#: Seconds between two attempts to reach rank 0, and the longest that they become.
+#: Seconds between two attempts to reach rank 0: at first, and at most.
 RETRY, LONGEST_RETRY = 0.05, 1.0
 #: Characters of a text in a message: what a call is about, why a rank has failed.
 TEXT = 4000
-#: An answer may hold what every rank has left.
-_ANY_VALUE = 2**62
 
 Address = tuple[str, int]
 _log = logging.getLogger("cupyattn")
@@ -81,8 +70,8 @@ class TcpServer:
         self._gone: set[int] = set()  # those that have been answered, or whose connection closed
         self._joined: set[tuple[int, int]] = set()  # ranks and uses of connections, never twice
         self._joining: dict[socket.socket, None] = {}  # in the order in which they came
-        self._warned: set[Verdict] = set()
-        self._closed = False
+        #: Says each thing once.
+        self._warn = functools.lru_cache(1000)(_log.warning)
         self._changed = threading.Condition()
         self._listener = socket.create_server(address, reuse_port=False)
         self.address: Address = address[0], self._listener.getsockname()[1]
@@ -96,208 +85,157 @@ class TcpServer:
         with self._changed:
             others = set(range(1, self.board.size))
             self._changed.wait_for(lambda: others <= self._gone, timeout)
-            self._closed = True
-            joining = list(self._joining)
         _shut(self._listener)  # ends the accept of the other thread
         self._listener.close()
-        for connection in joining:
-            _shut(connection)
 
-    def _leaves(self, rank: int) -> bool:
-        """Note that a rank has gone; return whether that is news."""
+    def _leaves(self, rank: int, failure: str | None) -> None:
+        """Note that a rank has gone, as it has said that it would, or by a failure."""
+        if failure is not None and rank not in self._leaving:
+            self.board.fail(rank, failure)
         with self._changed:
-            news = rank not in self._gone
             self._gone.add(rank)
             self._changed.notify_all()
-        return news
 
     # ---- joining ---------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._closed:
+        while self._listener.fileno() >= 0:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed, or the process has too many open files for now
-                if not self._closed:
-                    time.sleep(RETRY)
-                continue
-            with self._changed:
-                self._joining[connection] = None
-                if len(self._joining) > self._limits.joining:
-                    # NOTE: the oldest, not the newest: a rank joins within milliseconds, so
-                    # strangers that say nothing cannot keep it out.
-                    oldest = next(iter(self._joining))
-                    del self._joining[oldest]
-                    _shut(oldest)
-            try:
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except RuntimeError:  # no more threads for now
-                self._joins_no_longer(connection)
-                connection.close()
+                connection, (host, *_) = self._listener.accept()
+                with self._changed:
+                    self._joining[connection] = None
+                    if len(self._joining) > self._limits.joining:
+                        # NOTE: the oldest, not the newest: a rank joins within milliseconds, so
+                        # strangers that say nothing cannot keep it out.
+                        oldest = next(iter(self._joining))
+                        del self._joining[oldest]
+                        _shut(oldest)
+                threading.Thread(target=self._serve, args=(connection, host), daemon=True).start()
+            except (OSError, RuntimeError):  # closed, or too many open files or threads for now
+                time.sleep(RETRY)
 
-    def _joins_no_longer(self, connection: socket.socket) -> None:
-        with self._changed:
-            self._joining.pop(connection, None)
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, host: str) -> None:
         """Let a connection join, and answer it until it closes."""
         with connection:
             try:
                 rank, channel = self._join(connection)
-            except JoinError as error:
-                self._warn(connection, error.verdict)
+            except (BrokenFrameError, TimeoutError) as error:
+                told = f"refused connections from {host} to the store at {_named(self.address)}"
+                self._warn("%s: %s", told, str(error))
                 return
             except OSError:
                 return
             finally:
-                self._joins_no_longer(connection)
-            cause = "ended: its connection closed"
+                with self._changed:
+                    self._joining.pop(connection, None)
+            failure = "sent a message at which the store failed"
             try:
-                cause = self._answer_all(rank, channel) or cause
+                failure = self._answer_all(rank, channel)
             except OSError:
-                pass
-            except Exception as error:  # noqa: BLE001 - whatever it was, the ranks are told
-                _log.exception("the store failed at a message of rank %d", rank)
-                cause = f"sent a message at which the store failed: {type(error).__name__}: {error}"
-            self._fails(rank, cause)
-
-    def _fails(self, rank: int, cause: str) -> None:
-        """Tell the board that a rank has failed, unless it is leaving or has failed before."""
-        if self._leaves(rank) and rank not in self._leaving:
-            self.board.fail(rank, cause)
+                failure = "ended: its connection closed"
+            finally:  # whatever it was, the ranks are told
+                self._leaves(rank, failure)
 
     def _join(self, connection: socket.socket) -> tuple[int, Channel]:
-        """Return the rank and the channel of a connection; OSError or JoinError if it has none."""
+        """Return the rank and the channel of a connection; OSError if it has none."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        deadline = time.monotonic() + self._limits.join_seconds
-        greeting = frames.greet(connection, deadline)
-        said = b""
-        try:
-            rank, use, said = frames.admit(connection, greeting, self._secret, deadline)
-            if use not in (ASKS, LIVES):
-                raise JoinError(Verdict.MALFORMED)
-            if not rank < self.board.size:
-                raise JoinError(Verdict.NO_SUCH_RANK)
-            with self._changed:
-                if (rank, use) in self._joined:
-                    raise JoinError(Verdict.RANK_IS_TAKEN)
-                if connection not in self._joining:
-                    raise ConnectionError("closed to make room for another")
-                del self._joining[connection]
+        channel, rank, use = frames.admit(connection, self._secret, self._limits)
+        where, refusal = _named(self.address), ""
+        with self._changed:
+            if not (rank < self.board.size and use in (ASKS, LIVES)):
+                refusal = f"is not of the group at {where}, which has fewer ranks"
+            elif (rank, use) in self._joined:
+                refusal = f"is there twice: another process is this rank of the group at {where}"
+            else:
+                self._joining.pop(connection, None)  # which no other connection closes any more
                 self._joined.add((rank, use))
-        except JoinError as error:
-            connection.settimeout(1.0)
-            frames.decide(connection, self._secret, said, error.verdict)
-            raise
         try:
-            frames.decide(connection, self._secret, said, Verdict.WELCOME)
-        except OSError:  # it may try again
+            channel.send(0, {"refused": refusal})
+        except OSError:  # one that made room for another, too: it may try again
             with self._changed:
                 self._joined.discard((rank, use))
             raise
-        return rank, Channel(connection, self._secret, said, True, self._limits)
-
-    def _warn(self, connection: socket.socket, verdict: Verdict) -> None:
-        """Say once for each verdict that a connection was refused."""
-        with self._changed:
-            first = verdict not in self._warned
-            self._warned.add(verdict)
-        if first:
-            try:
-                host = connection.getpeername()[0]
-            except OSError:
-                host = "a host that has gone"
-            _log.warning(
-                "refused a connection from %s to the store at %s:%d: %s (further ones of this kind "
-                "are not reported)", host, *self.address, verdict.name.lower().replace("_", " "),
-            )  # fmt: skip
+        if refusal:
+            raise BrokenFrameError(f"their rank {refusal}")
+        return rank, channel
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    def _answer_all(self, rank: int, channel: Channel) -> str | None:
-        """Answer a connection until it breaks; return why, None where it left. OSError: closed."""
+    def _answer_all(self, rank: int, channel: Channel) -> str:
+        """Answer a connection until it breaks; return why. OSError: closed."""
         expected = 1
         while True:
-            answer: dict[str, Any] = {}
-            values: Sequence[Any] = ()
-            number, leaves = expected, False
             try:
-                frame = channel.receive(expected, None)
-                values = self._answer(rank, frame)
-                leaves = frame.words["ask"] == "leave"
+                frame = channel.receive(None)
             except TimeoutError:
                 return "sent half a message, and not the rest in time"
             except (BrokenFrameError, MemoryError) as error:
                 cause = f"sent what is no message of the group: {error}"
-                self._fails(rank, cause)  # before its rank hears: then everyone can know
+                self._leaves(rank, cause)  # before its rank hears: then everyone can know
                 with contextlib.suppress(OSError):
-                    channel.send(number, {"refused": cause[:TEXT], "lengths": []})
+                    channel.send(expected, {"refused": cause[:TEXT]})
                 return cause
+            answer: dict[str, Any] = {}
+            values: Sequence[bytes] = ()
+            leaves = False
+            try:
+                if frame.number != expected:
+                    raise ValueError(f"number {frame.number} came, {expected} is the next")
+                expected += 1
+                values = self._answer(rank, frame)
+                answer["lengths"] = [len(value) for value in values]
+                leaves = frame.words["ask"] == "leave"
             except RankError as error:
                 answer["error"] = [error.rank, error.cause]
-            except RefusedFrameError as error:
-                answer["refused"], number = str(error), error.sequence
             except (ValueError, TypeError) as error:
                 answer["refused"] = str(error)[:TEXT]
-            answer["lengths"] = [len(value) for value in values]
-            channel.send(number, answer, values)
-            if number == expected:
-                expected += 1
+            channel.send(frame.number, answer, values)
             if leaves:  # and not before: with the last to go the process of the server may end
-                self._leaves(rank)
+                self._leaves(rank, None)
 
-    def _answer(self, rank: int, frame: Frame) -> Sequence[Any]:
-        board, words, value = self.board, frame.words, frame.value
-        match words.get("ask"):
+    def _answer(self, rank: int, frame: Frame) -> Sequence[bytes]:
+        """Do what a rank asks for; return values for it."""
+        if frame.refusal:
+            raise ValueError(frame.refusal)
+        board, value = self.board, bytes(frame.value)
+
+        def field(name: str) -> Any:
+            return _checked(name, frame.words.get(name), board.size)
+
+        match frame.words.get("ask"):
             case "gather":
-                key, about = self._key(words), _text(words, "about")
-                return board.gather(key, rank, value, _timeout(words), about)  # type: ignore[arg-type]
+                return board.gather(field("key"), rank, value, field("timeout"), field("about"))
             case "put":
-                board.put(self._key(words), value)
+                board.put(field("key"), value)
             case "take":
-                source = self._rank(words, "source")
-                return [board.take(self._key(words, new=False), source, _timeout(words))]
+                return [board.take(field("key"), field("source"), field("timeout"))]
             case "fail":
-                board.fail(self._rank(words, "of"), _text(words, "cause"))
+                board.fail(field("of"), field("cause"))
             case "leave":
                 self._leaving.add(rank)
             case "check":
                 board.check()
             case other:
-                raise ValueError(f"a store answers no {other!r}"[:TEXT])
+                raise ValueError(f"a store answers no {shown(other)}")
         return []
 
-    def _key(self, words: dict[str, Any], *, new: bool = True) -> str:
-        """Return the key of a message; `new`: one that may need a place."""
-        key = _text(words, "key", self._limits.key)
-        if new and self.board.keys >= self._limits.keys:
-            raise ValueError(f"{self._limits.keys} keys hold a value: no more may wait")
-        return key
 
-    def _rank(self, words: dict[str, Any], name: str) -> int:
-        rank = words.get(name)
-        if type(rank) is not int or not 0 <= rank < self.board.size:
-            raise ValueError(f"{name} must be a rank below {self.board.size}, got {rank!r}"[:TEXT])
-        return rank
-
-
-def _text(words: dict[str, Any], name: str, most: int = TEXT) -> str:
-    text = words.get(name)
-    if not isinstance(text, str) or len(text) > most:
-        got = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
-        raise ValueError(f"{name} must be a text of at most {most} characters, got {got}")
-    return text
+def _checked(name: str, value: Any, size: int) -> Any:
+    """Return a field of a message; ValueError for what none may be in a group of this size."""
+    if name == "timeout":
+        right = isinstance(value, (int, float)) and 0 <= value <= threading.TIMEOUT_MAX
+        wanted = f"0 to {threading.TIMEOUT_MAX:g} seconds"
+    elif name in ("source", "of"):
+        right, wanted = type(value) is int and 0 <= value < size, f"a rank below {size}"
+    else:
+        right = isinstance(value, str) and len(value) <= TEXT
+        wanted = f"a text of at most {TEXT} characters"
+    if not right:
+        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+    return value
 
 
-def _timeout(words: dict[str, Any]) -> float:
-    timeout = words.get("timeout")
-    if not isinstance(timeout, (int, float)) or not 0 <= timeout <= threading.TIMEOUT_MAX:
-        got = str(timeout)[:40]
-        raise ValueError(f"timeout must be 0 to {threading.TIMEOUT_MAX:g} seconds, got {got}")
-    return float(timeout)
-
-
-class TcpStore:
+class TcpStore(Mailbox):
     """The board of a `TcpServer`, as one rank sees it.
 
     Parameters
@@ -327,150 +265,107 @@ class TcpStore:
         *,
         secret: bytes | Handover,
     ) -> None:
-        self.rank, self._address, self._timeout, self._server = rank, address, timeout, server
-        self._lives = _Connection(rank, LIVES, address, timeout, secret)
-        self._asks = _Connection(rank, ASKS, address, timeout, secret)
+        self.rank, self._where = rank, _named(address)
+        self._timeout, self._server = timeout, server
+        self._lives, self._asks = (
+            _joined(rank, use, address, timeout, secret) for use in (LIVES, ASKS)
+        )
         self.check()
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """As `cupyattn.distributed.store.Store` has it; `rank` is this one."""
-        how = {"key": key, "timeout": timeout, "about": about[:TEXT]}
-        return self._ask(self._asks, "gather", value, timeout, **how)
+        words = {"ask": "gather", "key": key, "timeout": timeout, "about": about[:TEXT]}
+        return self._ask(self._asks, words, value, timeout)
 
     def put(self, key: str, value: bytes) -> None:
-        """As `cupyattn.distributed.store.Store` has it."""
-        self._ask(self._asks, "put", value, key=key)
+        self._ask(self._asks, {"ask": "put", "key": key}, value)
 
     def take(self, key: str, source: int, timeout: float) -> bytes:
-        """As `cupyattn.distributed.store.Store` has it."""
-        how: dict[str, Any] = {"key": key, "source": source, "timeout": timeout}
-        return self._ask(self._asks, "take", wait=timeout, **how)[0]
+        words = {"ask": "take", "key": key, "source": source, "timeout": timeout}
+        return self._ask(self._asks, words, wait=timeout)[0]
 
     def fail(self, rank: int, cause: str) -> None:
-        """As `cupyattn.distributed.store.Store` has it."""
         with contextlib.suppress(RankError):  # rank 0 has ended: everybody knows
-            self._ask(self._lives, "fail", of=rank, cause=cause[:TEXT])
+            self._ask(self._lives, {"ask": "fail", "of": rank, "cause": cause[:TEXT]})
 
     def check(self) -> None:
-        """As `cupyattn.distributed.store.Store` has it."""
-        self._ask(self._lives, "check")
+        self._ask(self._lives, {"ask": "check"})
 
     def leave(self) -> None:
         """Tell the server, and close the connections."""
-        self._ask(self._lives, "leave")
-        for connection in (self._asks, self._lives):
-            connection.close()
+        self._ask(self._lives, {"ask": "leave"})
+        for channel in (self._asks, self._lives):
+            channel.connection.close()
         if self._server is not None:
             self._server.close(self._timeout)
 
     def _ask(
-        self, connection: _Connection, ask: str, value: bytes = b"", wait: float = 0.0, **how: Any
+        self, channel: Channel, words: dict[str, Any], value: bytes = b"", wait: float = 0.0
     ) -> list[bytes]:
-        host, port = self._address
         try:
-            frame = connection.ask({"ask": ask, **how}, value, wait)
-        except (OSError, BrokenFrameError, RefusedFrameError) as error:
+            frame = channel.ask(words, value, wait + GRACE)
+        except OSError as error:
             raise RankError(
-                0, f"ended: the store that it holds at {host}:{port} does not answer ({error})"
+                0, f"ended: the store that it holds at {self._where} does not answer ({error})"
             ) from error
         if "error" in frame.words:
             raise RankError(*frame.words["error"])
         if "refused" in frame.words:
             raise RankError(
-                self.rank, f"asked the store at {host}:{port} in vain: {frame.words['refused']}"
+                self.rank, f"asked the store at {self._where} in vain: {frame.words['refused']}"
             )
-        values, start, view = [], 0, memoryview(frame.value)
+        values, start = [], 0
         for length in frame.words["lengths"]:
-            values.append(bytes(view[start : start + length]))
+            values.append(bytes(frame.value[start : start + length]))
             start += length
         return values
 
 
-class _Connection:
-    """A connection to a store, on which one thread at a time asks and is answered."""
-
-    def __init__(
-        self, rank: int, use: int, address: Address, timeout: float, known: bytes | Handover
-    ) -> None:
-        self._lock, self._number = threading.Lock(), 0
-        end, pause = time.monotonic() + timeout, RETRY
-        while True:
-            try:
-                self._socket, self._channel = _joined(rank, use, address, known)
-                return
-            except OSError as error:
-                cause: RankError = _absent(rank, address, timeout, known, error)
-                reason: Exception = error
-            except JoinError as error:
-                cause, reason = _refused(rank, address, error.verdict), error
-                # NOTE: what rank 0 leaves may still be that of a group before this one.
-                left = isinstance(known, Handover)
-                if not (left and error.verdict is Verdict.WRONG_SECRET):
-                    raise cause from error
-            if time.monotonic() > end:
-                raise cause from reason
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_RETRY)
-
-    def ask(self, words: dict[str, Any], value: bytes, wait: float) -> Frame:
-        """Ask, and return the answer, which may take so many seconds."""
-        with self._lock:
-            self._number += 1
-            self._channel.send(self._number, words, [value])
-            while True:
-                frame = self._channel.receive(None, wait + GRACE, _ANY_VALUE)
-                if frame.sequence == self._number:
-                    return frame
-                # An older number: somebody repeated a message on the way.
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class _NoSecretError(OSError):
-    """Rank 0 has left no secret so far."""
-
-
 def _joined(
-    rank: int, use: int, address: Address, known: bytes | Handover
-) -> tuple[socket.socket, Channel]:
-    """Return a connection that a store has let in; OSError or JoinError where there is none."""
-    connection = socket.create_connection(address, timeout=GRACE)
-    try:
+    rank: int, use: int, address: Address, timeout: float, known: bytes | Handover
+) -> Channel:
+    """Return a connection that a store has let in; RankError if none does within the timeout."""
+    where, pause, end = _named(address), RETRY, time.monotonic() + timeout
+    while True:
+        try:
+            return _try_to_join(rank, use, address, known)
+        except OSError as error:
+            # NOTE: what rank 0 leaves may still be the secret of a group before this one.
+            final = isinstance(error, BrokenFrameError) and isinstance(known, bytes)
+            if final or time.monotonic() > end:
+                raise _cause(rank, where, timeout, error) from error
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_RETRY)
+
+
+def _cause(rank: int, where: str, timeout: float, error: OSError) -> RankError:
+    """Return what a rank is told that could not join."""
+    if isinstance(error, BrokenFrameError):
+        return RankError(rank, f"has another secret than the store at {where}: {ADVICE}")
+    if isinstance(error, FileNotFoundError):
+        found = f"found no secret of the group at {where} in {error.filename} within {timeout:g} s"
+        return RankError(rank, f"{found}: {ADVICE}")
+    return RankError(0, f"holds no store at {where} after {timeout:g} s ({error})")
+
+
+def _try_to_join(rank: int, use: int, address: Address, known: bytes | Handover) -> Channel:
+    """Return a connection that a store has let in.
+
+    FileNotFoundError: rank 0 has left no secret so far. BrokenFrameError: the store has another
+    one. OSError: there is no store. RankError: it refuses this rank.
+    """
+    with contextlib.ExitStack() as closing:
+        connection = closing.enter_context(socket.create_connection(address, timeout=GRACE))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = frames.read_greeting(connection)
-        found = known if isinstance(known, bytes) else known.find()
-        if found is None:
-            raise _NoSecretError("rank 0 has left no secret")
-        said = frames.join(connection, rank, use, found, greeting)
-        return connection, Channel(connection, found, said, False, Limits())
-    except BaseException:
-        connection.close()
-        raise
+        secret = known if isinstance(known, bytes) else known.find()
+        channel = frames.join(connection, rank, use, secret, GRACE)
+        if refused := channel.answer(GRACE).words["refused"]:
+            raise RankError(rank, refused)
+        closing.pop_all()
+        return channel
 
 
-def _absent(
-    rank: int, address: Address, timeout: float, known: bytes | Handover, error: OSError
-) -> RankError:
-    host, port = address
-    if isinstance(error, _NoSecretError) and isinstance(known, Handover):
-        return RankError(
-            rank,
-            f"found no secret of the group at {host}:{port} in {known.path} within {timeout:g} s: "
-            f"{ADVICE}",
-        )
-    return RankError(0, f"holds no store at {host}:{port} after {timeout:g} s ({error})")
-
-
-def _refused(rank: int, address: Address, verdict: Verdict) -> RankError:
-    host, port = address
-    causes = {
-        Verdict.WRONG_SECRET: "has another secret than the store at {}: " + ADVICE,
-        Verdict.NO_SUCH_RANK: "is not of the group at {}, which has fewer ranks",
-        Verdict.RANK_IS_TAKEN: "is there twice: another process is this rank of the group at {}",
-    }
-    text = causes.get(verdict, "was refused by the store at {}, of another version of cupyattn")
-    return RankError(rank, text.format(f"{host}:{port}"))
+def _named(address: Address) -> str:
+    return "{}:{}".format(*address)
 
 
 def _shut(connection: socket.socket) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from cupyattn.distributed import pitched
 from cupyattn.distributed.group import TIMEOUT, Copies, DeviceGroup, Group, Message, Work
 from cupyattn.distributed.mesh import Mesh
+from cupyattn.distributed.model import H200_NCCL
 from cupyattn.distributed.store import check_timeout
 from cupyattn.distributed.torch_store import SOONEST, TorchStore
 from cupyattn.errors import RankError, UnsupportedError, shown
@@ -257,6 +258,8 @@ class TorchDeviceGroup(DeviceGroup):
         As for `Group`.
     """
 
+    machine = H200_NCCL
+
     def __init__(
         self,
         store: TorchStore,
@@ -343,11 +346,8 @@ class TorchDeviceGroup(DeviceGroup):
             try:
                 while not done.done:
                     if time.monotonic() > look:
-                        self.store.check()
+                        self.check_until(end)
                         look = time.monotonic() + WATCH
-                    if time.monotonic() > end:
-                        cause = f"waited longer than {self.timeout:g} s for arrays of others"
-                        self.store.fail(self.rank, cause)
                     time.sleep(SOONEST)
                 self.store.check()
             except RankError as error:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from cupyattn.distributed.store import Store, absent
 from cupyattn.errors import RankError
 
 Result = TypeVar("Result")
@@ -17,7 +18,7 @@ Result = TypeVar("Result")
 SOONEST, LATEST = 50e-6, 2e-3
 
 
-class TorchStore:
+class TorchStore(Store):
     """The store of a process group of torch, as ranks use one.
 
     Parameters
@@ -39,11 +40,19 @@ class TorchStore:
         self.has_failed = False
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return all ranks' values, by rank."""
         self.check()
         keys = [self._key(key, str(other)) for other in range(self.size)]
         self._tried(lambda: self._store.set(keys[rank], value))
-        self._wait(keys, timeout, lambda n: (n, f"did not come to {about!r} within {timeout:g} s"))
+        end, pause = time.monotonic() + timeout, SOONEST
+        while not self._there(keys):
+            self.check()
+            if time.monotonic() > end:
+                missing = [n for n, key in enumerate(keys) if not self._there([key])]
+                if missing:
+                    self.fail(*absent(missing, about, timeout))
+                    self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, LATEST)
         found: list[bytes] = self._tried(lambda: self._store.multi_get(keys))
         # All ranks have come here, so all have read what was left before.
         before, self._own = self._own, keys[rank]
@@ -51,51 +60,18 @@ class TorchStore:
             self._tried(lambda: self._store.delete_key(before))
         return found
 
-    def put(self, key: str, value: bytes) -> None:
-        """Leave a value for whoever takes it."""
-        self._tried(lambda: self._store.set(self._key(key), value))
-
-    def take(self, key: str, source: int, timeout: float) -> bytes:
-        """Return the value that rank `source` leaves under a key, first come, first served."""
-        full, late = self._key(key), f"sent nothing for {key!r} within {timeout:g} s"
-        self._wait([full], timeout, lambda _: (source, late))
-        value: bytes = self._tried(lambda: self._store.get(full))
-        self._tried(lambda: self._store.delete_key(full))
-        return value
-
     def fail(self, rank: int, cause: str) -> None:
-        """Say that a rank has failed; the first failure is the one that all ranks are told."""
         said = json.dumps([rank, cause])
         self._tried(lambda: self._store.compare_set(self._failed, "", said))
 
     def check(self) -> None:
-        """Raise `RankError` if a rank has failed."""
         if self._there([self._failed]):
             rank, cause = json.loads(self._tried(lambda: self._store.get(self._failed)))
             self.has_failed = True
             raise RankError(rank, cause)
 
-    def leave(self) -> None:
-        """Do nothing: the store is torch's."""
-
     def _key(self, *names: str) -> str:
         return "/".join((self._prefix, *names))
-
-    def _wait(
-        self, keys: list[str], timeout: float, late: Callable[[int], tuple[int, str]]
-    ) -> None:
-        """Wait until all keys have a value. `late` says which rank failed, and how, where one has
-        none past the timeout."""
-        end, pause = time.monotonic() + timeout, SOONEST
-        while not self._there(keys):
-            self.check()
-            if time.monotonic() > end:
-                missing = [n for n, key in enumerate(keys) if not self._there([key])]
-                if missing:
-                    self.fail(*late(missing[0]))
-                    self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, LATEST)
 
     def _there(self, keys: list[str]) -> bool:
         there: bool = self._tried(lambda: self._store.check(keys))

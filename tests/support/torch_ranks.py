@@ -86,4 +86,6 @@ def processes(size: int, module: str, *args: str, seconds: float = 120) -> list[
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    # A rank that is aborted says where its threads were.
+    said = {"PYTHONFAULTHANDLER": "1"}
+    return os.environ | said | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
