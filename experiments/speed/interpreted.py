@@ -1,13 +1,11 @@
-"""What does a call in the interpreter take of a CPU: the first one, and one that comes again?
+"""How many CPU seconds does a call in the interpreter take?
 
-Varies       variant, and the form of Hopper beside the portable one; the cache of compiled kernels,
-             empty or warm
-Holds fixed  one head, length 256, head_dim 64, float16
-Measures     CPU seconds of a process of its own, by `time.process_time`, imports of NumPy and of
-             the package's face aside: of its first call and of its second one. Of five processes
-             the median
-Expect       fa_int8 at most 1.2 s with an empty cache, 0.5 with a warm one, 0.25 again; the Hopper
-             form of fa_tc at most 0.5, and 0.1 again
+Varies       variant; portable or for Hopper; an empty or a warm cache of kernels.
+Holds fixed  one head, length 256, head_dim 64, float16.
+Measures     `time.process_time` of two calls in a fresh process, after its imports; the record
+             has medians of five processes.
+Expect       fa_int8: 1.2 s with an empty cache, 0.5 s with a warm one, 0.25 s again. For Hopper
+             fa_tc: 0.5 s and 0.1 s again.
 Run          python -m experiments.speed.interpreted [--quick] [--json FILE] [--rounds N]
              [--update-docs] [--stored]
 
@@ -33,7 +31,7 @@ from experiments._harness import recording
 NAME = "interpreted"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "INTERPRETER.md"
 BEGIN, END = "<!-- seconds: begin -->", "<!-- seconds: end -->"
-#: Variants, each with the architecture that it is compiled for; None: the portable form.
+#: Variant and architecture. Without an architecture the portable form runs.
 CALLS = (
     ("fa", None), ("fa_tc", None), ("fa_tc", "sm_90a"), ("fa_int8", None), ("fa_int8", "sm_90a"),
 )  # fmt: skip
@@ -56,7 +54,7 @@ print(json.dumps(found))
 
 
 def seconds(variant: str, arch: str | None, length: int, cache: Path) -> list[float]:
-    """Return the CPU seconds of two calls in a process of its own."""
+    """Return the CPU seconds of two calls in a fresh process."""
     done = subprocess.run(
         [sys.executable, "-c", _CODE, json.dumps([variant, arch, length])],
         env={**os.environ, "CUPYATTN_CACHE_DIR": str(cache)}, capture_output=True, text=True,
