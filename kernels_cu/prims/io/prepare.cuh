@@ -55,10 +55,10 @@ __device__ __forceinline__ float shfl_sum_of_neighbours(float x) {
   return x;
 }
 
-// R0: what normalising multiplies a row by, of the sum of its squares. A sum that overflows, or
-// that holds a NaN or an infinity, gives NaN: never finite garbage.
-__device__ __forceinline__ float norm_factor(float sum_of_squares, float eps) {
-  const float mean = __fadd_rn(__fdiv_rn(sum_of_squares, float(HEAD_DIM)), eps);
+// R0: what normalising multiplies a row of `count` numbers by, of the sum of their squares. A sum
+// that overflows, or that holds a NaN or an infinity, gives NaN: never finite garbage.
+__device__ __forceinline__ float norm_factor(float sum_of_squares, float count, float eps) {
+  const float mean = __fadd_rn(__fdiv_rn(sum_of_squares, count), eps);
   return sum_of_squares < -NEG_INF ? __frcp_rn(__fsqrt_rn(mean)) : NOT_A_NUMBER;
 }
 
@@ -148,7 +148,7 @@ struct PreparedRow {
       }
       sums[i] = shfl_sum_of_neighbours<PAIR_LANES>(sum_of_neighbours(squares));
     }
-    const float factor = norm_factor(sum_of_neighbours(sums), how.eps);
+    const float factor = norm_factor(sum_of_neighbours(sums), HEAD_DIM, how.eps);
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
 #pragma unroll
     for (int access = 0; access < 2 * LANE_PAIRS; ++access)

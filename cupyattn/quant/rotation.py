@@ -1,0 +1,136 @@
+"""Rotation of channels by Hadamard matrices, which spreads outlier channels over their group.
+
+The rows of x and of a weight that it meets are turned alike: ``x W^T`` stays what it is, and the
+largest magnitude of a row of x comes near that of normal numbers. A group of n channels consists of
+n / 8 runs of eight neighbours, evenly spread over the row, so that one large head or half of a row
+reaches every group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.arrays.kinds import Array, as_float64
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.row_teams import RUN
+
+#: What may be said of a rotation: none, or by Hadamard matrices.
+ROTATIONS = (None, "hadamard")
+#: Sizes of groups, the largest first. Of 64 and 256 the matrix is regular: signs aside, all of its
+#: rows have one sum.
+GROUPS = (256, 128, 64)
+
+
+def group_of(channels: int) -> int:
+    """Return how many channels a group has: the largest of `GROUPS` that divides the row.
+
+    Examples
+    --------
+    >>> group_of(3072), group_of(1152), group_of(1600)
+    (256, 128, 64)
+    """
+    for group in GROUPS:
+        if channels and channels % group == 0:
+            return group
+    raise UnsupportedError(
+        f"rotate='hadamard' takes a multiple of {GROUPS[-1]} channels, got {channels}: pad x and "
+        "the weight with zeros, or use rotate=None"
+    )
+
+
+def unit_of(group: int) -> np.float32:
+    """Return what a rotated row is multiplied by to keep its length, in float32.
+
+    Examples
+    --------
+    >>> float(unit_of(256)), float(unit_of(64))
+    (0.0625, 0.125)
+    """
+    return np.float32(1 / math.sqrt(group))
+
+
+def turned(x: npt.NDArray[np.floating], group: int) -> npt.NDArray[np.floating]:
+    """Return rows times the matrix of signs: √group times the rotation, in the type of x.
+
+    Parameters
+    ----------
+    x : array, (rows, channels), float32 or float64
+    group : int
+        One of `GROUPS`, which divides the channels.
+
+    Notes
+    -----
+    Numbers get their signs, then butterflies ``x + y``, ``x - y`` of pairs whose places in the group
+    differ in one bit, from the lowest bit on. Channel c has the place ``8 (c // s) + c % 8`` in its
+    group, where ``s = 8 channels / group``.
+    """
+    rows, channels = x.shape
+    parts = group // RUN
+    made = (x * _signs(channels, group)).reshape(rows, parts, channels // group, RUN)
+    for axis in (3, 1):
+        bit = 1
+        while bit < made.shape[axis]:
+            made = _butterflies(made, axis, bit)
+            bit *= 2
+    return made.reshape(rows, channels)
+
+
+def rotated(x: Array) -> npt.NDArray[np.float64]:
+    """Rotate the last axis of an array as ``norm_quant(..., rotate="hadamard")`` does, exactly.
+
+    A weight that is to meet rotated activations is rotated so before it is quantised.
+
+    Parameters
+    ----------
+    x : array, (..., channels)
+        A multiple of 64 channels. NumPy.
+
+    Returns
+    -------
+    array, float64, shaped as x
+
+    Raises
+    ------
+    UnsupportedError
+        For another number of channels.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> x, w = rng.standard_normal((2, 3, 192))
+    >>> bool(np.allclose(rotated(x) @ rotated(w).T, x @ w.T))
+    True
+    >>> one = np.zeros((1, 256)); one[0, 7] = 100.0  # an outlier
+    >>> float(abs(rotated(one)).max())
+    6.25
+    """
+    values = as_float64(x)
+    group = group_of(values.shape[-1])
+    flat = turned(values.reshape(-1, values.shape[-1]), group) / math.sqrt(group)
+    return np.asarray(flat.reshape(values.shape), np.float64)
+
+
+def _signs(channels: int, group: int) -> npt.NDArray[np.float32]:
+    """Return the sign of each channel, which an odd number of digits 3, in base 4, makes minus."""
+    span = RUN * channels // group
+    channel = np.arange(channels)
+    place = channel // span * RUN + channel % RUN
+    threes, odd = place & place >> 1 & 0x55555555, np.zeros(channels, np.int64)
+    while threes.any():
+        odd ^= threes & 1
+        threes >>= 1
+    return np.where(odd, np.float32(-1), np.float32(1))
+
+
+def _butterflies(
+    x: npt.NDArray[np.floating], axis: int, bit: int
+) -> npt.NDArray[np.floating]:
+    """Return sums and differences of numbers whose places along an axis differ in a bit."""
+    shape = x.shape
+    pairs = x.reshape(*shape[:axis], -1, 2, bit, *shape[axis + 1 :])
+    first, second = np.moveaxis(pairs, axis + 1, 0)
+    made = np.stack((first + second, first - second), axis=axis + 1)
+    return made.reshape(shape)
