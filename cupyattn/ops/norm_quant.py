@@ -99,10 +99,10 @@ def norm_quant(
     --------
     >>> x = np.float32([[1.0, 3.0, -1.0, -3.0]])
     >>> codes, scales = norm_quant(x, norm="layer", shift=np.float32([1, 1, 1, 1]))
-    >>> codes.tolist(), np.round(scales.item(), 4)
+    >>> codes.tolist(), round(scales.item(), 4)
     ([[78, 127, 30, -19]], 0.0184)
     >>> codes, scales = norm_quant(np.eye(1, 256, dtype=np.float32) * 100, rotate="hadamard")
-    >>> np.unique(abs(codes)).tolist(), np.round(scales.item() * 127, 4)
+    >>> np.unique(abs(codes)).tolist(), round(scales.item() * 127, 4)
     ([127], 6.25)
     """
     given = {"weight": weight, "bias": bias, "scale": scale, "shift": shift}

@@ -19,9 +19,11 @@ from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import NORM_QUANT_PARAMS
 from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU
 
-#: Threads of a block with short rows; those of a multiprocessor that a launch should fill before
-#: teams take several rows, and how many rows they take at most.
-_THREADS, _RESIDENT, _MOST_STEPS = 128, 1024, 8
+#: Threads of a block with short rows, and about how many rows a team takes one after the other:
+#: the vectors over the channels are prepared once for all of them.
+_THREADS, _STEPS = 128, 16
+#: Warps of a multiprocessor: registers for more are not needed, and rotated rows need more each.
+_WARPS, _WARPS_ROTATED = 24, 20
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,13 @@ def plan_norm_quant(
     lanes = lanes_of(channels)
     teams = max(1, _THREADS // lanes)
     tiles = GemmTiles(teams, held_of(channels), teams * lanes // 32, num_stages=1)
+    resident = max(1, (_WARPS_ROTATED if rotate else _WARPS) // tiles.num_warps)
     blocks = -(-rows // teams)
     if steps is None:
-        filled = HOPPER_BLOCKS * max(1, _RESIDENT // tiles.num_threads)
-        steps = min(max(1, blocks // filled), _MOST_STEPS)
-    spec = ModuleSpec(
-        "linear/norm_quant.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
-    )
+        each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
+        steps = -(-each // -(-each // _STEPS))
+    defines = {**tiles.defines(), **features.defines(), "CFG_RESIDENT": resident}
+    spec = ModuleSpec("linear/norm_quant.cu", tuple(sorted(defines.items())))
     groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scales": "scales",

@@ -60,15 +60,19 @@ constexpr bool ROTATED = ROTATE != 0;
 constexpr int RADIX = ROTATED ? ROTATE / RUN : RUN;
 constexpr int SPAN = CHANNELS / RADIX;
 constexpr int TASKS = ceil_div(SPAN, LANES);  // words of a lane
-constexpr int PIECE = 16;                     // codes of an access to memory
 
-// Signs of a rotation are those of g and h where nothing comes between.
 constexpr bool AFFINE = WEIGHTED || MODULATED;
+// Signs of a rotation are those of g and h where nothing comes between.
 constexpr bool SIGNS_IN_AFFINE = ROTATED && AFFINE && ACTIVATION == Activation::NONE;
+// g and h wait in shared memory, where it has room for them, and leave registers to more blocks.
+constexpr bool AFFINE_IN_SHARED = AFFINE && NUM_THREADS <= 256;
+constexpr int WIDE = 4;                       // numbers of an access to shared memory
+constexpr int RUN_PARTS = 2 * RUN / WIDE;     // accesses to g and h of a run
 
 struct SharedStorage {
+  alignas(16) Vec<float, WIDE> affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
+                                     [AFFINE_IN_SHARED ? NUM_THREADS : 1];
   alignas(16) float row[ROTATED ? BLOCK_M : 1][ROTATED ? CHANNELS : 1];
-  alignas(16) int8_t codes[ROTATED ? BLOCK_M : 1][ROTATED ? CHANNELS : 1];
   // What the warps come to, of three reductions. Every other row has its own, so that a warp that
   // is ahead overwrites nothing that another has yet to read.
   uint32_t of_warp[2][3][NUM_WARPS];
@@ -77,9 +81,9 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 using Run = float[RUN];
 
-// First channel of run a of this lane.
-__device__ __forceinline__ int channel_of(int a) {
-  return (a * LANES + thread_id() % LANES) * RUN;
+// First channel of run a of a thread.
+__device__ __forceinline__ int channel_of(int a, int thread = thread_id()) {
+  return (a * LANES + thread % LANES) * RUN;
 }
 // Whether a channel is one of the row.
 __device__ __forceinline__ bool is_channel(int channel) {
@@ -121,23 +125,24 @@ __device__ __forceinline__ uint32_t team_max(uint32_t x, uint32_t (&of_warp)[NUM
   return x;
 }
 
-// The runs of a lane as they lie in memory. Past the last row, or channel, zeros.
+// The runs of a lane as they lie in memory: past the last row the last, past its channels zeros.
 struct Loaded {
   Words<elem_t, VEC> of[HALVES][CHUNKS][RUN_ACCESSES];
 
   __device__ __forceinline__ void load(const NormQuantParams& p, int row) {
-    const elem_t* X = static_cast<const elem_t*>(p.X) + row * p.X_stride;
+    const elem_t* X =
+        static_cast<const elem_t*>(p.X) + min(row, p.rows - 1) * p.X_stride + channel_of(0);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half)
 #pragma unroll
       for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
         for (int i = 0; i < RUN_ACCESSES; ++i) {
-          of[half][a][i] = {};
-          const int channel = channel_of(a) + i * VEC;
-          if (row < p.rows && is_channel(channel))
+          const int past = a * LANES * RUN + i * VEC;  // channels past the first of this lane
+          if (BLOCK_N != CHANNELS) of[half][a][i] = {};
+          if (is_channel(channel_of(0) + past))
             of[half][a][i] = *reinterpret_cast<const Words<elem_t, VEC>*>(
-                X + half * CHANNELS + channel);
+                X + half * CHANNELS + past);
         }
   }
   __device__ __forceinline__ float element(int half, int a, int j) const {
@@ -175,22 +180,24 @@ __device__ __forceinline__ float with_sign(float x, uint32_t negated) {
 
 // N2: y = g z + h, with g = weight (1 + scale) and h = bias (1 + scale) + shift.
 struct Affine {
-  Run g[CHUNKS], h[CHUNKS];
+  Run g[AFFINE_IN_SHARED ? 1 : CHUNKS], h[AFFINE_IN_SHARED ? 1 : CHUNKS];
   int end = 0;  // the first row that they are not of
 
-  __device__ __forceinline__ void load(const NormQuantParams& p, int row) {
-    if (row < end || row >= p.rows) return;
+  __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int row) {
+    row = min(row, p.rows - 1);
+    if (row < end) return;
     const int64_t group = MODULATED ? row / p.group_rows : 0;
     end = MODULATED ? int(group + 1) * p.group_rows : p.rows;
     const auto *weight = static_cast<const weight_t*>(p.weight),
                *bias = static_cast<const weight_t*>(p.bias);
     const auto *scale = static_cast<const modulation_t*>(p.scale),
                *shift = static_cast<const modulation_t*>(p.shift);
+    const int thread = thread_id_anew();  // this is rare, and shall keep no registers
     if (scale != nullptr) scale += group * p.scale_stride;
     if (shift != nullptr) shift += group * p.shift_stride;
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a) {
-      const int channel = channel_of(a);
+      const int channel = channel_of(a, thread), own = AFFINE_IN_SHARED ? 0 : a;
       const auto w = read_run(WEIGHTED ? weight : nullptr, channel, 1.0f);
       const auto b = read_run(WEIGHTED ? bias : nullptr, channel, 0.0f);
       const auto s = read_run(MODULATED ? scale : nullptr, channel, 0.0f);
@@ -199,20 +206,48 @@ struct Affine {
       for (int j = 0; j < RUN; ++j) {
         const float factor = __fadd_rn(1.0f, s.v[j]);
         const bool negated = SIGNS_IN_AFFINE && is_negated(channel, j);
-        g[a][j] = with_sign(__fmul_rn(w.v[j], factor), negated);
-        h[a][j] = with_sign(__fmaf_rn(b.v[j], factor, t.v[j]), negated);
+        g[own][j] = with_sign(__fmul_rn(w.v[j], factor), negated);
+        h[own][j] = with_sign(__fmaf_rn(b.v[j], factor, t.v[j]), negated);
       }
+      if constexpr (AFFINE_IN_SHARED)
+#pragma unroll
+        for (int i = 0; i < RUN_PARTS; ++i) {
+          const float* from = i * WIDE < RUN ? g[0] + i * WIDE : h[0] + (i * WIDE - RUN);
+          smem.affine[a * RUN_PARTS + i][thread] = {from[0], from[1], from[2], from[3]};
+        }
     }
+  }
+  // A thread reads what it wrote itself.
+  __device__ __forceinline__ void apply(const SharedStorage& smem, Run (&x)[CHUNKS]) const {
+#pragma unroll
+    for (int a = 0; a < CHUNKS; ++a)
+#pragma unroll
+      for (int i = 0; i < RUN / WIDE; ++i) {
+        Vec<float, WIDE> factor, offset;
+        if constexpr (AFFINE_IN_SHARED) {
+          factor = smem.affine[a * RUN_PARTS + i][thread_id()];
+          offset = smem.affine[a * RUN_PARTS + RUN / WIDE + i][thread_id()];
+        } else {
+#pragma unroll
+          for (int j = 0; j < WIDE; ++j)
+            factor.v[j] = g[a][i * WIDE + j], offset.v[j] = h[a][i * WIDE + j];
+        }
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+          float& number = x[a][i * WIDE + j];
+          number = __fmaf_rn(number, factor.v[j], offset.v[j]);
+        }
+      }
   }
 };
 
 // N1: subtracts the mean of the row.
 __device__ __forceinline__ void centre(Run (&x)[CHUNKS], uint32_t (&of_warp)[NUM_WARPS]) {
-  Run sums = {};
+  Run sums;
 #pragma unroll
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) sums[j] = __fadd_rn(sums[j], x[a][j]);
+    for (int j = 0; j < RUN; ++j) sums[j] = a == 0 ? x[a][j] : __fadd_rn(sums[j], x[a][j]);
   const float mean = __fdiv_rn(team_sum(sum_of_neighbours(sums), of_warp), float(CHANNELS));
 #pragma unroll
   for (int a = 0; a < CHUNKS; ++a)
@@ -277,66 +312,57 @@ __device__ __forceinline__ void turn_runs(Run (&x)[CHUNKS], float (&row)[SPAN * 
 }
 
 // A lane's part of the largest magnitude. A NaN stays.
-template <int N, int M>
-__device__ __forceinline__ uint32_t absmax_of(const float (&x)[N][M]) {
+template <int N>
+__device__ __forceinline__ uint32_t absmax_of(const float (&x)[N]) {
   float found = 0.0f;
 #pragma unroll
-  for (int a = 0; a < N; ++a)
-#pragma unroll
-    for (int j = 0; j < M; ++j) found = max_nan(found, fabsf(x[a][j]));
+  for (int i = 0; i < N; ++i) found = max_nan(found, fabsf(x[i]));
   return magnitude_bits(found);
 }
 
 // N4, R1: codes of a rotated row, with a scale for all of it.
 __device__ __forceinline__ void store_rotated(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
-  const int team = warp_id() / TEAM_WARPS, lane = thread_id() % LANES;
-  auto& words = reinterpret_cast<float(&)[SPAN * RADIX]>(smem.row[ROTATED ? team : 0]);
-  int8_t* codes = smem.codes[ROTATED ? team : 0];  // [CHANNELS]
+  const int team = ROTATED ? warp_id() / TEAM_WARPS : 0, lane = thread_id() % LANES;
+  auto& words = reinterpret_cast<float(&)[SPAN * RADIX]>(smem.row[team]);
   turn_runs(x, words);
   team_sync();  // the runs of all lanes are visible
-  float y[TASKS][RADIX] = {};
+  float y[TASKS][RADIX];
+  uint32_t absmax = 0;
 #pragma unroll
   for (int task = 0; task < TASKS; ++task) {
     const int word = task * LANES + lane;
-    if (word < SPAN)
+    if (word - lane_id() >= SPAN) continue;  // none of this warp is one of the row
+    const float* from = words + min(word, SPAN - 1);
 #pragma unroll
-      for (int i = 0; i < RADIX; ++i) y[task][i] = words[i * SPAN + word];
+    for (int i = 0; i < RADIX; ++i) y[task][i] = from[i * SPAN];
     butterflies<RADIX, RADIX>(y[task]);
+    absmax = max(absmax, absmax_of(y[task]));
   }
   // The sum of the squares is ROTATE times what it was, and the scale takes it back.
-  const Scale scale = scale_of_absmax(team_max(absmax_of(y), smem.of_warp[step % 2][2]));
+  const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
   constexpr float UNIT = ROTATE == 64 ? 0.125f : ROTATE == 128 ? SQRT_HALF / 8 : 0.0625f;
+  if (lane == 0 && row < p.rows) p.scales[row] = __fmul_rn(scale.scale, UNIT);
 #pragma unroll
   for (int task = 0; task < TASKS; ++task) {
     const int word = task * LANES + lane;
-    if (word >= SPAN) continue;
+    if (word - lane_id() >= SPAN) continue;
+    // Four lanes have four words side by side: each takes all of them of every fourth place.
+    int8_t* codes = p.codes + int64_t(row) * CHANNELS + lane % 4 * SPAN + round_down(word, 4);
 #pragma unroll
     for (int i = 0; i < RADIX; i += 4) {
       float scaled[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) scaled[j] = __fmul_rn(y[task][i + j], scale.inverse);
-      const uint32_t four = pack_s8(scaled[0], scaled[1], scaled[2], scaled[3]);  // R1
-#pragma unroll
-      for (int j = 0; j < 4; ++j) codes[(i + j) * SPAN + word] = int8_t(four >> 8 * j);
+      const uint32_t four =
+          shfl_transpose_bytes(pack_s8(scaled[0], scaled[1], scaled[2], scaled[3]));  // R1
+      if (row < p.rows && word < SPAN) *reinterpret_cast<uint32_t*>(codes + i * SPAN) = four;
     }
-  }
-  team_sync();  // the codes of all lanes are visible
-  if (row >= p.rows) return;
-  if (lane == 0) p.scales[row] = __fmul_rn(scale.scale, UNIT);
-  int8_t* own = p.codes + int64_t(row) * CHANNELS;
-#pragma unroll
-  for (int i = 0; i < ceil_div(CHANNELS / PIECE, LANES); ++i) {
-    const int at = (i * LANES + lane) * PIECE;
-    if (at < CHANNELS)
-      *reinterpret_cast<uint4*>(own + at) = *reinterpret_cast<const uint4*>(codes + at);
   }
 }
 
 // R1: codes of a run.
-__device__ __forceinline__ void store_run(
-    const NormQuantParams& p, int row, int channel, const Run& x, float inverse) {
-  int8_t* codes = p.codes + int64_t(row) * CHANNELS + channel;
+__device__ __forceinline__ void store_run(int8_t* codes, int channel, const Run& x, float inverse) {
 #pragma unroll
   for (int i = 0; i < RUN_ACCESSES; ++i) {
     float scaled[VEC];
@@ -349,28 +375,31 @@ __device__ __forceinline__ void store_run(
 // R1: codes of a row that lies as it came, with a scale for all of it or for every SLICE channels.
 __device__ __forceinline__ void store_in_place(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
+  int8_t* codes = p.codes + int64_t(row) * CHANNELS + channel_of(0);  // of the first run
   if constexpr (BY_ROW) {
-    const Scale scale = scale_of_absmax(team_max(absmax_of(x), smem.of_warp[step % 2][2]));
+    uint32_t absmax = 0;
+#pragma unroll
+    for (int a = 0; a < CHUNKS; ++a) absmax = max(absmax, absmax_of(x[a]));
+    const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
     if (row >= p.rows) return;
     if (thread_id() % LANES == 0) p.scales[row] = scale.scale;
 #pragma unroll
-    for (int a = 0; a < CHUNKS; ++a) store_run(p, row, channel_of(a), x[a], scale.inverse);
+    for (int a = 0; a < CHUNKS; ++a) store_run(codes + a * LANES * RUN, channel_of(a), x[a], scale.inverse);
   } else {
     constexpr int SLICE_LANES = SLICE / RUN;
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a) {
       const int channel = channel_of(a);
-      const Run(&run)[1] = reinterpret_cast<const Run(&)[1]>(x[a]);
-      const Scale scale = scale_of_absmax(shfl_max<SLICE_LANES>(absmax_of(run)));
+      const Scale scale = scale_of_absmax(shfl_max<SLICE_LANES>(absmax_of(x[a])));
       if (row >= p.rows) continue;
       if (channel % SLICE == 0 && is_channel(channel))
         p.scales[int64_t(row) * ceil_div(CHANNELS, SLICE) + channel / SLICE] = scale.scale;
-      store_run(p, row, channel, x[a], scale.inverse);
+      store_run(codes + a * LANES * RUN, channel, x[a], scale.inverse);
     }
   }
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void norm_quant(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void norm_quant(
     const __grid_constant__ NormQuantParams p) {
   griddepcontrol_launch_dependents();  // a product may begin
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -388,7 +417,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void norm_quant(
   loaded.load(p, row0);
   for (int step = 0; step < p.steps; ++step) {
     const int row = row0 + step * BLOCK_M;
-    if constexpr (AFFINE) affine.load(p, row);
+    if constexpr (AFFINE) affine.load(p, smem, row);
     Run x[CHUNKS];
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
@@ -405,13 +434,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void norm_quant(
 
     if constexpr (NORM == Norm::LAYER) centre(x, smem.of_warp[step % 2][0]);
     if constexpr (NORM != Norm::NONE) normalise(x, p.eps, smem.of_warp[step % 2][1]);
+    if constexpr (AFFINE) affine.apply(smem, x);  // N2
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
       for (int j = 0; j < RUN; ++j) {
-        if constexpr (AFFINE)
-          x[a][j] = __fmaf_rn(x[a][j], affine.g[a][j], affine.h[a][j]);  // N2
-        if constexpr (!GLU) x[a][j] = activated<ACTIVATION>(x[a][j]);    // N3
+        if constexpr (!GLU) x[a][j] = activated<ACTIVATION>(x[a][j]);  // N3
         if constexpr (ROTATED && !SIGNS_IN_AFFINE)
           x[a][j] = with_sign(x[a][j], negated >> (a * RUN + j) & 1);
       }
