@@ -19,13 +19,13 @@ from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.kernels.row_teams import RUN, held_of, lanes_of
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, gate_and_other
 from cupyattn.quant.blocks import BLOCK_SIZE, by_column
-from cupyattn.quant.rotation import RUN as GROUP_RUN
 from cupyattn.quant.rotation import group_of, rotated
+from cupyattn.quant.row_steps import RowSteps
 from cupyattn.reference.gemm import Float64, activate
-from cupyattn.reference.norm_quant import NormSteps, Vectors, exact_affine
+from cupyattn.reference.norm_quant import Vectors, exact_affine
 
 
-def norm_quant_error(x: Array, scales: Array, steps: NormSteps, vectors: Vectors) -> Float64:
+def norm_quant_error(x: Array, scales: Array, steps: RowSteps, vectors: Vectors) -> Float64:
     r"""Bound ``|scale code - norm_quant_exact|``, element by element [L82].
 
     Parameters
@@ -34,7 +34,7 @@ def norm_quant_error(x: Array, scales: Array, steps: NormSteps, vectors: Vectors
         Of a gated linear unit (rows, 2 channels).
     scales : array, (rows, 1) or (rows, blocks), float32
         Those that were made.
-    steps : NormSteps
+    steps : RowSteps
     vectors : Vectors
 
     Returns
@@ -62,12 +62,12 @@ def norm_quant_error(x: Array, scales: Array, steps: NormSteps, vectors: Vectors
             error = error + 127 * (3 * U * made + 2 * TINY)  # the scale's own product
         if steps.strategy == "block":
             made = by_column(made, BLOCK_SIZE, y.shape[-1])
-        fits = np.abs(y) + error <= MAX_FLOAT / GROUP_RUN**4
+        fits = np.abs(y) + error <= MAX_FLOAT / RUN**4
         whole = error + rounding_to_codes(np.abs(y) + error, made)
         return np.where(fits & np.isfinite(whole), whole * REFERENCE, np.inf)
 
 
-def _normalised(x: Float64, steps: NormSteps) -> tuple[Float64, Float64]:
+def _normalised(x: Float64, steps: RowSteps) -> tuple[Float64, Float64]:
     """Return rows normalised exactly, and the error of that in float32 (N1, N2)."""
     channels = x.shape[-1]
     every = lanes_of(channels) * RUN
@@ -119,6 +119,6 @@ def _activated(y: Float64, error: Float64, activation: str) -> tuple[Float64, Fl
 def _spread(error: Float64, group: int) -> Float64:
     """Return what the errors of a group add up to in each of its rotated channels."""
     rows, channels = error.shape
-    parts = error.reshape(rows, group // GROUP_RUN, channels // group, GROUP_RUN)
+    parts = error.reshape(rows, group // RUN, channels // group, RUN)
     sums = parts.sum(axis=(1, 3), keepdims=True) / math.sqrt(group)
     return np.broadcast_to(sums, parts.shape).reshape(rows, channels)

@@ -20,7 +20,8 @@ from cupyattn.problem.row_preparation import EPS, check_eps
 from cupyattn.quant.activation import GLU, check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_strategy, check_values
 from cupyattn.quant.rotation import ROTATIONS, group_of
-from cupyattn.reference.norm_quant import NORMS, NormSteps, Vectors, norm_quant_mirror
+from cupyattn.quant.row_steps import NORMS, RowSteps
+from cupyattn.reference.norm_quant import Vectors, norm_quant_mirror
 
 Array = Any
 
@@ -155,16 +156,16 @@ class _NormQuant(Operation):
         of, steps = problem.operands, problem.settled
         vectors = tuple(of[name].place if name in of else None for name in VECTORS)
         types = (next((of[n].dtype.name for n in pair if n in of), "") for pair in _PAIRS)
-        x, how = of["x"], steps._asdict()
-        channels = columns_of(x.shape[1], steps.activation)
-        how["rotate"] = 0 if steps.rotate is None else group_of(channels)
-        return Work.of(plan_norm_quant(x.place, x.dtype.name, vectors, tuple(types), **how))
+        x = of["x"]
+        return Work.of(plan_norm_quant(x.place, x.dtype.name, vectors, tuple(types), steps))
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return codes and scales from NumPy."""
-        made = norm_quant_mirror(arrays["x"], problem.settled, Vectors.of(arrays))
-        named = zip(problem.results.items(), made, strict=True)
-        return {name: x.reshape(result.shape) for (name, result), x in named}
+        codes, scales = norm_quant_mirror(arrays["x"], problem.settled, Vectors.of(arrays))
+        shapes = {name: result.shape for name, result in problem.results.items()}
+        return {
+            "codes": codes.reshape(shapes["codes"]), "scales": scales.reshape(shapes["scales"])
+        }  # fmt: skip
 
 
 NORM_QUANT = _NormQuant()
@@ -173,7 +174,7 @@ NORM_QUANT = _NormQuant()
 _PAIRS = VECTORS[:2], VECTORS[2:]
 
 
-def _steps_of(settings: NormQuantSettings, x: Described, vectors: set[str]) -> NormSteps:
+def _steps_of(settings: NormQuantSettings, x: Described, vectors: set[str]) -> RowSteps:
     """Return what happens to a row; raise for options that mean nothing."""
     for name, allowed in (("norm", NORMS), ("rotate", ROTATIONS)):
         if getattr(settings, name) not in allowed:
@@ -199,7 +200,7 @@ def _steps_of(settings: NormQuantSettings, x: Described, vectors: set[str]) -> N
         raise ValueError(f"x must have channels, got shape {tuple(x.shape)}")
     check_eps("eps", settings.eps)
     eps = float(np.float32(settings.eps))
-    return NormSteps(settings.norm, activation, settings.rotate, eps, settings.strategy)
+    return RowSteps(settings.norm, activation, settings.rotate, eps, settings.strategy)
 
 
 def _check_vectors(arrays: Mapping[str, Described], channels: int) -> None:

@@ -17,7 +17,9 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch
 from cupyattn.plans.structs import NORM_QUANT_PARAMS
-from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU
+from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU, columns_of
+from cupyattn.quant.rotation import group_of
+from cupyattn.quant.row_steps import NORMS, RowSteps
 
 #: Threads of a block with short rows, and about how many rows a team takes one after the other:
 #: the vectors over the channels are prepared once for all of them.
@@ -72,7 +74,7 @@ class NormQuantFeatures:
             "CFG_ACCESS_BYTES": 1,
             "CFG_OUTLIERS": 0,
             "CFG_CHANNELS": self.channels,
-            "CFG_NORM": (None, "layer", "rms").index(self.norm),
+            "CFG_NORM": NORMS.index(self.norm),
             "CFG_WEIGHT": 1 + DTYPES.index(self.weight) if self.weight else 0,
             "CFG_MODULATION": 1 + DTYPES.index(self.modulation) if self.modulation else 0,
             "CFG_BY_EIGHT": int(self.by_eight),
@@ -105,12 +107,8 @@ def plan_norm_quant(
     dtype: str,
     vectors: tuple[Operand | None, ...],
     types: tuple[str, str],
+    how: RowSteps,
     *,
-    norm: str | None,
-    activation: str,
-    rotate: int,
-    eps: float,
-    strategy: str,
     steps: int | None = None,
 ) -> NormQuantPlan:
     """Plan the pass.
@@ -127,10 +125,7 @@ def plan_norm_quant(
         (groups, channels), of groups that divide the rows.
     types : (str, str)
         Storage types of weight and bias, and of scale and shift; "": there are none.
-    norm, activation, rotate, strategy
-        As `NormQuantFeatures` says.
-    eps : float
-        Added to the mean square.
+    how : RowSteps
     steps : int, optional
         Rows of a team; by their number when omitted.
 
@@ -144,11 +139,13 @@ def plan_norm_quant(
     UnsupportedError
         For more rows or channels than the kernel counts.
     """
-    rows, channels = x.shape[0], x.shape[1] // (2 if activation in GLU else 1)
+    rows, channels = x.shape[0], columns_of(x.shape[1], how.activation)
+    rotate = 0 if how.rotate is None else group_of(channels)
     at: Mapping[str, Operand | None] = dict(zip(VECTORS, vectors, strict=True))
     features = NormQuantFeatures(
-        dtype, max(w for w in (1, 2, 4, 8) if x.allows(w) and channels % w == 0), channels, norm,
-        *types, channels % RUN == 0 and all(map(_by_eight, vectors)), activation, rotate, strategy,
+        dtype, max(w for w in (1, 2, 4, 8) if x.allows(w) and channels % w == 0), channels,
+        how.norm, *types, channels % RUN == 0 and all(map(_by_eight, vectors)), how.activation,
+        rotate, how.strategy,
     )  # fmt: skip
     if rows == 0:
         return NormQuantPlan(features=features)
@@ -165,7 +162,7 @@ def plan_norm_quant(
     if steps is None:
         each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
         steps = -(-each // -(-each // _STEPS))
-    defines = {**tiles.defines(), **features.defines(), "CFG_RESIDENT": resident}
+    defines = {**tiles.defines(), **features.defines(), "CFG_BLOCKS_PER_SM": resident}
     spec = ModuleSpec("linear/norm_quant.cu", tuple(sorted(defines.items())))
     groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     params: dict[str, Any] = {
@@ -173,7 +170,7 @@ def plan_norm_quant(
         **{name: None if one is None else name for name, one in at.items()},
         "X_stride": x.row_strides[0],
         **{f"{n}_stride": one.row_strides[0] if (one := at[n]) else 0 for n in VECTORS[2:]},
-        "rows": rows, "group_rows": rows // groups, "steps": steps, "eps": eps,
+        "rows": rows, "group_rows": rows // groups, "steps": steps, "eps": how.eps,
     }  # fmt: skip
     structs = ((NORM_QUANT_PARAMS, params),)
     grid = -(-blocks // steps)

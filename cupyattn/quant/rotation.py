@@ -13,7 +13,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays.kinds import Array, as_float64
+from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.kinds import Array, array_namespace, as_float64
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.row_teams import RUN
 
@@ -52,7 +53,7 @@ def unit_of(group: int) -> np.float32:
     return np.float32(1 / math.sqrt(group))
 
 
-def turned(x: npt.NDArray[np.floating], group: int) -> npt.NDArray[np.floating]:
+def turned(x: Array, group: int) -> Array:
     """Return rows times the matrix of signs: √group times the rotation, in the type of x.
 
     Parameters
@@ -63,13 +64,13 @@ def turned(x: npt.NDArray[np.floating], group: int) -> npt.NDArray[np.floating]:
 
     Notes
     -----
-    Numbers get their signs, then butterflies ``x + y``, ``x - y`` of pairs whose places in the group
-    differ in one bit, from the lowest bit on. Channel c has the place ``8 (c // s) + c % 8`` in its
-    group, where ``s = 8 channels / group``.
+    Numbers get their signs, then butterflies ``x + y``, ``x - y`` of pairs whose places in the
+    group differ in one bit, from the lowest bit on. Channel c has the place
+    ``8 (c // s) + c % 8`` in its group, where ``s = 8 channels / group``.
     """
     rows, channels = x.shape
     parts = group // RUN
-    made = (x * _signs(channels, group)).reshape(rows, parts, channels // group, RUN)
+    made = (x * array_namespace(x).asarray(_signs(channels, group))).reshape(rows, parts, channels // group, RUN)
     for axis in (3, 1):
         bit = 1
         while bit < made.shape[axis]:
@@ -78,19 +79,20 @@ def turned(x: npt.NDArray[np.floating], group: int) -> npt.NDArray[np.floating]:
     return made.reshape(rows, channels)
 
 
-def rotated(x: Array) -> npt.NDArray[np.float64]:
+def rotated(x: Array) -> Array:
     """Rotate the last axis of an array as ``norm_quant(..., rotate="hadamard")`` does, exactly.
 
     A weight that is to meet rotated activations is rotated so before it is quantised.
 
     Parameters
     ----------
-    x : array, (..., channels)
-        A multiple of 64 channels. NumPy.
+    x : array, (..., channels), float16, bfloat16, float32 or float64
+        A multiple of 64 channels. NumPy, CuPy, or anything with DLPack.
 
     Returns
     -------
     array, float64, shaped as x
+        NumPy's, or CuPy's where x lies on a device.
 
     Raises
     ------
@@ -107,10 +109,11 @@ def rotated(x: Array) -> npt.NDArray[np.float64]:
     >>> float(abs(rotated(one)).max())
     6.25
     """
+    (x,) = operands(x=x)
     values = as_float64(x)
     group = group_of(values.shape[-1])
     flat = turned(values.reshape(-1, values.shape[-1]), group) / math.sqrt(group)
-    return np.asarray(flat.reshape(values.shape), np.float64)
+    return flat.reshape(values.shape)
 
 
 def _signs(channels: int, group: int) -> npt.NDArray[np.float32]:
@@ -125,12 +128,9 @@ def _signs(channels: int, group: int) -> npt.NDArray[np.float32]:
     return np.where(odd, np.float32(-1), np.float32(1))
 
 
-def _butterflies(
-    x: npt.NDArray[np.floating], axis: int, bit: int
-) -> npt.NDArray[np.floating]:
+def _butterflies(x: Array, axis: int, bit: int) -> Array:
     """Return sums and differences of numbers whose places along an axis differ in a bit."""
-    shape = x.shape
+    shape, xp = x.shape, array_namespace(x)
     pairs = x.reshape(*shape[:axis], -1, 2, bit, *shape[axis + 1 :])
-    first, second = np.moveaxis(pairs, axis + 1, 0)
-    made = np.stack((first + second, first - second), axis=axis + 1)
-    return made.reshape(shape)
+    first, second = xp.moveaxis(pairs, axis + 1, 0)
+    return xp.stack((first + second, first - second), axis=axis + 1).reshape(shape)

@@ -12,24 +12,12 @@ from cupyattn.kernels.row_teams import RUN, held_of, lanes_of
 from cupyattn.quant.activation import GLU, gate_and_other
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.rotation import group_of, rotated, turned, unit_of
+from cupyattn.quant.row_steps import RowSteps
 from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.gemm import Float64, activate
 from cupyattn.reference.rounding import fma32
 
 Float32 = npt.NDArray[np.float32]
-
-#: What may come first: nothing, or the division of a row by its deviation or root mean square.
-NORMS = (None, "layer", "rms")
-
-
-class NormSteps(NamedTuple):
-    """What happens to a row before it is quantised: `cupyattn.norm_quant` names the same."""
-
-    norm: str | None
-    activation: str
-    rotate: str | None
-    eps: float
-    strategy: str
 
 
 class Vectors(NamedTuple):
@@ -57,13 +45,13 @@ class Vectors(NamedTuple):
         return Vectors(self.weight, self.bias, *spread)
 
 
-def norm_quant_exact(x: Array, steps: NormSteps, vectors: Vectors) -> Float64:
+def norm_quant_exact(x: Array, steps: RowSteps, vectors: Vectors) -> Float64:
     """Return what the codes of `norm_quant_mirror` stand for, in float64.
 
     Parameters
     ----------
     x : array, (rows, channels)
-    steps : NormSteps
+    steps : RowSteps
     vectors : Vectors
     """
     y = as_float64(x)
@@ -86,7 +74,7 @@ def exact_affine(vectors: Vectors) -> tuple[Float64, Float64]:
 
 
 def norm_quant_mirror(
-    x: Array, steps: NormSteps, vectors: Vectors
+    x: Array, steps: RowSteps, vectors: Vectors
 ) -> tuple[npt.NDArray[np.int8], Float32]:
     """Return codes and scales as the kernel makes them.
 
@@ -94,7 +82,7 @@ def norm_quant_mirror(
     ----------
     x : array, (rows, channels)
         Of a gated linear unit (rows, 2 channels).
-    steps : NormSteps
+    steps : RowSteps
     vectors : Vectors
 
     Returns
@@ -160,8 +148,8 @@ def _row_sum(x: Float32, *, squares: bool = False) -> Float32:
 
 def _affine(vectors: Vectors) -> tuple[Float32, Float32]:
     weight, bias, scale, shift = (
-        np.float32(otherwise) if x is None else x
+        np.asarray(otherwise, np.float32) if x is None else x
         for x, otherwise in zip(vectors, (1, 0, 0, 0), strict=True)
     )
     factor = np.float32(1) + scale
-    return weight * factor, fma32(bias, factor, shift)
+    return np.asarray(weight * factor), fma32(bias, factor, shift)

@@ -342,7 +342,8 @@ __device__ __forceinline__ void store_rotated(
   // The sum of the squares is ROTATE times what it was, and the scale takes it back.
   const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
   constexpr float UNIT = ROTATE == 64 ? 0.125f : ROTATE == 128 ? SQRT_HALF / 8 : 0.0625f;
-  if (lane == 0 && row < p.rows) p.scales[row] = __fmul_rn(scale.scale, UNIT);
+  if (lane == 0 && row < p.rows)  // a NaN keeps its bits
+    p.scales[row] = scale.inverse == 0.0f ? scale.scale : __fmul_rn(scale.scale, UNIT);
 #pragma unroll
   for (int task = 0; task < TASKS; ++task) {
     const int word = task * LANES + lane;
@@ -399,7 +400,7 @@ __device__ __forceinline__ void store_in_place(
   }
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void norm_quant(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_quant(
     const __grid_constant__ NormQuantParams p) {
   griddepcontrol_launch_dependents();  // a product may begin
   extern __shared__ __align__(128) unsigned char shared_bytes[];
