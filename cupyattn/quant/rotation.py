@@ -70,7 +70,8 @@ def turned(x: Array, group: int) -> Array:
     """
     rows, channels = x.shape
     parts = group // RUN
-    made = (x * array_namespace(x).asarray(_signs(channels, group))).reshape(rows, parts, channels // group, RUN)
+    signs = array_namespace(x).asarray(_signs(channels, group))
+    made = (x * signs).reshape(rows, parts, channels // group, RUN)
     for axis in (3, 1):
         bit = 1
         while bit < made.shape[axis]:

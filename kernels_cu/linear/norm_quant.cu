@@ -51,8 +51,7 @@ static_assert(
     CHUNKS >= 1 && CHUNKS * LANES * RUN == BLOCK_N && BLOCK_N >= CHANNELS,
     "BLOCK_N must be a multiple of 8 channels for every lane of a row, and hold the row");
 static_assert(
-    ROTATE == 0 || (ROTATE >= RUN && CHANNELS % ROTATE == 0),
-    "ROTATE must divide CHANNELS");
+    ROTATE == 0 || (ROTATE >= RUN && CHANNELS % ROTATE == 0), "ROTATE must divide CHANNELS");
 static_assert(ROTATE == 0 || BY_ROW, "a rotated row has one scale");
 
 // Rotation: word w of a row, of SPAN, meets the words that are a multiple of SPAN past it.
@@ -66,12 +65,12 @@ constexpr bool AFFINE = WEIGHTED || MODULATED;
 constexpr bool SIGNS_IN_AFFINE = ROTATED && AFFINE && ACTIVATION == Activation::NONE;
 // g and h wait in shared memory, where it has room for them, and leave registers to more blocks.
 constexpr bool AFFINE_IN_SHARED = AFFINE && NUM_THREADS <= 256;
-constexpr int WIDE = 4;                       // numbers of an access to shared memory
-constexpr int RUN_PARTS = 2 * RUN / WIDE;     // accesses to g and h of a run
+constexpr int WIDE = 4;                    // numbers of an access to shared memory
+constexpr int RUN_PARTS = 2 * RUN / WIDE;  // accesses to g and h of a run
 
 struct SharedStorage {
-  alignas(16) Vec<float, WIDE> affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
-                                     [AFFINE_IN_SHARED ? NUM_THREADS : 1];
+  alignas(16) float affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
+                          [AFFINE_IN_SHARED ? NUM_THREADS : 1][WIDE];
   alignas(16) float row[ROTATED ? BLOCK_M : 1][ROTATED ? CHANNELS : 1];
   // What the warps come to, of three reductions. Every other row has its own, so that a warp that
   // is ahead overwrites nothing that another has yet to read.
@@ -80,6 +79,7 @@ struct SharedStorage {
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 using Run = float[RUN];
+using RunPart = Vec<float, WIDE>;
 
 // First channel of run a of a thread.
 __device__ __forceinline__ int channel_of(int a, int thread = thread_id()) {
@@ -141,8 +141,8 @@ struct Loaded {
           const int past = a * LANES * RUN + i * VEC;  // channels past the first of this lane
           if (BLOCK_N != CHANNELS) of[half][a][i] = {};
           if (is_channel(channel_of(0) + past))
-            of[half][a][i] = *reinterpret_cast<const Words<elem_t, VEC>*>(
-                X + half * CHANNELS + past);
+            of[half][a][i] =
+                *reinterpret_cast<const Words<elem_t, VEC>*>(X + half * CHANNELS + past);
         }
   }
   __device__ __forceinline__ float element(int half, int a, int j) const {
@@ -213,7 +213,8 @@ struct Affine {
 #pragma unroll
         for (int i = 0; i < RUN_PARTS; ++i) {
           const float* from = i * WIDE < RUN ? g[0] + i * WIDE : h[0] + (i * WIDE - RUN);
-          smem.affine[a * RUN_PARTS + i][thread] = {from[0], from[1], from[2], from[3]};
+          *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread]) = {
+              from[0], from[1], from[2], from[3]};
         }
     }
   }
@@ -223,10 +224,12 @@ struct Affine {
     for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
       for (int i = 0; i < RUN / WIDE; ++i) {
-        Vec<float, WIDE> factor, offset;
+        RunPart factor, offset;
         if constexpr (AFFINE_IN_SHARED) {
-          factor = smem.affine[a * RUN_PARTS + i][thread_id()];
-          offset = smem.affine[a * RUN_PARTS + RUN / WIDE + i][thread_id()];
+          const auto& parts = smem.affine;
+          factor = *reinterpret_cast<const RunPart*>(parts[a * RUN_PARTS + i][thread_id()]);
+          offset =
+              *reinterpret_cast<const RunPart*>(parts[a * RUN_PARTS + RUN / WIDE + i][thread_id()]);
         } else {
 #pragma unroll
           for (int j = 0; j < WIDE; ++j)
@@ -323,8 +326,9 @@ __device__ __forceinline__ uint32_t absmax_of(const float (&x)[N]) {
 // N4, R1: codes of a rotated row, with a scale for all of it.
 __device__ __forceinline__ void store_rotated(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
-  const int team = ROTATED ? warp_id() / TEAM_WARPS : 0, lane = thread_id() % LANES;
-  auto& words = reinterpret_cast<float(&)[SPAN * RADIX]>(smem.row[team]);
+  const int thread = thread_id_anew(), lane = thread % LANES;
+  const int team = ROTATED ? thread / LANES : 0;
+  auto& words = reinterpret_cast<float (&)[SPAN * RADIX]>(smem.row[team]);
   turn_runs(x, words);
   team_sync();  // the runs of all lanes are visible
   float y[TASKS][RADIX];
@@ -385,7 +389,8 @@ __device__ __forceinline__ void store_in_place(
     if (row >= p.rows) return;
     if (thread_id() % LANES == 0) p.scales[row] = scale.scale;
 #pragma unroll
-    for (int a = 0; a < CHUNKS; ++a) store_run(codes + a * LANES * RUN, channel_of(a), x[a], scale.inverse);
+    for (int a = 0; a < CHUNKS; ++a)
+      store_run(codes + a * LANES * RUN, channel_of(a), x[a], scale.inverse);
   } else {
     constexpr int SLICE_LANES = SLICE / RUN;
 #pragma unroll

@@ -252,9 +252,9 @@ using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, 
 using gate_t = DType<GATE ? CFG_GATE - 1 : 0>::type;  // CFG_GATE 1 to 3, as CFG_BIAS
 using weight_t = DType<WEIGHTED ? CFG_WEIGHT - 1 : 0>::type;           // CFG_WEIGHT 1 to 3, too
 using modulation_t = DType<MODULATED ? CFG_MODULATION - 1 : 0>::type;  // and CFG_MODULATION
-using before_t = DType<CFG_BEFORE>::type;             // a partial result so far
-using after_t = DType<CFG_AFTER>::type;               // and with what comes in
-constexpr bool OUTLIERS = CFG_OUTLIERS != 0;          // some columns of a product have 16 bits
+using before_t = DType<CFG_BEFORE>::type;                              // a partial result so far
+using after_t = DType<CFG_AFTER>::type;                                // and with what comes in
+constexpr bool OUTLIERS = CFG_OUTLIERS != 0;  // some columns of a product have 16 bits
 using outlier_t = DType<OUTLIERS ? CFG_OUTLIERS - 1 : 0>::type;  // CFG_OUTLIERS 1, 2
 
 __device__ __forceinline__ float to_float(float x) { return x; }
