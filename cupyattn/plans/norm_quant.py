@@ -21,8 +21,8 @@ from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU, columns_of
 from cupyattn.quant.rotation import group_of
 from cupyattn.quant.row_steps import NORMS, RowSteps
 
-#: Threads of a block with short rows, and about how many rows a team takes one after the other:
-#: the vectors over the channels are prepared once for all of them.
+#: Threads of a block with short rows, and the most rows of a team, one after the other. The vectors
+#: over the channels are prepared once for all rows of a team.
 _THREADS, _STEPS = 128, 16
 #: Warps of a multiprocessor: registers for more are not needed, and rotated rows need more each.
 _WARPS, _WARPS_ROTATED = 24, 20

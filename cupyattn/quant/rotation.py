@@ -1,9 +1,9 @@
 """Rotation of channels by Hadamard matrices, which spreads outlier channels over their group.
 
-The rows of x and of a weight that it meets are turned alike: ``x W^T`` stays what it is, and the
-largest magnitude of a row of x comes near that of normal numbers. A group of n channels consists of
-n / 8 runs of eight neighbours, evenly spread over the row, so that one large head or half of a row
-reaches every group.
+The rows of x and of its weight are rotated alike, so ``x W^T`` is unchanged. The largest magnitude
+of a row of x becomes as small as in normal numbers. A group of n channels consists of n / 8 runs of
+eight neighbours, evenly spread over the row. One large head or half of a row then reaches every
+group.
 """
 
 from __future__ import annotations

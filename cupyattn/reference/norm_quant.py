@@ -30,7 +30,7 @@ class Vectors(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Any) -> Vectors:
-        """Return those of a mapping of arrays by name, in float32."""
+        """Return the vectors among arrays by name, in float32."""
         given = {name: arrays.get(name) for name in cls._fields}
         return cls(**{n: None if x is None else x.astype(np.float32) for n, x in given.items()})
 
@@ -93,17 +93,14 @@ def norm_quant_mirror(
 
     Notes
     -----
-    In float32, each operation rounded once, K channels, z and y per channel::
+    In float32, each operation is rounded once. There are K channels. N1 is ``m = (Σ x) / K``,
+    ``d = x - m`` and ``r = 1 / sqrt((Σ d²) / K + eps)``. N2 is ``z = d r``,
+    ``g = weight (1 + scale)``, ``h = fma(bias, 1 + scale, shift)`` and ``y = fma(g, z, h)``. N3 is
+    the activation. N4 is `cupyattn.quant.rotation.turned`, and scales are multiplied by
+    ``1 / √group``. R1 is `cupyattn.reference.act_quant.quantize_rows`.
 
-        N1  m = (Σ x) / K      d = x - m      r = 1 / sqrt((Σ d²) / K + eps)
-        N2  z = d r            g = weight (1 + scale)      h = fma(bias, 1 + scale, shift)
-            y = fma(g, z, h)
-        N3  the activation
-        N4  `cupyattn.quant.rotation.turned`; scales are multiplied by 1 / √group
-        R1  `cupyattn.reference.act_quant.quantize_rows`
-
-    ``Σ`` adds (for squares, fuses) stretches of 8 numbers for every lane of a team in their order,
-    then neighbours of the result, then neighbours of the sums, with zeros past the last channel.
+    ``Σ`` adds stretches of 8 numbers for every lane of a team in their order; squares are fused.
+    Then it adds neighbours of the result, and neighbours of the sums, with zeros past the row.
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         y = x.astype(np.float32)

@@ -136,13 +136,12 @@ def section() -> Iterator[str]:
         f"## {TITLE}", "",
         "On a device of compute capability 9.0 these calls run in a portable form of their rung, "
         "which is several times slower. `cupyattn.explain` says the same reason, with the sizes "
-        "that it found. All other calls of `fa_tc` and `fa_int8` run in a Hopper form, with three "
-        "exceptions by choice: a few query rows with many keys run in the split form, made for "
-        "them; `QuantConfig(fused=True)` and `tiles=` without `arch=\"sm_90a\"` ask for a portable "
-        "form.",
+        "that it found. All other calls of `fa_tc` and `fa_int8` run in a Hopper form, but for two "
+        "choices. A few query rows with many keys run in the split form, which is made for them. "
+        "`QuantConfig(fused=True)` and `tiles=` without `arch=\"sm_90a\"` ask for a portable form.",
         "",
-        "A bias of 16 bits whose rows begin at no multiple of 16 bytes is copied into rows that "
-        "do, for 4 bytes a number in each call, and runs in the Hopper form. To save the copy, "
+        "A bias of 16 bits whose rows begin at no multiple of 16 bytes runs in the Hopper form. "
+        "It is copied first, which moves 4 bytes a number in each call. To save the copy, "
         "allocate len_kv rounded up to 8 and give the slice `[..., :len_kv]`.", "",
     )  # fmt: skip
     rows = [

@@ -1,14 +1,14 @@
 """How near does the pass in front of a product come to the speed of memory, and to Inductor's?
 
-Varies       what happens to rows: norm, modulation, GELU, nothing; codes by row, by block, rotated;
-             the sizes of Flux, Wan and Kandinsky
-Holds fixed  N(0, 1) rows in bfloat16; every input and output in memory of its own
-Measures     codes and scales of the first rows against the mirror, to the bit but behind GELU; time
-             of CUDA graphs; the bytes that the pass has to move (rows and vectors once, codes and
-             scales once) per second, as a share of a copy of as many bytes in the same rounds, and
-             beside the norm and modulation that torch compiles, which writes 16 bits
-Expect       85 % of the speed of a copy from 40 MB on; rotated at most 1.2 times the time without;
-             at least the speed of Inductor
+Varies       what happens to rows (norm, modulation, GELU, nothing); codes by row, by block, rotated.
+             Sizes are those of Flux, Wan and Kandinsky.
+Holds fixed  N(0, 1) rows in bfloat16. Every input and output has separate memory.
+Measures     codes and scales of the first rows against the mirror, to the bit but behind GELU. Then
+             the time of CUDA graphs, and the bytes that the pass has to move per second. Rows,
+             vectors, codes and scales count once. A copy of as many bytes runs in the same rounds.
+             So does the norm and modulation that torch compiles, which writes 16 bits.
+Expect       85 % of the speed of a copy from 40 MB on, and at least the speed of Inductor. Rotated
+             rows take at most 1.2 times the time of others.
 Run          python -m experiments.speed.norm_quant [--quick] [--json FILE]
 """
 
@@ -39,7 +39,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: Rows that are compared with the mirror, and codes that may differ by one behind an activation.
 CHECKED_ROWS, MOST_FLIPS = 48, 1e-3
 COPY, INDUCTOR = "copy", "Inductor"
-#: What is made of a row besides codes with one scale, by name.
+#: Arguments for each kind of codes, by name.
 WAYS: dict[str, dict[str, Any]] = {
     "row": {}, "rotated": {"rotate": "hadamard"}, "block": {"strategy": "block"},
 }  # fmt: skip
@@ -116,8 +116,10 @@ def equal_to_mirror(group: Group, way: str, arrays: Mapping[str, Array], made: A
     return bool(near and differ.max() <= 1 and np.count_nonzero(differ) <= MOST_FLIPS * codes.size)
 
 
-def pass_over(group: Group, way: str, sets: Sequence[Mapping[str, Array]]) -> Any:
-    """Return the pass alone on each of the sets, and what it makes of them."""
+def pass_over(
+    group: Group, way: str, sets: Sequence[Mapping[str, Array]]
+) -> tuple[Callable[[int], Any], int]:
+    """Return the pass alone on each of the sets, and the bytes that it moves."""
     import cupy
 
     how = {"activation": None, "rotate": None, "strategy": "channel"} | options(group, way)

@@ -3,11 +3,11 @@
 //
 // Idea         Memory decides, so a row is read once and stays in registers until its codes are
 //              written. A team of warps shares a row; a lane has CHUNKS runs of eight neighbouring
-//              channels. The factors of every channel are made once for several rows, and the next
-//              row is on its way while the present one is worked on.
+//              channels. The factors of every channel are made once for several rows. The next row
+//              is on its way during the present one.
 // Differs from row_quant.cu, which takes numbers as they are, and rows of any length.
-// Data flow    x -> mean, root mean square -> z = x r -> y = g z + h -> activation -> rotation ->
-//              largest magnitude -> codes. Rotation turns runs of eight in registers, then numbers
+// Data flow    x -> mean, root mean square -> z -> y -> activation -> rotation -> largest
+//              magnitude -> codes. Rotation turns runs of eight in registers, then numbers
 //              of RADIX runs, which change lanes through shared memory once.
 // Kept simple  A row has 32,768 channels at most.
 // Rounding     N1 sums and their factors; N2 z, g, h and y; N3 activation; N4 each butterfly; R1
@@ -61,7 +61,7 @@ constexpr int SPAN = CHANNELS / RADIX;
 constexpr int TASKS = ceil_div(SPAN, LANES);  // words of a lane
 
 constexpr bool AFFINE = WEIGHTED || MODULATED;
-// Signs of a rotation are those of g and h where nothing comes between.
+// g and h take the signs of a rotation if no activation lies between.
 constexpr bool SIGNS_IN_AFFINE = ROTATED && AFFINE && ACTIVATION == Activation::NONE;
 // g and h wait in shared memory, where it has room for them, and leave registers to more blocks.
 constexpr bool AFFINE_IN_SHARED = AFFINE && NUM_THREADS <= 256;
@@ -167,9 +167,10 @@ __device__ __forceinline__ Vec<float, RUN> read_run(const T* x, int channel, flo
   return run;
 }
 
-// Whether channel j of a run has a minus sign before it is rotated: an odd number of the digits of
-// its place in the group, in base 4, are 3. Without signs one channel of a group would gather the
-// mean of all; with these, rows of the matrix sum to the root of its size, or twice that.
+// Whether channel j of a run has a minus sign before it is rotated. It has one if an odd number of
+// digits of its place in the group, in base 4, are 3. Without signs one channel of a group would
+// gather the mean of all. With these, a row of the matrix sums to at most the root of its size, and
+// of 128 to the root of twice that.
 __device__ __forceinline__ bool is_negated(int channel, int j) {
   const int place = channel / SPAN * RUN + j;
   return __popc(place & place >> 1 & 0x55555555) % 2;
@@ -218,7 +219,7 @@ struct Affine {
         }
     }
   }
-  // A thread reads what it wrote itself.
+  // A thread reads its own numbers alone, hence no barrier.
   __device__ __forceinline__ void apply(const SharedStorage& smem, Run (&x)[CHUNKS]) const {
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
@@ -293,7 +294,7 @@ __device__ __forceinline__ void butterflies(float (&x)[N]) {
 
 // N4: turns the runs of a lane, and puts them where others find them.
 // NOTE: a half of a run is stored at a time. Lanes that would meet in a bank begin with the other
-// half: fused with a factor of -1, a sum is a difference, rounded just so.
+// half. A sum fused with a factor of -1 is a difference, with the same rounding.
 __device__ __forceinline__ void turn_runs(Run (&x)[CHUNKS], float (&row)[SPAN * RADIX]) {
   constexpr int HALF = RUN / 2;
   const bool upper_first = lane_id() & HALF;
@@ -343,7 +344,7 @@ __device__ __forceinline__ void store_rotated(
     butterflies<RADIX, RADIX>(y[task]);
     absmax = max(absmax, absmax_of(y[task]));
   }
-  // The sum of the squares is ROTATE times what it was, and the scale takes it back.
+  // Butterflies made the sum of the squares ROTATE times as large, and the scale takes it back.
   const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
   constexpr float UNIT = ROTATE == 64 ? 0.125f : ROTATE == 128 ? SQRT_HALF / 8 : 0.0625f;
   if (lane == 0 && row < p.rows)  // a NaN keeps its bits
