@@ -1,7 +1,7 @@
 """How near does the pass in front of a product come to the speed of memory, and to Inductor's?
 
-Varies       what happens to rows (norm, modulation, GELU, nothing); codes by row, by block, rotated.
-             Sizes are those of Flux, Wan and Kandinsky.
+Varies       norm, modulation and activation of rows; codes by row, by block, rotated.
+             Sizes of Flux, Wan and Kandinsky.
 Holds fixed  N(0, 1) rows in bfloat16. Every input and output has separate memory.
 Measures     codes and scales of the first rows against the mirror, to the bit but behind GELU. Then
              the time of CUDA graphs, and the bytes that the pass has to move per second. Rows,
