@@ -29,8 +29,7 @@ from cupyattn.arrays.memory import data_address
 from cupyattn.cli import output
 from cupyattn.measure import device, timing
 from cupyattn.ops.norm_quant import NORM_QUANT, NormQuantSettings
-from cupyattn.ops.operation import problem_of
-from cupyattn.runtime import ready
+from cupyattn.ops.operation import make_ready, problem_of
 from experiments._harness import graphs, recording
 from experiments._harness.others import format_comparison
 
@@ -125,7 +124,7 @@ def pass_over(
     how = {"activation": None, "rotate": None, "strategy": "channel"} | options(group, way)
     settings = NormQuantSettings(**how, eps=1e-6, backend="cuda")
     problem = problem_of(NORM_QUANT, settings, sets[0])
-    call = ready.ReadyCall.of(NORM_QUANT.plan(problem).plans[0])
+    call = make_ready(problem, NORM_QUANT.plan(problem))
     made = [
         {name: cupy.empty(r.shape, r.dtype) for name, r in problem.results.items()} for _ in sets
     ]
@@ -135,7 +134,7 @@ def pass_over(
     ]
 
     def run(i: int) -> Any:
-        call.launch(at[i % len(at)], 0, cupy.cuda.get_current_stream().ptr)
+        call.enqueue(at[i % len(at)], 0, cupy.cuda.get_current_stream().ptr)
         return made[i % len(at)]["codes"], made[i % len(at)]["scales"]
 
     return run, sum(x.nbytes for x in (*sets[0].values(), *made[0].values()))
