@@ -74,11 +74,11 @@ def _normalised(x: Float64, steps: RowSteps) -> tuple[Float64, Float64]:
     adds = held_of(channels) // every + int(math.log2(every))
     size, of_mean = np.abs(x).sum(axis=-1, keepdims=True), np.zeros((len(x), 1))
     if steps.norm == "layer":
-        of_mean = gamma(adds + 1, U) * size / channels + TINY
+        of_mean = gamma(adds + 2, U) * size / channels + TINY
         x = x - x.mean(axis=-1, keepdims=True)
     of_x = of_mean + U * (np.abs(x) + of_mean) if steps.norm == "layer" else of_mean
     square = (x * x).mean(axis=-1, keepdims=True) + steps.eps
-    roundings = gamma(adds + 7, U)
+    roundings = gamma(adds + 8, U)
     least, most = square * (1 - roundings), (square + of_mean**2) * (1 + roundings)
     factor = square**-0.5
     high, low = least**-0.5 * (1 + U) / (1 - U), most**-0.5 * (1 - U) / (1 + U)

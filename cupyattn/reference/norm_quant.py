@@ -93,8 +93,8 @@ def norm_quant_mirror(
 
     Notes
     -----
-    In float32, each operation is rounded once. There are K channels. N1 is ``m = (Σ x) / K``,
-    ``d = x - m`` and ``r = 1 / sqrt((Σ d²) / K + eps)``. N2 is ``z = d r``,
+    In float32, each operation is rounded once. There are K channels. N1 is ``m = (Σ x) c``,
+    ``d = x - m`` and ``r = 1 / sqrt((Σ d²) c + eps)`` with ``c = 1 / K``. N2 is ``z = d r``,
     ``g = weight (1 + scale)``, ``h = fma(bias, 1 + scale, shift)`` and ``y = fma(g, z, h)``. N3 is
     the activation. N4 is `cupyattn.quant.rotation.turned`, and scales are multiplied by
     ``1 / √group``. R1 is `cupyattn.reference.act_quant.quantize_rows`.
@@ -121,12 +121,12 @@ def norm_quant_mirror(
 
 
 def _normalised(x: Float32, norm: str, eps: np.float32) -> Float32:
-    count = np.float32(x.shape[-1])
+    per_channel = np.float32(1) / np.float32(x.shape[-1])
     if norm == "layer":
-        x = x - _row_sum(x) / count
-    sums = _row_sum(x, squares=True)
-    factor = np.float32(1) / np.sqrt(sums / count + eps)
-    return x * np.where(sums < np.inf, factor, np.float32(np.nan))
+        x = x - _row_sum(x) * per_channel
+    mean = _row_sum(x, squares=True) * per_channel
+    factor = np.float32(1) / np.sqrt(mean + eps)
+    return x * np.where(mean < np.inf, factor, np.float32(np.nan))
 
 
 def _row_sum(x: Float32, *, squares: bool = False) -> Float32:

@@ -43,6 +43,7 @@ constexpr int TEAM_WARPS = NUM_WARPS / BLOCK_M;  // that share a row
 constexpr int LANES = TEAM_WARPS * WARP_SIZE;    // the same
 constexpr int CHUNKS = BLOCK_N / (LANES * RUN);  // runs of a lane
 constexpr int RUN_ACCESSES = RUN / VEC;
+constexpr float PER_CHANNEL = 1.0f / CHANNELS;
 
 static_assert(
     TEAM_WARPS >= 1 && TEAM_WARPS * BLOCK_M == NUM_WARPS,
@@ -52,6 +53,7 @@ static_assert(
     "BLOCK_N must be a multiple of 8 channels for every lane of a row, and hold the row");
 static_assert(
     ROTATE == 0 || (ROTATE >= RUN && CHANNELS % ROTATE == 0), "ROTATE must divide CHANNELS");
+static_assert(CHUNKS * RUN <= 32, "BLOCK_N must be at most 32 channels for every lane of a row");
 static_assert(ROTATE == 0 || BY_ROW, "a rotated row has one scale");
 
 // Rotation: word w of a row, of SPAN, meets the words that are a multiple of SPAN past it.
@@ -167,17 +169,24 @@ __device__ __forceinline__ Vec<float, RUN> read_run(const T* x, int channel, flo
   return run;
 }
 
-// Whether channel j of a run has a minus sign before it is rotated. It has one if an odd number of
-// digits of its place in the group, in base 4, are 3. Without signs one channel of a group would
-// gather the mean of all. With these, a row of the matrix sums to at most the root of its size, and
-// of 128 to the root of twice that.
-__device__ __forceinline__ bool is_negated(int channel, int j) {
-  const int place = channel / SPAN * RUN + j;
-  return __popc(place & place >> 1 & 0x55555555) % 2;
-}
-__device__ __forceinline__ float with_sign(float x, uint32_t negated) {
-  return __uint_as_float(__float_as_uint(x) ^ negated << 31);
-}
+// Minus signs of the channels of a run before it is rotated, as sign bits. Channel j has one if an
+// odd number of digits of its place in the group, in base 4, are 3. Without signs one channel of a
+// group would gather the mean of all. With these, a row of the matrix sums to at most the root of
+// its size, and of 128 to the root of twice that.
+struct Signs {
+  uint32_t half[2];  // of the first four channels but the last, and of the others likewise
+
+  __device__ __forceinline__ explicit Signs(int channel) {
+    const uint32_t run = channel / SPAN;  // of the group; its lowest bit shares a digit with j
+    const uint32_t rest = run >> 1;
+    half[0] = __popc(rest & rest >> 1 & 0x55555555) << 31;
+    half[1] = half[0] ^ run << 31;
+  }
+  __device__ __forceinline__ float apply(float x, int j) const {
+    const uint32_t third = j % 4 == 3 ? 0x80000000u : 0;
+    return __uint_as_float(__float_as_uint(x) ^ half[j / 4] ^ third);
+  }
+};
 
 // N2: y = g z + h, with g = weight (1 + scale) and h = bias (1 + scale) + shift.
 struct Affine {
@@ -206,9 +215,12 @@ struct Affine {
 #pragma unroll
       for (int j = 0; j < RUN; ++j) {
         const float factor = __fadd_rn(1.0f, s.v[j]);
-        const bool negated = SIGNS_IN_AFFINE && is_negated(channel, j);
-        g[own][j] = with_sign(__fmul_rn(w.v[j], factor), negated);
-        h[own][j] = with_sign(__fmaf_rn(b.v[j], factor, t.v[j]), negated);
+        g[own][j] = __fmul_rn(w.v[j], factor);
+        h[own][j] = __fmaf_rn(b.v[j], factor, t.v[j]);
+        if constexpr (SIGNS_IN_AFFINE) {
+          const Signs signs(channel);
+          g[own][j] = signs.apply(g[own][j], j), h[own][j] = signs.apply(h[own][j], j);
+        }
       }
       if constexpr (AFFINE_IN_SHARED)
 #pragma unroll
@@ -252,7 +264,7 @@ __device__ __forceinline__ void centre(Run (&x)[CHUNKS], uint32_t (&of_warp)[NUM
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
     for (int j = 0; j < RUN; ++j) sums[j] = a == 0 ? x[a][j] : __fadd_rn(sums[j], x[a][j]);
-  const float mean = __fdiv_rn(team_sum(sum_of_neighbours(sums), of_warp), float(CHANNELS));
+  const float mean = __fmul_rn(team_sum(sum_of_neighbours(sums), of_warp), PER_CHANNEL);
 #pragma unroll
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
@@ -268,8 +280,8 @@ __device__ __forceinline__ void normalise(
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
     for (int j = 0; j < RUN; ++j) sums[j] = __fmaf_rn(x[a][j], x[a][j], sums[j]);
-  const float factor =
-      norm_factor(team_sum(sum_of_neighbours(sums), of_warp), float(CHANNELS), eps);
+  const float mean = __fmul_rn(team_sum(sum_of_neighbours(sums), of_warp), PER_CHANNEL);
+  const float factor = norm_factor(mean, eps);
 #pragma unroll
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
@@ -413,12 +425,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int row0 = blockIdx.x * (p.steps * BLOCK_M) + warp_id() / TEAM_WARPS;
 
-  uint32_t negated = 0;  // a bit for each channel of this lane
-  static_assert(CHUNKS * RUN <= 32, "BLOCK_N must be at most 32 channels for every lane of a row");
-  if constexpr (ROTATED && !SIGNS_IN_AFFINE)
-#pragma unroll
-    for (int i = 0; i < CHUNKS * RUN; ++i)
-      negated |= uint32_t(is_negated(channel_of(i / RUN), i % RUN)) << i;
   Affine affine;
   Loaded loaded;
   loaded.load(p, row0);
@@ -447,8 +453,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
 #pragma unroll
       for (int j = 0; j < RUN; ++j) {
         if constexpr (!GLU) x[a][j] = activated<ACTIVATION>(x[a][j]);  // N3
-        if constexpr (ROTATED && !SIGNS_IN_AFFINE)
-          x[a][j] = with_sign(x[a][j], negated >> (a * RUN + j) & 1);
+        if constexpr (ROTATED && !SIGNS_IN_AFFINE) x[a][j] = Signs(channel_of(a)).apply(x[a][j], j);
       }
     if constexpr (ROTATED) {
       store_rotated(p, smem, step, row, x);
