@@ -94,6 +94,7 @@ CASES = {
     "rotated by 128": case(3, 1152, dtype="bfloat16", norm="rms", rotate="hadamard"),
     "rotated by 64": case(5, 192, dtype="float32", rotate="hadamard", vectors="weight:float32"),
     "rotated alone": case(3, 3072, rotate="hadamard"),
+    "codes alone": case(3, 1536),
     "large eps": case(3, 256, norm="rms", eps=0.5),
 }  # fmt: skip
 #: With an activation, which devices approximate.

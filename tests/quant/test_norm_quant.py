@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ import cupyattn as ca
 from cupyattn import interpret
 from cupyattn.arrays.operand import Operand
 from cupyattn.bounds.norm_quant import norm_quant_error
+from cupyattn.interpret import KernelFault
 from cupyattn.kernels.row_teams import MOST_CHANNELS
-from cupyattn.plans.norm_quant import plan_norm_quant
+from cupyattn.plans.norm_quant import VECTORS, plan_norm_quant
 from cupyattn.quant import rotated
 from cupyattn.quant.rotation import GROUPS, group_of
 from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.norm_quant import norm_quant_exact, norm_quant_mirror
+from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.norm_quant_cases import ACTIVATED, CASES, WIDE, Case, dequantised, flat_vectors
 
 REGIMES = ("normal", "outlier channel", "constant rows", "subnormal", "zeros", "wide", "huge")
@@ -75,21 +78,28 @@ def test_the_widest_rows(name: str) -> None:
     assert_bits(found, expected)
 
 
-@pytest.mark.parametrize("name", ["layer, modulated", "rotated by 256", "layer, one warp"])
-@pytest.mark.parametrize("steps", [2, 4])
-def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
-    """Groups of rows begin within a team's, and some teams run past the last row."""
-    one = CASES[name]
+def in_several_steps(one: Case, steps: int) -> tuple[Any, Any]:
+    """Return what teams that take so many of nine rows make in the interpreter, and the mirror."""
     one = dataclasses.replace(one, shape=(9, one.shape[-1]), groups=3)
     arrays, how = one.arrays(), one.settled
     places = {name: Operand.of(x) for name, x in arrays.items()}
-    vectors = tuple(places.get(name) for name in ("weight", "bias", "scale", "shift"))
-    types = "", "float16" if "scale" in arrays else ""
-    plan = plan_norm_quant(places["x"], "float16", vectors, types, how, steps=steps)
+    vectors = tuple(places.get(name) for name in VECTORS)
+    named = dict(one.vectors)
+    types = named.get("weight", ""), named.get("scale", named.get("shift", ""))
+    plan = plan_norm_quant(places["x"], one.dtype, vectors, types, how, steps=steps)
     assert plan.steps == steps
     codes, scales = np.empty(one.shape, np.int8), np.empty((9, 1), np.float32)
     interpret.run(plan, arrays | {"codes": codes, "scales": scales})
-    assert_bits((codes, scales), norm_quant_mirror(arrays["x"], how, flat_vectors(arrays)))
+    return (codes, scales), norm_quant_mirror(arrays["x"], how, flat_vectors(arrays))
+
+
+@pytest.mark.parametrize(
+    "name", ["layer, modulated", "rotated by 256", "layer, one warp", "codes alone"]
+)
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
+    """Groups of rows begin within a team's, and some teams run past the last row."""
+    assert_bits(*in_several_steps(CASES[name], steps))
 
 
 def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
@@ -187,6 +197,46 @@ def test_a_fault_breaks_the_bound(fault: str) -> None:
         )
         codes, scales = quantize_rows(plain.astype(np.float32), 128, "channel")
     assert fractions(one, arrays, (codes, scales)).max() > 1
+
+
+# ---- mistakes of the kernel ----------------------------------------------------------------------
+
+#: A line of norm_quant.cu, what stands in its place, and the case that finds it.
+MISTAKES = {
+    "no barrier behind the sums": (
+        "    __syncthreads();  // the sums of all warps are visible\n", "", "rotated by 256",
+    ),
+    "no barrier behind the maxima": (
+        "    __syncthreads();  // the maxima of all warps are visible\n", "", "rotated by 256",
+    ),
+    "no barrier behind the runs": (
+        "  team_sync();  // the runs of all lanes are visible\n", "", "rotated by 256",
+    ),
+    "maxima of two rows in one place": (
+        "    const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));",
+        "    const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[0][2]));",
+        "codes alone",
+    ),
+    "factors of the first group": ("    if (row < end) return;", "    if (end) return;",
+                                   "layer, modulated"),
+    "rows past the last are stored": ("    if (row >= p.rows) return;\n", "", "layer, one warp"),
+    "signs of the wrong half": ("half[j / 4]", "half[0]", "rotated by 256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_the_kernel_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the interpreter, which sees hazards and what is written past the end, or by the bits."""
+    line, instead, case_name = MISTAKES[name]
+    put_a_line_in_place("linear/norm_quant.cu", line, instead, tmp_path, monkeypatch)
+    try:
+        found = in_several_steps(CASES[case_name], 3)
+    except KernelFault:
+        return
+    with pytest.raises(AssertionError):
+        assert_bits(*found)
 
 
 # ---- rotation ------------------------------------------------------------------------------------
