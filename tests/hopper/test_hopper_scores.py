@@ -391,6 +391,8 @@ def test_a_bias_out_of_reach_is_copied_and_changes_no_bit(name: str) -> None:
     aligned[...] = bias
     assert resolved(*inputs, variant="fa_tc", arch="sm_90a", bias=bias).copies.keys() == {"bias"}
     assert not resolved(*inputs, variant="fa_tc", arch="sm_90a", bias=aligned).copies
+    asked = {"variant": "fa_tc", "arch": "sm_90a", "backend": "interpret"}
+    assert "copied into rows of whole 16 bytes" in explain.explain(*inputs, bias=bias, **asked)
     found, expected = (run(inputs, bias=one) for one in (bias, aligned))
     assert found.o.tobytes() == expected.o.tobytes() and bias.tobytes() == before
 
