@@ -153,6 +153,11 @@ class Described:
         return any(step[0] in _COPIES for step in self.steps)
 
     @property
+    def is_padded(self) -> bool:
+        """Whether it is a copy whose rows lie further apart than their numbers reach."""
+        return any(step[0] == "padded" for step in self.steps)
+
+    @property
     def reach(self) -> tuple[int, int]:
         """Bytes from its first element to its lowest, and past its highest; equal when empty."""
         if not self.size:

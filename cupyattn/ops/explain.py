@@ -76,7 +76,8 @@ def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[s
     for name in ("mask", "bias"):
         array = options.get(name)
         if array is not None:
-            copied = ", copied into rows of whole 16 bytes" if name in problem.copies else ""
+            padded = problem.operands[name].is_padded
+            copied = ", copied into rows of whole 16 bytes" if padded else ""
             said += [f"{name} of shape {tuple(array.shape)}{copied}"]
     block_mask = options.get("block_mask")
     if block_mask is not None:
