@@ -216,7 +216,7 @@ def measure(group: Group, args: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             calls[INDUCTOR] = compiled(group, sets)
             calls[INDUCTOR](0)
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # no torch, or no compiler for it
             calls.pop(INDUCTOR, None)
             print(f"{INDUCTOR}: {error}", file=sys.stderr)
     samples = timing.time_interleaved(graphs.of_calls(calls, len(sets)), rounds=args.rounds)

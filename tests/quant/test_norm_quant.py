@@ -15,6 +15,7 @@ import cupyattn as ca
 from cupyattn import interpret
 from cupyattn.arrays.operand import Operand
 from cupyattn.bounds.norm_quant import norm_quant_error
+from cupyattn.compiler import modules as compiler
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.row_teams import MOST_CHANNELS
 from cupyattn.plans.norm_quant import VECTORS, plan_norm_quant
@@ -109,6 +110,24 @@ def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
     assert plan.steps == 6 and plan.launches[0].grid == 4608 // 6
     few = plan_norm_quant(Operand.contiguous((16, 3072), 2), *how)
     assert few.steps == 1 and few.launches[0].grid == 16
+
+
+@pytest.mark.parametrize(("channels", "rotate"), [(1536, 0), (3072, 0), (5120, 0), (3072, 1)])
+def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
+    """With as many blocks as the plan counts on; a rotated row leaves a few registers over."""
+    vector = Operand.contiguous((1, channels), 2)
+    how = CASES["layer, modulated"].settled._replace(rotate="hadamard" if rotate else None)
+    plan = plan_norm_quant(
+        Operand.contiguous((4608, channels), 2), "bfloat16", (None, None, vector, vector),
+        ("", "bfloat16"), how,
+    )  # fmt: skip
+    (launch,) = plan.launches
+    binary = compiler.build(launch.module, "sm_90a")
+    taken = binary.kernels["norm_quant"]
+    assert taken.spill_stores <= (32 if rotate else 0)
+    blocks = dict(launch.module.defines)["CFG_BLOCKS_PER_SM"]
+    assert blocks * launch.block * taken.registers <= 65_536
+    assert blocks * (binary.smem_bytes + 1024) <= 227 * 1024
 
 
 def test_strided_rows_and_vectors_are_read_where_they_lie() -> None:
