@@ -158,7 +158,10 @@ def compiled(group: Group, sets: Sequence[Mapping[str, Array]]) -> Callable[[int
     """Return norm, modulation and activation as torch compiles them, 16 bits out."""
     import torch
 
-    from cupyattn.interop.torch.bridge import as_tensor
+    def as_tensor(x: Array) -> Any:
+        if x.dtype == BFLOAT16:
+            return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_dlpack(x)
 
     functional = torch.nn.functional
 
