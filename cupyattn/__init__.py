@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from cupyattn.ops.explain import explain, explain_backward, kernel_form
     from cupyattn.ops.gemm import int8_gemm
     from cupyattn.ops.linear import Int8Linear
+    from cupyattn.ops.norm_quant import norm_quant
     from cupyattn.ops.own_rungs import register, unregister
     from cupyattn.ops.quantize import quantize, quantize_kv
     from cupyattn.ops.weights import weight_dequant, weight_quant
@@ -98,6 +99,7 @@ __all__ = [
     "interop",
     "kernel_form",
     "ladder",
+    "norm_quant",
     "plan",
     "quant",
     "quantize",
@@ -132,6 +134,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.explain": ("explain", "explain_backward", "kernel_form"),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear",),
+        "ops.norm_quant": ("norm_quant",),
         "ops.own_rungs": ("register", "unregister"),
         # NOTE: that module gives the record its with_q.
         "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),

@@ -38,6 +38,7 @@ _COPIES: dict[str, Callable[..., Any]] = {
     "filled": lambda x, value, *shape: _library(x).full(shape, value, x.dtype),
     "copied": lambda x: x.copy(),
     "negated": lambda x: -x,
+    "padded": lambda x, width: padded_copy(x, width),
 }
 _STEPS = _VIEWS | _COPIES
 _DIGITS = "0123456789"
@@ -152,6 +153,11 @@ class Described:
         return any(step[0] in _COPIES for step in self.steps)
 
     @property
+    def is_padded(self) -> bool:
+        """Whether it is a copy whose rows lie further apart than their numbers reach."""
+        return any(step[0] == "padded" for step in self.steps)
+
+    @property
     def reach(self) -> tuple[int, int]:
         """Bytes from its first element to its lowest, and past its highest; equal when empty."""
         if not self.size:
@@ -238,6 +244,13 @@ class Described:
     def at_multiples_of(self, nbytes: int) -> Described:
         """Describe it, or a copy, at an address that is a multiple of so many bytes."""
         return self if self.misalignment % nbytes == 0 else self._copied("copied")
+
+    def with_padded_rows(self, nbytes: int) -> Described:
+        """Describe a copy in C order whose rows begin at multiples of so many bytes."""
+        count = nbytes // self.itemsize
+        width = -(-self.shape[-1] // count) * count
+        strides = _c_order((*self.shape[:-1], width), self.itemsize)
+        return self._after("padded", width, strides=strides, misalignment=0)
 
     def filled(self, value: float, shape: tuple[int, ...]) -> Described:
         """Describe an array of one number, in another shape."""
@@ -369,6 +382,14 @@ def aligned_copy(array: Any) -> Any:
     shape, strides = (*array.shape, size), (*array.strides, 1)
     found = cupy.ndarray(shape, "uint8", array.data, strides).copy(order="C")
     return found.view(array.dtype).reshape(array.shape)
+
+
+def padded_copy(array: Any, width: int) -> Any:
+    """Return a copy whose rows begin `width` elements apart; what lies between is not set."""
+    wide = _library(array).empty((*array.shape[:-1], width), array.dtype)
+    found = wide[..., : array.shape[-1]]
+    found[...] = array
+    return found
 
 
 def _library(array: Any) -> Any:

@@ -98,8 +98,8 @@ def attention(
         copy; combined with `causal` and `window` by AND.
     bias : array, optional
         float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
-        -inf masks the key. The Hopper form takes 16 bits, in rows that begin at multiples of 16
-        bytes, and any type if all keys have one bias.
+        -inf masks the key. The Hopper form takes 16 bits, and any type if all keys have one bias;
+        rows that do not begin at multiples of 16 bytes are copied there, 4 bytes a number.
         Hopper forms multiply it by log2(e), `fa_tc` by 1/scale, too: where that overflows float32,
         a bias counts as -inf. ``finfo.min`` of bfloat16 and float32 does. A row that has nothing
         else is then zeros, with lse = -inf, where other forms give the mean of v. For padding give

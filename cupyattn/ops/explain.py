@@ -76,7 +76,9 @@ def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[s
     for name in ("mask", "bias"):
         array = options.get(name)
         if array is not None:
-            said += [f"{name} of shape {tuple(array.shape)}"]
+            padded = problem.operands[name].is_padded
+            copied = ", copied into rows of whole 16 bytes" if padded else ""
+            said += [f"{name} of shape {tuple(array.shape)}{copied}"]
     block_mask = options.get("block_mask")
     if block_mask is not None:
         said += [

@@ -14,6 +14,7 @@ from cupyattn.plans.records import Plan
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.sequences import LENGTHS, SEQUENCES
 from cupyattn.problem.settings import Settings
+from cupyattn.problem.support import PADDED_BIAS
 from cupyattn.quant.quantized import QuantizedQKV
 
 #: Arrays beside q, k and v that a call may replace.
@@ -161,6 +162,11 @@ class Prepared:
         for name in problem.copies:
             array = arrays[name]
             size = int(array.dtype.itemsize)
+            if name == "bias":
+                raise ValueError(
+                    "bias must not need a copy while a CUDA graph captures the call, got strides "
+                    f"{tuple(array.strides)} of {size}-byte elements: {PADDED_BIAS}"
+                )
             raise ValueError(
                 f"{name} must not need a copy while a CUDA graph captures the call, got address "
                 f"{size} n + {memory.data_address(array) % size} and strides "

@@ -164,6 +164,13 @@ ROW_QUANT_PARAMS = _struct([
     ("channels", "i4"),
 ])  # fmt: skip
 
+#: ``struct NormQuantParams`` of kernels_cu/linear/norm_quant.cu.
+NORM_QUANT_PARAMS = _struct([
+    ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("weight", "u8"), ("bias", "u8"),
+    ("scale", "u8"), ("shift", "u8"), ("X_stride", "i8"), ("scale_stride", "i8"),
+    ("shift_stride", "i8"), ("rows", "i4"), ("group_rows", "i4"), ("steps", "i4"), ("eps", "f4"),
+])  # fmt: skip
+
 #: ``struct WeightParams`` of kernels_cu/linear/weight_blocks.cu.
 WEIGHT_PARAMS = _struct([
     ("W", "u8"), ("codes", "u8"), ("scales", "u8"), ("W_stride", "i8"), ("codes_stride", "i8"),

@@ -29,6 +29,7 @@ from cupyattn.problem.sequences import (
     one_entry,
 )
 from cupyattn.problem.settings import Asked, Settings, check_settings
+from cupyattn.problem.support import BIAS_ALIGNMENT, is_in_reach
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
@@ -56,9 +57,30 @@ def resolve(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
         As `cupyattn.attention` says.
     """
     check_settings(asked.of_call)
-    if asked.codes is None:
-        return _of_rows(asked, arrays)
-    return _of_codes(asked, asked.codes, arrays)
+    problem = (
+        _of_rows(asked, arrays)
+        if asked.codes is None
+        else _of_codes(asked, asked.codes, arrays)
+    )
+    return _with_bias_in_reach(problem, arrays)
+
+
+def _with_bias_in_reach(
+    problem: AttentionProblem, arrays: Mapping[str, Described]
+) -> AttentionProblem:
+    """Return a call with a padded copy of its bias, where a Hopper form takes it then alone.
+
+    The copy costs 4 bytes a number; the portable form three to four times the whole call.
+    """
+    if "bias" not in arrays or problem.architecture != "sm_90a" or problem.call.bias == "float32":
+        return problem
+    place = problem.operands["bias"].place
+    if place.steps[-1] == 0 or is_in_reach(place):
+        return problem
+    padded = arrays["bias"].with_padded_rows(BIAS_ALIGNMENT)
+    operands = {**problem.operands, "bias": padded.broadcast_to(problem.call.score_shape)}
+    found = replace(problem, operands=operands)
+    return found if found.kernel.row.on_hopper else problem
 
 
 def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:

@@ -40,6 +40,12 @@ BUFFERS_OF = {"rope": BUFFERS[:2], "qk_norm": BUFFERS[2:]}
 EPS = 1e-6
 
 
+def check_eps(name: str, eps: Any) -> None:
+    """Raise ValueError unless this can be added to a mean square."""
+    if not isinstance(eps, numbers.Real) or not EPS_MIN <= as_float(eps) < math.inf:
+        raise ValueError(f"{name} must be a finite number from 2**-126 up, got {shown(eps)}")
+
+
 @dataclass(frozen=True)
 class Rope:
     """Tables of a rotary embedding, and which position each row has.
@@ -242,10 +248,7 @@ class Norm:
             For an odd head_dim, weights of another shape, or an `eps` that is no finite number from
             2^-126 up.
         """
-        if not isinstance(eps, numbers.Real) or not EPS_MIN <= as_float(eps) < math.inf:
-            raise ValueError(
-                f"qk_norm_eps must be a finite number from 2**-126 up, got {shown(eps)}"
-            )
+        check_eps("qk_norm_eps", eps)
         if qk_norm is None:
             return None
         if not (isinstance(qk_norm, (tuple, list)) and len(qk_norm) == 2):

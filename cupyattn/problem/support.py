@@ -35,6 +35,10 @@ LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
 #: The largest head_dim for which the shared memory of fa_tc has room for both.
 MOST_MASKED_BIAS = 192
 LOG2E = math.log2(math.e)
+#: How a caller allocates a bias that the copy engine moves.
+PADDED_BIAS = "allocate len_kv rounded up to 8 and give the slice [..., :len_kv]"
+#: Bytes that rows of a bias are apart for the copy engine: a multiple.
+BIAS_ALIGNMENT = 16
 
 
 class Support(NamedTuple):
@@ -316,19 +320,25 @@ def _of_scores(offer: Offer, bias: Operand | None) -> str:
         return f"takes mask and bias together up to head_dim {most}, got {call.head_dim}"
     if not coded and not 1 / MOST_CAP <= call.scale <= MOST_CAP:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
-    *rows, key = bias.steps
-    if key == 0:  # the same for every key: it is read row by row
+    if bias.steps[-1] == 0:  # the same for every key: it is read row by row
         return ""
     if call.bias == "float32":
         return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
-    if key != 1 or bias.misalignment or any(s < 0 or s * bias.itemsize % 16 for s in rows):
+    if not is_in_reach(bias):
         steps = tuple(s * bias.itemsize for s in bias.steps)
         return (
             "copies a bias whose keys are contiguous, and whose address and strides are positive "
             f"multiples of 16 bytes, got 16 n + {bias.misalignment} with strides of {steps} bytes: "
-            "allocate len_kv rounded up to 8 and give the slice [..., :len_kv]"
+            f"{PADDED_BIAS}"
         )
     return ""
+
+
+def is_in_reach(bias: Operand) -> bool:
+    """Whether the copy engine can move a bias that has a number for every key."""
+    *rows, key = bias.steps
+    odd = any(s < 0 or s * bias.itemsize % BIAS_ALIGNMENT for s in rows)
+    return key == 1 and not bias.misalignment and not odd
 
 
 def _of_sizes(form: Form, offer: Offer) -> str:

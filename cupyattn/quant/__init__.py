@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from cupyattn.ops.act_quant import act_quant
     from cupyattn.ops.gemm import int8_gemm
     from cupyattn.ops.linear import Int8Linear, outlier_columns
+    from cupyattn.ops.norm_quant import norm_quant
     from cupyattn.ops.quantize import quantize, quantize_kv
     from cupyattn.ops.weights import weight_dequant, weight_quant
     from cupyattn.quant.blocks import Int8Config
     from cupyattn.quant.config import QuantConfig
     from cupyattn.quant.quantized import QuantizedQKV
+    from cupyattn.quant.rotation import rotated
     from cupyattn.reference.gemm import gemm_exact, gemm_mirror
 
 __all__ = [
@@ -33,9 +35,11 @@ __all__ = [
     "gemm_exact",
     "gemm_mirror",
     "int8_gemm",
+    "norm_quant",
     "outlier_columns",
     "quantize",
     "quantize_kv",
+    "rotated",
     "weight_dequant",
     "weight_error",
     "weight_quant",
@@ -49,11 +53,13 @@ __getattr__, __dir__ = lazy_face(
         "ops.act_quant": ("act_quant",),
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear", "outlier_columns"),
+        "ops.norm_quant": ("norm_quant",),
         # NOTE: that module gives the record its with_q.
         "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "quant.blocks": ("Int8Config",),
         "quant.config": ("QuantConfig",),
+        "quant.rotation": ("rotated",),
         "reference.gemm": ("gemm_exact", "gemm_mirror"),
     },
 )  # fmt: skip

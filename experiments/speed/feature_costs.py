@@ -41,7 +41,7 @@ from cupyattn.plans.records import Plan
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig
 from cupyattn.testing import verdict
-from experiments._harness import merging, recording
+from experiments._harness import merging, portable_calls, recording
 from experiments._harness.cells import Problem, rotating
 from experiments._harness.recording import ROOT
 from experiments.speed import scores
@@ -416,6 +416,8 @@ def page(record: Mapping[str, Any]) -> str:
         scores.BEGIN,
         scores.section(recording.stored("scores")),
         scores.END,
+        "",
+        *portable_calls.section(),
     ]
     for found in record["problems"]:
         other = in_another_form(found)

@@ -31,7 +31,7 @@ from cupyattn.compiler.target import own_arch
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, timing
 from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
-from cupyattn.plans.records import Plan
+from cupyattn.plans.records import Plan, Work
 from cupyattn.problem import choose
 from cupyattn.problem.form import scale_tiles
 from cupyattn.quant import QuantConfig
@@ -108,7 +108,7 @@ def pass_over(plan: Plan, buffers: Mapping[str, Any]) -> Callable[..., None]:
     """Return the pass alone on q, k and v: launches into buffers that are there."""
     import cupy
 
-    call = ready.ReadyCall.of(plan)
+    call = ready.Ready(Work.of(plan))
     scratch = cupy.empty(call.scratch_bytes, np.uint8)
     fixed = {name: data_address(a) for name, a in buffers.items()}
 

@@ -91,6 +91,16 @@
 #ifndef CFG_NEIGHBOURS  // a product whose rows of B come as they lie
 #define CFG_NEIGHBOURS 0
 #endif
+#ifndef CFG_NORM  // rows that are normalised before they are quantised
+#define CFG_NORM 0
+#define CFG_WEIGHT 0
+#define CFG_MODULATION 0
+#define CFG_CHANNELS 1024
+#define CFG_ROTATE 0
+#define CFG_BY_ROW 1
+#define CFG_BY_EIGHT 1
+#define CFG_BLOCKS_PER_SM 1
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -208,6 +218,17 @@ constexpr bool NEIGHBOURS = CFG_NEIGHBOURS;  // rows of B come so that a lane ha
 constexpr int HALVES = GLU ? 2 : 1;
 constexpr int TILE_N = BLOCK_N / HALVES;  // columns of C per thread block, where B has BLOCK_N rows
 
+// rows in front of a product
+enum class Norm { NONE, LAYER, RMS };
+constexpr Norm NORM = Norm(CFG_NORM);
+constexpr bool WEIGHTED = CFG_WEIGHT != 0;       // weight, bias or both follow the norm
+constexpr bool MODULATED = CFG_MODULATION != 0;  // and scale, shift or both follow these
+constexpr int CHANNELS = CFG_CHANNELS;           // of a row
+constexpr int ROTATE = CFG_ROTATE;               // channels of a group that is rotated; 0: none is
+constexpr bool BY_ROW = CFG_BY_ROW;              // a row has one scale; otherwise a slice of it has
+constexpr bool BY_EIGHT = CFG_BY_EIGHT;          // eight numbers of these vectors lie aligned
+constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;  // thread blocks at a time
+
 // storage types
 template <int CODE>
 struct DType;
@@ -229,9 +250,11 @@ constexpr float ELEM16_STEP = CFG_DTYPE == 1 ? 0x1p-7f : 0x1p-10f;  // from 1 to
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
 using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
 using gate_t = DType<GATE ? CFG_GATE - 1 : 0>::type;  // CFG_GATE 1 to 3, as CFG_BIAS
-using before_t = DType<CFG_BEFORE>::type;             // a partial result so far
-using after_t = DType<CFG_AFTER>::type;               // and with what comes in
-constexpr bool OUTLIERS = CFG_OUTLIERS != 0;          // some columns of a product have 16 bits
+using weight_t = DType<WEIGHTED ? CFG_WEIGHT - 1 : 0>::type;           // CFG_WEIGHT 1 to 3, too
+using modulation_t = DType<MODULATED ? CFG_MODULATION - 1 : 0>::type;  // and CFG_MODULATION
+using before_t = DType<CFG_BEFORE>::type;                              // a partial result so far
+using after_t = DType<CFG_AFTER>::type;                                // and with what comes in
+constexpr bool OUTLIERS = CFG_OUTLIERS != 0;  // some columns of a product have 16 bits
 using outlier_t = DType<OUTLIERS ? CFG_OUTLIERS - 1 : 0>::type;  // CFG_OUTLIERS 1, 2
 
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -53,6 +53,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "linear/gemm_int8_channel.cu": GemmTiles(64, 128, 4, 2),
     "linear/sm90/gemm_int8_channel.cu": GemmTiles(128, 256, 12, 2),
     "linear/row_quant.cu": GemmTiles(2, 2048, 4, 1),
+    "linear/norm_quant.cu": GemmTiles(1, 1024, 4, 1),
     "merge/merge_partials.cu": Tiles(64, 1, 4),
     "linear/weight_blocks.cu": GemmTiles(128, 128, 8, 1),
     "pruning/key_importance.cu": Tiles(32, 128, 4, 2),
@@ -63,6 +64,11 @@ GOOD: dict[str, Tiles | GemmTiles] = {
 #: Source, what is changed, and the sentence that must come back.
 #: A kernel with softcap, bias or mask before its softmax.
 SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
+#: The pass in front of a product.
+NORMED = {
+    "NORM": 1, "WEIGHT": 0, "MODULATION": 0, "CHANNELS": 1024, "ROTATE": 0, "BY_ROW": 1,
+    "BY_EIGHT": 1, "BLOCKS_PER_SM": 1,
+}  # fmt: skip
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
     ("attn_fa.cu", {"HEAD_DIM": 0}, "HEAD_DIM must be 1 to 256"),
@@ -373,6 +379,11 @@ BROKEN = [
     ),
     ("linear/row_quant.cu", {"NUM_WARPS": 3}, "NUM_WARPS must be a multiple of BLOCK_M"),
     ("linear/row_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of VEC numbers"),
+    ("linear/norm_quant.cu", {"NUM_WARPS": 3, "BLOCK_M": 2}, "NUM_WARPS must be a multiple of BLO"),
+    ("linear/norm_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of 8 channels"),
+    ("linear/norm_quant.cu", {"BLOCK_N": 8192}, "BLOCK_N must be at most 32 channels for every"),
+    ("linear/norm_quant.cu", {**NORMED, "ROTATE": 48}, "ROTATE must divide CHANNELS"),
+    ("linear/norm_quant.cu", {**NORMED, "ROTATE": 64, "BY_ROW": 0}, "a rotated row has one scale"),
     (
         "linear/weight_blocks.cu",
         {"BLOCK_N": 100},

@@ -10,6 +10,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
+from cupyattn.arrays.kinds import as_float64
 from cupyattn.errors import KernelCompileError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels import ladder as kernels
@@ -54,7 +55,7 @@ def test_the_first_block_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_examples_of_arrays_run(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = code(page("ARRAYS.md"))
-    ten_lines, features, varlen, padded, codes, keys, linear, prepared, gradients = blocks
+    ten_lines, features, varlen, padded, codes, keys, linear, normed, prepared, gradients = blocks
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
@@ -84,6 +85,11 @@ def test_the_examples_of_arrays_run(capsys: pytest.CaptureFixture[str]) -> None:
     exact = activate(product, "gelu")
     assert (np.abs(names["y"] - exact) <= layer.error(rows, w)).all()  # type: ignore[attr-defined]
     assert np.abs(names["c"] - product).max() < 0.1  # type: ignore[operator]
+    exec(normed, names)
+    y, of_scale, of_shift = (as_float64(names[name]) for name in ("rows", "scale", "shift"))
+    y = (y - y.mean(1, keepdims=True)) / y.std(1, keepdims=True) * (1 + of_scale) + of_shift
+    product = y @ w.astype(np.float64).T  # type: ignore[attr-defined]
+    assert np.linalg.norm(names["c"] - product) < 0.014 * np.linalg.norm(product)
     exec(prepared, names)
     np.testing.assert_array_equal(names["o"], first)  # type: ignore[arg-type]
     exec(gradients, names)

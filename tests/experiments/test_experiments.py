@@ -29,6 +29,7 @@ from experiments.speed import (
     host_revisions,
     host_time,
     ladder,
+    norm_quant,
     quantise,
 )
 from experiments.tuning import race, tile_order, tile_sweep
@@ -290,6 +291,24 @@ def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ca, "quantize", wrong)
     monkeypatch.setattr(quantise, "MODES", {"balanced": quantise.MODES["balanced"]})
     assert quantise.main(["--quick"]) == 1
+
+
+def test_the_pass_in_front_of_a_product_runs_in_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "norm_quant.json"
+    assert norm_quant.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    ways = ["row", "rotated", "block", "row", "rotated"]
+    assert [row["way"] for row in rows] == ways and all(row["ok"] for row in rows)
+    # A code that is not the mirror's fails the run.
+    made = ca.norm_quant
+
+    def wrong(x: Any, **how: Any) -> Any:
+        return made(x * np.float32(2) if how["backend"] == "interpret" else x, **how)
+
+    monkeypatch.setattr(ca, "norm_quant", wrong)
+    assert norm_quant.main(["--quick"]) == 1
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ tests/interop/test_interop_torch_layer.py has what needs none.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -64,3 +65,17 @@ def test_the_weight_of_a_layer_is_read_on_its_device(strategy: str) -> None:
         weight.data += 1
     with pytest.raises(RuntimeError, match="has no memory"):
         weight.data_ptr()
+
+
+def test_the_pass_in_front_of_a_product_is_captured_and_compiled() -> None:
+    x = torch.randn(512, 3072, device="cuda").to(torch.bfloat16)
+    shift = torch.randn(1, 3072, device="cuda").to(torch.bfloat16)
+    call = functools.partial(interop.norm_quant, norm="layer", shift=shift, rotate="hadamard")
+    expected = call(x)
+    compiled = torch.compile(call, fullgraph=True)(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(x)
+    graph.replay()
+    for one in (compiled, found):
+        assert all(torch.equal(a, b) for a, b in zip(one, expected, strict=True))

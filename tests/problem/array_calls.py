@@ -213,6 +213,10 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         _with_static_scales,
     ),
     "act_quant": ({"x": X}, lambda g: ca.act_quant(**g)),
+    "norm_quant": (
+        {"x": X, "weight": X[0], "shift": X[1:2]}, lambda g: ca.norm_quant(norm="layer", **g)
+    ),
+    "quant.rotated": ({"x": X[:, :192].copy()}, lambda g: ca.quant.rotated(**g)),
     "weight_quant": ({"w": W}, lambda g: ca.weight_quant(**g)),
     "weight_dequant": ({"codes": B, "scales": B_SCALES}, lambda g: ca.weight_dequant(**g)),
     "int8_gemm": (

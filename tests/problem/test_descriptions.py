@@ -21,7 +21,16 @@ from cupyattn.arrays.described import Described
 from cupyattn.arrays.form import form_of
 from cupyattn.diffusion import pruning
 from cupyattn.distributed import merging
-from cupyattn.ops import act_quant, attention, backward, gemm, layers, quantize, weights
+from cupyattn.ops import (
+    act_quant,
+    attention,
+    backward,
+    gemm,
+    layers,
+    norm_quant,
+    quantize,
+    weights,
+)
 from cupyattn.ops.call_operands import arguments_of
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.problem import Problem
@@ -85,6 +94,11 @@ def calls(draw: st.DrawFn) -> Call:
     made: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
         "act_quant": lambda: (
             act_quant.ACT_QUANT, act_quant.ActQuantSettings(128, "interpret"), {"x": ((m, k), f16)},
+        ),
+        "norm_quant": lambda: (
+            norm_quant.NORM_QUANT,
+            norm_quant.NormQuantSettings("layer", None, None, 1e-6, "channel", "interpret"),
+            {"x": ((m, k), f16), "weight": ((k,), f32), "scale": ((m, k), f16)},
         ),
         "weight_quant": lambda: (
             weights.WEIGHT_QUANT, weights.WeightSettings(64, "interpret"), {"w": ((m, n, 2), f32)},

@@ -342,7 +342,9 @@ FUNCTIONS = {
     "kv.with_q": "q=q, backend='mirror', rope=None",
     "ca.QuantizedQKV.from_codes": "q_codes=codes, k_codes=codes, v=q, q_scale=1.0, k_scale=1.0, "
     "q_zero=None, k_mean=None, v_scale=None",
-    "ca.act_quant": "x=x, block_size=128, backend=None", "ca.weight_quant": "w=x, block_size=128",
+    "ca.act_quant": "x=x, block_size=128, backend=None",
+    "ca.norm_quant": "x=x, norm='rms', weight=None, scale=None, shift=None, eps=1e-6, rotate=None",
+    "ca.weight_quant": "w=x, block_size=128",
     "ca.weight_dequant": "codes=b, scales=b_scales, block_size=128",
     "ca.int8_gemm": "a=a, a_scales=a_scales, b=b, b_scales=b_scales, bias=None, out=None",
     "ca.Int8Linear": "codes=b, scales=b_scales, bias=None, activation=None, outlier_columns=()",

@@ -60,6 +60,10 @@ OF_VALUES = {
 CASES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
     "act_quant": ({"x": X}, lambda g: ca.act_quant(g["x"])),
     "act_quant, other blocks": ({"x": X}, lambda g: ca.act_quant(g["x"], 32)),
+    "norm_quant": (
+        {"x": X, "weight": X[0], "scale": X[1:2]},
+        lambda g: ca.norm_quant(g["x"], norm="rms", weight=g["weight"], scale=g["scale"]),
+    ),
     "weight_quant": ({"w": W}, lambda g: ca.weight_quant(g["w"])),
     "weight_dequant": (
         {"codes": B, "scales": B_SCALES},

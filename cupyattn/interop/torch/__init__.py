@@ -12,6 +12,7 @@ from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import load_int8
 from cupyattn.interop.torch.models import replace_linear_with_int8
 from cupyattn.interop.torch.modules import Attention, Int8Attention
+from cupyattn.interop.torch.norm_quant import norm_quant
 from cupyattn.interop.torch.recorder import Recorder, record
 from cupyattn.lazy_face import lazy_face
 
@@ -28,6 +29,7 @@ __all__ = [
     "int8_attention",
     "linear_convolutions",
     "load_int8",
+    "norm_quant",
     "record",
     "replace_linear_with_int8",
     "scaled_dot_product_attention",

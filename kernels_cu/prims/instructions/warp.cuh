@@ -79,3 +79,9 @@ __device__ __forceinline__ void shfl_transpose(uint32_t (&x)[4]) {
       (t & bit ? low : high) = other;
     }
 }
+// Transposes 4 x 4 bytes within each aligned group of four lanes: byte j of lane i becomes what was
+// byte i of lane j.
+__device__ __forceinline__ uint32_t shfl_transpose_bytes(uint32_t x) {
+  x = prmt(x, __shfl_xor_sync(FULL_WARP, x, 1), lane_id() & 1 ? 0x3715 : 0x6240);
+  return prmt(x, __shfl_xor_sync(FULL_WARP, x, 2), lane_id() & 2 ? 0x3276 : 0x5410);
+}

@@ -55,11 +55,11 @@ __device__ __forceinline__ float shfl_sum_of_neighbours(float x) {
   return x;
 }
 
-// R0: what normalising multiplies a row by, of the sum of its squares. A sum that overflows, or
+// R0: what normalising multiplies a row by, of the mean of its squares. A mean that overflows, or
 // that holds a NaN or an infinity, gives NaN: never finite garbage.
-__device__ __forceinline__ float norm_factor(float sum_of_squares, float eps) {
-  const float mean = __fadd_rn(__fdiv_rn(sum_of_squares, float(HEAD_DIM)), eps);
-  return sum_of_squares < -NEG_INF ? __frcp_rn(__fsqrt_rn(mean)) : NOT_A_NUMBER;
+__device__ __forceinline__ float norm_factor(float mean_square, float eps) {
+  const float mean = __fadd_rn(mean_square, eps);
+  return mean_square < -NEG_INF ? __frcp_rn(__fsqrt_rn(mean)) : NOT_A_NUMBER;
 }
 
 // Lanes that share a row, each of which takes accesses to either member of its pairs.
@@ -148,7 +148,8 @@ struct PreparedRow {
       }
       sums[i] = shfl_sum_of_neighbours<PAIR_LANES>(sum_of_neighbours(squares));
     }
-    const float factor = norm_factor(sum_of_neighbours(sums), how.eps);
+    const float mean = __fdiv_rn(sum_of_neighbours(sums), float(HEAD_DIM));
+    const float factor = norm_factor(mean, how.eps);
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
 #pragma unroll
     for (int access = 0; access < 2 * LANE_PAIRS; ++access)

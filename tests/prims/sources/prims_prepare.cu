@@ -28,5 +28,5 @@ extern "C" __global__ void neighbours(const float* x,  // [32, 2]
                                       float* factor) {  // [1]
   float own[2] = {x[2 * lane_id()], x[2 * lane_id() + 1]};
   sums[lane_id()] = shfl_sum_of_neighbours<8>(sum_of_neighbours(own));
-  if (lane_id() == 0) *factor = norm_factor(3.0f * HEAD_DIM, 0.25f);
+  if (lane_id() == 0) *factor = norm_factor(3.0f, 0.25f);
 }

@@ -1,0 +1,72 @@
+"""The pass in front of a product on a device: the bits of NumPy, its bound, any rows, a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from tests.gpu.support import cupy, on_device
+from tests.quant.norm_quant_cases import ACTIVATED, CASES, WIDE
+from tests.quant.test_norm_quant import REGIMES, fractions
+
+
+def device_arrays(arrays: dict) -> dict:
+    return dict(zip(arrays, on_device(*arrays.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", [*CASES, *WIDE])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_device_makes_the_bits_of_numpy(name: str, regime: str) -> None:
+    one = {**CASES, **WIDE}[name]
+    arrays = one.arrays(seed=4, regime=regime)
+    expected = ca.norm_quant(**arrays, **one.options)
+    given = device_arrays(arrays)
+    for _ in range(2):  # the second call is one that came again
+        found = ca.norm_quant(**given, **one.options)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert isinstance(mine, cupy.ndarray) and mine.shape == theirs.shape
+            assert mine.get().tobytes() == theirs.tobytes()
+    assert all(given[name].get().tobytes() == x.tobytes() for name, x in arrays.items())
+
+
+@pytest.mark.parametrize("name", ["layer, modulated", "rotated by 256", "rotated by 64", "blocks"])
+@pytest.mark.parametrize("rows", [1, 1584, 3171, 9000])
+def test_any_number_of_rows(name: str, rows: int) -> None:
+    """One for each team, several, and teams that run past the last row."""
+    groups = 3 if rows % 3 == 0 else 1
+    one = dataclasses.replace(CASES[name], shape=(rows, CASES[name].shape[-1]), groups=groups)
+    arrays = one.arrays(seed=5)
+    found = ca.norm_quant(**device_arrays(arrays), **one.options)
+    for mine, theirs in zip(found, ca.norm_quant(**arrays, **one.options), strict=True):
+        assert mine.get().tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_device_holds_the_bound_behind_an_activation(name: str, regime: str) -> None:
+    one = ACTIVATED[name]
+    arrays = one.arrays(seed=6, regime=regime)
+    found = [x.get() for x in ca.norm_quant(**device_arrays(arrays), **one.options)]
+    assert fractions(one, arrays, found).max() <= 1
+    differ = found[0].astype(int) - ca.norm_quant(**arrays, **one.options)[0]
+    assert np.abs(differ).max() <= 1
+
+
+def test_rotated_codes_multiply_as_the_rows_do() -> None:
+    """A product of rotated rows and a rotated weight errs by a fifth of that without."""
+    rng = np.random.default_rng(7)
+    x, w = rng.standard_normal((256, 3072)), rng.standard_normal((384, 3072))
+    x[:, rng.choice(3072, 15, replace=False)] *= 30
+    exact, errors = x @ w.T, []
+    for rotate in (None, "hadamard"):
+        weight = ca.quant.rotated(w) if rotate else w
+        layer = ca.Int8Linear.from_weight(
+            cupy.asarray(weight.astype(np.float32)), strategy="channel"
+        )
+        codes, scales = ca.norm_quant(cupy.asarray(x.astype(np.float32)), rotate=rotate)
+        found = ca.int8_gemm(codes, scales, layer.codes, layer.scales, "float32").get()
+        errors.append(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+    assert errors[1] <= 0.0135 and errors[1] < errors[0] / 4

@@ -1,0 +1,64 @@
+"""The pass in front of a product as an operator of torch: NumPy's bits, compiled, no gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import cupyattn as ca
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch import norm_quant
+from cupyattn.interop.torch.bridge import as_tensor
+from tests.quant.norm_quant_cases import ACTIVATED, CASES
+
+
+def tensors_of(arrays: dict) -> dict:
+    return {name: as_tensor(x) for name, x in arrays.items()}
+
+
+@pytest.mark.parametrize("name", [*CASES, *ACTIVATED])
+def test_tensors_have_the_codes_of_arrays(name: str) -> None:
+    one = {**CASES, **ACTIVATED}[name]
+    arrays = one.arrays()
+    expected = ca.norm_quant(**arrays, **one.options)
+    found = norm_quant(**tensors_of(arrays), **one.options)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert isinstance(mine, torch.Tensor) and np.array_equal(mine.numpy(), theirs)
+
+
+@pytest.mark.parametrize("name", ["rotated by 256", "blocks", "layer, modulated by token"])
+def test_the_operator_keeps_torchs_contract(name: str) -> None:
+    one = CASES[name]
+    given = tensors_of(one.arrays())
+    steps = one.settled
+    tensors = [given.get(n) for n in ("x", "weight", "bias", "scale", "shift")]
+    rest = steps.norm, None, steps.rotate, steps.eps, steps.strategy, None
+    torch.library.opcheck(torch.ops.cupyattn.norm_quant.default, (*tensors, *rest))
+
+
+def test_compiled_code_keeps_it_in_one_graph() -> None:
+    one = CASES["layer, modulated"]
+    given = tensors_of(one.arrays())
+
+    def call(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> tuple:
+        return norm_quant(x * 2, norm="layer", scale=scale, shift=shift)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for mine, theirs in zip(compiled(**given), call(**given), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_gradient_is_refused() -> None:
+    x = torch.ones(2, 64, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="codes have none"):
+        norm_quant(x, norm="rms")
+    with torch.no_grad():
+        assert norm_quant(x, norm="rms")[0].dtype == torch.int8
+
+
+def test_its_mistakes_are_those_of_arrays() -> None:
+    with pytest.raises(ValueError, match="norm must be None or 'layer' or 'rms', got 'batch'"):
+        norm_quant(torch.ones(2, 64), norm="batch")
+    with pytest.raises(TypeError, match="x must be float16, bfloat16, float32"):
+        norm_quant(torch.ones(2, 64, dtype=torch.int32), norm="rms")
