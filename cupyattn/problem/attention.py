@@ -192,7 +192,7 @@ class AttentionProblem(Problem):
 
     @functools.cached_property
     def places(self) -> Operands:
-        """Layouts of the attention kernel's operands: the caller's arrays or what is made of them."""
+        """Layouts of the kernel's operands: the caller's arrays, or arrays made from them."""
         call, z = self.call, self.quantized
         q, k, v = self.given_places.values()
         if z is not None:

@@ -157,8 +157,8 @@ def settle(
     UnsupportedError
         If the rung has no kernel for codes, or no form takes the head size.
     ValueError
-        If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
-        block mask.
+        If the form does not exist or does not take the head size, or if tiles do not divide the
+        blocks of a block mask.
     """
     found = choose_form(variant, Offer(call, operands, codes, tiles, arch), form)
     kernel = Kernel(
