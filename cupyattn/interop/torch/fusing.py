@@ -1,7 +1,7 @@
 """Keep projections of queries, keys and values INT8 when diffusers fuses them.
 
-``fuse_qkv_projections()`` of a model asks each attention module to make one linear layer of three.
-It would read weights that the codes stand for, and the result would have 16 bits.
+``fuse_qkv_projections()`` of a model lets each attention module make one linear layer of three. It
+would read the dequantised weights, and its result would have 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyattn.interop.torch.originals import keep_original, original_of
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 _FUSE = "fuse_projections"
-#: Layers that diffusers makes, of which layers.
+#: Fused layers of diffusers, each with the layers that it replaces.
 _PARTS = {
     "to_qkv": ("to_q", "to_k", "to_v"),
     "to_kv": ("to_k", "to_v"),
@@ -56,7 +56,7 @@ def let_fuse(model: nn.Module) -> None:
 
 
 def _projections(module: nn.Module) -> dict[str, Int8Linear]:
-    """Return the INT8 projections of an attention module, those beneath adapters as well."""
+    """Return the INT8 projections of an attention module, including those under adapters."""
     found = {}
     for name in _NAMES & module._modules.keys():
         child = module._modules[name]
