@@ -1,4 +1,4 @@
-"""Where ranks leave words for each other: who is there, what each brings, and who has failed.
+"""A board for short messages between ranks: presence, facts about calls, and failures.
 
 A store carries little (shapes, addresses, the identifier of an NCCL communicator) and on machines
 without a device the arrays too. `Board` is the store of ranks that are threads of one process;
@@ -49,7 +49,7 @@ def check_timeout(timeout: Any) -> float:
 
 
 class Store(Protocol):
-    """What ranks share. Every method raises `RankError` once a rank has failed."""
+    """A board that ranks share. Every method raises `RankError` once a rank has failed."""
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
         """Leave a value under a key that all ranks name; return those of all, by rank.

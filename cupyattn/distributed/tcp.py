@@ -33,13 +33,13 @@ from cupyattn.distributed.secret import ADVICE, Handover
 from cupyattn.distributed.store import Board
 from cupyattn.errors import RankError
 
-#: Seconds that an answer may take longer than what was asked for is waited for.
+#: Extra seconds to wait for an answer beyond the requested timeout.
 GRACE = 10.0
 #: Seconds between two attempts to reach rank 0, and the longest that they become.
 RETRY, LONGEST_RETRY = 0.05, 1.0
-#: Characters of a text in a message: what a call is about, why a rank has failed.
+#: Largest number of characters of a text in a message, such as a call or the cause of a failure.
 TEXT = 4000
-#: An answer may hold what every rank has left.
+#: Limits of an answer, which may contain the values of all ranks.
 _ANY_VALUE = 2**62
 
 Address = tuple[str, int]
