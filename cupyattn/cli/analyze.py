@@ -65,7 +65,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def limits(args: argparse.Namespace, config: Int8Config | None = None) -> Int8Config:
-    """Return a configuration, the default one if none is given, with what the options change."""
+    """Return a configuration, by default the standard one, with the changes of the options."""
     given = {
         "max_outlier_ratio": args.max_outliers,
         "min_elements_for_int8": args.min_elements,

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare_times(first: Record, second: Record, margin: float) -> dict[str, Any]:
-    """Print times side by side; return what the record of the comparison says of them."""
+    """Print times side by side; return their entries for the record of the comparison."""
     found = records.compare(first, second, margin)
     output.print_table(
         ["cell", "A", "B", "speed of B", "95 %", "B is"],
@@ -77,7 +77,7 @@ def _compare_times(first: Record, second: Record, margin: float) -> dict[str, An
 
 
 def _compare_errors(first: Record, second: Record, margin: float) -> dict[str, Any]:
-    """Print errors side by side; return what the record of the comparison says of them."""
+    """Print errors side by side; return their entries for the record of the comparison."""
     records.check_same_experiment(first, second)
     found = record_errors.compare(first, second, margin)
     if not found:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(done: Conversion, json_file: str | None) -> None:
-    """Print what was written, or in full what would be; all of it to a file where one is named."""
+    """Print the written files, or in full the planned ones; write all of it to a named file."""
     if done.analysis is not None:
         if not done.written:
             output.print_table(done.analysis.header, done.analysis.cells())

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _benchmark(
     source: Source, found: KandinskyModel, args: argparse.Namespace, strategy: str
 ) -> int:
-    """Print what a block takes; add it to the record. A part that misses its bound fails."""
+    """Print times and errors of a block and add them to the record; fail if a bound is missed."""
     import cupy
 
     parts = benchmark_block(source, found, cupy, tokens=args.tokens, strategy=strategy)

@@ -86,7 +86,7 @@ def _measure(args: argparse.Namespace, case: Input, *, interpret: bool) -> Ladde
 
 
 def describe(case: Input, table: Ladder) -> str:
-    """Return one line that says what was computed."""
+    """Return one line that describes the computation."""
     call = table.call
     heads = f"{call.heads}" if call.heads == call.heads_kv else f"{call.heads}/{call.heads_kv}"
     length = f"{call.len_q}" if call.len_q == call.len_kv else f"{call.len_q} x {call.len_kv}"

@@ -96,7 +96,7 @@ class Group(abc.ABC):
     """
 
     namespace: ClassVar[str]
-    #: Mesh for ``method="auto"``; None: the fastest mesh by the model of costs.
+    #: What ``method="auto"`` takes; None: the mesh that the model of costs finds fastest.
     mesh: Mesh | None = None
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:

@@ -49,7 +49,7 @@ def check_timeout(timeout: Any) -> float:
 
 
 class Store(Protocol):
-    """A board that ranks share. Every method raises `RankError` once a rank has failed."""
+    """What ranks share. Every method raises `RankError` once a rank has failed."""
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
         """Leave a value under a key that all ranks name; return those of all, by rank.

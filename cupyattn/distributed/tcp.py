@@ -39,7 +39,7 @@ GRACE = 10.0
 RETRY, LONGEST_RETRY = 0.05, 1.0
 #: Largest number of characters of a text in a message, such as a call or the cause of a failure.
 TEXT = 4000
-#: Limits of an answer, which may contain the values of all ranks.
+#: An answer may hold what every rank has left.
 _ANY_VALUE = 2**62
 
 Address = tuple[str, int]
