@@ -39,6 +39,9 @@ SUFFIXES = (".py", ".md", ".cu", ".cuh")
 FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
 #: The most words that all pages written by hand may have together.
 PAGE_WORDS = 75_000
+#: Where a field of a kernel's header begins, and the fields that are lists of tags and names.
+_FIELD = re.compile(r"^ (?=[A-Z][\w ,]{3,11} {2,}\S|Differs from )", re.MULTILINE)
+_LISTS = ("Rounding", "Mirror", "Bound")
 #: How a page that a command writes begins, and text between marks that a command writes.
 GENERATED_PAGE = re.compile(r"Written by `?python -m ")
 _MARKED = re.compile(
@@ -65,7 +68,9 @@ def prose(path: Path) -> Iterator[str]:
         yield from _of_python(text)
     else:
         blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
-        yield from (re.sub(r"^[ \t]*//", "", block, flags=re.MULTILINE) for block in blocks)
+        for block in blocks:
+            fields = _FIELD.split(re.sub(r"^[ \t]*//", "", block, flags=re.MULTILINE))
+            yield from (field for field in fields if not field.startswith(_LISTS))
 
 
 def _paragraphs(text: str) -> Iterator[str]:

@@ -47,6 +47,8 @@ LONG = " ".join(["word"] * 26)
         ("a.py", 'x = "nobody anew"\n', {}),
         ("a.cu", "// Nobody waits.\nint x; // anew\n", {"avoided words": 2}),
         ("a.cu", "int nobody;\n", {}),
+        ("a.cu", f"// Idea         {LONG[:70]}\n// Kept simple  {LONG[:70]}\n", {}),
+        ("a.cu", f"// Idea         {LONG}\n// Rounding     {LONG}\n", {"long sentences": 1}),
     ],
 )
 def test_what_is_counted(name: str, text: str, expected: dict[str, int], tmp_path: Path) -> None:

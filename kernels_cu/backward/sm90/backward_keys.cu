@@ -152,10 +152,10 @@ struct BlockOfKeys {
   int head;  // key heads of all entries, one entry's after the other
   int kv0;
 };
-// The `index`th of them to begin. The first keys have most causal rows, and come first; in turns
-// the last, which then wait for nobody under a causal mask.
-// Then heads go side by side, so that few blocks of one wait for each other, but no more of them
-// than the L2 cache has room for: Q, dO and the sums of dQ are 8 bytes an element.
+// The `index`th of them to begin. The first keys have most causal rows, and come first; with
+// ORDERED the last, which then wait for no block under a causal mask. Then heads go side by side,
+// so that few blocks of one wait for each other, but no more of them than the L2 cache has room
+// for: Q, dO and the sums of dQ are 8 bytes an element.
 __device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks, int len_q) {
   if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
   const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));

@@ -35,7 +35,7 @@ constexpr int FACTORS = SCALES + STRADDLES;                      // of a row, of
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
-using Partial = float[FRAGMENTS][COMPUTING][4];  // what a part of k comes to, for the other blocks
+using Partial = float[FRAGMENTS][COMPUTING][4];  // partial sums of a part of k, for others
 
 struct SharedStorage {
   alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];  // in the end the Partial, where one is made

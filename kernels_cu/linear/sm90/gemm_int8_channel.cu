@@ -26,7 +26,7 @@
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
-using Partial = int32_t[FRAGMENTS][COMPUTING][4];  // what a part of k comes to, for other blocks
+using Partial = int32_t[FRAGMENTS][COMPUTING][4];  // partial sums of a part of k, for other blocks
 
 struct SharedStorage {
   alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];  // in the end the Partial, where one is made
