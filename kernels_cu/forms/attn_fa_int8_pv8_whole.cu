@@ -60,9 +60,9 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-// The state of a row. M, an integer, is the bits of the float M + WHOLE: in the order of floats, NaN
-// above all, and with equal differences up to 2^22. Past that a step of M is one of float32, and
-// below -WHOLE, where bits are negative, there is no order.
+// The state of a row. M, an integer, is the bits of the float M + WHOLE: ordered as floats, NaN
+// above all, with equal differences up to 2^22. Past that a step of M is a step of float32.
+// Below -WHOLE bits are negative and have no order.
 struct WholeState {
   int M;  // weights are in units of 2^M
   int l;  // this lane's part of the sum of codes of P
