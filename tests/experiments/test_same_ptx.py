@@ -27,7 +27,8 @@ def test_comments_and_lines_change_nothing_and_instructions_do(
     moved = compiled(tmp_path / "moved", "// a line more\n" + source, monkeypatch)
     assert same_ptx.main([str(before), str(moved)]) == 0
     assert "1 modules of 1 sources are the same" in capsys.readouterr().out
-    other = compiled(tmp_path / "other", source.replace("row0 = blockIdx.x", "row0 = 1 + blockIdx.x"), monkeypatch)
+    later = source.replace("row0 = blockIdx.x", "row0 = 1 + blockIdx.x")
+    other = compiled(tmp_path / "other", later, monkeypatch)
     assert same_ptx.main([str(before), str(other)]) == 1
     assert "another PTX: prepare/unpack.cu for sm_80" in capsys.readouterr().out
 
