@@ -1,8 +1,8 @@
-"""Say beforehand what INT8 layers and attention will gain in a diffusion transformer.
+"""Predict the gain of INT8 layers and attention in a diffusion transformer, without running it.
 
-MODEL_OR_CONFIG is the folder or file of a transformer, whose header alone is read, or a config.json
-of diffusers, as pipe.transformer.save_config(FOLDER) writes one. Rates were fitted to compiled
-whole models, and give the time of the device. Nothing is run.
+MODEL_OR_CONFIG is the folder or file of a transformer, of which only the header is read, or a
+config.json of diffusers, which pipe.transformer.save_config(FOLDER) writes. The rates were fitted
+to compiled whole models and give the time of the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What INT8 would do to a model: each weight's role, outliers and error, what should become of it
-and why, and what that would save. Reads safetensors (a file, a folder, an index) one tensor at a
-time; files that torch pickled only through torch, which runs nothing that is in them."""
+"""Predict the effect of INT8 on a model: role, outliers and error of each weight, its recommended
+type with the reason, and the saved memory. Reads safetensors (a file, a folder, an index) one
+tensor at a time. Pickled files are read by torch's weights-only loader, which runs no code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Two records of one experiment side by side: the time of each cell in both, how many times as fast
-the second is with its 95 % interval, and what differs between their devices, libraries and
-revisions. The runs did not take turns, so drift between them is not in the interval. Of records
-without times, errors are compared: J2, J3 and the relative error."""
+"""Compare two records of one experiment: the time of each cell in both, the speed of the second
+relative to the first with its 95 % interval, and the differences of devices, libraries and
+revisions. The runs did not take turns, so the interval does not include drift between them. If the
+records have no times, their errors are compared: J2, J3 and the relative error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Write the transformer of Kandinsky 5 with INT8 weights. Its text and visual blocks are found by
-their names, attention's settings (NABLA, STA) read and recorded; of a pipeline's folder nothing but
-the transformer is read, so that VAE and text encoders stay as they are."""
+their names, and its settings of attention (NABLA, STA) are recorded. Only the transformer of a
+pipeline's folder is read, so VAE and text encoders stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Run one rung for a profiler, on a device. It is held to its bound first, then run --warmup times
-and --runs times more, each of those inside the NVTX range "cupyattn profile" with --nvtx. Data are
-constant unless --random (normal), --distribution or --qkv says otherwise. With --ncu, --sanitizer
-or --gdb: print the command of a tool of NVIDIA's, and run it. With --dry-run: print it alone, which
-needs no device."""
+"""Run one rung for a profiler, on a device. It must satisfy its bound first. Then it runs --warmup
+times, and --runs times more; with --nvtx, each of these is in the NVTX range "cupyattn profile".
+Data are constant unless --random (normal), --distribution or --qkv says otherwise. With --ncu,
+--sanitizer or --gdb, the command of one of NVIDIA's tools is printed and run; with --dry-run it is
+only printed, which needs no device."""
 
 from __future__ import annotations
 

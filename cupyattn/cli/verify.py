@@ -1,8 +1,8 @@
-"""Hold every rung to float64 on every distribution: J1 (operands to the bit), J2 (the kernel
-against its bound, output and log-sum-exp), J3 (quantisation against its bound). A path to a .cu
-file holds a kernel of your own to J2: on the device, or in the interpreter if there is none. Exit
-status 1 if a check fails, 2 if nothing can be run. The float64 references are kept in the cache
-folder."""
+"""Compare every rung with float64 on every distribution: J1 (operands to the bit), J2 (the kernel
+against its bound, output and log-sum-exp), J3 (quantisation against its bound). For the path of a
+.cu file, the kernel in it is checked by J2, on the device, or in the interpreter if there is none.
+Exit status 1 if a check fails, 2 if nothing can be run. The float64 references are stored in the
+cache folder."""
 
 from __future__ import annotations
 
