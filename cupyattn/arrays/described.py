@@ -129,14 +129,14 @@ class Described:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every element lies at a multiple of its size."""
+        """Whether every element is aligned to its size."""
         size = self.itemsize
         odd = any(s % size for s, n in zip(self.strides, self.shape, strict=True) if n > 1)
         return not odd and self.misalignment % size == 0
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it lies in C order."""
+        """Whether it is in C order."""
         wanted = zip(self.shape, self.strides, _c_order(self.shape, self.itemsize), strict=True)
         return 0 in self.shape or all(s == want for n, s, want in wanted if n > 1)
 

@@ -1,4 +1,4 @@
-"""Where arrays lie in memory: address, extent, overlap and device."""
+"""Positions of arrays in memory: address, extent, overlap and device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_input(array: Any) -> Any:
 
 
 def is_aligned(array: Any) -> bool:
-    """Whether every element of a NumPy or CuPy array lies at a multiple of its size."""
+    """Whether every element of a NumPy or CuPy array is aligned to its size."""
     size = int(array.dtype.itemsize)
     if size == 1:
         return True

@@ -55,7 +55,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, and the key heads that they use; each key head has equally many query heads.
+    """Query heads, and the key heads that they use; all key heads have equally many query heads.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Heads for rows: neighbours exchange them, so that each has some heads of all their rows, and
 exchange them back.
 
-A message has the rows of some heads that one rank holds. The rows of a head are contiguous in both
-arrays, and heads are at a pitch, so no packing is needed. Rows that stay on a rank are a message to
-itself, which is copied during the computation like the others.
+A message has one rank's rows of some heads. The rows of a head are contiguous in both arrays, and
+heads are at a pitch, so no packing is needed. Rows that stay on a rank are a message to itself,
+which is copied during the computation like the others.
 """
 
 from __future__ import annotations

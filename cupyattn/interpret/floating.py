@@ -149,8 +149,8 @@ def _quotient(fmt: Format, rounding: str) -> Evaluate:
             )
 
         return directed64
-    # A quotient of two numbers of 24 bits that is not itself such a number lies further from
-    # every one of them than float64 rounds: the float64 quotient knows the side.
+    # If the quotient of two 24-bit numbers is not a 24-bit number, its distance from each of these
+    # exceeds the rounding of float64. So the float64 quotient is on the right side.
     return lambda a, b: exact.narrow(
         np.divide(a.astype(np.float64), b.astype(np.float64)), fmt, rounding
     )

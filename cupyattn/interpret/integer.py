@@ -463,7 +463,7 @@ def find_leading(modifiers: tuple[str, ...]) -> Operation | None:
         if kind[0] == "s":
             magnitude: Array = np.where(a < 0, np.invert(a), a)
             a = magnitude.view(unsigned(kind))
-        place = np.subtract(_length(a), np.uint32(1))  # all ones where there is none
+        place = np.subtract(_length(a), np.uint32(1))  # all ones if there is none
         if not amount:
             return place
         return np.where(a != 0, np.subtract(np.uint32(width(kind) - 1), place), place)

@@ -225,7 +225,7 @@ class Profile(Observer):
 
 
 def _lines(location: Location | None) -> tuple[str, str]:
-    """Return the outermost line of an instruction, and the innermost where that is another."""
+    """Return the outermost line of an instruction, and the innermost one if it differs."""
     if location is None:
         return "unknown", ""
     places = [f"{short(x.file)}:{x.line}" for x in location.chain()]

@@ -471,8 +471,8 @@ class _Body:
             location = Location(self._file(match[1]), int(match[2]), call)
         elif location is None:
             location = Location(self._file(match[1]), int(match[2]), None)
-        # NOTE: behind an instruction of line 0 the compiler repeats a position without its calls;
-        # a function that is inlined has no positions of its own, so they are those of before.
+        # NOTE: after an instruction of line 0 the compiler repeats a position without its calls. An
+        # inlined function has no separate positions, so the earlier calls apply.
         self._location = self._locations[place] = location
 
     def _file(self, number: str) -> str:

@@ -1,4 +1,4 @@
-"""Compile-time features of an attention call: what a kernel is specialised for."""
+"""Compile-time features of an attention call, for which a kernel is specialised."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class WholeModel:
 
 
 def said(gain: Estimate) -> str:
-    """Return a ratio with its interval, and "undecided" where that includes 1.
+    """Return a ratio with its interval, and "undecided" if that includes 1.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Says what a call would do, without doing it."""
+"""Descriptions of the kernels and launches of a call, without running it."""
 
 from __future__ import annotations
 

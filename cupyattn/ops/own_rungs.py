@@ -28,7 +28,7 @@ _log = logging.getLogger("cupyattn")
 def register(
     variant: Variant, source: str | Path, *, replace: bool = False, head_dim: int = HEAD_DIM
 ) -> Variant:
-    """Add a rung from a ``.cu`` file of your own, and compile it at once.
+    """Add a rung from your ``.cu`` file, and compile it at once.
 
     On NumPy arrays the rung runs in the interpreter. Without NVRTC it is registered without being
     compiled, and a warning says so.

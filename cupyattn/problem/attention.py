@@ -162,7 +162,7 @@ class AttentionProblem(Problem):
 
     @functools.cached_property
     def architecture(self) -> str | None:
-        """The architecture to plan for: the caller's, or that of the device of the arrays.
+        """The architecture to plan for: the caller's, or that of the arrays' device.
 
         A caller's tiles mean the portable form, unless ``"sm_90a"`` is named too.
         """

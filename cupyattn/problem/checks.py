@@ -172,7 +172,7 @@ class AttentionSpec:
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:
-        """Shape of S, ``(batch, heads, len_q, len_kv)``: what mask and bias broadcast to."""
+        """Shape of S, ``(batch, heads, len_q, len_kv)``: to which mask and bias broadcast."""
         return (self.batch, self.heads, self.len_q, self.len_kv)
 
     @property

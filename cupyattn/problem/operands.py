@@ -165,7 +165,7 @@ def can_be_stacked(operands: Operands) -> bool:
 
 
 def stacked_operands(call: AttentionSpec, operands: Operands) -> Operands:
-    """Return the operands of a call with heads of q and o stacked, where that is possible."""
+    """Return the operands of a call with heads of q and o stacked, if that is possible."""
     group, shape = heads_of_one(call), stacked_call(call).score_shape
     scores: dict[str, Operand] = {}
     for name in ("mask", "bias"):

@@ -194,7 +194,7 @@ def coding_of_range(
 
 
 def code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
-    """Return the codes of numbers in units of their scale; 0 where that is NaN."""
+    """Return the codes of numbers in units of their scale; 0 if the scale is NaN."""
     xp = array_namespace(scaled)
     codes = xp.clip(xp.rint(scaled) + zero, -128, 127)
     found: npt.NDArray[np.int8] = xp.where(xp.isnan(codes), np.float32(0), codes).astype(np.int8)

@@ -85,7 +85,7 @@ class Layer:
         self._min_length, self._options = min_length, options
         self._schedule: Schedule | None = None
         self._attention: dict[tuple[int, int, float | None], Int8Attention] = {}
-        self._calls = self._seen = 0  # all that were counted, and those before the call that runs
+        self._calls = self._seen = 0  # all counts, and the counts before the current call
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._on_ranks: Counter[str] = Counter()
@@ -134,7 +134,7 @@ class Layer:
             self.stays_native(f"{kind} calls no attention function of torch or diffusers")
 
     def release(self) -> None:
-        """Give the processor its own backend back."""
+        """Restore the backend of the processor."""
         processor = self.module.processor
         if getattr(processor, "_attention_backend", None) == backends.NAME:
             processor._attention_backend = self.own_backend

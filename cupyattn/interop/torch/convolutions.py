@@ -296,7 +296,7 @@ def linear_convolutions(
     for _, parent, part, convolution in places:
         if convolution in made:
             parent._modules[part] = made[convolution][1]
-            convolution.weight = convolution.bias = None  # or they would stay where they are
+            convolution.weight = convolution.bias = None  # or they would stay on their device
     return Convolutions(model, tuple(name for name, _ in made.values()), kept)
 
 

@@ -91,7 +91,7 @@ def _fused_here(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def as_linear(layer: Int8Linear) -> nn.Linear:
-    """Return a linear layer of the weight that an INT8 one replaced, where that is known."""
+    """Return a linear layer with the original weight of an INT8 layer, if that is known."""
     check_readable(layer, layer.weight_codes)
     original = original_of(layer)
     module: Any = None if original is None else original.module
@@ -107,7 +107,7 @@ def as_linear(layer: Int8Linear) -> nn.Linear:
 
 
 def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Linear:
-    """Return the INT8 layer of a fused one, with the codes of its parts if those fill blocks."""
+    """Return the INT8 layer of a fused layer, with the codes of its parts if these fill blocks."""
     first = parts[0]
     by_channel = {part.strategy for part in parts} == {"channel"}
     in_blocks = {part.strategy for part in parts} == {"block"}

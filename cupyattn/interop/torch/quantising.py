@@ -130,7 +130,7 @@ def quantised(
 def coded(
     name: str, w: Tensor, config: Int8Config, model: str = ""
 ) -> tuple[TensorReport, Made | None]:
-    """Return the verdict on a weight, and its codes and scales where that is INT8.
+    """Return the verdict on a weight, and its codes and scales if that is INT8.
 
     The report has no hash. If a device accepted the codes by their worst-case errors, it has those
     errors.
