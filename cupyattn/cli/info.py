@@ -1,4 +1,4 @@
-"""Print facts for bug reports: device, driver, NVRTC, libraries, architectures, folders, settings."""
+"""Print facts for bug reports: device, driver, NVRTC, libraries, architectures, folders, options."""
 
 from __future__ import annotations
 
