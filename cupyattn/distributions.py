@@ -75,7 +75,8 @@ def _peaky(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
     if k.shape[2] and k.shape[1]:
         copied = np.repeat(k, heads // k.shape[1], axis=1)[:, :, np.arange(len_q) % k.shape[2]]
         peak = 10 ** rng.uniform(*PEAK_EXPONENTS, size=(*q.shape[:3], 1))
-        # A short key is not made up for in full, lest longer keys score far above 10^4.
+        # A short key is not compensated in full, because longer keys would then score far above
+        # 10^4.
         norm = np.maximum(np.sum(copied**2, axis=-1, keepdims=True), 0.5 * head_dim)
         q = copied * peak * head_dim**0.5 / norm
     return q, k, v

@@ -6,11 +6,11 @@ from typing import Any
 
 
 class UnsupportedError(NotImplementedError):
-    """Something cupyattn does not do; the message says what is supported and what to do."""
+    """An unsupported request; the message says what to use in its place."""
 
 
 class RenamedError(UnsupportedError, AttributeError):
-    """A module has no such name; the message says what is there in its place."""
+    """A module has no such name; the message names its replacement."""
 
 
 class RenamedImportError(UnsupportedError, ImportError):
@@ -51,7 +51,7 @@ class RankError(RuntimeError):
 def shown(value: Any) -> str:
     """Return a caller's value for a message, in one line of 60 characters at most.
 
-    Of an array its shape and dtype. What is cut off is marked by three dots.
+    Of an array its shape and dtype. Three dots mark a cut text.
 
     Examples
     --------

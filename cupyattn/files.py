@@ -73,7 +73,7 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Bi
     if target.exists() and not (target.is_file() or target.is_dir()):
         # A device or a pipe would be gone afterwards, and a file in its place.
         raise OSError(errno.EINVAL, "is no regular file: name one to write to", os.fspath(target))
-    # NOTE: not by tempfile, whose files nobody but the user may read, whatever the umask says.
+    # NOTE: not by tempfile, whose files only the user may read, regardless of the umask.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         with (

@@ -7,16 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-#: Function of `importlib` that asks a package for each name of ``from package import name``. Of an
-#: AttributeError it keeps nothing, and the ImportError that follows has a message of its own.
+#: Function of `importlib` that asks a package for each name of ``from package import name``. It
+#: drops an AttributeError, and the ImportError that follows has another message.
 _IMPORTING = "_handle_fromlist"
 _BY_STEP = "Int8Attention, whose precision_policy chooses the arithmetic of every step"
 _IMAGES = (
     "on images of a pipeline before and after "
     "cupyattn.interop.diffusers.replace_attention_with_int8(pipe)"
 )
-#: Names of the plan that this library began as, and names of other packages, with what is here in
-#: their place. `lazy_face` lets every public package answer for them.
+#: Names of the library's original plan and of other packages, each with its replacement here.
+#: `lazy_face` lets every public package answer for them.
 RENAMED = {
     "KandinskyInt8Optimizer": (
         "cupyattn.checkpoints.optimize_kandinsky(model, output), or the command cupyattn kandinsky"

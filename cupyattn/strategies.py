@@ -93,7 +93,7 @@ _MAKERS: dict[str, _Maker] = {
 
 #: Kinds of values that `attention_inputs` draws.
 REGIMES = tuple(_MAKERS)
-#: What it may draw beside.
+#: Further values that it may draw.
 FEATURES = ("window", "softcap", "mask", "bias", "block_mask")
 
 

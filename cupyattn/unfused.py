@@ -1,9 +1,9 @@
 """The three steps of attention, each alone: scores, softmax, weighted sum.
 
 NumPy arrays run the pieces of the mirror (or, with ``CUPYATTN_INTERPRET=1``, the kernels in the
-interpreter), CuPy arrays the three kernels of ``attn_unfused.cu``.
-S and P are ordinary float32 arrays: look at them, mask them, add to them between the steps. Calls
-are not remembered (`cupyattn.runtime.recent`): softmax begins with a copy of what it is given.
+interpreter), CuPy arrays the three kernels of ``attn_unfused.cu``. S and P are ordinary float32
+arrays: look at them, mask them, add to them between the steps. Calls are not remembered
+(`cupyattn.runtime.recent`): softmax begins with a copy of its argument.
 
 >>> import numpy as np
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 16)).astype(np.float16)

@@ -2,6 +2,7 @@
 
     python -m docs.style            # print what each file has
     python -m docs.style --update   # write tests/docs/style_counts.json
+    python -m docs.style --words    # print how many words each page has that is written by hand
 
 A file may break no rule more often than that list says. `--update` refuses a list whose sums have
 grown; what moves from one file to another may be counted there.
@@ -36,6 +37,18 @@ RULES = ("avoided words", "missing nouns", "long sentences")
 WRITTEN = {"docs/API.md", "tests/README.md", "experiments/results/NOTES.md"}
 SUFFIXES = (".py", ".md", ".cu", ".cuh")
 FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
+#: The most words that all pages written by hand may have together.
+PAGE_WORDS = 75_000
+#: Where a field of a kernel's header begins, and the fields that are lists of tags and names.
+_FIELD = re.compile(r"^ (?=[A-Z][\w ,]{3,11} {2,}\S|Differs from )", re.MULTILINE)
+_LISTS = ("Rounding", "Mirror", "Bound")
+#: How a page that a command writes begins, and text between marks that a command writes.
+GENERATED_PAGE = re.compile(r"Written by `?python -m ")
+_MARKED = re.compile(
+    r"<!-- ([\w ]+): begin -->.*?<!-- \1: end -->"
+    r"|<!-- (?:steps|provenance|count|diff|rest|times)\b[^>]*-->.*?<!-- end -->",
+    re.DOTALL,
+)
 
 
 def files() -> list[Path]:
@@ -55,7 +68,9 @@ def prose(path: Path) -> Iterator[str]:
         yield from _of_python(text)
     else:
         blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
-        yield from (re.sub(r"^[ \t]*//", "", block, flags=re.MULTILINE) for block in blocks)
+        for block in blocks:
+            fields = _FIELD.split(re.sub(r"^[ \t]*//", "", block, flags=re.MULTILINE))
+            yield from (field for field in fields if not field.startswith(_LISTS))
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -127,11 +142,32 @@ def totals(found: dict[str, dict[str, int]]) -> dict[str, int]:
     return {rule: sum(of_file.get(rule, 0) for of_file in found.values()) for rule in RULES}
 
 
+def page_words() -> dict[str, int]:
+    """Return how many words each page has that is written by hand.
+
+    Tables and blocks of code count, text between the marks of a command does not. The notebook is
+    a diary of trials, to which pages link: it is no page that a reader goes through.
+    """
+    found = {}
+    for path in files():
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".md" and not GENERATED_PAGE.search(text[:400]):
+            found[path.relative_to(ROOT).as_posix()] = len(_MARKED.sub("", text).split())
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the counts, or write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--update", action="store_true", help=f"write {COUNTS.name}")
+    parser.add_argument("--words", action="store_true", help="count the words of pages")
     args = parser.parse_args(argv)
+    if args.words:
+        pages = page_words()
+        for name, words in sorted(pages.items(), key=lambda item: item[1]):
+            print(f"{words:7,} {name}")
+        print(f"{sum(pages.values()):7,} of {PAGE_WORDS:,} words")
+        return 0
     found = all_counts()
     sums = totals(found)
     if args.update:

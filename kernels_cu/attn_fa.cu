@@ -1,10 +1,10 @@
 // attn_fa -- fused attention with an online softmax.
 //
-// Idea         S and P never leave the SM: a row keeps only its running maximum M and sum l, and
-//              its output is rescaled by alpha when M grows.
+// Idea         S and P never leave the SM. A row keeps only its running maximum M and its sum l;
+//              alpha rescales its output when M grows.
 // Differs from attn_unfused: its three kernels are steps S3, S4 and S5 of one loop over keys.
-// Kept simple  float32 everywhere; S is a tile in shared memory that any thread may touch, so a
-//              barrier stands between any two steps, and one thread walks each row in S4.
+// Kept simple  float32 everywhere. S is a tile in shared memory that all threads access, so any two
+//              steps have a barrier between them, and one thread walks each row in S4.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 softcap and bias, R4 exp2, R6 alpha, l and the FMA
 //              chain over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention

@@ -2,21 +2,17 @@
 //
 // Idea         What is stored. Q and K are INT8 codes with a float scale per group of rows, so the
 //              first product is mma.m16n8k32 over integers: exact, twice the rate, half the bytes.
-//              It saves no instruction of the softmax, so nothing is added to that but what makes
-//              floats of integers: both scales are one factor of the exponent's fma.
-// Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 has a factor
-//              for a row and the keys that share a scale, S6 gives the keys' mean back to lse; V
-//              stays in 16 bits, S5 is that of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
-// Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
-//              points, where codes have them, leave the integer product in S3: whole numbers still.
+//              The softmax saves no instruction, so it gains only the conversion of integers to
+//              floats: both scales are one factor of the exponent's fma.
+// Differs from attn_fa_tc: S1 and S2 load codes and scales. S3 multiplies integers. S4 has a factor
+//              for a row and the keys that share a scale. S6 adds the part of the keys' mean to
+//              lse. V stays in 16 bits, so S5 is that of fa_tc.
+//              (diff attn_fa_tc.cu attn_fa_int8.cu)
+// Kept simple  One indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
+//              points are subtracted from the integer product in S3, which stays an integer.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
 //              factor of both scales within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the
 //              tensor core over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
-// Tried, lost  Sums of codes that start at the bits of 1.5 * 2^23, and so are floats as they come:
-//              1.03 times as fast, but M is then a whole number, one key alone no longer gives its
-//              value to the bit, and the factor has 22 bits. Taken off again by an addition, in
-//              place of the conversion: 0.98 at head_dim 64, 1.01 at 128, the same bits
-//              (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/codes/head_scales.cuh"

@@ -1,16 +1,15 @@
 // attn_fa_tc -- fused attention with both products on tensor cores.
 //
-// Idea         What multiplies. S = Q K^T and O += P V are mma.m16n8k16; operands reach the
-//              registers through swizzled shared memory and ldmatrix, and the next K, V tiles
-//              arrive by cp.async while this one is worked on.
-// Differs from attn_fa_warps: the hardware prescribes which lane holds which element, so a row lies
-//              in the four lanes of a quad and S, P, O become fragments; every step changes for
-//              that one reason.  (diff attn_fa_warps.cu attn_fa_tc.cu)
-//              Three things stand here for speed alone: what a lane points ldmatrix at is worked
-//              out once, not each step (1.4 times as fast), the longest causal rows are taken
-//              first, and M is lazy: S4 weights a step with the M of the steps before. Only where
-//              a lane's weights sum to more than LARGEST_SUM does S4 look for the largest score,
-//              raise M, rescale O and weight the step again. Once products are this fast the
+// Idea         Tensor cores. S = Q K^T and O += P V are mma.m16n8k16. Operands reach registers
+//              through swizzled shared memory and ldmatrix. The next K, V tiles arrive by cp.async
+//              during the computation on the current ones.
+// Differs from attn_fa_warps: the hardware prescribes which lane holds which element. So a row is
+//              in the four lanes of a quad, and S, P, O become fragments; every step changes for
+//              this reason. (diff attn_fa_warps.cu attn_fa_tc.cu) Three things are only for speed.
+//              Addresses for ldmatrix are computed once, not each step (1.4 times as fast). The
+//              longest causal rows come first. M is lazy: S4 weights a step with the M of the steps
+//              before. Only if a lane's weights sum to more than LARGEST_SUM, S4 finds the largest
+//              score, raises M, rescales O and weights the step again. With fast products the
 //              softmax takes most of the time, and most steps need no maximum
 //              (experiments/results/NOTES.md, "A lazy maximum in the portable fa_tc").
 // Kept simple  S of one step feeds P of the same step from registers; one barrier a step.

@@ -1,9 +1,9 @@
 // attn_fa_warps -- fused attention in which a warp owns whole query rows.
 //
-// Idea         Who owns what. A warp owns WARP_Q rows from S to O: a lane holds keys in S3 and S4
-//              and columns in S5, row maxima and sums are shuffles, and S stays in registers.
-// Differs from attn_fa: S and alpha leave shared memory, and with them the barriers between S3, S4
-//              and S5; what is left guards K and V.  (diff attn_fa.cu attn_fa_warps.cu)
+// Idea         Ownership. A warp owns WARP_Q rows from S to O. A lane has keys in S3 and S4, and
+//              columns in S5. Row maxima and sums are shuffles, and S stays in registers.
+// Differs from attn_fa: S and alpha leave shared memory, and so do the barriers between S3, S4 and
+//              S5. The remaining barriers guard K and V.  (diff attn_fa.cu attn_fa_warps.cu)
 // Kept simple  float32 FMA as before; each element of K and V that a lane reads serves WARP_Q rows.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 softcap and bias, R4 exp2, R6 alpha, l and the FMA
 //              chain over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)

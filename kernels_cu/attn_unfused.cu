@@ -1,10 +1,10 @@
-// attn_unfused -- attention as it is defined, a kernel a line: S = Q K^T, P = softmax(S), O = P V.
+// attn_unfused -- attention by its definition, a kernel a line: S = Q K^T, P = softmax(S), O = P V.
 //
-// Idea         The definition. S and P live in global memory, so each step can be looked at alone.
+// Idea         The definition. S and P are in global memory, so each step can be examined.
 // Differs from nothing: this is the first rung.
-// Kept simple  float32 everywhere, a thread computes whole elements, tiles without prefetch.
-// Memory       4 batch heads len_q len_kv bytes for S, overwritten by P; VARLEN: the longest
-//              lengths, whatever a sequence needs.
+// Kept simple  float32 everywhere; a thread computes whole elements; tiles without prefetch.
+// Memory       4 batch heads len_q len_kv bytes for S, overwritten by P. VARLEN: with the longest
+//              lengths, even for shorter sequences.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 S times scale, softcap and bias, R4 exp2, R6 sum
 //              of a row, P / l and the FMA chain over keys, R7 store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention

@@ -1,8 +1,7 @@
-"""An array as a call is resolved by it: everything about it but its values, and what is done to it.
+"""Descriptions of arrays, from which calls are resolved: everything but the values.
 
-A question about a call is asked with descriptions, which take no memory. A view or a copy of one is
-another description, which keeps the steps that lead to it: `Described.bound` takes them with the
-array itself, once it is known what runs.
+Descriptions take no memory. A view or a copy of a description is another description, which records
+its steps. `Described.bound` applies these steps to the array itself, just before the launch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from cupyattn.arrays.form import ArrayForm, checked_forms, form_of
 from cupyattn.arrays.operand import Operand
 
-#: Functions of the steps that return views; `_COPIES` has the steps that return new memory.
+#: Functions of the steps that return views. `_COPIES` has the steps that return new memory.
 _VIEWS: dict[str, Callable[..., Any]] = {
     "swapaxes": lambda x, one, other: x.swapaxes(one, other),
     "front": lambda x: x[None],
@@ -51,7 +50,7 @@ class Described:
     Parameters
     ----------
     name : str
-        Of the caller's array that it is, or is made of.
+        Name of the caller's array that this is, or is made of.
     shape : tuple of int
     strides : tuple of int
         In bytes.
@@ -59,10 +58,10 @@ class Described:
     misalignment : int
         Its address modulo 16.
     device : int
-        Number of the device that holds it; -1: the host, as an array of NumPy's.
+        Number of the device that holds it; -1 for the host, which holds NumPy arrays.
     writeable : bool
     steps : tuple
-        What is done to the caller's array: names of steps, each with its arguments.
+        Steps to apply to the caller's array: their names, each with its arguments.
     """
 
     name: str
@@ -76,14 +75,14 @@ class Described:
 
     @classmethod
     def of(cls, name: str, array: Any) -> Described:
-        """Describe an array of NumPy's or CuPy's."""
+        """Describe a NumPy or CuPy array."""
         return cls(*form_of(name, array))
 
     @classmethod
     def contiguous(
         cls, name: str, shape: Sequence[int], dtype: Any, device: int = -1
     ) -> Described:
-        """Describe an array in C order, of an address that counts as aligned."""
+        """Describe an array in C order, at an address that counts as aligned."""
         dtype = np.dtype(dtype)
         return cls(name, tuple(shape), _c_order(shape, dtype.itemsize), dtype, 0, device)
 
@@ -114,31 +113,31 @@ class Described:
 
     @property
     def capability(self) -> int:
-        """Compute capability times ten of the device that holds it."""
+        """Compute capability, times ten, of the device that holds the array."""
         return capability_of_device(self.device)
 
     @functools.cached_property
     def place(self) -> Operand:
-        """Where it lies, as plans know it."""
+        """The array's `Operand`, which plans read."""
         strides = tuple(s // self.itemsize for s in self.strides)
         return Operand(self.shape, strides, self.itemsize, self.misalignment)
 
     @property
     def as_read(self) -> ArrayForm:
-        """Its form as kernels read it."""
+        """The form of the array that kernels read."""
         strides = tuple(s if n > 1 else 0 for s, n in zip(self.strides, self.shape, strict=True))
         return self.name, self.shape, strides, self.dtype, self.misalignment, self.device, True
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every element lies at a multiple of its size."""
+        """Whether every element is aligned to its size."""
         size = self.itemsize
         odd = any(s % size for s, n in zip(self.strides, self.shape, strict=True) if n > 1)
         return not odd and self.misalignment % size == 0
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it lies in C order."""
+        """Whether it is in C order."""
         wanted = zip(self.shape, self.strides, _c_order(self.shape, self.itemsize), strict=True)
         return 0 in self.shape or all(s == want for n, s, want in wanted if n > 1)
 
@@ -159,13 +158,13 @@ class Described:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Bytes from its first element to its lowest, and past its highest; equal when empty."""
+        """Offsets in bytes of its lowest element and past its highest; equal if it is empty."""
         if not self.size:
             return 0, 0
         ends = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
         return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + self.itemsize
 
-    # ---- views, and copies where kernels cannot read an array where it lies ----------------------
+    # ---- views, and copies of arrays that kernels cannot read in place ---------------------------
 
     def swapaxes(self, one: int, other: int) -> Described:
         """Describe the view with two axes exchanged."""
@@ -199,11 +198,11 @@ class Described:
         return self._after("broadcast", *shape, shape=tuple(shape), strides=strides)
 
     def rows(self) -> Described:
-        """Describe it with one axis before the last, copied where no view has them so."""
+        """Describe it with one axis before the last: a view, or a copy if no view exists."""
         return self._joined(math.prod(self.shape[:-1]), self.shape[-1])
 
     def columns(self) -> Described:
-        """Describe it with one axis behind the first, copied where no view has them so."""
+        """Describe it with one axis behind the first: a view, or a copy if no view exists."""
         return self._joined(self.shape[0], math.prod(self.shape[1:]))
 
     def _joined(self, *shape: int) -> Described:
@@ -215,15 +214,15 @@ class Described:
         return self._after("reshape", *shape, shape=shape, strides=strides)
 
     def readable(self) -> Described:
-        """Describe it, or an aligned copy where its elements are not at multiples of their size."""
+        """Describe it, or an aligned copy if its elements are misaligned."""
         return self if self.is_aligned else self._copied("aligned")
 
     def with_whole_rows(self) -> Described:
-        """Describe it, or a copy in C order where its last axis is not contiguous."""
+        """Describe it, or a copy in C order if its last axis is not contiguous."""
         return self if self.has_whole_rows else self._copied("whole")
 
     def whole(self) -> Described:
-        """Describe it, or a copy in C order where it does not lie so."""
+        """Describe it, or a copy in C order if it has another order."""
         return self if self.is_contiguous else self._copied("whole")
 
     def cast(self, dtype: Any) -> Described:
@@ -236,13 +235,13 @@ class Described:
         return self._copied("clipped", low, high, dtype=np.dtype(np.int32))
 
     def beside(self, other: Described) -> Described:
-        """Describe it, or a copy of an array of the host on the device of another."""
+        """Describe it; if it is on the host, its copy on the device of another array."""
         if self.device == other.device or self.device >= 0:
             return self
         return self._copied("moved", other.device, device=other.device)
 
     def at_multiples_of(self, nbytes: int) -> Described:
-        """Describe it, or a copy, at an address that is a multiple of so many bytes."""
+        """Describe it, or a copy, at an address that is a multiple of `nbytes`."""
         return self if self.misalignment % nbytes == 0 else self._copied("copied")
 
     def with_padded_rows(self, nbytes: int) -> Described:
@@ -253,7 +252,7 @@ class Described:
         return self._after("padded", width, strides=strides, misalignment=0)
 
     def filled(self, value: float, shape: tuple[int, ...]) -> Described:
-        """Describe an array of one number, in another shape."""
+        """Describe an array of another shape, filled with one number."""
         return self._copied("filled", value, *shape, shape=shape)
 
     def negated(self) -> Described:
@@ -269,9 +268,9 @@ class Described:
         return replace(self, steps=(*self.steps, (step, *arguments)), **changed)
 
     def bound(self, array: Any) -> Any:
-        """Return what is described, of the array that it is made of.
+        """Apply the steps to the caller's array, and return the result.
 
-        New arrays are of the current device.
+        New arrays are allocated on the current device.
         """
         for step, *arguments in self.steps:
             array = _STEPS[step](array, *arguments)
@@ -279,13 +278,13 @@ class Described:
 
 
 def describe(arrays: Mapping[str, Any], receives: tuple[str, ...] = ()) -> dict[str, Described]:
-    """Describe arrays of NumPy or CuPy as kernels read them; descriptions among them stay.
+    """Describe NumPy or CuPy arrays as kernels read them; descriptions are returned unchanged.
 
     Parameters
     ----------
     arrays : mapping of str to array or Described
     receives : tuple of str
-        Names, without numbers at the end, of those that are written to.
+        Names, without numbers at the end, of the arrays that are written to.
 
     Raises
     ------
@@ -299,17 +298,17 @@ def describe(arrays: Mapping[str, Any], receives: tuple[str, ...] = ()) -> dict[
 
 
 def places_of(described: Mapping[str, Described]) -> dict[str, Operand]:
-    """Return where arrays lie, as plans know it."""
+    """Return the `Operand` of each array, by name."""
     return {name: x.place for name, x in described.items()}
 
 
 def bound_to(described: Mapping[str, Described], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is described, of the arrays that it is made of by their names."""
+    """Return the described arrays, made of the caller's arrays by name."""
     return {name: x.bound(arrays[x.name]) for name, x in described.items()}
 
 
 def check_together(**named: Described | None) -> None:
-    """Raise unless the arrays that are given (None: not) are of one library, on one device.
+    """Raise unless all arrays that are not None are of one library and on one device.
 
     Raises
     ------
@@ -325,10 +324,10 @@ def check_together(**named: Described | None) -> None:
 
 
 def check_receiver(out: Described, shape: Sequence[int], dtype: str) -> None:
-    """Raise ValueError unless `out` can receive a result, whatever it is made of.
+    """Raise ValueError unless `out` can receive a result.
 
-    It has the shape and dtype of the result, aligned elements and a contiguous last axis, may be
-    written to, and does not overlap itself.
+    `out` must have the shape and dtype of the result, aligned elements and a contiguous last axis.
+    It must be writeable and must not overlap itself.
     """
     if out.shape != tuple(shape) or str(out.dtype) != dtype:
         raise ValueError(
@@ -342,7 +341,7 @@ def check_receiver(out: Described, shape: Sequence[int], dtype: str) -> None:
             "an array of its own memory, as empty() returns, and copy the result"
         )
     if not out.size:
-        return  # strides of an array of nothing mean nothing, and it shares no memory
+        return  # the strides of an empty array have no meaning, and it shares no memory
     if not out.has_whole_rows:
         raise ValueError(
             f"out must have a contiguous last axis, got strides {out.strides}: give an array in C "
@@ -355,7 +354,7 @@ def check_receiver(out: Described, shape: Sequence[int], dtype: str) -> None:
 
 
 def meetings(out: Described, read: Mapping[str, Described]) -> dict[str, tuple[int, int]]:
-    """Return, for each array that is read, between which distances behind it `out` meets it."""
+    """Return, for each array that is read, the range of distances at which `out` overlaps it."""
     low, high = out.reach
     found = {}
     for name, x in read.items():
@@ -378,7 +377,7 @@ def aligned_copy(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return np.array(array, order="C", copy=True)
     cupy, size = sys.modules["cupy"], int(array.dtype.itemsize)
-    # NOTE: a copy of elements would read them at their misaligned addresses, hence bytes.
+    # NOTE: copies bytes, because a copy of elements would read at misaligned addresses.
     shape, strides = (*array.shape, size), (*array.strides, 1)
     found = cupy.ndarray(shape, "uint8", array.data, strides).copy(order="C")
     return found.view(array.dtype).reshape(array.shape)

@@ -14,7 +14,7 @@ ArrayForm = tuple[str, tuple[int, ...], tuple[int, ...], Any, int, int, bool]
 
 
 def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, dict[str, int]]:
-    """Return what a call depends on of its arrays beside their values, and where they lie.
+    """Return the forms of a call's arrays, and their addresses.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, d
     Returns
     -------
     forms : tuple of ArrayForm
-        None unless all are arrays that kernels may take, of NumPy or CuPy.
+        None unless all are NumPy or CuPy arrays that kernels support.
     addresses : dict of str to int
     """
     cupy = sys.modules.get("cupy")
@@ -46,12 +46,12 @@ def forms_of(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayForm, ...] | None, d
 
 
 def form_of(name: str, array: Any) -> ArrayForm:
-    """Return the form of an array of NumPy or CuPy."""
+    """Return the form of a NumPy or CuPy array."""
     return checked_forms({name: array})[0]
 
 
 def checked_forms(arrays: Mapping[str, Any]) -> tuple[ArrayForm, ...]:
-    """Return the forms of arrays of NumPy or CuPy; TypeError for another among them."""
+    """Return the forms of NumPy or CuPy arrays; raise TypeError for any other array."""
     forms, known = forms_of(arrays)
     if forms is None:
         name, array = next((n, x) for n, x in arrays.items() if n not in known)
@@ -60,7 +60,7 @@ def checked_forms(arrays: Mapping[str, Any]) -> tuple[ArrayForm, ...]:
 
 
 def said(form: ArrayForm) -> str:
-    """Return a form in words, for messages."""
+    """Describe a form in words, for messages."""
     _, shape, strides, dtype, misalignment, device, _ = form
     words = f"shape {shape}, strides {strides} bytes, dtype {dtype}, address 16 n + {misalignment}"
     return f"{words} on device {device}" if device >= 0 else words

@@ -25,12 +25,12 @@ def scale_of_row(scale: Array, group: int, length: int) -> Array:
 
 
 def value_scale_of_key(scale: Array, group: int, length: int) -> Array:
-    """Return the scales of V by key, (..., length, head_dim), from those of groups of keys."""
+    """Return V's scales by key, (..., length, head_dim), from its scales by group of keys."""
     return scale_of_row(scale.swapaxes(-1, -2), group, length).swapaxes(-1, -2)
 
 
 def split_heads(x: Array, heads_kv: int) -> Array:
-    """View (batch, heads, ...) as (batch, heads_kv, group, ...), by the key head that they use."""
+    """View (batch, heads, ...) as (batch, heads_kv, group, ...): query heads by their key head."""
     group = x.shape[1] // heads_kv if heads_kv else 0
     return x.reshape(x.shape[0], heads_kv, group, *x.shape[2:])
 

@@ -1,7 +1,7 @@
 """Arrays of any library in, arrays of the same library out.
 
-NumPy and CuPy arrays are taken as they are. Anything else comes in by DLPack, without a copy, and
-goes back the same way. An array that kernels cannot read where it lies is copied (`operand`).
+NumPy and CuPy arrays are used unchanged. Other arrays are imported and returned through DLPack,
+without a copy. An array that kernels cannot read in place is copied (`operand`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def device_of(array: Any) -> int:
 
 
 def as_it_is(result: Any) -> Any:
-    """Return a result whose kind is that of the operands already."""
+    """Return a result unchanged: it already has the kind of the operands."""
     return result
 
 
-#: What callers call the arrays of a call that have another name in its plans.
+#: The caller's names of arrays that have another name in plans.
 _CALLED = {
     "o": "out", "c": "out", "rope_cos": "cos", "rope_sin": "sin", "q_norm_weight": "q_weight",
     "k_norm_weight": "k_weight",
@@ -46,18 +46,18 @@ _CALLED = {
 
 
 def imported(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """Return a caller's arrays, of any library, as NumPy or CuPy has them, without a copy.
+    """Return a caller's arrays, of any library, as NumPy or CuPy arrays, without a copy.
 
     Parameters
     ----------
     arrays : mapping of str to array
-        By the buffers of a plan; descriptions among them stay.
+        Keys are the buffers of a plan. Descriptions are returned unchanged.
 
     Returns
     -------
     arrays : dict of str to array
     restore : callable
-        As `take` returns it, of the first array.
+        The function that `take` returns for the first array.
 
     Raises
     ------
@@ -88,33 +88,33 @@ def take(
     Parameters
     ----------
     name : str
-        What the caller calls it, for the message.
+        The caller's name of it, for the message.
     array : array
         NumPy, CuPy, or anything with ``__dlpack__`` on a CPU or a CUDA device.
     of_parameter : bool
-        Whether it may be a tensor that requires a gradient, of which results have none.
+        Whether it may be a tensor that requires a gradient. Results require none.
 
     Returns
     -------
     array : numpy.ndarray or cupy.ndarray
         The same memory, or an aligned copy: see `operand`.
     restore : callable
-        Turns a NumPy or CuPy result into the kind of array that was taken; leaves it as it is
-        where the library of that array has no ``from_dlpack``.
+        Converts a NumPy or CuPy result to the kind of array that was taken. If that library has no
+        ``from_dlpack``, the result stays unchanged.
 
     Raises
     ------
     TypeError
-        If it is no such array.
+        If it is no such array, or its values cannot be read.
     """
-    if isinstance(array, np.generic):  # a number of NumPy's, which checks of shapes refuse
+    if isinstance(array, np.generic):  # a NumPy scalar, which checks of shapes refuse
         return np.asarray(array), as_it_is
     array, restore = _imported(name, detached(array) if of_parameter else array)
     return operand(name, array), restore
 
 
 def detached(array: Any) -> Any:
-    """Return an array, of a parameter of torch's without the gradient that it requires."""
+    """Return an array; a torch parameter comes back detached from its gradient."""
     return array.detach() if getattr(array, "requires_grad", False) else array
 
 
@@ -124,7 +124,7 @@ def taken(**named: Any) -> tuple[Any, ...]:
 
 
 def taken_or_number(**named: Any) -> tuple[Any, ...]:
-    """Return arrays as `take` does, in the order given; what is no array stays as it is."""
+    """Return arrays as `take` does, in the order given; other values stay unchanged."""
     return tuple(
         take(name, x)[0] if hasattr(x, "dtype") or hasattr(x, "__dlpack__") else x
         for name, x in named.items()
@@ -132,7 +132,7 @@ def taken_or_number(**named: Any) -> tuple[Any, ...]:
 
 
 def taken_pair(names: tuple[str, str], given: Any) -> Any:
-    """Return an argument that is a pair of arrays as `take` does; anything else as it is."""
+    """Return a pair of arrays as `take` does; any other argument stays unchanged."""
     if not isinstance(given, (tuple, list)):
         return given
     return tuple(take(name, array)[0] for name, array in zip(names, given, strict=False))
@@ -158,7 +158,7 @@ def operands(**named: Any) -> tuple[Any, ...]:
     return tuple(None if a is None else operand(name, a) for name, a in named.items())
 
 
-#: What is said of an array under jax.jit or jax.vmap.
+#: Message for an array under jax.jit or jax.vmap.
 _TRACED = (
     ", which JAX traces: calls of attention and Int8Linear in cupyattn.interop.jax may be traced, "
     "other functions are called outside of jax.jit"
@@ -206,7 +206,7 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _read_on_host(array: Any) -> np.ndarray:
-    """Return an array on a CPU as NumPy's; bfloat16, which NumPy lacks, travels as its bits."""
+    """Return a CPU array as a NumPy array; bfloat16, which NumPy lacks, is exchanged as bits."""
     if str(getattr(array, "dtype", "")).endswith("bfloat16") and hasattr(array, "view"):
         bits = np.from_dlpack(array.view(_library_of(array).int16))
         return bits.view(STORAGE["bfloat16"])
@@ -218,22 +218,22 @@ def _library_of(array: Any) -> Any:
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
     libraries = [sys.modules[k.__module__.partition(".")[0]] for k in type(array).__mro__]
-    # Of a subclass that another package defines it is that of the class before it.
+    # A subclass from another package belongs to the library of its base class.
     return next((one for one in libraries if hasattr(one, "from_dlpack")), libraries[0])
 
 
 def _importer(array: Any) -> Callable[[Any], Any]:
-    """Return the way to the library that an array belongs to: its ``from_dlpack``."""
+    """Return the ``from_dlpack`` of the library that an array belongs to."""
     library = _library_of(array)
     if not hasattr(library, "from_dlpack"):
         return as_it_is
-    # NOTE: a module goes through no pickle, and records keep this beside their arrays.
+    # NOTE: records that contain this are pickled, and modules cannot be pickled.
     module = library.__name__ if isinstance(library, ModuleType) else library
     return functools.partial(_handed_over, module)
 
 
 def _handed_over(module: Any, result: Any) -> Any:
-    """Return a result as an array of a library that has ``from_dlpack``: a module's name, or it."""
+    """Convert a result by the ``from_dlpack`` of a library, a module or its name."""
     library = module
     if isinstance(module, str):
         library = sys.modules.get(module) or importlib.import_module(module)
@@ -249,5 +249,5 @@ def _handed_over(module: Any, result: Any) -> Any:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Return a NumPy array of the same numbers: of a CuPy array a copy, else the array itself."""
+    """Return a NumPy array of the same numbers: a copy of a CuPy array, or the array itself."""
     return np.asarray(array.get() if hasattr(array, "get") else array)

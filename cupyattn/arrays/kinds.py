@@ -8,10 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-#: An array of NumPy or of CuPy; neither is imported for its type.
+#: A NumPy or CuPy array; naming the type imports neither.
 Array = Any
 
-#: Classes of NumPy whose arrays are taken.
+#: NumPy classes whose arrays are accepted.
 PLAIN = (np.ndarray, np.memmap)
 
 #: The score of a masked key.
@@ -38,7 +38,7 @@ def array_namespace(*arrays: Array) -> Any:
     Raises
     ------
     TypeError
-        If they are of different kinds, or of neither kind, or what `check_kind` refuses.
+        If they are of different kinds, of neither kind, or refused by `check_kind`.
 
     Examples
     --------
@@ -57,10 +57,10 @@ def array_namespace(*arrays: Array) -> Any:
 
 
 def check_kind(name: str, array: Array) -> None:
-    """Raise TypeError unless an array of NumPy means to kernels what it means to NumPy.
+    """Raise TypeError unless kernels read a NumPy array as NumPy itself does.
 
-    `numpy.ndarray` and `numpy.memmap` do, in this machine's byte order. Other subclasses may have a
-    mask, a unit or operators of their own, which a kernel would ignore.
+    They read `numpy.ndarray` and `numpy.memmap` so, in this machine's byte order. Other subclasses
+    may have a mask, a unit or different operators, which a kernel would ignore.
     """
     _check_class(name, array)
     if not array.dtype.isnative:
@@ -71,9 +71,9 @@ def check_kind(name: str, array: Array) -> None:
 
 
 def check_values(name: str, values: Any) -> None:
-    """Raise TypeError for an array_like that is, or holds, an array `check_kind` would refuse.
+    """Raise TypeError for an array_like that is, or contains, an array `check_kind` refuses.
 
-    The byte order is not checked: NumPy converts values that it reads itself.
+    The byte order is not checked, because NumPy converts the values that it reads.
     """
     for value in (values, *values) if isinstance(values, (list, tuple)) else (values,):
         if isinstance(value, np.ndarray):
@@ -86,7 +86,7 @@ def as_host_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
     Raises
     ------
     TypeError
-        If it is, or holds, a masked array or another subclass that `check_kind` refuses.
+        If it is, or contains, a masked array or another subclass that `check_kind` refuses.
 
     Examples
     --------
@@ -118,7 +118,7 @@ def _library_of(array: Array) -> str:
 
 
 def as_float64(x: Array) -> Array:
-    """Return `x` as float64, exactly; bfloat16 goes through float32, which holds all of it."""
+    """Return `x` as float64, exactly; bfloat16 is first converted to float32, also exactly."""
     if x.dtype.name == "bfloat16":
         x = x.astype(np.float32)
     return x.astype(np.float64, copy=False)

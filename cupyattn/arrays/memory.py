@@ -1,4 +1,4 @@
-"""Where arrays lie in memory: address, extent, overlap and device."""
+"""Positions of arrays in memory: address, extent, overlap and device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which new arrays lie, and kernels run, where `array` lies."""
+    """Return a context that allocates new arrays and runs kernels on the device of `array`."""
     if isinstance(array, np.ndarray):
         return contextlib.nullcontext()
     device: contextlib.AbstractContextManager[Any] = array.device
@@ -17,9 +17,9 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_made() -> bool:
-    """Wait for the arrays of the current device, which all streams may read then.
+    """Wait until the arrays of the current device are computed, so all streams may read them.
 
-    False while a CUDA graph captures CuPy's current stream: replays make the arrays.
+    Return False while a CUDA graph captures CuPy's current stream: replays compute the arrays.
     """
     import cupy
 
@@ -31,7 +31,7 @@ def is_made() -> bool:
 
 
 def as_input(array: Any) -> Any:
-    """Return an operand as a kernel gets it: the interpreter holds it to reading alone."""
+    """Return an operand that a kernel may read only; the interpreter enforces this."""
     if isinstance(array, np.ndarray):
         array = array.view()
         array.flags.writeable = False
@@ -39,7 +39,7 @@ def as_input(array: Any) -> Any:
 
 
 def is_aligned(array: Any) -> bool:
-    """Whether every element of a NumPy or CuPy array lies at a multiple of its size."""
+    """Whether every element of a NumPy or CuPy array is aligned to its size."""
     size = int(array.dtype.itemsize)
     if size == 1:
         return True
@@ -54,7 +54,7 @@ def data_address(array: Any) -> int:
 
 
 def fresh(shape: tuple[int, ...], dtype: Any, zeros: bool = False) -> np.ndarray[Any, Any]:
-    """Return a NumPy array of zeros, or with all bits set: NaN where a device has anything.
+    """Return a NumPy array of zeros, or with all bits set: NaN, for memory that is undefined.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Where an array lies: all that plans and forms of kernels know of it."""
+"""The layout of an array in memory: all that plans and forms of kernels need of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupyattn.arrays.memory import data_address
 
 @dataclass(frozen=True)
 class Operand:
-    """Where an array lies, without holding it: strides in elements, address modulo 16."""
+    """Layout of an array, without its memory: strides in elements, address modulo 16."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -29,7 +29,7 @@ class Operand:
 
     @classmethod
     def contiguous(cls, shape: Sequence[int], itemsize: int) -> Operand:
-        """Describe an array that is still to be allocated, in C order."""
+        """Describe an array in C order that will be allocated later."""
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(tuple(shape), tuple(strides), itemsize, 0)
 
@@ -67,5 +67,5 @@ def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
 
 
 def widest(*operands: Operand) -> int:
-    """Return how many elements an access may have that all of the operands allow."""
+    """Return the largest number of elements of an access that all operands allow."""
     return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))

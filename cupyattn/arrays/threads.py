@@ -1,4 +1,4 @@
-"""Parts of a large NumPy array, worked on by several threads: NumPy releases the interpreter."""
+"""Several threads for parts of a large NumPy array, because NumPy releases the interpreter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeVar
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
-#: More threads than these wait for memory; each has scratch memory of its own.
+#: More threads than these would wait for memory, and each needs separate scratch memory.
 MOST_THREADS = 8
-#: Fewer elements than these are done before a second thread has started.
+#: Fewer elements than these take less time than the start of a second thread.
 THREADED_ELEMENTS = 2**20
 
 
@@ -34,13 +34,13 @@ def thread_count(elements: int) -> int:
 def in_threads(
     work: Callable[[Sequence[Part]], Result], parts: Sequence[Part], threads: int
 ) -> list[Result]:
-    """Give each thread a run of adjacent parts; return what `work` returns, in their order.
+    """Give each thread a run of adjacent parts; return the results of `work` in their order.
 
     Parameters
     ----------
     work : callable
-        Takes some parts. It may not change the state of the thread, NumPy's ``errstate`` for one,
-        which threads do not share.
+        Receives some parts. It must not change the state of its thread, such as NumPy's
+        ``errstate``, which threads do not share.
     parts : sequence
     threads : int
 

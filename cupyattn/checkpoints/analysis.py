@@ -557,7 +557,7 @@ def layer_errors(weight: Array, x: Array, block_size: int) -> tuple[float, float
 
 
 def _errors(some: Sequence[TensorReport]) -> str:
-    """Say how the errors of channels compare with those of blocks, the worst of some layers."""
+    """Compare the errors of channels with the errors of blocks, for the worst layers."""
     ratios = [
         (t.channel_error or 0.0) / t.block_error if t.block_error else 1.0 for t in some
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Layers in 16 bits and as INT8: time, memory and error of what is multiplied in them.
+"""Layers in 16 bits and as INT8: time, memory and error of their products.
 
 Of one visual block of Kandinsky 5 (`cupyattn kandinsky --benchmark`), and of the linear layers of
 any checkpoint (`cupyattn benchmark`).
@@ -33,9 +33,9 @@ from cupyattn.problem.settings import check_attention
 from cupyattn.quant.blocks import Int8Config
 from cupyattn.testing import verdict
 
-#: What a block is asked to do: video tokens, and those of the text that they attend to.
+#: The work of a block: numbers of video tokens and of text tokens that they attend to.
 TOKENS, TEXT_TOKENS = 16_384, 256
-#: Rows of a layer that are compared with float64, and what 16 bits may then differ by: bfloat16
+#: Number of rows of a layer that are compared with float64, and the tolerance of 16 bits: bfloat16
 #: rounds by 2^-9 of a number, and sums are float32.
 JUDGED_ROWS, ERROR_16 = 64, 2.0**-8
 

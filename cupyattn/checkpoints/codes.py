@@ -103,7 +103,7 @@ def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
 
 
 def check_codes(source: Source, codes: Codes, w: Array) -> str | None:
-    """Say what is wrong with a dequantised weight, None where nothing is.
+    """Describe an error of a dequantised weight, or return None.
 
     Nothing of `dequantize_codes` is used: packed codes are put together bit by bit, scales and zero
     points are repeated block by block, and the product is float64, which holds it exactly.

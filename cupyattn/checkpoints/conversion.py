@@ -365,7 +365,7 @@ class _ToInt8:
 
 
 def _check_channels(tensor: Array, codes: Array, scales: Array) -> str | None:
-    """Say what is wrong with the codes of a weight that has a scale for each row."""
+    """Describe an error in the codes of a weight with a scale for each row."""
     for rows in row_strips(codes.shape):
         error = codes[rows].astype(np.float32) * scales[rows]
         error -= tensor[rows].astype(np.float32)

@@ -14,7 +14,7 @@ from typing import Any
 
 from cupyattn.checkpoints.schemes import Scheme, by_channel, read_schemes, square
 
-#: What is added to the name of a layer for its scales, by export.
+#: Suffixes of the names of scales, by export.
 SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_inv"}
 WEIGHT = ".weight"
 QUANTIZATION = "quantization_config"
@@ -145,7 +145,7 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
     if strategy not in RECORD_VERSIONS:
         raise ValueError(f"{where}: its record of {RECORD!r} is damaged: strategy {strategy!r:.40}")
     scheme = by_channel() if strategy == "channel" else square(size)
-    # config.json may have been edited since: what it asks of activations holds.
+    # config.json may have been edited since: its settings of activations hold.
     asked = [one.activations for one in read_schemes(config.get(QUANTIZATION), where)]
     activations = next(filter(None, asked), "")
     return Layout((replace(scheme, activations=activations),), dtypes, ours=True)

@@ -10,7 +10,7 @@ import re
 
 #: Roles whose weights are few and set what all others work on: never narrowed.
 PRECISE_ROLES = ("adapter", "norm", "embedding", "modulation", "time", "final")
-#: Roles whose weights may become INT8: those of linear layers.
+#: Roles of linear layers, whose weights may become INT8.
 INT8_ROLES = ("attention", "feed_forward", "linear")
 #: Roles whose weights may be narrowed to 16 bits. Other libraries read INT8 for linear layers only;
 #: errors of a VAE's decoder are errors of the picture, which no later step mends.
@@ -48,14 +48,14 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
     r"(?:^|[._])(?:ff|ffn|feed_forward|mlp)(?:[._]|$)|proj_mlp", re.IGNORECASE
 )
-#: A VAE among the parts of a pipeline, or by itself: its encoder and decoder begin and end with
-#: convolutions, and narrow and widen in between.
+#: A VAE as a part of a pipeline, or alone. Its encoder and decoder begin and end with convolutions,
+#: and narrow and widen in between.
 _VAE = re.compile(
     r"(?:^|\.)(?:\w*vae\w*|first_stage_model|autoencoder)\."
     r"|(?:^|\.)(?:en|de)coder\.(?:conv_(?:in|out)|block_(?:in|out)|mid|middle|mid_block|"
     r"(?:up|down)(?:_blocks|samples|_temporal)?)\."
 )
-#: Classes of diffusers, as ``config.json`` has them, whose weights are those of a VAE.
+#: Classes of VAEs in diffusers, by their names in ``config.json``.
 _VAE_CLASS = re.compile(r"Autoencoder|VAE|Vae|VQModel")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 

@@ -1,8 +1,8 @@
 """Which tensors of a quantised checkpoint are codes, and what turns each into numbers.
 
-A weight is ``(codes - zero points) * scales``. Every strategy is a block of rows and columns that
-share a scale: per tensor the whole weight, per channel one row, per group a part of a row. What is
-not understood in full is refused by name: a setting that is skipped would give wrong numbers.
+A weight is ``(codes - zero points) * scales``. In every strategy a block of rows and columns shares
+a scale: per tensor the whole weight, per channel one row, per group a part of a row. Unknown
+settings are refused by name, because ignoring one would give wrong numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ FORMATS = {"int-quantized": False, "naive-quantized": False, "pack-quantized": T
 PACKED_BITS = (2, 4, 8)
 WORD_BITS = 32
 STRATEGIES = ("tensor", "channel", "group", "block")
-#: Settings of the weights of a group. Those of the observer describe the past, not the files.
+#: Settings of the weights of a group. Settings of the observer describe the calibration, not the
+#: files.
 _OF_WEIGHTS = {
     "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic",
     "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
@@ -287,7 +288,7 @@ def _pair(value: Any, what: str) -> tuple[int, int]:
 
 # ---- the tensors ---------------------------------------------------------------------------------
 
-#: What is added to the name of a layer; the last is of state dicts of our own module for torch.
+#: Suffixes after the name of a layer; the last is used in state dicts of our torch module.
 _CODES = ("weight", "weight_packed", "weight_codes")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
@@ -449,7 +450,7 @@ def _codes(source: Source, layer: str, name: str, scales: str, scheme: Scheme) -
 
 
 def _shape(source: Source, layer: str, info: TensorInfo, scheme: Scheme) -> tuple[int, int]:
-    """Return the shape of a weight, which packed codes have in a tensor of its own."""
+    """Return the shape of a weight; packed codes store it in a separate tensor."""
     if not scheme.packed:
         return info.shape[0], info.shape[1]
     name = f"{layer}.{_SHAPE}"

@@ -1,7 +1,6 @@
 """Checkpoints as they lie on a disk: one file, several, or an index of shards.
 
-Tensors are read one at a time, each as a copy of its own, so that no more of a model is in memory
-than what is being worked on.
+Tensors are read one at a time, each as a separate copy, so only the current tensor is in memory.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
         For files that torch pickled where torch is not installed.
     """
     found = Path(path)
-    found.stat()  # says what is wrong with a path that leads nowhere
+    found.stat()  # describes the error of a missing path
     if found.is_dir():
         return _open_folder(found)
     if found.name.endswith(INDEX):
@@ -153,7 +152,7 @@ def _open_files(path: Path, files: list[Path]) -> Source:
 
 
 def _open_index(path: Path, index: Path) -> Source:
-    """Open the files that an index names, once it is known to name files of its own folder."""
+    """Open the files that an index names, after checking that they are in its folder."""
     try:
         with open_regular(index) as text:
             weight_map = json.loads(text.read())["weight_map"]

@@ -32,7 +32,8 @@ Array = Any
 #: An outlier is an element beyond so many times the root mean square of its block. Of normal data
 #: one in 16,000 is; more than one in 16 can never be.
 OUTLIER_RMS = 4.0
-#: Elements that a thread works on at a time: they and what is made of them fit into an L2 cache.
+#: Number of elements that a thread processes at a time: with intermediate results they fit in an L2
+#: cache.
 PART_ELEMENTS = 2**17
 #: Blocks whose largest magnitude lies outside of these limits: float32 may not hold their squares.
 NARROW_SQUARES = (2.0**-40, 2.0**60)

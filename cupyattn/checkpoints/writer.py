@@ -67,7 +67,7 @@ class Work(Protocol):
         """Return the outputs of an item."""
 
     def check(self, item: Item, found: Mapping[str, Array]) -> str | None:
-        """Say what is wrong with outputs that were read back, None where nothing is."""
+        """Describe an error of outputs that were read back, or return None."""
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         """Return what a file of these items says of itself."""
@@ -393,7 +393,7 @@ def _checksum_of(file: Path, shard: Shard) -> str | None:
 
 
 def _checksum(tensors: Mapping[str, str]) -> str:
-    """Return the checksum of a shard by those of its tensors."""
+    """Return the checksum of a shard, from the checksums of its tensors."""
     return hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
 
 
@@ -447,7 +447,7 @@ def _write_item(
 def _fault(
     item: Item, work: Work, found: Mapping[str, Array], checksums: Mapping[str, str]
 ) -> str | None:
-    """Say what is wrong with tensors that were read back, None where nothing is."""
+    """Describe an error of tensors that were read back, or return None."""
     fault = work.check(item, found)
     if fault is None and any(sha256_of(x) != checksums[name] for name, x in found.items()):
         fault = "its bytes are not those that were written"
@@ -483,7 +483,7 @@ def _sync(folder: Path) -> None:
 
 
 def _forget(partial: Path) -> None:
-    """Remove what is left once the model has its name; the caller holds the lock.
+    """Remove temporary files after the model has its name; the caller holds the lock.
 
     The lock goes last: from then on another process may begin, and keeps the folder.
     """

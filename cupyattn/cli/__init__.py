@@ -17,7 +17,7 @@ from cupyattn.measure.words import printable
 from cupyattn.switches import is_on
 from cupyattn.version import __version__
 
-#: Sub-commands and what ``cupyattn --help`` says of them; each is a module of this package with
+#: Sub-commands with their lines in ``cupyattn --help``; each is a module of this package with
 #: ``configure(parser)`` and ``run(args) -> exit status``.
 COMMANDS = {
     "ladder": "every rung on one input: error against its bound, time, memory",
@@ -47,7 +47,7 @@ PAGES = {
     "convert": "checkpoints", "dequantize": "checkpoints", "kandinsky": "checkpoints",
     "calibrate": "calibration", "plan": "distributed", "info": "limits",
 }  # fmt: skip
-#: What a user can cause: one line and exit status 2, no traceback.
+#: Exceptions that a user can cause: one line and exit status 2, no traceback.
 USER_ERRORS = (
     ValueError, TypeError, OSError, MemoryError, UnsupportedError, KernelCompileError,
     KernelLaunchError,
@@ -55,7 +55,7 @@ USER_ERRORS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with arguments in one line, and where the help is."""
+    """Reports an invalid argument in one line, and names the help."""
 
     def error(self, message: str) -> NoReturn:
         """End with status 2."""
@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of a command line: options of the commands among its arguments alone."""
+    """Return the parser of a command line, with options of only the commands in it."""
     top = _Parser(
         prog="cupyattn",
         description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
@@ -89,7 +89,7 @@ def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
 
 
 def unknown_arguments(unknown: Sequence[str]) -> str:
-    """Say that arguments are not known, and what stands in their place."""
+    """Say that arguments are unknown, and name their replacements."""
     instead = {"--kernel": "give the rung's name, as in cupyattn profile fa"}
     hints = [f": {text}" for flag, text in instead.items() if unknown[0].startswith(flag)]
     return f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}"
@@ -106,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0; 1 where a check failed; 2 for what the user can mend, with one line on standard error
-        (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
+        0; 1 if a check failed; 2 for errors that the user can correct, with one line on standard
+        error (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser(arguments)
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(status)
     except BrokenPipeError:
-        # The reader has left (``cupyattn info | head``): what it did not read it does not miss.
+        # The reader has ended (``cupyattn info | head``), so the rest of the output is not needed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -1,7 +1,8 @@
-"""One input, every rung and every choice of INT8 arithmetic, one at a time: J2 and J3 (errors as
-shares of their bounds), relative error against float64, and on a device the time beside fa_int8's
-default in the same rounds. The input is your own (--qkv), a random one, or the real one beside us.
-NAME keeps to a part: rungs, granularity, offsets, pv, bits, codes or diffusion."""
+"""Run every rung and every choice of INT8 arithmetic, one at a time, on one input: J2 and J3
+(errors as shares of their bounds) and the relative error against float64. On a device it also
+prints the time relative to fa_int8's default in the same rounds. The input is yours (--qkv),
+random, or the included real data. NAME selects a part: rungs, granularity, offsets, pv, bits, codes
+or diffusion."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Say beforehand what INT8 layers and attention will gain in a diffusion transformer.
+"""Predict the gain of INT8 layers and attention in a diffusion transformer, without running it.
 
-MODEL_OR_CONFIG is the folder or file of a transformer, whose header alone is read, or a config.json
-of diffusers, as pipe.transformer.save_config(FOLDER) writes one. Rates were fitted to compiled
-whole models, and give the time of the device. Nothing is run.
+MODEL_OR_CONFIG is the folder or file of a transformer, of which only the header is read, or a
+config.json of diffusers, which pipe.transformer.save_config(FOLDER) writes. The rates were fitted
+to compiled whole models and give the time of the device.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _word(row: dict[str, Any], refusal: str) -> str:
 
 
 def notes(found: dict[str, Any], known: whole_gains.WholeModel | None) -> list[str]:
-    """Return what a reader should know beside the table."""
+    """Return notes to print with the table."""
     lines = []
     if known is not None:
         for how in known.gains:
@@ -98,9 +98,9 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     Raises
     ------
     OSError, ValueError
-        If there is no model, or no ``config.json`` beside it.
+        If there is no model, or no ``config.json`` in its folder.
     UnsupportedError
-        For a configuration without weights where diffusers is missing.
+        For a configuration without weights if diffusers is missing.
     """
     if not model.exists():
         raise FileNotFoundError(

@@ -1,6 +1,6 @@
-"""What INT8 would do to a model: each weight's role, outliers and error, what should become of it
-and why, and what that would save. Reads safetensors (a file, a folder, an index) one tensor at a
-time; files that torch pickled only through torch, which runs nothing that is in them."""
+"""Predict the effect of INT8 on a model: role, outliers and error of each weight, its recommended
+type with the reason, and the saved memory. Reads safetensors (a file, a folder, an index) one
+tensor at a time. Pickled files are read by torch's weights-only loader, which runs no code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def limits(args: argparse.Namespace, config: Int8Config | None = None) -> Int8Config:
-    """Return a configuration, the default one if none is given, with what the options change."""
+    """Return a configuration, by default the standard one, with the changes of the options."""
     given = {
         "max_outlier_ratio": args.max_outliers,
         "min_elements_for_int8": args.min_elements,

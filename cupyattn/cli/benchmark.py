@@ -1,6 +1,7 @@
-"""Time the linear layers of a checkpoint in 16 bits and as INT8. One layer of each shape runs, is
-held to its bound first, and is counted as often as the model has it. Layers are chosen by name and
-size, as convert does before it looks at outliers. Without a device: memory and errors alone."""
+"""Time the linear layers of a checkpoint in 16 bits and as INT8. One layer of each shape runs. It
+must satisfy its bound before it is timed, and counts as often as the model has its shape. Layers
+are chosen by name and size, as convert does before it examines outliers. Without a device, only
+memory and errors are printed."""
 
 from __future__ import annotations
 

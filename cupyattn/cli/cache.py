@@ -136,12 +136,12 @@ def warm(jobs: Sequence[tuple[ModuleSpec, str]], threads: int) -> None:
 
 
 def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
-    """Return what a call like `text` compiles for an architecture.
+    """Return the modules that a call like `text` compiles for an architecture.
 
     Raises
     ------
     ValueError, UnsupportedError
-        For a text that is no SPEC, or names what a rung does not do.
+        For a text that is not a SPEC, or names a feature that the rung does not support.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Two records of one experiment side by side: the time of each cell in both, how many times as fast
-the second is with its 95 % interval, and what differs between their devices, libraries and
-revisions. The runs did not take turns, so drift between them is not in the interval. Of records
-without times, errors are compared: J2, J3 and the relative error."""
+"""Compare two records of one experiment: the time of each cell in both, the speed of the second
+relative to the first with its 95 % interval, and the differences of devices, libraries and
+revisions. The runs did not take turns, so the interval does not include drift between them. If the
+records have no times, their errors are compared: J2, J3 and the relative error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare_times(first: Record, second: Record, margin: float) -> dict[str, Any]:
-    """Print times side by side; return what the record of the comparison says of them."""
+    """Print times side by side; return their entries for the record of the comparison."""
     found = records.compare(first, second, margin)
     output.print_table(
         ["cell", "A", "B", "speed of B", "95 %", "B is"],
@@ -77,7 +77,7 @@ def _compare_times(first: Record, second: Record, margin: float) -> dict[str, An
 
 
 def _compare_errors(first: Record, second: Record, margin: float) -> dict[str, Any]:
-    """Print errors side by side; return what the record of the comparison says of them."""
+    """Print errors side by side; return their entries for the record of the comparison."""
     records.check_same_experiment(first, second)
     found = record_errors.compare(first, second, margin)
     if not found:

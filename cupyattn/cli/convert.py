@@ -1,6 +1,6 @@
-"""Write a model whose large linear layers have INT8 weights in blocks, in safetensors that others
-read. The output is new or it is not there: what is unfinished lies beside it, in OUTPUT.partial,
-and the same command goes on with it. Everything is read back before the output appears."""
+"""Write a model whose large linear layers have INT8 weights in blocks, in safetensors that other
+libraries read. OUTPUT must not exist. It appears only when it is complete and has been read back.
+Until then the files are in OUTPUT.partial, and the same command continues after an interruption."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(done: Conversion, json_file: str | None) -> None:
-    """Print what was written, or in full what would be; all of it to a file where one is named."""
+    """Print the written files, or in full the planned ones; write all of it to a named file."""
     if done.analysis is not None:
         if not done.written:
             output.print_table(done.analysis.header, done.analysis.cells())

@@ -1,5 +1,6 @@
-"""Write an INT8 checkpoint as one that every loader takes: names, shapes and types that the model
-had before, weights as their codes say. Reads what convert writes, and such layouts of others."""
+"""Convert an INT8 checkpoint to one that every loader reads, with the original names, shapes and
+types, and dequantised weights. Reads the output of convert, and similar layouts of other
+libraries."""
 
 from __future__ import annotations
 

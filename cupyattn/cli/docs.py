@@ -17,7 +17,7 @@ from typing import Any
 
 from cupyattn.cli import output
 
-#: Files beside the pages that are no topics: their index, and all docstrings on one page.
+#: Files that are not topics: the index of pages, and the page of all docstrings.
 NO_TOPICS = ("README", "API")
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -115,7 +115,7 @@ def public_name(dotted: str) -> Any:
                 ) from error
         kind = "__name__" if isinstance(found, ModuleType) else "__module__"
         home = getattr(found, kind, PACKAGE.name)
-        if not home.startswith(PACKAGE.name):  # what a module of ours has imported from elsewhere
+        if not home.startswith(PACKAGE.name):  # names that our modules imported from other packages
             return None
     return found
 

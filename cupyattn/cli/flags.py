@@ -10,13 +10,13 @@ MOST_ELEMENTS = 2**59
 
 
 def check_whole(args: argparse.Namespace, *names: str, least: int = 1) -> None:
-    """Raise ValueError for a flag whose number is too small.
+    """Raise ValueError if the number of a flag is too small.
 
     Parameters
     ----------
     args : argparse.Namespace
     *names : str
-        Flags, as `args` has them; those that were not given (None) are not looked at.
+        Names of flags in `args`; absent flags (None) are ignored.
     least : int
 
     Examples

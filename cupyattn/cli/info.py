@@ -1,4 +1,4 @@
-"""Device, driver, NVRTC, libraries, architectures, folders, settings: what a bug report needs."""
+"""Print facts for bug reports: device, driver, NVRTC, libraries, architectures and folders."""
 
 from __future__ import annotations
 

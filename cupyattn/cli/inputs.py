@@ -1,4 +1,4 @@
-"""Where Q, K and V of a command come from: a file, a distribution, or the real ones beside us."""
+"""Sources of Q, K and V for commands: a file, a distribution, or the included real data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupyattn.cli import flags
 from cupyattn.files import data_file, read_npz
 from cupyattn.kernels.features import DTYPES
 
-#: Q, K, V of three layers of a text encoder; README.md beside it says which.
+#: Q, K, V of three layers of a text encoder, described in README.md in the same folder.
 SAMPLE = "qkv_text_encoder.npz"
 SAMPLE_LAYER = "layer5"
 
@@ -44,7 +44,7 @@ class Input:
 def add_arguments(
     parser: argparse.ArgumentParser, default: str = "Q, K, V of a text encoder"
 ) -> None:
-    """Add the options that choose an input, and those of the call; `default` is for the help."""
+    """Add options for the input and the call; `default` describes the default input in the help."""
     source = parser.add_argument_group(f"input (default: {default})")
     source.add_argument("--qkv", metavar="FILE", help=".npz or .safetensors with q, k and v")
     source.add_argument(
@@ -90,7 +90,7 @@ _SHAPE = ("batch", "heads", "heads_kv", "len", "len_q", "len_kv", "head_dim")
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raise ValueError for a size, a seed or a scale that means nothing."""
+    """Raise ValueError for an invalid size, seed or scale."""
     flags.check_whole(args, *_SHAPE)
     flags.check_whole(args, "seed", least=0)
     if args.scale is not None and not 0 < args.scale < math.inf:
@@ -113,14 +113,14 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
     ----------
     args : argparse.Namespace
     large : bool
-        Whether a random shape that is not given in full is made for a device (batch 4, 16 heads,
-        4096 rows, head_dim 128) or for NumPy (batch 1, 4 heads, 512 rows, head_dim 64).
+        Defaults of a random shape: for a device (batch 4, 16 heads, 4096 rows, head_dim 128), or
+        for NumPy (batch 1, 4 heads, 512 rows, head_dim 64).
 
     Raises
     ------
     ValueError
-        For numbers that mean nothing, for options that exclude each other, and for files that do
-        not hold what is needed.
+        For invalid numbers, for options that exclude each other, and for files without the needed
+        arrays.
     """
     check_numbers(args)
     if _is_random(args):
@@ -137,7 +137,7 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
     for letter, array in zip("qkv", found, strict=True):
         _check_type(letter, array, args.dtype, path)
     if args.dtype:
-        # NOTE: float16 to bfloat16 goes by way of float32, which holds both.
+        # NOTE: float16 is converted to bfloat16 through float32, which contains both.
         found = [a.astype(np.float32).astype(STORAGE[args.dtype]) for a in found]
     for letter, array in zip("qkv", found, strict=True):
         if not array.size:

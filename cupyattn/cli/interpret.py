@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from cupyattn.interpret.observer import Started
     from cupyattn.interpret.program import Program
 
-#: What is run where nothing else is asked for.
+#: Default shape.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
-#: What a file with a kernel in it ends with; a cubin is refused by name.
+#: Suffixes of files with kernels; a cubin is refused by name.
 KERNEL_FILES = (".cu", ".ptx", ".fatbin", ".cubin")
 #: Options that a kernel in a file takes.
 FILE_OPTIONS = (
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _observers(args: argparse.Namespace) -> tuple[Profile, _Where, list[Observer]]:
-    """Return what counts, what names addresses, and all observers that were asked for."""
+    """Return the profile, the observer that names addresses, and all requested observers."""
     profile, where = Profile(), _Where()
     observers: list[Observer] = [profile, where]
     if args.trace:
@@ -199,7 +199,7 @@ def _judge(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
 
 
 def _check_options(arguments: Sequence[str]) -> None:
-    """Raise for options that choose an input of a rung: the description has that of a file."""
+    """Raise for options of a rung's input: for a file, the description gives the input."""
     for text in arguments:
         name = text.partition("=")[0]
         if name.startswith("--") and not any(known.startswith(name) for known in FILE_OPTIONS):
@@ -257,13 +257,13 @@ class _Progress(Observer):
 
 
 class _Where(Observer):
-    """Remembers which kernel runs, to name what a finding's address lies in."""
+    """Records the running kernel, to name the memory of a finding's address."""
 
     def launch(self, one: Started, program: Program, arch: str) -> None:
         self._launch, self._program, self._arch = one, program, arch
 
     def element(self, address: int) -> str:
-        """Return the member of shared memory that a byte belongs to, empty where there is none."""
+        """Return the member of shared memory that contains a byte, or ""."""
         members = members_of(self._launch, self._program, self._arch)
         return element_at(members, address - self._program.shared_bytes)
 
@@ -323,7 +323,7 @@ def _print_finding(finding: Finding, where: _Where) -> None:
 
 
 def print_profile(profile: Profile) -> None:
-    """Print what a run cost."""
+    """Print the costs of a run."""
     kernels = list(profile.kernels.values())
     output.say()
     by_kernel = [k.kinds for k in kernels]

@@ -1,6 +1,6 @@
 """Write the transformer of Kandinsky 5 with INT8 weights. Its text and visual blocks are found by
-their names, attention's settings (NABLA, STA) read and recorded; of a pipeline's folder nothing but
-the transformer is read, so that VAE and text encoders stay as they are."""
+their names, and its settings of attention (NABLA, STA) are recorded. Only the transformer of a
+pipeline's folder is read, so VAE and text encoders stay unchanged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _benchmark(
     source: Source, found: KandinskyModel, args: argparse.Namespace, strategy: str
 ) -> int:
-    """Print what a block takes; add it to the record. A part that misses its bound fails."""
+    """Print times and errors of a block and add them to the record; fail if a bound is missed."""
     import cupy
 
     parts = benchmark_block(source, found, cupy, tokens=args.tokens, strategy=strategy)

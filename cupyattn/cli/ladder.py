@@ -1,7 +1,8 @@
-"""Every rung on one input: J2 (kernel error as a share of its bound), J3 (effect of quantisation as
-a share of its bound), relative L2 error against float64, memory, and on a device time, TFLOP/s and
-share of the ceiling. Without a device the errors are the mirror's, and the kernels run once in the
-interpreter, at a small size: what they compute is judged, their instructions and bytes counted."""
+"""Run every rung on one input: J2 (kernel error as a share of its bound), J3 (effect of
+quantisation as a share of its bound), relative L2 error against float64, and memory. On a device it
+also prints time, TFLOP/s and share of the ceiling. Without a device the errors are those of the
+mirror, and the kernels run once in the interpreter, at a small size, to judge results and count
+instructions and bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def _measure(args: argparse.Namespace, case: Input, *, interpret: bool) -> Ladde
 
 
 def describe(case: Input, table: Ladder) -> str:
-    """Return one line that says what was computed."""
+    """Return one line that describes the computation."""
     call = table.call
     heads = f"{call.heads}" if call.heads == call.heads_kv else f"{call.heads}/{call.heads_kv}"
     length = f"{call.len_q}" if call.len_q == call.len_kv else f"{call.len_q} x {call.len_kv}"

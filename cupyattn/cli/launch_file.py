@@ -33,7 +33,7 @@ FILLS = ("normal", "uniform", "arange", "zeros", "ones", "nan")
 
 @dataclass(frozen=True)
 class LaunchFile:
-    """What a description says.
+    """The contents of a description.
 
     Parameters
     ----------

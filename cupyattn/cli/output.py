@@ -1,4 +1,4 @@
-"""What the command prints: rich on a terminal that has it, plain text elsewhere."""
+"""Output of commands: rich on a terminal if it is installed, plain text otherwise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from cupyattn.files import replacing
 from cupyattn.measure.words import align, printable
 
-#: Least time between two lines of progress where there is no terminal.
+#: Least time in seconds between two lines of progress without a terminal.
 LINE_SECONDS = 5.0
 
 
 def _rich(stream: Any) -> Any:
-    """Return a rich console on a terminal; None where it is none or rich is missing."""
+    """Return a rich console; None without a terminal or without rich."""
     if not stream.isatty():
         return None
     try:
@@ -43,7 +43,7 @@ def say(text: object = "", *, flush: bool = False, error: bool = False) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table at once: aligned columns, or rich's where there is a terminal."""
+    """Print a table: rich's on a terminal, otherwise aligned columns."""
     console = _rich(sys.stdout)
     rows = [[printable(cell) for cell in row] for row in rows]
     if console is None:
@@ -71,8 +71,7 @@ def print_facts(facts: dict[str, Any]) -> None:
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
     """Say on standard error how far a command is: a bar on a terminal with rich, lines elsewhere.
 
-    A line comes with the first step that ends `LINE_SECONDS` or more after the last, so that short
-    runs print none.
+    Without a terminal, a line is printed at most every `LINE_SECONDS`, so short runs print none.
 
     Parameters
     ----------
@@ -83,7 +82,7 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
     Yields
     ------
     advance : callable
-        Takes one step; its argument says what was done.
+        Counts one step; its argument describes the step.
     """
     console = _rich(sys.stderr)
     if console is None:

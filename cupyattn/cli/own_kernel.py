@@ -1,6 +1,6 @@
 """A user's kernel in a ``.cu`` file, registered and compiled for ``cupyattn verify``.
 
-`from_file` finds the name in the source and takes what is not given from the nearest rung.
+`from_file` finds the name in the source. Options that are not given come from the nearest rung.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.measure import device
 from cupyattn.ops.own_rungs import own_launches, register
 
-#: The rung whose family, types and tiles are assumed.
+#: The rung that provides the default family, types and tiles.
 NEAREST = {"unfused": "unfused", "float32": "fa", "tensor_core": "fa_tc"}
 #: The entry point of a kernel: its name follows ``attn_``.
 ENTRY_POINT = re.compile(r'extern\s+"C"\s+__global__\s+[^;{]*?\battn_(\w+)\s*\(')
@@ -46,12 +46,12 @@ def is_file(text: str | None) -> bool:
 
 
 def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
-    """Return the variant that the arguments describe, and what was assumed of it, in words.
+    """Return the variant that the arguments describe, and its assumed properties in words.
 
     Raises
     ------
     ValueError
-        If the file cannot be read, or if its entry point cannot be told.
+        If the file cannot be read, or if its entry point cannot be determined.
     """
     path = Path(args.variant)
     try:

@@ -24,7 +24,7 @@ from cupyattn.plans.stages import stages
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.checks import AttentionSpec, check_limits
 
-#: What is planned for where there is no device.
+#: The architecture to plan for without a device.
 _ARCH = "sm_90a"
 #: Devices and rows of ``--all-sizes``.
 DEVICES = (2, 4, 8, 16, 32, 64)
@@ -114,7 +114,7 @@ def _on_several(
     alone: Costs,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print what the call costs on every mesh, and the memory of the one that is taken."""
+    """Print the costs of the call on every mesh, and the memory on the chosen mesh."""
     machine = machine_of(args.devices, args.per_host)
     partition = args.partition or ("zigzag" if args.causal else "contiguous")
     choose = meshes(args.devices)
@@ -251,7 +251,7 @@ def _local_scratch(whole: AttentionSpec, mesh: Mesh, options: dict[str, Any]) ->
 
 
 def _rated(variant: str) -> str:
-    """Return the rung by whose rate a variant is predicted."""
+    """Return the rung whose rate predicts a variant."""
     return "fa_int8" if variant == "fa_int8" else "fa_tc"
 
 

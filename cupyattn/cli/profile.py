@@ -1,8 +1,8 @@
-"""Run one rung for a profiler, on a device. It is held to its bound first, then run --warmup times
-and --runs times more, each of those inside the NVTX range "cupyattn profile" with --nvtx. Data are
-constant unless --random (normal), --distribution or --qkv says otherwise. With --ncu, --sanitizer
-or --gdb: print the command of a tool of NVIDIA's, and run it. With --dry-run: print it alone, which
-needs no device."""
+"""Run one rung for a profiler, on a device. It must satisfy its bound first. Then it runs --warmup
+times, and --runs times more; with --nvtx, each of these is in the NVTX range "cupyattn profile".
+Data are constant unless --random (normal), --distribution or --qkv says otherwise. With --ncu,
+--sanitizer or --gdb, the command of one of NVIDIA's tools is printed and run; with --dry-run it is
+only printed, which needs no device."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _times(once: Callable[[int], Any], warmup: int, runs: int, *, nvtx: bool) ->
 
 
 def _joules(once: Callable[[int], Any], seconds: float) -> float | None:
-    """Return joules per call over a window of ENERGY_SECONDS; None where nobody counts them."""
+    """Return joules per call over a window of ENERGY_SECONDS; None without an energy counter."""
     import cupy
 
     with nvml.monitor(cupy.cuda.Device().pci_bus_id) as monitor:
@@ -175,8 +175,8 @@ def _joules(once: Callable[[int], Any], seconds: float) -> float | None:
 def ncu_command(arguments: Sequence[str], variant: str) -> list[str]:
     """Return the Nsight Compute command that profiles ``cupyattn profile ARGUMENTS``.
 
-    It keeps to the NVTX range, leaves the clocks alone and takes the ``.cu`` sources into the
-    report: kernels are compiled with line information.
+    It profiles only the NVTX range, does not change clocks, and includes the ``.cu`` sources in the
+    report, because kernels are compiled with line information.
     """
     return [
         "ncu", "--nvtx", "--nvtx-include", f"{NVTX_RANGE}/", "--set", "full",
@@ -209,7 +209,7 @@ TOOLS: dict[str, tuple[str, Callable[[Sequence[str], str], list[str]]]] = {
 
 
 def _under(flag: str, args: argparse.Namespace) -> int:
-    """Print the command of a tool, and run it where it is installed and wanted."""
+    """Print the command of a tool, and run it if it is installed and no dry run is requested."""
     tool, command_of = TOOLS[flag]
     left_out = (f"--{flag}", "--dry-run", "--nvtx", "--energy")
     command = command_of([a for a in args.arguments[1:] if a not in left_out], args.variant)

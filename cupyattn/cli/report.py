@@ -15,7 +15,7 @@ from cupyattn.measure import records
 from cupyattn.measure import report as pages
 from cupyattn.measure.words import counted
 
-#: Of the ladder that is run where no records are given.
+#: Settings of the ladder run that replaces missing records.
 SMALL = ["--heads", "1", "--len", "128", "--head-dim", "64"]
 
 
@@ -47,7 +47,7 @@ def given(paths: list[Path]) -> list[tuple[str, dict[str, Any]]]:
     Raises
     ------
     ValueError
-        If a folder has no record, or a file is none.
+        If a folder has no record, or a file is not a record.
     """
     found = []
     for path in paths:

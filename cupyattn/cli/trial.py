@@ -92,8 +92,8 @@ def given(text: str) -> tuple[str, Any, dict[str, Any]]:
     Raises
     ------
     ValueError
-        If it is not of that form, the file has no such function, or it returns something else, and
-        for whatever the file raises, with the line.
+        If it has another form, if the file has no such function, or if that returns something else;
+        also for any exception in the file, with the line.
     OSError
         If the file cannot be read.
     """
@@ -121,7 +121,7 @@ def given(text: str) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _loaded(file: Path) -> Any:
-    """Return a file as a module, which may import modules that lie beside it."""
+    """Return a file as a module, which may import modules from its folder."""
     spec = importlib.util.spec_from_file_location(f"cupyattn_trial_of_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file} cannot be loaded as a Python file")
@@ -134,7 +134,7 @@ def _loaded(file: Path) -> Any:
 
 
 def _called(function: Callable[[], Any], file: str) -> Any:
-    """Call a function of a file; ValueError with the line for whatever it raises."""
+    """Call a function of a file; its exceptions become a ValueError with the line."""
     try:
         return function()
     except Exception as error:

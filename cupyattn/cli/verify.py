@@ -1,8 +1,8 @@
-"""Hold every rung to float64 on every distribution: J1 (operands to the bit), J2 (the kernel
-against its bound, output and log-sum-exp), J3 (quantisation against its bound). A path to a .cu
-file holds a kernel of your own to J2: on the device, or in the interpreter if there is none. Exit
-status 1 if a check fails, 2 if nothing can be run. The float64 references are kept in the cache
-folder."""
+"""Compare every rung with float64 on every distribution: J1 (operands to the bit), J2 (the kernel
+against its bound, output and log-sum-exp), J3 (quantisation against its bound). For the path of a
+.cu file, the kernel in it is checked by J2, on the device, or in the interpreter if there is none.
+Exit status 1 if a check fails, 2 if nothing can be run. The float64 references are stored in the
+cache folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SHAPES = (
     Shape("square", 2, 2, 256, 256, 64, False),
     Shape("ragged, grouped, causal", 4, 2, 77, 131, 40, True),
 )
-#: For a kernel in a file: a maximum that begins at 0 goes wrong here alone.
+#: For a kernel in a file: only this input exposes a running maximum that starts at 0.
 BELOW = Shape("scores far below 0", 1, 1, 20, 40, 64, False, 3.0, -7.0)
 #: SHAPES for a kernel in the interpreter, which is slow: several steps, tails, one row.
 SMALL_SHAPES = (
@@ -134,9 +134,9 @@ def _run_own(args: argparse.Namespace, variant: Variant, assumed: list[str]) -> 
     return _run(args, [variant])
 
 
-#: The architecture that the interpreter compiles for where none is named.
+#: Default architecture of the interpreter.
 INTERPRETED_ARCH = f"sm_{LEAST_CAPABILITY}"
-#: Of each backend, with the reason why there is no device.
+#: Text for each backend, with the reason why there is no device.
 _WHERE = {
     "cuda": "on the device",
     "mirror": "on the mirror, as there is no CUDA device ({})",
@@ -145,7 +145,7 @@ _WHERE = {
 
 
 def _backend(variant: Variant, missing: str) -> str:
-    """Return where a rung runs: where no device is, a kernel of a user's own is interpreted."""
+    """Return the backend of a rung: without a device, a user's kernel runs in the interpreter."""
     if not missing:
         return "cuda"
     return target.choose(None, False, registered=variant.source is not None)
@@ -306,7 +306,7 @@ def _folder() -> Path:
 def cached_exact(
     q: Any, k: Any, v: Any, *, rows: Any = None, return_lse: bool = True, **options: Any
 ) -> tuple[Any, Any]:
-    """Return `cupyattn.reference.attention_exact` and its lse, from the disk where it is known.
+    """Return `cupyattn.reference.attention_exact` and its lse, from the disk if stored there.
 
     Parameters
     ----------
@@ -375,7 +375,7 @@ def _write(path: Path, o: Any, lse: Any) -> None:
 
 
 def reference_info() -> tuple[int, int]:
-    """Return how many references are kept, and their size in bytes."""
+    """Return the number of stored references, and their size in bytes."""
     sizes = [path.stat().st_size for path in disk_cache.regular_files(_folder(), ".npz")]
     return len(sizes), sum(sizes)
 

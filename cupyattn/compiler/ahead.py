@@ -14,7 +14,7 @@ THREADS = 4
 
 
 def begin(jobs: Iterable[tuple[ModuleSpec, str]]) -> None:
-    """Begin to compile sources, and return; whoever needs one waits for what is left of it.
+    """Start to compile sources, and return; a thread that needs a module waits for the rest.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Contracts of the kernels: their ``static_assert`` sentences, read before anything is compiled.
 
-A kernel states once, in its source, what it needs of its tiles. The compiler refuses tiles that
+A kernel states the conditions for its tiles once, in its source. The compiler refuses tiles that
 break a contract. The mirror compiles nothing, so the same sentences are evaluated here, for the
 package's kernels and for registered ones alike.
 """

@@ -78,7 +78,7 @@ def why_unused(folder: Path) -> str | None:
         status, target = folder.lstat(), folder.stat()
     except OSError:
         return None  # opening a file in it says what is wrong
-    # NOTE: whoever owns a link decides where it leads.
+    # NOTE: the owner of a link decides its target.
     return writable_by_others(status) or writable_by_others(target)
 
 

@@ -46,8 +46,8 @@ def headers_reached(
     KernelCompileError
         If a quoted include is not found, or an include names no file.
     """
-    # NOTE: paths are text here: a key is made for every launch in the interpreter, and a Path takes
-    # longer to make than a file to look for.
+    # NOTE: paths are text here, because every launch in the interpreter makes a key. Making a Path
+    # would take longer than looking for a file.
     cuda, folders = _join(toolkit), (_join(source.parent), _join(kernels), _join(toolkit))
     seen: set[str] = set()
     queue = [(str(source), text)]
@@ -101,7 +101,7 @@ def _resolve(operand: str, includer: str, folders: tuple[str, ...]) -> str | Non
 
 
 def _toolkit_header(path: str, toolkit: str, seen: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield the digest of a CUDA header and of those that it reaches.
+    """Yield the digests of a CUDA header and of the headers that it includes.
 
     They are large and change only with the toolkit: read once per process while size and time of
     change stay. Theirs may include what only a host compiler has, so a missing file is no error.

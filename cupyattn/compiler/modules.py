@@ -156,7 +156,7 @@ def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
 
     Machine code and the report of ptxas take two fifths of the time of `build`.
 
-    Parameters, result and errors are those of `build`, without cubin and resources, and without the
+    Parameters, result and errors are those of `build`, without cubin and resources, and without
     errors of ptxas.
     """
     capability_of(arch)  # raises for a name that is none

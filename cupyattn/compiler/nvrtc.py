@@ -222,8 +222,8 @@ def _candidates() -> Iterator[str]:
             found = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
         except RuntimeError:  # DynamicLibNotFoundError; older releases raise plain RuntimeError
             found = None
-        # NOTE: pathfinder answers with what the process holds already, which may be the second
-        # NVRTC that CUPYATTN_NVRTC named earlier; that one is nobody's default.
+        # NOTE: pathfinder returns a library that the process has already loaded. That may be the
+        # second NVRTC, named by CUPYATTN_NVRTC earlier, which must not become the default.
         named = {os.path.realpath(library.path) for name, library in _loaded.items() if name}
         if found and os.path.realpath(found) not in named:
             yield found

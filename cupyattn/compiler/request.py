@@ -76,8 +76,8 @@ class Request:
         options = [*self.options, *(f"-I{folder}" for folder in folders)]
         output = self.compiler.compile(self.source, path, options)
         if output.cubin and len(parse_resources(output.log)) < output.ptx.count(".entry "):
-            # NOTE: where a driver is installed NVRTC keeps a cache of its own, and what it answers
-            # from there comes without the report of ptxas.
+            # NOTE: if a driver is installed, NVRTC has a separate cache, and its answers from there
+            # lack the report of ptxas.
             output = self.compiler.compile(self.source, path, [*options, "--no-cache"])
         return output
 

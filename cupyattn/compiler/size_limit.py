@@ -2,8 +2,8 @@
 
 An entry's modification time is the time of its last use: writing sets it, `disk_cache.read` renews
 it. Access times would need no care, but most file systems are mounted so that they stand still.
-Entries are only ever deleted whole, and a process that has opened one keeps what it opened; one
-that comes later compiles again. What a process holds in memory stays there.
+Entries are always deleted whole. A process that has opened an entry keeps the open file; a later
+process compiles again. What a process holds in memory stays there.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def check_softmax_eps(softmax_eps: Any) -> None:
 
 
 def check_projection(out_proj: Any, channels: int) -> Any:
-    """Return what is applied to so many channels of the output: a callable, an array or None."""
+    """Return the output projection for a number of channels: a callable, an array or None."""
     if out_proj is None or (callable(out_proj) and not hasattr(out_proj, "shape")):
         return out_proj
     shape = getattr(out_proj, "shape", None)

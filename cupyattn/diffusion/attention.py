@@ -232,7 +232,7 @@ class Int8Attention:
     # ---- what a step means -----------------------------------------------------------------------
 
     def step(self, timestep: int | None = None, sigma: float | None = None) -> Step:
-        """Return what is known of a step; exactly one of the two is given.
+        """Return the properties of a step; exactly one of the two arguments is given.
 
         Parameters
         ----------

@@ -1,8 +1,8 @@
 """Token pruning: keys that get little attention are dropped before the kernel runs.
 
-Importance is estimated from a few query rows. The keys that are kept are moved together, as many in
-each head, so that the kernel sees shorter keys and values and the dropped ones cost nothing. On a
-device kernels do both (`cupyattn.diffusion.key_passes`), in one launch or two each.
+Importance is estimated from a few query rows. Kept keys are moved together, equally many in each
+head. So the kernel gets shorter keys and values, and dropped keys cost nothing. On a device kernels
+do both (`cupyattn.diffusion.key_passes`), in one launch or two each.
 """
 
 from __future__ import annotations

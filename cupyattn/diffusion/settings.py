@@ -86,7 +86,7 @@ class Int8AttentionSettings:
             )
 
     def changed(self, overrides: dict[str, Any]) -> Int8AttentionSettings:
-        """Return them with those of one call.
+        """Return the settings with the overrides of one call.
 
         Raises
         ------

@@ -37,7 +37,7 @@ class Steps:
         self._middle = middle_ratio(self.sigmas)
 
     def find(self, timestep: int | None, sigma: float | None) -> Step:
-        """Return what is known of a step, as `Int8Attention.step` does."""
+        """Return the properties of a step, as `Int8Attention.step` does."""
         if (timestep is None) == (sigma is None):
             raise TypeError(
                 f"give either timestep or sigma, got timestep={timestep!r} sigma={sigma!r}"

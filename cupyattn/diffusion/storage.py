@@ -17,7 +17,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write arrays and what is said of them; an existing file is replaced once all is written.
+    """Write arrays and their description; an existing file is replaced after everything is written.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""One call on several ranks: what each brings, checked by all against all."""
+"""One call on several ranks, whose arguments are compared between all ranks."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ _SHOWN = 40
 
 
 class ShardedSettings(NamedTuple):
-    """What a call on several ranks asks for, beside arrays.
+    """Arguments of a call on several ranks, except arrays.
 
     Parameters
     ----------
     of_call : Settings
-        Those of the whole sequence.
+        Settings of the whole sequence.
     method : {"auto", "ulysses", "ring", "mixed"}
     ulysses : int or None
     partition : {"contiguous", "zigzag"}, Partition or (Partition, Partition)
     deterministic : bool or None
-        Of a backward pass.
+        For a backward pass.
     wide_sums : bool
-        Whether a ring adds up in float32; otherwise in the type of q.
+        Whether a ring adds in float32; otherwise in the type of q.
     """
 
     of_call: Settings

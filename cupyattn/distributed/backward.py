@@ -48,7 +48,7 @@ def parallel_attention_backward(
 ) -> Gradients:
     """Gradients of `parallel_attention` with respect to q, k and v.
 
-    Every rank of the group calls it at the same time, with its own rows.
+    Every rank of the group calls it at the same time, with the rows that it holds.
 
     Parameters
     ----------
@@ -57,15 +57,15 @@ def parallel_attention_backward(
     q, k, v : array
         The operands of the forward pass, float16 or bfloat16.
     out, lse : array
-        What `parallel_attention` returned with ``return_lse=True``, whatever the rung and method.
+        Results of `parallel_attention` with ``return_lse=True``, from any rung and method.
     group, method, ulysses, partition
-        As for `parallel_attention`; the partition is that of the forward pass, the method need not
-        be.
+        As for `parallel_attention`. The partition must be that of the forward pass; the method may
+        differ.
     scale, causal, causal_align, window, softcap, layout
         As in the forward pass.
     deterministic, arch, backend
-        As for `cupyattn.attention_backward`. With True the same group gives the same bits on every
-        run.
+        As for `cupyattn.attention_backward`. With True, the same group returns the same bits on
+        every run.
 
     Returns
     -------
@@ -81,9 +81,9 @@ def parallel_attention_backward(
 
     Notes
     -----
-    A float32 lse at least 1024 from zero is too coarse to give P. Where a rank has all keys of its
-    heads (method "ulysses") such rows are normalised again, as in `cupyattn.attention_backward`. In
-    a ring P is taken from lse as it is, off by up to :math:`2^{-22} |lse|` of itself.
+    If abs(lse) is at least 1024, float32 is too coarse to give P. If a rank has all keys of its
+    heads (method "ulysses"), such rows are normalised again, as in `cupyattn.attention_backward`.
+    In a ring P is computed from lse unchanged, with a relative error up to :math:`2^{-22} |lse|`.
 
     In a ring the gradients of keys and values follow these in float32, and come home with them.
 
@@ -214,7 +214,7 @@ def _compute(
     coming: list[tuple[list[Heads], list[tuple[int, int]], list[Any]]] = []
 
     def receivers(step: list[Heads]) -> list[tuple[Any, str, list[tuple[int, int]]]]:
-        # NOTE: key heads whose query heads several ranks have come from each of these.
+        # NOTE: a key head whose query heads are on several ranks comes from each of them.
         ends = accumulate((kv[1] - kv[0] for kv in (heads.kv for heads in step)), initial=0)
         stacked = list(pairwise(ends))
         shape = (k.shape[0], stacked[-1][1], *k.shape[2:])

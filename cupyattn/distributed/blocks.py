@@ -1,9 +1,9 @@
 """Which calls of `cupyattn.attention` make the part of a result that rows of one rank owe to keys
 of another.
 
-A causal mask and a window speak of places in the whole sequence, a call of places in its arrays: a
-block whose rows begin elsewhere than its keys is cut until its window, aligned top-left, says the
-same.
+A causal mask and a window refer to positions in the whole sequence, a call to positions in its
+arrays. If the rows of a block begin at another position than its keys, the block is cut until a
+window aligned top-left describes the same keys.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from cupyattn.distributed.partition import Range
 
-#: Row i of a sequence attends key j only where i + first <= j <= i + last; None: no such limit.
+#: Row i of a sequence attends key j only if i + first <= j <= i + last; None: no limit.
 Limits = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows and keys of local arrays that one call brings together.
+    """Rows and keys of local arrays for one call.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a sequence that lie together: `at` in a rank's array, `place` in the sequence."""
+    """Contiguous rows of a sequence: `at` in a rank's array, `place` in the sequence."""
 
     at: int
     place: int
@@ -73,7 +73,7 @@ def blocks(q: Sequence[Range], kv: Sequence[Range], spans: Iterable[Span]) -> li
     Returns
     -------
     list of Block
-        No pair of a row and a key that it attends to is in none, or in two. Rows and keys rise
+        Each pair of a row and a key that it attends to is in exactly one block. Rows and keys rise
         from block to block within a window.
 
     Examples
@@ -92,7 +92,7 @@ def blocks(q: Sequence[Range], kv: Sequence[Range], spans: Iterable[Span]) -> li
 
 
 def _pieces(ranges: Sequence[Range], span: Range) -> list[_Piece]:
-    """Return what lies of a sequence in an array that holds the rows of these ranges."""
+    """Return the parts of a sequence in an array with the rows of these ranges."""
     found, base = [], 0
     for begin, end in ranges:
         first, last = max(begin, span[0]), min(end, span[1])
@@ -103,7 +103,7 @@ def _pieces(ranges: Sequence[Range], span: Range) -> list[_Piece]:
 
 
 def _of_sequence(rows: list[_Piece], keys: list[_Piece], limits: Limits) -> list[Block]:
-    """Return the blocks of one sequence: one, where one call says all."""
+    """Return the blocks of one sequence: a single block if one call is enough."""
     same = [(p.place, p.length) for p in rows] == [(p.place, p.length) for p in keys]
     if limits == (None, 0) and same:
         return [Block(_around(rows), _around(keys), (-1, 0))]
@@ -134,20 +134,20 @@ def _around(pieces: list[_Piece]) -> Range:
 
 
 def _together(pieces: list[_Piece]) -> bool:
-    """Whether pieces lie one behind the other in their array."""
+    """Whether pieces are adjacent in their array."""
     begin, end = _around(pieces)
     return sum(piece.length for piece in pieces) == end - begin
 
 
 def _cut(rows: _Piece, keys: _Piece, limits: Limits) -> Block | None:
-    """Return the block of rows and keys that lie together each; None where no row attends a key."""
+    """Return the block of contiguous rows and contiguous keys; None if no row attends a key."""
     shift = rows.place - keys.place
     first, last = (None if x is None else x + shift for x in limits)
     q0, q1, k0, k1 = 0, rows.length, 0, keys.length
     if last is not None and last < 0:  # the first rows attend to nothing
         q0 = -last
         first, last = None if first is None else first + q0, 0
-    if first is not None and first > 0:  # nobody attends to the first keys
+    if first is not None and first > 0:  # no row attends to the first keys
         k0 = first
         first, last = 0, None if last is None else last - k0
     if last is not None:  # nor to the last

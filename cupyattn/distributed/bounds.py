@@ -1,7 +1,7 @@
-"""How far partial results that are brought together may be from exact attention.
+"""Bounds of merged partial results against exact attention.
 
-Every partial result is held to the bound of its own call; docs/MATH_REFERENCE.md [L50] proves
-what bringing them together adds (R13).
+Every partial result satisfies the bound of its call. docs/MATH_REFERENCE.md [L50] proves the error
+that merging adds (R13).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from cupyattn.bounds.scores import EX2_LOG_ERROR, REFERENCE, U
 
 #: Distance of two log-sum-exps past which the lesser one's weight is below `FLUSHED`.
 FARTHEST = 90.0
-#: What weights that are flushed to zero may have been, with room for every merge of a row.
+#: Upper bound of weights that are flushed to zero, with room for every merge of a row.
 FLUSHED = 2.0**-110
-#: Roundings of each term in a merge: the sum of the weights, its inverse, the weight, the product
-#: (or what is added to it), the sum.
+#: Number of roundings of each term in a merge: the sum of the weights, its inverse, the weight, the
+#: product (or the other summand), the sum.
 ROUNDINGS = 5
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Exact attention of some rows, and what a result may differ by.
+    """Exact attention of some rows, and the bound of a result's error.
 
     Parameters
     ----------
     o, bound : (batch, heads, rows, head_dim) array, float64
     lse, lse_bound : (batch, heads, rows) array, float64
-        Of a row that attends to nothing -inf and 0.
+        -inf and 0 for a row without unmasked keys.
     """
 
     o: Array
@@ -48,8 +48,8 @@ def merged(partials: Sequence[Expected], dtype: str, wide: bool = True) -> Expec
     Parameters
     ----------
     partials : sequence of Expected
-        Attention to the keys of each part alone, with the bounds of what was computed; all of the
-        same rows.
+        Attention of the same rows to the keys of each part, with the bounds of the computed
+        results.
     dtype : {"float16", "bfloat16", "float32"}
         Type of the result.
     wide : bool
@@ -62,8 +62,8 @@ def merged(partials: Sequence[Expected], dtype: str, wide: bool = True) -> Expec
     .. math:: \frac{\sum_j w_j (e^{d_j} - 1) |o_j - o|}{\sum_j w_j e^{-d_j}}
               + \sum_j w_j^+ b_j + \theta \sum_j w_j^+ (|o_j| + b_j) + \tfrac12 ulp
 
-    where d_j bounds what happens to the lse of part j: its own error, and at each of n merges
-    :math:`3 u |a - b| + 2^{-22}` in the exponents and the error of the lse that is kept.
+    where d_j bounds the error of part j's lse: its initial error and, at each of n merges,
+    :math:`3 u |a - b| + 2^{-22}` in the exponents and the error of the stored lse.
 
     Examples
     --------
@@ -107,8 +107,8 @@ def merged(partials: Sequence[Expected], dtype: str, wide: bool = True) -> Expec
         lost = np.where(there[..., None], np.abs(o) + bound, 0.0).sum(axis=0) * FLUSHED
     error = moved + own + gamma(ROUNDINGS * merges, U)[..., None] * size + lost
     if not wide:
-        # Each rounding but the last is of a partial result whose share of O is at most `size`. Half
-        # an ulp of twice that is no less than the same part of it.
+        # Each rounding but the last concerns a partial result whose share of O is at most `size`.
+        # Half an ulp of twice that is at least as large as the same part of it.
         error = error + np.maximum(merges - 1, 0)[..., None] * half_ulp(2 * size, dtype)
     reach = np.abs(whole) + error
     error = error * REFERENCE + half_ulp(reach, dtype)
@@ -122,16 +122,16 @@ def merged(partials: Sequence[Expected], dtype: str, wide: bool = True) -> Expec
 
 
 def summed(errors: Array, sizes: Array, terms: Array, roundings: Array, dtype: str) -> Array:
-    """Return what a sum of gradients may differ by [L51].
+    """Return the bound of the error of a sum of gradients [L51].
 
     Parameters
     ----------
     errors, sizes : array
         Sums of the bounds of the terms, and of their magnitudes with these.
     terms : array
-        How many there are; one alone is not added to anything.
+        Number of terms; a single term is not added.
     roundings : array
-        How often what was summed is rounded to `dtype` on its way.
+        How often sums are rounded to `dtype` while they travel.
     dtype : {"float16", "bfloat16"}
     """
     several = np.maximum(terms - 1, 0)

@@ -1,7 +1,7 @@
-"""What goes round a ring of ``fa_int8``: codes, scales and means in place of keys and values.
+"""Arrays that circulate in a ring of ``fa_int8``: codes, scales and means, not keys and values.
 
-Every range of keys that lies together is quantised by the rank that has it, once, with scales and a
-mean of its own, and every rank attends to the same codes.
+The rank that holds a contiguous range of keys quantises it once, with separate scales and a
+separate mean. All ranks attend to the same codes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TravellingCodes:
     ----------
     call : ShardedCall
     calls : Calls
-        Those of these heads.
+        Calls of these heads.
     q, k, v : array
         Some heads of the rows of this rank and its neighbours.
     scores : Scores
-        Of these rows and of all keys.
+        Options of scores for these rows and all keys.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TravellingCodes:
         self._template = calls.codes_of_nothing(q, k, v)
         self._names = [name for name in _AXES if getattr(self._template, name) is not None]
         keys = call.keys[call.circle.index(call.group.rank)]
-        #: What this rank brings: the arrays of one range of keys after the other.
+        #: Arrays that this rank contributes, one range of keys after another.
         self.own = [
             x for place in places(keys, keys) for x in self._fields(self._quantized((0, 0), place))
         ]

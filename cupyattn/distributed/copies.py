@@ -1,9 +1,9 @@
-"""Ranks that are devices of one process, whose arrays travel by the devices' copy engines.
+"""Ranks that are devices of one process; copy engines of the devices move their arrays.
 
-NCCL moves bytes by a kernel, which takes multiprocessors from the computation beside it. Within a
-process a device can read another's memory by itself: the receiver's stream waits for the sender's
-event and copies. No stream waits for a peer that has not come, so nothing on a device can hang. The
-heads of an array lie at a pitch, so a message is one copy however many they are.
+NCCL moves bytes by a kernel, which takes multiprocessors from the computation. Within a process a
+device can read another device's memory directly: the receiver's stream waits for the sender's event
+and copies. No stream waits for a peer that has not arrived, so no device can hang. The heads of an
+array are at a pitch, so a message with any number of heads is one copy.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Copied:
             )
 
     def wait(self) -> None:
-        """Let the current stream wait, also until others have read what was sent."""
+        """Let the current stream wait for the messages, and until others have read what it sent."""
         self.begin()
         group = self._group
         with group.on_device():

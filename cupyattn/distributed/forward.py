@@ -1,5 +1,6 @@
-"""The forward pass of a rank: heads are exchanged step by step beside the computation, and within a
-step keys and values go round.
+"""The forward pass of a rank.
+
+Heads are exchanged step by step during the computation; within a step, keys and values circulate.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from cupyattn.distributed.ulysses import Neighbours
 
 #: Arrays, and which of rows and keys, query heads and key heads they have.
 Kinds = Sequence[tuple[Any, str]]
-#: The same, and where the heads of each neighbour lie in them.
+#: The same, with the positions of each neighbour's heads.
 Receivers = Sequence[tuple[Any, str, Sequence[Range]]]
 
 
 def compute(
     call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool, scores: Scores = NO_SCORES
 ) -> tuple[Any, Any]:
-    """Return O and lse of this rank's rows, of contiguous arrays; what it sent may still travel.
+    """Return O and lse of this rank's rows, from contiguous arrays; messages may still travel.
 
     Without `return_lse` lse need not be right. `scores` are of all rows and keys.
     """
@@ -60,7 +61,7 @@ def by_step(
     work_on: Callable[[Heads, list[Any]], Kinds],
     receivers: Callable[[list[Heads]], Receivers],
 ) -> None:
-    """Bring each neighbour some heads of all rows at a time, and what it makes of them back home.
+    """Exchange heads for rows in steps, compute, and return the results to their ranks.
 
     Parameters
     ----------
@@ -68,16 +69,16 @@ def by_step(
     operands : sequence of (array, {"q", "kv"})
         All heads of this rank's rows, or keys.
     work_on : callable
-        Takes this rank's heads and the arrays with all rows of these; returns as many results as
-        there are receivers.
+        Takes this rank's heads and the arrays with all their rows; returns one result for each
+        receiver.
     receivers : callable
-        Takes the heads of all neighbours; returns what receives the results for this rank's rows
-        or keys, and where in it the heads of each neighbour belong.
+        Takes the heads of all neighbours; returns arrays that receive the results for this rank's
+        rows or keys, and the positions of each neighbour's heads in them.
 
     Notes
     -----
-    What the next step needs is on its way while this one is computed, and so are the results of the
-    one before.
+    While a step is computed, the operands of the next step and the results of the previous step
+    travel.
     """
     rows, keys = call.neighbours
     of_kind = {"q": rows, "kv": keys}
@@ -96,19 +97,19 @@ def by_step(
 
     homeward: deque[Work] = deque()
     work, arrays = scatter(steps[0]) if steps else (None, [])
-    if work is not None:  # nothing is computed beside the first heads
+    if work is not None:  # no computation overlaps the first heads
         work.begin()
     for index, step in enumerate(steps):
-        # NOTE: in this order. What receives the next heads is allocated before this step computes
-        # (see `Group.prepare`), and these are sent off after it was launched: the host takes its
-        # time over messages, and the device has nothing else to do.
+        # NOTE: in this order. Arrays for the next heads are allocated before this step computes
+        # (see `Group.prepare`). Messages start after its launch, because they take host time in
+        # which the device would be idle.
         coming = scatter(steps[index + 1]) if index + 1 < len(steps) else (None, [])
         if work is not None:
             work.wait()
         if len(homeward) > 1:  # it left before these heads did; its arrays hold the next results
             homeward.popleft().wait()
         results = work_on(step[own], arrays)
-        work, arrays = coming  # frees what this step needed before one after the next takes as much
+        work, arrays = coming  # frees this step's memory before a later step allocates as much
         if work is not None:
             work.begin()
         homeward.append(_bring_home(call, of_kind, results, receivers(step)))
@@ -139,7 +140,7 @@ def _of_heads(
 ) -> tuple[Any, Any]:
     """Return O and lse of some heads of the rows of this rank and its neighbours.
 
-    `calls` are those of these heads.
+    `calls` are the calls of these heads.
     """
     # NOTE: without heads, too: all ranks exchange equally often.
     if call.mesh.ring == 1:
@@ -161,7 +162,7 @@ def _of_heads(
 
 
 def forms_of_keys(call: ShardedCall, k: Any) -> Callable[[int], list[MessageForm]]:
-    """Return what says shape and dtype of K and V of the rank at an index of the circle."""
+    """Return a function of shape and dtype of K and V of the rank at an index of the circle."""
 
     def forms(owner: int) -> list[MessageForm]:
         length = sum(end - begin for begin, end in call.keys[owner])

@@ -1,8 +1,7 @@
-"""Ranks that compute together: what each must be able to send, to receive and to find out.
+"""Groups of ranks: the interface to send, to receive and to detect failures.
 
-`Group` is what the algorithms see. `HostGroup` carries NumPy arrays through the ranks' store, with
-the same order, the same checks and the same failures as `cupyattn.distributed.nccl.NcclGroup`,
-which carries CuPy arrays.
+The algorithms use `Group`. `HostGroup` sends NumPy arrays through the ranks' store, with the same
+order, checks and failures as `cupyattn.distributed.nccl.NcclGroup`, which sends CuPy arrays.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class Message(NamedTuple):
     Parameters
     ----------
     rank : int
-        The other one; of a message to itself the copy that it is, is made in its turn.
+        The other rank. A message to the rank itself is a copy, made in order with the others.
     array : array
     outer : int
-        Leading axes that may have any strides; what is at one place of them lies together. The same
-        on both sides, as is the shape.
+        Number of leading axes that may have any strides; the rest of the array is contiguous. Both
+        sides must have the same number and the same shape.
     """
 
     rank: int
@@ -53,11 +52,11 @@ class Message(NamedTuple):
 
     @property
     def pieces(self) -> Iterator[Any]:
-        """What lies together, one after the other."""
+        """The contiguous pieces, in order."""
         return (self.array[at] for at in np.ndindex(*self.array.shape[: self.outer]))
 
 
-#: Messages of a rank to itself: what receives, what is sent.
+#: Messages of a rank to itself: target and source.
 Copies = list[tuple[Message, Message]]
 
 
@@ -68,7 +67,7 @@ class Work(Protocol):
         """Send them off, unless they have been."""
 
     def wait(self) -> None:
-        """Let what the caller computes from now on see the arrays that were received."""
+        """Order later computations of the caller after the arrival of the received arrays."""
 
 
 class Group(abc.ABC):
@@ -77,20 +76,20 @@ class Group(abc.ABC):
     Parameters
     ----------
     store : Store
-        What the ranks share.
+        The board that the ranks share.
     rank, size : int
-        Which of how many this is.
+        Number of this rank, and number of ranks.
     timeout : float
         Seconds that a rank waits for another before it gives all of them up.
 
     Attributes
     ----------
     bytes_sent : int
-        What this rank has sent to others so far.
+        Bytes that this rank has sent to others so far.
     hosts : tuple of str
         Name of the host of every rank.
     namespace : {"numpy", "cupy"}
-        Whose arrays it exchanges.
+        Library of the exchanged arrays.
 
     Raises
     ------
@@ -116,7 +115,7 @@ class Group(abc.ABC):
     # ---- words -----------------------------------------------------------------------------------
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Return what every rank says, by rank.
+        """Return the value of every rank, by rank.
 
         Parameters
         ----------

@@ -1,5 +1,6 @@
-"""Partial results of a ring: attention to some of the keys, brought together by their lse in
-float32. The first part stays as it came, and the last one makes the result in its own type.
+"""Merging partial results of a ring, attention to some of the keys, by their lse in float32.
+
+The first part is stored unchanged. The last merge writes the type of the result.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from cupyattn.plans.records import Launch, Plan, Work
 from cupyattn.plans.structs import MERGE_PARAMS
 from cupyattn.problem.problem import Problem
 
-#: Rows of a block, whose weights lie in shared memory.
+#: Rows of a thread block, whose weights are in shared memory.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 
 
 @dataclass
 class _Piece:
-    """O and lse of rows that lie together, so far."""
+    """Current O and lse of contiguous rows."""
 
     o: Any
     lse: Any
@@ -44,16 +45,16 @@ class Partial:
     Parameters
     ----------
     like : array, (batch, heads, len_q, head_dim)
-        Shape, type and place of the result.
+        Shape, type and device of the result.
     backend : {"cuda", "mirror", "interpret"}
     wide : bool
-        Whether O is float32 between the first part and the last; otherwise always in its own type.
+        Whether O is float32 between the first part and the last; otherwise it keeps its type.
 
     Notes
     -----
-    Rows that come together are a piece of their own until others come that are in part the same.
-    A piece stays as it came while there is one part of it, and is float32 between the second and
-    the last, if `wide`.
+    Rows that arrive together are a separate piece until rows arrive that overlap them in part. A
+    piece with a single part is unchanged. With `wide`, it is float32 from the second part to the
+    last.
     """
 
     def __init__(self, like: Any, backend: str, wide: bool = True) -> None:
@@ -66,13 +67,13 @@ class Partial:
         Parameters
         ----------
         rows : (int, int)
-            Which, from one up to another.
+            First row and end.
         o : array, (batch, heads, rows, head_dim)
-            The result's type. The first becomes the caller's no longer: it may be changed.
+            In the type of the result. The first part may be modified later.
         lse : array, (batch, heads, rows), float32
-            Natural logarithm; rows contiguous. Likewise.
+            Natural logarithm; rows contiguous. It may be modified, too.
         last : bool
-            No further part comes: of these rows the result is made in its own type.
+            Whether no further part comes: these rows then get the type of the result.
         """
         met = [of for of in self._pieces if of[0] < rows[1] and rows[0] < of[1]]
         if not met:
@@ -95,7 +96,7 @@ class Partial:
         piece.o = after
 
     def result(self) -> tuple[Any, Any]:
-        """Return O, rounded to its type, and lse; 0 and -inf of rows that attended to nothing."""
+        """Return O, rounded to its type, and lse; 0 and -inf for rows without unmasked keys."""
         whole = 0, self._like.shape[2]
         piece = self._pieces.get(whole)
         if piece is None:
@@ -107,7 +108,7 @@ class Partial:
         return STORAGE[self._like.dtype.name]
 
     def _joined(self, rows: Range, dtype: Any) -> _Piece:
-        """Return pieces as one of a type, which has nothing of the rows between them."""
+        """Return pieces as one piece of a type, without the rows between them."""
         like, xp, (begin, end) = self._like, array_namespace(self._like), rows
         within = {of: x for of, x in self._pieces.items() if begin <= of[0] and of[1] <= end}
         with memory.on_device_of(like):
@@ -132,16 +133,16 @@ class Partial:
 
 
 def merge_mirror(before: Any, lse: Any, part_o: Any, part_lse: Any, o: Any) -> None:
-    """Do what kernels_cu/merge/merge_partials.cu does on NumPy arrays.
+    """Mirror kernels_cu/merge/merge_partials.cu on NumPy arrays.
 
     Parameters
     ----------
     before : array, (batch, heads, rows, head_dim)
-        So far, in 16 or 32 bits.
+        Current O, in 16 or 32 bits.
     lse : array, (batch, heads, rows), float32
-        So far; changed to what it is with the part.
+        Current lse, updated in place.
     part_o, part_lse : array
-        What comes in, `part_o` in 16 or 32 bits.
+        The new part, `part_o` in 16 or 32 bits.
     o : array, (batch, heads, rows, head_dim)
         Receives the result, in its type; may be `before`.
     """
@@ -157,20 +158,20 @@ def merge_mirror(before: Any, lse: Any, part_o: Any, part_lse: Any, o: Any) -> N
 
 
 def _stored(x: Any, dtype: Any) -> Any:
-    """Return an array in a type: rounded, widened, or as it is."""
+    """Return an array in a type: rounded, widened, or unchanged."""
     with np.errstate(over="ignore"):
         return x.astype(dtype, copy=False)
 
 
 @functools.lru_cache(maxsize=1024)
 class _Merge(Operation):
-    """Merging a part into O and lse where they lie, as an operation of (backend, dtype)."""
+    """Merging a part into O and lse in place, as an operation of (backend, dtype)."""
 
     name = "merge_partials"
     receives = ("O", "lse")
 
     def resolve(self, settings: tuple[str, str], arrays: Mapping[str, Described]) -> Problem:
-        """Settle what is read: of O itself, where its type stays."""
+        """Settle the operands: the current O is O itself if its type stays."""
         backend, _ = settings
         kept = arrays["before_O"].dtype == arrays["O"].dtype  # then they are one array
         names = ("part_O", "part_lse") if kept else ("part_O", "part_lse", "before_O")
@@ -202,7 +203,7 @@ MERGE = _Merge()
 
 
 def _with_before(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arrays by buffer, of which O is what it was before, too, where its type stays."""
+    """Return arrays by buffer; if the type stays, O is also the current O."""
     return {"before_O": arrays["O"], **arrays}
 
 
@@ -217,7 +218,7 @@ def plan_merge(
     after: str,
     in_place: bool,
 ) -> Plan:
-    """Plan how partial results of some rows are brought together.
+    """Plan the kernel that merges partial results of some rows.
 
     Parameters
     ----------
@@ -228,12 +229,12 @@ def plan_merge(
         The buffers ``"part_O"``, of type `dtype`, and ``"part_lse"``, float32.
     dtype, before, after : {"float16", "bfloat16", "float32"}
     in_place : bool
-        What was is in the buffer ``"O"``.
+        Whether the current O is in the buffer ``"O"``.
 
     Returns
     -------
     Plan
-        Without launches where there is nothing.
+        It has no launches if there are no rows.
 
     Raises
     ------

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from cupyattn.distributed.partition import Range
 
-#: Steps that the exchange of heads is cut into, so that all but the first and the last of them run
-#: beside the computation.
+#: Number of steps of the exchange of heads; all but the first and the last overlap computation.
 CHUNKS = 4
 
 
@@ -16,7 +15,7 @@ class Mesh:
     """Ranks in a grid of `ring` groups of `ulysses` neighbours.
 
     Neighbours exchange heads for rows: each then has some heads of all their rows. Groups pass keys
-    and values on in a ring, each rank to the one of its own heads.
+    and values around a ring, each rank to the rank with the same heads.
 
     Parameters
     ----------
@@ -56,7 +55,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, and the key heads that they use; as many to each.
+    """Query heads, and the key heads that they use; all key heads have equally many query heads.
 
     Parameters
     ----------
@@ -74,7 +73,7 @@ NO_HEADS = Heads((0, 0), (0, 0))
 def shares_of_heads(
     heads: int, heads_kv: int, size: int, chunks: int = CHUNKS
 ) -> tuple[tuple[Heads, ...], ...]:
-    """Return what each of some ranks computes, step by step: query heads as evenly as they go.
+    """Return the query heads of each rank in each step, divided as evenly as possible.
 
     Parameters
     ----------
@@ -87,7 +86,7 @@ def shares_of_heads(
     Returns
     -------
     tuple of tuple of Heads
-        By rank; all have as many steps, the last of which may be without heads.
+        By rank; all ranks have the same number of steps, and the last may have no heads.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""What a call costs on many devices, on paper: operations, bytes and memory of the busiest rank.
+"""Predicted costs of a call on many devices: operations, bytes and memory of the busiest rank.
 
-With the rates of a machine these are seconds. ``method="auto"`` and ``cupyattn plan --devices`` ask
-it; ``experiments/speed/scaling.py`` holds it to what was measured.
+With the rates of a machine these give seconds. ``method="auto"`` and ``cupyattn plan --devices``
+use the model; ``experiments/speed/scaling.py`` compares it with measurements.
 """
 
 from __future__ import annotations

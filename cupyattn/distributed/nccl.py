@@ -1,13 +1,13 @@
 """Ranks with a CUDA device each, whose arrays travel by NCCL on a stream of their own.
 
-NCCL does not say that a peer has gone: what waits for it waits for ever. So a thread watches from
-the first exchange of a call to its end. It asks NCCL for errors, the store for ranks that have
-failed, and the clock; where one of them says so it aborts the communicator, which ends every wait,
-and the rank raises `RankError`.
+NCCL does not report that a peer has ended: a wait for it never returns. So a thread watches from
+the first exchange of a call to its end. It checks NCCL for errors, the store for failed ranks, and
+the clock. After a failure it aborts the communicator, which ends all waits, and the rank raises
+`RankError`.
 
-NCCL moves bytes by kernels, which need multiprocessors. Behind a persistent kernel of attention
-they would find none until it ends: a message is launched before the computation that it travels
-beside, and where both wait for a multiprocessor the stream's priority lets it go first.
+NCCL moves bytes by kernels, which need multiprocessors. After a persistent kernel of attention they
+would find none until it ends. So a message is launched before the computation that overlaps it. If
+both wait for a multiprocessor, the priority of the stream lets the message start first.
 """
 
 from __future__ import annotations

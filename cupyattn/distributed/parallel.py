@@ -32,10 +32,10 @@ def parallel_attention(
     layout: str = "BHSD",
     **options: Unpack[ShardedOptions],
 ) -> Any:
-    """`cupyattn.attention` of a sequence whose rows and keys lie on several ranks.
+    """`cupyattn.attention` of a sequence whose rows and keys are on several ranks.
 
-    Every rank of the group calls it at the same time, with its own rows of q, k and v, and gets the
-    same rows of the result.
+    Every rank of the group calls it at the same time, with the rows of q, k and v that it holds,
+    and gets the same rows of the result.
 
     Parameters
     ----------
@@ -44,27 +44,28 @@ def parallel_attention(
     k, v : array, (batch, heads_kv, own keys, head_dim)
         `heads_kv` divides `heads`.
     group : Group
-        As `cupyattn.distributed.run`, `connect`, `from_mpi` or `from_torch` gives it.
+        From `cupyattn.distributed.run`, `connect`, `from_mpi` or `from_torch`.
     method : {"auto", "ulysses", "ring", "mixed"}
-        ``"ulysses"``: ranks exchange heads for rows, so that each computes some heads of the whole
-        sequence. ``"ring"``: keys and values go round, and each rank computes its own rows.
+        ``"ulysses"``: ranks exchange heads for rows, so each computes some heads of the whole
+        sequence. ``"ring"``: keys and values circulate, and each rank computes its rows.
         ``"mixed"``: groups of `ulysses` neighbours exchange heads, and the groups form a ring.
-        ``"auto"``: the method that `from_torch` was given, otherwise what takes the least time by
+        ``"auto"``: the method given to `from_torch`, otherwise the fastest method by
         `cupyattn.distributed.model`.
     ulysses : int, optional
-        With ``"mixed"``: neighbours that exchange heads; divides the ranks.
+        With ``"mixed"``: number of neighbours that exchange heads; divides the ranks.
     partition : {"contiguous", "zigzag"} or Partition or (Partition, Partition)
-        Which rank has which rows: one behind the other by rank, as many as each brings; or as
-        `Partition.zigzag` shares them, which gives all ranks of a ring the same work under a causal
-        mask; or as one says, or one for q and one for k and v.
+        Which rank has which rows. "contiguous": rank after rank, each with its number of rows.
+        "zigzag": as in `Partition.zigzag`, which gives all ranks of a ring the same work under a
+        causal mask. Otherwise a partition, or one for q and one for k and v.
     variant, accuracy, scale, softcap, layout, quant, tiles, arch, backend
-        As for `cupyattn.attention`. Of ``fa_int8`` in a ring codes and scales travel in place of
-        keys and values; each rank quantises its own. Given scales are those of the whole call, for
-        all heads, and the same on every rank; a ring takes granularity "tensor" and "head".
+        As for `cupyattn.attention`. In a ring of ``fa_int8``, codes and scales travel in place of
+        keys and values, and each rank quantises its keys. Given scales belong to the whole call,
+        for all heads, and must be the same on every rank; a ring supports granularity "tensor" and
+        "head".
     causal, causal_align, window
         As for `cupyattn.attention` of the whole sequence.
     return_lse : bool
-        Return the log-sum-exp too.
+        Also return the log-sum-exp.
 
     Returns
     -------
@@ -88,9 +89,9 @@ def parallel_attention(
     Tensors of torch that require gradients get them: autograd calls `parallel_attention_backward`,
     on all ranks in the same order.
 
-    With ``"ulysses"`` every head is computed as `cupyattn.attention` computes it alone. A ring
-    rounds the result for some keys to the type of q, and brings these together in float32:
-    `cupyattn.distributed.verdict` knows the bound. The same group gives the same bits on every run.
+    With ``"ulysses"`` every head is computed as in a separate call of `cupyattn.attention`. A ring
+    rounds partial results, for some keys, to the type of q and merges them in float32;
+    `cupyattn.distributed.verdict` has the bound. The same group returns the same bits on every run.
 
     Examples
     --------
@@ -123,15 +124,15 @@ def parallel_attention_varlen(
     partition: Any = "contiguous",
     **options: Unpack[ShardedOptions],
 ) -> Any:
-    """`cupyattn.attention_varlen` of packed sequences whose rows lie on several ranks.
+    """`cupyattn.attention_varlen` of packed sequences whose rows are on several ranks.
 
     Parameters
     ----------
     q, k, v : array, (own rows or keys, heads or heads_kv, head_dim)
         This rank's part of the packed rows; a sequence may begin on one rank and end on another.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32 or int64
-        Where the sequences begin and end among the rows of all ranks; the same on every rank. On a
-        device they are waited for.
+        Offsets of the sequences among the rows of all ranks, the same on every rank. Offsets on a
+        device cause a synchronisation.
     group, method, ulysses
         As for `parallel_attention`.
     partition
@@ -160,7 +161,7 @@ def parallel_attention_varlen(
 
 
 def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Any:
-    """Return what the caller asked for."""
+    """Run the call and return the results that the caller requested."""
     _, o, lse = on_ranks(what, settings, group, arrays)
     return (o, lse) if settings.of_call.return_lse else o
 
@@ -173,27 +174,27 @@ def on_ranks(
     scores: Scores = NO_SCORES,
     finish: bool = True,
 ) -> tuple[ShardedCall, Any, Any]:
-    """Agree with the other ranks and compute, such that autograd knows where tensors ask for it.
+    """Agree with the other ranks and compute, with autograd if tensors require it.
 
     Parameters
     ----------
     what : str
-        The function that is called, for messages.
+        Name of the called function, for messages.
     settings : ShardedSettings
     group : Group
     arrays : mapping
-        This rank's, as `cupyattn.problem.settings.parse` names them.
+        This rank's arrays, by the names of `cupyattn.problem.settings.parse`.
     scores : Scores
-        Of the rows and keys of all ranks; as many of each on every rank.
+        Options of scores for the rows and keys of all ranks, equally many on every rank.
     finish : bool
         Wait on the host until everything has been exchanged.
 
     Returns
     -------
     call : ShardedCall
-        What ran.
+        The call that ran.
     o, lse : array
-        In the caller's kind; lse is None if the settings do not ask for it.
+        In the caller's kind; lse is None unless the settings have `return_lse`.
     """
     if not tensors.need_gradients(arrays):
         return _on_ranks(what, settings, group, tensors.detached(arrays), scores, finish)
@@ -239,7 +240,7 @@ def _on_ranks(
 
 
 def _as_arrays(arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[Any], Any]]:
-    """Return arrays as NumPy or CuPy has them, by which calls are known, and the way back."""
+    """Return NumPy or CuPy arrays, which identify calls, and the converter of results."""
     try:
         own, as_given = imported({name: arrays[name] for name in "qkv"})
     except TypeError:  # which checks of the call say again, to all ranks

@@ -1,4 +1,4 @@
-"""Which rows of a sequence lie on which rank: one behind the other, or zigzag."""
+"""Which rank holds which rows of a sequence: contiguous, or zigzag."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Partition:
     Raises
     ------
     ValueError
-        If ranges are no pairs of whole numbers, a row has no rank or several, or the ranges of a
-        rank do not rise.
+        If ranges are not pairs of whole numbers, if a row has no rank or several, or if the ranges
+        of a rank do not rise.
 
     Examples
     --------
@@ -72,10 +72,10 @@ class Partition:
         Parameters
         ----------
         length : int or sequence of int
-            Rows of all ranks, the first of which get one more where they do not divide; or the
-            rows of each.
+            Total rows, of which the first ranks get one more if they do not divide; or the rows of
+            each rank.
         size : int, optional
-            Ranks; needed where `length` is one number.
+            Number of ranks; required if `length` is one number.
         """
         check_values("length", length)
         if not isinstance(length, Iterable) or getattr(length, "ndim", 1) == 0:
@@ -91,7 +91,8 @@ class Partition:
     def zigzag(cls, length: int, size: int) -> Partition:
         """Share rows so that all ranks have the same work under a causal mask.
 
-        Of twice as many chunks as ranks rank i gets chunk i and the i-th from the end.
+        The rows are cut into twice as many chunks as ranks; rank i gets chunk i and the i-th chunk
+        from the end.
 
         Parameters
         ----------
@@ -151,7 +152,7 @@ class Partition:
         Raises
         ------
         ValueError
-            For another number of rows, or a rank that there is not.
+            For another number of rows, or a rank that does not exist.
         """
         array = operand("array", array)
         xp = array_namespace(array)
@@ -167,7 +168,7 @@ class Partition:
         return xp.ascontiguousarray(xp.concatenate(slices, axis=axis))
 
     def join(self, parts: Sequence[Any], axis: int = -2) -> Any:
-        """Return an array with all rows, from those of each rank: undo `take`.
+        """Return an array with all rows, from the rows of each rank: undo `take`.
 
         Parameters
         ----------
@@ -193,14 +194,14 @@ class Partition:
         return whole
 
     def merged(self, groups: Iterable[Iterable[int]]) -> Partition:
-        """Return the partition of which each rank has the rows of several of this one, in order."""
+        """Return a partition whose ranks have the rows of several ranks of this one, in order."""
         return Partition(
             tuple(_rising(r for rank in group for r in self.ranges[rank]) for group in groups)
         )
 
 
 def places(inner: Iterable[Range], outer: Iterable[Range]) -> list[Range]:
-    """Return where ranges lie in an array that holds the rows of other ranges.
+    """Return the positions of ranges in an array with the rows of other ranges.
 
     Parameters
     ----------
@@ -239,12 +240,12 @@ def _whole(name: str, number: Any, least: int = 0) -> int:
 
 
 def _shares(length: int, size: int) -> list[int]:
-    """Return how many of so many rows each gets, the first one more where they do not divide."""
+    """Divide a number of rows among ranks; the first ranks get one more if needed."""
     return [length // size + (i < length % size) for i in range(size)]
 
 
 def _rising(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return ranges in their order, those that touch as one, without empty ones."""
+    """Return ranges in order, with adjacent ranges joined and empty ranges removed."""
     joined: list[Range] = []
     for begin, end in sorted(r for r in ranges if r[0] < r[1]):
         if joined and joined[-1][1] == begin:

@@ -1,4 +1,4 @@
-"""Arrays that lie together but for their outer axes, as copy engines take them: rows at a pitch."""
+"""Arrays that are contiguous except along outer axes, as rows at a pitch for copy engines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MAX_PITCH = 2**31 - 1
 
 @dataclass(frozen=True)
 class Rows:
-    """What one copy moves.
+    """The rows of one copy.
 
     Parameters
     ----------
     target, source : int
-        Where it begins, in bytes from the beginning of each array.
+        Offsets in bytes from the start of each array.
     target_pitch, source_pitch : int
         Bytes from one row to the next.
     width, height : int
-        Bytes of a row, and how many there are.
+        Bytes of a row, and number of rows.
     """
 
     target: int
@@ -53,11 +53,11 @@ def as_rows(
     itemsize : int
         Bytes of an element.
     outer : int
-        Leading axes with strides of their own; what is at one place of them lies together.
+        Number of leading axes that may have any strides; the rest of an array is contiguous.
     target, source : sequence of int
-        Strides of the two, in bytes.
+        Strides of the two arrays, in bytes.
     max_pitch : int
-        Rows that lie farther apart are copied one by one.
+        Rows at a larger pitch are copied one by one.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def copy(runtime: Any, target: Any, source: Any, outer: int, stream: Any) -> Non
 
 
 def copy_all(cuda: Any, pairs: Iterable[tuple[Message, Message]]) -> None:
-    """Copy arrays of the current device to others of it, on the current stream.
+    """Copy arrays of the current device to other arrays on it, on the current stream.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ NO_SCORES = Scores()
 
 @dataclass(frozen=True)
 class Calls:
-    """What all calls of a rank have in common.
+    """Options and arrays that all calls of a rank share.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Calls:
             quant = scales_of_heads(self.settings.quant, heads)
             if quant is self.settings.quant:
                 return self
-            # NOTE: kept, since later calls are known by the identity of these arrays.
+            # NOTE: stored, because later calls are recognised by the identity of these arrays.
             self._of_heads[heads] = Calls(self.settings._replace(quant=quant), self.offsets)
         return self._of_heads[heads]
 
@@ -174,12 +174,12 @@ class Calls:
 
 
 def of_window(settings: Settings, window: tuple[int, int]) -> Settings:
-    """Return settings of a block, of which a window says which keys a row attends to."""
+    """Return settings of a block, with a window that selects the keys of each row."""
     return settings._replace(causal=False, causal_align="top-left", window=window)
 
 
 def _cut(x: Any, axis: int, ranges: Sequence[Range]) -> Any:
-    """Return what ranges of an axis have, one behind the other."""
+    """Return the elements of several ranges of an axis, concatenated."""
     before = (slice(None),) * axis
     found = [x[(*before, slice(*one))] for one in ranges or [(0, 0)]]
     return found[0] if len(found) == 1 else array_namespace(x).concatenate(found, axis=axis)
@@ -198,8 +198,10 @@ def _rising_runs(blocks: list[Block]) -> Iterator[list[Block]]:
 
 
 def _packed(run: list[Block]) -> tuple[dict[str, Any], list[int]]:
-    """Return blocks as packed sequences, and the longest lengths; what lies between two is rows
-    without keys, and keys without rows."""
+    """Return blocks as packed sequences, and the longest lengths.
+
+    The rows between two blocks become sequences without keys, and the keys between them sequences
+    without rows."""
     ends = [(run[0].q[0], run[0].kv[0])]
     for block in run:
         ends += [(block.q[0], ends[-1][1]), (block.q[0], block.kv[0]), (block.q[1], block.kv[1])]
@@ -224,7 +226,7 @@ def _forward(
 
 
 def _named(q: Any, k: Any, v: Any, offsets: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays of a call by name, packed where there are offsets."""
+    """Return the arrays of a call by name, packed if there are offsets."""
     named = {"q": q, "k": k, "v": v}
     return {**{n: _rows_first(x) for n, x in named.items()}, **offsets} if offsets else named
 

@@ -1,4 +1,4 @@
-"""Batch entries or heads shared among ranks: nothing to exchange but results."""
+"""Batch entries or heads divided among ranks, which exchange only results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     ----------
     q : array, (batch, heads, len_q, head_dim)
     k, v : array, (batch, heads_kv, len_kv, head_dim)
-        Of all ranks.
+        Arrays of all ranks.
     group : Group
     axis : {"batch", "heads"}
-        What is shared, one behind the other; the first ranks get one more where it does not divide.
+        Axis that is cut into contiguous parts; the first ranks get one more if it does not divide.
 
     Returns
     -------
@@ -34,7 +34,7 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     Raises
     ------
     ValueError
-        For another axis, what has none, or if `heads_kv` is no multiple of the ranks.
+        For another or a missing axis, or if `heads_kv` is not a multiple of the ranks.
 
     Examples
     --------
@@ -68,7 +68,8 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     Parameters
     ----------
     x : array, (batch, heads, ...)
-        This rank's, of any library. Other ranks' arrays differ in the length of the axis alone.
+        This rank's array, of any library. Arrays of other ranks may differ only in the length of
+        the axis.
     group : Group
     axis : {"batch", "heads"}
 
@@ -118,7 +119,7 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
 
 
 def _check_axes(name: str, x: Any, number: int) -> None:
-    """Raise for what has no axis of a number."""
+    """Raise for an array without the axis."""
     if len(getattr(x, "shape", ())) <= number:
         raise ValueError(f"{name} must be an array (batch, heads, ...), got {shown(x)}")
 

@@ -1,9 +1,9 @@
-"""Keys and values go round a ring of ranks; each attends to what it has while the next ones come.
+"""Keys and values circulate in a ring; each rank attends to its keys while the next ones travel.
 
-Partial results are brought together by their lse in float32, in the order in which the keys come.
-In the backward pass the gradients of the keys follow them, one step behind, and come home last:
-what brings them is asked for behind the step that they belong to, so that the keys of the next one
-do not wait for it.
+Partial results are merged by their lse in float32, in the order in which the keys come. In the
+backward pass the gradients of the keys follow the keys one step later, and return to their rank at
+the end. Their messages are enqueued after the step that they belong to, so the keys of the next
+step do not wait for them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def circulate(
     forms: Callable[[int], Sequence[MessageForm]],
     like: Any,
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yield the arrays of every rank of a ring, this rank's first; the next ones come beside what
-    the caller then launches.
+    """Yield the arrays of every rank of a ring, this rank's first.
+
+    The next arrays travel while the caller computes.
 
     Parameters
     ----------
@@ -41,22 +42,22 @@ def circulate(
     circle : sequence of int
         The ranks, in the order in which arrays are passed on.
     own : sequence of array, contiguous
-        What this rank has; not modified.
+        This rank's arrays; not modified.
     forms : callable
         Returns shape and dtype of the arrays of the rank at an index of the circle.
     like : array
-        Of the kind of those that come: this rank may have none.
+        An array of the received kind, because this rank may have none.
 
     Yields
     ------
     owner : int
         Index in the circle.
     arrays : sequence of array
-        Its own.
+        Arrays of that rank.
 
     Notes
     -----
-    Two sets of arrays are held beside `own`: one is computed on, the other arrives.
+    There are two sets of arrays besides `own`: one is used in the computation, the other arrives.
     """
     size, index = len(circle), circle.index(group.rank)
     after, before = circle[(index + 1) % size], circle[index - 1]
@@ -85,11 +86,11 @@ def attend(
     Parameters
     ----------
     q : array, (batch, heads, rows, head_dim)
-        Shape, type and place of O.
+        Shape, type and device of O.
     coming : iterator of (int, sequence of array)
-        What `circulate` yields.
+        The arrays that `circulate` yields.
     results_of : callable
-        Takes one of these; yields rows, O and lse of attention to these keys alone.
+        Takes one item of `coming`; yields rows, O and lse of attention to only these keys.
     backend : {"cuda", "mirror", "interpret"}
     wide : bool
         Whether O is float32 until the last part has come.
@@ -125,9 +126,9 @@ def differentiate(
     keys : sequence of array
         K and V of this rank, (batch, heads_kv, keys, head_dim).
     gradients_of : callable
-        Takes what `circulate` yields; yields blocks and their gradients (dq, dk, dv).
+        Takes an item of `circulate`; yields blocks and their gradients (dq, dk, dv).
     wide : bool
-        Whether gradients are summed, and travel, in float32; otherwise in the type of q.
+        Whether gradients are added and sent in float32; otherwise in the type of q.
     """
     xp, dtype = array_namespace(q), np.dtype(np.float32) if wide else q.dtype
     size, index = len(circle), circle.index(group.rank)

@@ -1,5 +1,7 @@
-"""Given scales of ``fa_int8`` on several ranks, which are those of the whole call: all ranks must
-have the same, and each takes those of the heads that it computes.
+"""Given scales of ``fa_int8`` on several ranks.
+
+Scales belong to the whole call. All ranks must have the same scales, and each uses the scales of
+the heads that it computes.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def _in_words(scale: Any) -> str:
 
 
 def tiles_of_scales(described: AttentionProblem, quant: QuantConfig) -> Tiles:
-    """Return the tiles whose sizes granularity "block" takes, on the device of this rank.
+    """Return the tiles whose sizes granularity "block" uses on the device of this rank.
 
     UnsupportedError if no form of the rung is for such codes.
     """
@@ -69,13 +71,13 @@ def check_scales(
     Parameters
     ----------
     quant : QuantConfig
-        Values are looked at wherever they lie: ranks that have the same raise the same.
+        Values are read on any device, so ranks with equal scales raise equal errors.
     tiles : Tiles
         As `tiles_of_scales` returns them.
     call : AttentionSpec
-        Of the rows of all ranks.
+        The call of all ranks' rows.
     offsets : mapping
-        Of packed sequences ``cu_seqlens_q``, (batch + 1,); empty otherwise.
+        ``cu_seqlens_q``, (batch + 1,), for packed sequences; empty otherwise.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""The secret of a group of processes: where it comes from, and how the other ranks get it.
+"""The secret of a group of processes: its source, and how the other ranks get it.
 
-Given by the caller or the environment, it is the same on every rank. Otherwise rank 0 makes one and
-leaves it in a file that its user alone may read; the ranks of that user that see the same cache
-folder (on this host, or on hosts with a shared home) find it there.
+If the caller or the environment gives it, it is the same on every rank. Otherwise rank 0 makes a
+secret and writes it to a file that only its user may read. Ranks of that user with the same cache
+folder (on this host, or on hosts with a shared home) read it there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cupyattn.files import check_private, open_regular, replacing
 
 #: The secret itself, and a file that holds it.
 VARIABLE, FILE_VARIABLE = "CUPYATTN_GROUP_SECRET", "CUPYATTN_GROUP_SECRET_FILE"
-#: What a message tells its reader to do.
+#: Advice at the end of an error message.
 ADVICE = f"set {VARIABLE} or {FILE_VARIABLE} to the same on every rank"
 #: Characters that a secret has at least, and bytes of a file that are read at most.
 LEAST, MOST = 16, 4096
@@ -32,7 +32,7 @@ def make() -> bytes:
 
 
 def given(secret: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """Return the secret that the caller or the environment names, None where neither does.
+    """Return the secret that the caller or the environment gives, or None.
 
     Raises
     ------

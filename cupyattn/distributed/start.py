@@ -23,14 +23,14 @@ T = TypeVar("T")
 TRANSPORTS = ("auto", "nccl", "copies")
 #: Seconds between two looks at which ranks of this process have ended.
 _LOOK = 0.5
-#: What launchers say of a process: rank, number of ranks, rank on its host.
+#: Variables that launchers set for a process: rank, number of ranks, rank on its host.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-#: Where rank 0 listens when nobody says; under Slurm the number of the job is added, so that two
-#: jobs on a host do not meet.
+#: Default port of rank 0. Under Slurm the number of the job is added, so two jobs on a host use
+#: different ports.
 PORT, PORTS = 29400, 20000
 
 
@@ -41,7 +41,7 @@ def run(
     transport: str = "auto",
     timeout: float = TIMEOUT,
 ) -> list[T]:
-    """Call a function on every rank of a group in this process, each in a thread of its own.
+    """Call a function on every rank of a group in this process, each in a separate thread.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def run(
     while any(thread.is_alive() for thread in threads):
         for thread in threads:
             thread.join(timeout=_LOOK)
-        if errors:  # the others are told wherever they wait for a rank; for more nobody waits
+        if errors:  # other ranks see the failure when they wait for a rank
             for thread in threads:
                 thread.join(timeout=timeout)
             break

@@ -1,4 +1,4 @@
-"""Where ranks leave words for each other: who is there, what each brings, and who has failed.
+"""A board for short messages between ranks: presence, facts about calls, and failures.
 
 A store carries little (shapes, addresses, the identifier of an NCCL communicator) and on machines
 without a device the arrays too. `Board` is the store of ranks that are threads of one process;

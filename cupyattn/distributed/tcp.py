@@ -28,7 +28,7 @@ from cupyattn.errors import RankError, shown
 GRACE = 10.0
 #: Seconds between two attempts to reach rank 0: at first, and at most.
 RETRY, LONGEST_RETRY = 0.05, 1.0
-#: Characters of a text in a message: what a call is about, why a rank has failed.
+#: Largest number of characters of a text in a message, such as a call or the cause of a failure.
 TEXT = 4000
 
 Address = tuple[str, int]

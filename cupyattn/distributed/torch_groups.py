@@ -1,7 +1,7 @@
-"""Groups on what torch has: a process group or a device mesh carries arrays, its store the words.
+"""Groups on torch: a process group or a device mesh sends arrays, its store short messages.
 
-No store and no communicator of our own: whoever belongs to torch's group belongs to this one. NumPy
-arrays travel by gloo, CuPy arrays by NCCL on the communicator of the process group.
+There is no separate store or communicator: the members of torch's group are the members of this
+group. NumPy arrays travel by gloo, CuPy arrays by NCCL on the communicator of the process group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Heads for rows: neighbours exchange them, so that each has some heads of all their rows, and
 exchange them back.
 
-A message is the rows of some heads that one rank holds. Those of a head lie together where they are
-sent from and where they arrive, heads lie apart: nothing is packed or unpacked. What a rank keeps
-is a message to itself, which is copied beside the computation as the others are.
+A message has one rank's rows of some heads. The rows of a head are contiguous in both arrays, and
+heads are at a pitch, so no packing is needed. Rows that stay on a rank are a message to itself,
+which is copied during the computation like the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.group import Group, Message
 from cupyattn.distributed.partition import Partition, Range, places
 
-#: Batch entries and heads lie apart.
+#: Number of outer axes, batch and heads, which may have any strides.
 _OUTER = 2
 
 
@@ -30,9 +30,9 @@ class Neighbours:
     ranks : tuple of int
         The neighbours.
     local : tuple of tuple of (int, int)
-        Of each neighbour, where its ranges lie in its own array.
+        For each neighbour, the positions of its ranges in its array.
     joint : tuple of tuple of (int, int)
-        Where the same ranges lie in an array with the rows of all.
+        The positions of the same ranges in an array with the rows of all.
     """
 
     group: Group
@@ -42,7 +42,7 @@ class Neighbours:
 
     @classmethod
     def of(cls, group: Group, ranks: tuple[int, ...], rows: Partition) -> Neighbours:
-        """Describe the rows of some ranks; with others they share those of a partition."""
+        """Describe the rows of some ranks in a partition."""
         outer = merged_ranges(rows, ranks)
         ranges = [rows.ranges[rank] for rank in ranks]
         return cls(
@@ -62,7 +62,7 @@ class Neighbours:
     def scatter(
         self, x: Any, heads: Sequence[Range], sends: list[Message], receives: list[Message]
     ) -> Any:
-        """Return an array for all rows of this rank's heads; add what has to travel to fill it.
+        """Return an array for all rows of this rank's heads; add the messages that fill it.
 
         Parameters
         ----------
@@ -76,7 +76,7 @@ class Neighbours:
         Returns
         -------
         array, (batch, own heads, length, ...)
-            Its rows arrive.
+            Its rows are still in flight.
         """
         own = self._own
         mine = heads[own]
@@ -95,7 +95,7 @@ class Neighbours:
         sends: list[Message],
         receives: list[Message],
     ) -> None:
-        """Undo `scatter`: bring every neighbour the rows that are its own.
+        """Undo `scatter`: send every neighbour its rows.
 
         Parameters
         ----------
@@ -119,5 +119,5 @@ def merged_ranges(rows: Partition, ranks: Sequence[int]) -> tuple[Range, ...]:
 
 
 def _slabs(rank: int, x: Any, heads: Range, rows: Sequence[Range]) -> list[Message]:
-    """Return the messages of some heads: one for all rows that lie together."""
+    """Return the messages of some heads: one for each range of contiguous rows."""
     return [Message(rank, x[:, slice(*heads), slice(*some)], _OUTER) for some in rows]

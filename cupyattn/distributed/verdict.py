@@ -79,19 +79,19 @@ def judge(
     Parameters
     ----------
     o : array, (batch, heads, len_q, head_dim)
-        What all ranks returned, joined (`Partition.join`).
+        Results of all ranks, joined (`Partition.join`).
     q, k, v : array
         The operands of all ranks; arrays of any library, here and above.
     shared : Shared
-        How the call was shared.
+        How the ranks shared the call.
     variant : str
         The rung that ran.
     lse : array, (batch, heads, len_q), optional
-        To be judged, too.
+        If given, it is judged, too.
     quant : QuantConfig, optional
-        Of ``fa_int8``, whose codes each rank made of its own rows and keys. A device adds up the
-        mean of smoothed keys in another order than NumPy, and codes may differ: J2 of codes made
-        on a device needs ``smooth_k=False``.
+        For ``fa_int8``, whose codes each rank made from its rows and keys. A device adds up the
+        mean of smoothed keys in another order than NumPy, so codes may differ: J2 of codes made on
+        a device requires ``smooth_k=False``.
     form : str, optional
         As for `cupyattn.bounds.attention`.
     wide_sums : bool
@@ -116,7 +116,7 @@ def judge(
         for piece in blocks_of_rows:
             some = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
             how = {**rest, **piece.options}
-            if int8:  # a scale of granularity "tensor" is that of the heads of one call
+            if int8:  # with granularity "tensor" the heads of one call share a scale
                 each = [
                     _of_codes(_some_heads(some, h), scales_of_heads(own, h), form, how)
                     for h in _heads(shared, q, k)
@@ -145,9 +145,9 @@ def judge_backward(
     Parameters
     ----------
     gradients : (dq, dk, dv)
-        What all ranks returned, joined.
+        Results of all ranks, joined.
     d_out, q, k, v, out, lse : array
-        What all ranks were given, joined: the gradients are those at this O and lse.
+        Arguments of all ranks, joined: the gradients are those at this O and lse.
     shared : Shared
     wide_sums : bool
         As for `judge`.
@@ -192,7 +192,7 @@ def judge_backward(
             ends[name][_cell(span, np.arange(count))] += 1
     worst = 0.0
     for name, value in zip(exact, gradients, strict=True):
-        # A ring rounds the sum of each rank's heads, and what several ranks have is rounded again.
+        # A ring rounds the sum of each rank's heads, and sums over several ranks again.
         rounded = ends[name] * (shared.mesh.ring > 1) + (ends[name] > 1)
         rounded = rounded if wide_sums else rounded + terms[name]  # each term is added and rounded
         bound = summed(errors[name], sizes[name], terms[name], rounded, q.dtype.name)
@@ -261,7 +261,7 @@ def _exact(q: Array, k: Array, v: Array, shared: Shared, options: Any) -> tuple[
 
 
 def _on_hosts(**named: Any) -> tuple[Any, ...]:
-    """Return arrays of any library as NumPy's, in the order given; None stays None."""
+    """Return arrays of any library as NumPy arrays, in the order given; None stays None."""
     return tuple(
         None if x is None else on_host(take(name, x, of_parameter=True)[0])
         for name, x in named.items()
@@ -295,7 +295,7 @@ def _some_heads(some: Any, heads: Heads) -> Any:
 
 
 def _beside(each: list[Expected]) -> Expected:
-    """Return what is known of all heads, from what is of some each."""
+    """Return the results of all heads, joined from results of some heads each."""
     names = ("o", "lse", "bound", "lse_bound")
     return Expected(*(np.concatenate([getattr(one, n) for one in each], axis=1) for n in names))
 
@@ -307,7 +307,7 @@ def _nothing(shape: tuple[int, ...]) -> Expected:
 
 
 def _spread(one: Expected, some: Array, rows: Array, shape: tuple[int, ...]) -> Expected:
-    """Return what is known of some rows as of all: the others attend to nothing here."""
+    """Return results of some rows as results of all rows; the other rows count as masked."""
     found = _nothing((*shape[:2], rows.size, shape[3]))
     at = np.searchsorted(rows, some)
     for name in ("o", "lse", "bound", "lse_bound"):

@@ -1,7 +1,7 @@
 """Other libraries' arrays, modules and models on these kernels.
 
-`restore` takes back what was replaced in a model. Nothing is imported here:
-`cupyattn.interop.torch` needs torch, and so on, each when it is asked for.
+`restore` undoes replacements in a model. This face imports no library: `cupyattn.interop.torch`
+imports torch at first use, and so on.
 """
 
 from typing import TYPE_CHECKING

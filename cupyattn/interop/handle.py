@@ -1,4 +1,4 @@
-"""A handle that stands in for the pipeline or the model in which layers were replaced."""
+"""A handle to use in place of the pipeline or model whose layers were replaced."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, ClassVar, NoReturn
 
 
 class Handle:
-    """Forwards calls and attributes to what was modified; a context manager that restores it.
+    """Forwards calls and attributes to the modified object; a context manager that restores it.
 
-    Subclasses add `restore` and `report`. The names that a subclass defines are its own: they hide
-    attributes of `target` with the same names, which are then read as ``handle.target.name``, and
-    cannot be set. All other attributes are read, set and deleted on `target`. Arguments of the
-    replacement cannot be set, since that would change nothing, unless `target` has the name itself.
+    Subclasses add `restore` and `report`. Names that a subclass defines cannot be set. They hide
+    attributes of `target`, which are then read as ``handle.target.name``. All other attributes are
+    read, set and deleted on `target`. Arguments of the replacement cannot be set, because that
+    would have no effect, unless `target` has an attribute of that name.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Handle:
     # ---- forwarded -------------------------------------------------------------------------------
 
     def _of_target(self, found: Any) -> Any:
-        """Return what the target gave; the handle where that is the target itself."""
+        """Return a result of the target; if the result is the target, return the handle."""
         return self if found is self.target else found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,13 +153,13 @@ class Handle:
 
 
 def target_of(given: Any) -> Any:
-    """Return what a handle stands for; anything else as it is."""
+    """Return the target of a handle; any other object unchanged."""
     return given.target if isinstance(given, Handle) else given
 
 
 def is_pipeline(given: Any) -> bool:
     """Whether something is a pipeline of diffusers, which is not imported to find out."""
-    # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
+    # NOTE: its module takes seconds to import. If there is a pipeline, it has been imported.
     home = sys.modules.get("diffusers.pipelines.pipeline_utils")
     return home is not None and isinstance(given, home.DiffusionPipeline)
 
@@ -171,5 +171,5 @@ COMPILED = "_orig_mod."
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the module that ``torch.compile`` was given for one; anything else as it is."""
+    """Return the module behind a result of ``torch.compile``; any other object unchanged."""
     return getattr(model, COMPILED.removesuffix("."), model)

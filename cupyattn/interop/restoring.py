@@ -1,4 +1,4 @@
-"""`restore`: take back what was replaced in a pipeline or a model, without its handle."""
+"""`restore`: undo replacements in a pipeline or a model, without its handle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from cupyattn.interop.handle import target_of, uncompiled
 
-#: Modules whose functions take layers out of a model, by those functions, in their order. One that
-#: was not imported has replaced nothing.
+#: Functions that restore layers of a model, in order, with their modules. A module that was not
+#: imported has replaced nothing.
 _RESTORE = {
     "restore_compiled": "cupyattn.interop.torch.compiling",
     "restore_linear": "cupyattn.interop.torch.restoring",
@@ -18,26 +18,26 @@ _RESTORE = {
 
 
 def restore(pipe_or_model: Any) -> None:
-    """Take back what was replaced in a pipeline or a model, and code that `accelerate` compiled.
+    """Undo replacements in a pipeline or a model, and drop code that `accelerate` compiled.
 
     Parameters
     ----------
     pipe_or_model : DiffusionPipeline or torch.nn.Module
-        Modified in place. A handle stands for its pipeline or model.
+        Modified in place. A handle is replaced by its pipeline or model.
 
     Raises
     ------
     TypeError
-        For what is neither.
+        For any other object.
     RuntimeError
-        If a linear layer has lost what it replaced, as layers from ``load_int8``, after
-        ``originals="drop"`` and in copies have, and if hooks of offloading stand in the way.
-        Then nothing is taken back.
+        If a linear layer has lost its original, which is so for layers from ``load_int8``, after
+        ``originals="drop"`` and in copies; or if offloading hooks prevent it. Nothing is then
+        restored.
 
     Notes
     -----
-    For handles that are lost, as in a cell of a notebook that runs twice. Handles that are there
-    have nothing left to restore afterwards. A model in which nothing was replaced stays as it is.
+    Use it if the handle is lost, as in a cell of a notebook that runs twice. Existing handles then
+    have nothing left to restore. A model without replacements stays unchanged.
 
     Examples
     --------

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from cupyattn.errors import shown
 from cupyattn.measure.words import printable
 
-#: A regular expression, or several, of which one is to be found in a name; None: not given.
+#: One or more regular expressions, of which one must be found in a name; None: not given.
 Patterns: TypeAlias = "str | Sequence[str] | None"
 
 
@@ -20,15 +20,15 @@ def compiled(name: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
     Parameters
     ----------
     name : str
-        What the caller calls them, for the message.
+        The caller's name of the argument, for the message.
     patterns : str or sequence of str, optional
 
     Raises
     ------
     TypeError
-        For what is neither text nor several texts.
+        For anything but text or a sequence of texts.
     ValueError
-        For text that is no regular expression.
+        For text that is not a regular expression.
     """
     given = (patterns,) if isinstance(patterns, str) else () if patterns is None else patterns
     if not isinstance(given, Iterable) or not all(isinstance(p, str | re.Pattern) for p in given):
@@ -45,7 +45,7 @@ def compiled(name: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Names that one of `include` is found in (any name, without one) and none of `exclude`.
+    """Names that match one of `include` (any name, if there is none) and none of `exclude`.
 
     Examples
     --------
@@ -84,9 +84,9 @@ def check_found(
         The argument that has the patterns, for the message.
     patterns : iterable of Pattern
     names : collection of str
-        All names that there are.
+        All names.
     kind : str
-        What they are names of, for the message.
+        Kind of the named objects, for the message.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """XLA's typed foreign-function interface, spoken from Python: handlers that need no compiler.
 
 A handler is a C function of one pointer, to a call frame of plain structs (``xla/ffi/api/c_api.h``,
-which jaxlib carries). ctypes describes the structs and makes the function, so that XLA calls Python
-with the addresses of its own buffers, on the host or on a device, and on a device with the stream
-that it computes on. Nothing is copied on the way.
+which jaxlib contains). ctypes describes the structs and makes the function. XLA calls Python with
+the addresses of its buffers, on the host or on a device, and on a device with its stream. Nothing
+is copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from cupyattn.errors import UnsupportedError
 
 Shape: TypeAlias = tuple[int, ...]
-#: What a target runs: (operands, results, attributes). It writes the results and no operand.
+#: Function of a target: (operands, results, attributes). It writes the results and no operand.
 Target: TypeAlias = Callable[[Sequence[Any], Sequence[Any], dict[str, str]], None]
 
 #: The major version of the interface that these structs are of; minor versions only add to it.
@@ -47,8 +47,8 @@ _STATUS = (
     (BaseException, 13),  # INTERNAL
 )
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-#: Seconds without a call after which a process that ends takes no other to be on its way; and for
-#: how long it waits at most, for a thread that calls without end.
+#: Seconds without a call after which an ending process expects no further call; and the longest
+#: wait, in case a thread never stops calling.
 QUIET, LONGEST_WAIT = 0.1, 60.0
 
 
@@ -63,7 +63,7 @@ class _Metadata(Structure):
 
 
 class _Extension(Structure):
-    """One that asks for metadata has them behind what all extensions have."""
+    """Extension of a call frame; a request for metadata has further fields after these."""
 
     _fields_ = (
         ("struct_size", c_size_t), ("type", c_int), ("next", c_void_p),
@@ -72,7 +72,7 @@ class _Extension(Structure):
 
 
 class _Api(Structure):
-    """Functions of XLA; those that come after are not called here."""
+    """XLA's table of functions, up to the last one that is called here."""
 
     _fields_ = (
         ("struct_size", c_size_t), ("extension", c_void_p), ("version", _Version),
@@ -150,7 +150,7 @@ def spoken_version(include: str | PathLike[str]) -> tuple[int, int]:
     Parameters
     ----------
     include : path
-        What ``jax.ffi.include_dir()`` returns.
+        Result of ``jax.ffi.include_dir()``.
 
     Raises
     ------
@@ -174,18 +174,18 @@ def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any
     Parameters
     ----------
     target : callable
-        Gets NumPy arrays, of which the operands cannot be written; or CuPy arrays, with XLA's
+        Receives NumPy arrays, of which the operands are read-only; or CuPy arrays, with XLA's
         stream as the current one.
     version : (int, int)
-        What `spoken_version` returned: XLA wants handlers of its own, and what a minor version adds
-        lies behind what is read here.
+        Result of `spoken_version`. XLA requires its own version; a minor version only adds fields
+        after those that are read here.
     on_device : bool
-        Whether the buffers are those of a CUDA device.
+        Whether the buffers are on a CUDA device.
 
     Returns
     -------
     ctypes function
-        What ``jax.ffi.pycapsule`` takes. It lives as long as the process.
+        Argument for ``jax.ffi.pycapsule``. It exists as long as the process.
 
     Notes
     -----
@@ -207,7 +207,7 @@ def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any
                 operands = [view(b, writeable=False) for b in _buffers(frame.operands)]
                 results = [view(b, writeable=True) for b in _buffers(frame.results)]
                 target(operands, results, _attributes(frame.attributes))
-        except BaseException as error:  # noqa: BLE001 - none may pass through XLA's frames
+        except BaseException as error:  # noqa: BLE001 - no exception may pass through XLA's frames
             return _error(frame.api.contents, error)
         finally:
             del _inside[inside]
@@ -222,7 +222,7 @@ def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any
 def wait_for_calls() -> None:
     """Return once no handler has run for `QUIET` seconds, or after `LONGEST_WAIT`.
 
-    For the end of a process: a thread of XLA that comes to Python while Python ends is stopped
+    For the end of a process: if a thread of XLA enters Python while Python ends, it is stopped
     there, and XLA waits for it forever.
     """
     began = now = time.monotonic()
@@ -234,7 +234,7 @@ def wait_for_calls() -> None:
 
 
 def _tell(metadata: Any, version: tuple[int, int]) -> None:
-    """Answer what XLA asks of a handler when it is registered: the version, and no traits.
+    """Answer XLA's request at registration of a handler: the version, and no traits.
 
     Without traits XLA does not capture the call in a command buffer.
     """
@@ -253,7 +253,7 @@ def _error(api: Any, error: BaseException) -> int | None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a buffer lies, and what it holds."""
+    """Address, shape and type of a buffer."""
 
     address: int
     shape: Shape

@@ -44,7 +44,7 @@ _SPACES = ("global", "shared", "local", "param", "const")
 
 
 def plain(modifiers: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return the space that modifiers name (``"generic"`` for none), and what else they say.
+    """Return the space that modifiers name (``"generic"`` for none), and the other modifiers.
 
     Shared memory of a cluster is the space ``"cluster"``.
     """
@@ -114,13 +114,13 @@ ACCESSES["cp"] = lambda inst: ("shared", _copy_bytes(inst)) if len(inst.operands
 
 @instruction("createpolicy")
 def createpolicy(inst: Instruction) -> Execute:
-    """Name how long caches keep what an access brings: a hint, which changes no value."""
+    """Choose how long caches keep the data of an access: a hint, which changes no value."""
     write = writer(inst.operands[0])
     return lambda machine, lanes: write(machine, np.zeros((), np.uint64), lanes)
 
 
 def address_reader(operand: Operand) -> Callable[[Machine], Ints]:
-    """Return what computes the addresses that an operand names, one for each lane."""
+    """Return a function that computes the addresses of an operand, one for each lane."""
     if isinstance(operand, Register):
         operand = Address(operand, 0)
     if not isinstance(operand, Address):
@@ -137,7 +137,7 @@ def address_reader(operand: Operand) -> Callable[[Machine], Ints]:
 
 
 def items_of(operand: Operand) -> tuple[Operand, ...]:
-    """Return what a vector in braces holds, or the operand alone."""
+    """Return the items of a vector in braces, or the operand itself."""
     return operand.items if isinstance(operand, Vector) else (operand,)
 
 
@@ -236,7 +236,7 @@ def _of_halves(combine: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..
 def atomic(inst: Instruction) -> Execute | None:
     """Read, combine and write back, one lane after the other in the order of their numbers.
 
-    Of a vector every element is an operation of its own.
+    Each element of a vector is a separate operation.
     """
     shape = _atomic_shape(inst)
     if shape is None:
@@ -283,7 +283,7 @@ def atomic(inst: Instruction) -> Execute | None:
 
 @dataclass
 class Copy:
-    """A ``cp.async`` under way: what each lane reads, and where it will be."""
+    """A ``cp.async`` in flight: source and destination of each lane."""
 
     lanes: Ints
     groups: Ints  # number of the group that each lane put it in
@@ -292,10 +292,10 @@ class Copy:
 
 
 class Copies:
-    """The ``cp.async`` of a batch that nobody has waited for.
+    """The ``cp.async`` copies of a batch that are still in flight.
 
-    A copy arrives when its lane waits for it and not before: what forgets to wait finds the old
-    contents every time, where a device would show them now and then.
+    A copy arrives when its lane waits for it, and not before. So a kernel without the wait always
+    reads the old contents; a device would show them only sometimes.
     """
 
     def __init__(self, size: int) -> None:
@@ -311,7 +311,7 @@ class Copies:
         self._under_way.append(copy)
 
     def finish(self, machine: Machine, lanes: Lanes, pending: int | None) -> None:
-        """Let all but the last `pending` groups of each lane arrive; None: everything."""
+        """Complete all but the last `pending` groups of each lane; None: all groups."""
         left = []
         for copy in self._under_way:
             here = lanes.mask[copy.lanes]
@@ -344,7 +344,7 @@ def _copy_bytes(inst: Instruction) -> int:
 
 
 def copy_async(inst: Instruction) -> Execute | None:
-    """``cp.async`` of single lanes, and what waits for it."""
+    """``cp.async`` of single lanes, and its waits."""
     kind = inst.modifiers[1:]
     if kind == ("commit_group",):
 

@@ -1,6 +1,6 @@
 """Which NumPy function an arithmetic instruction is: moves, comparisons, and all the rest by name.
 
-`lookup` does the reading of names once; what it returns does arithmetic alone.
+`lookup` parses names once. The operation that it returns only does arithmetic.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _piece(whole: str, count: int) -> str | None:
 
 # ---- comparison and selection --------------------------------------------------------------------
 
-#: Comparisons. Those of floats are false for NaN, except ne and those that end in u.
+#: Comparisons. On floats they are false for NaN, except ne and the names that end in u.
 _COMPARE: dict[str, np.ufunc] = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -94,7 +94,7 @@ _COMPARE: dict[str, np.ufunc] = {
     "ge": np.greater_equal,
 }
 _UNSIGNED = {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
-#: What is true for NaN is the opposite of what is false for it.
+#: A comparison that is true for NaN is the opposite of one that is false for NaN.
 _UNORDERED = {
     "equ": np.not_equal,
     "neu": np.equal,
@@ -111,7 +111,7 @@ _COMBINE: dict[str, np.ufunc] = {
 
 
 def _comparison(name: str, kind: str, flushes: bool) -> Evaluate | None:
-    """Return the comparison of two values of a type, or None where PTX has none of that name."""
+    """Return the comparison of two values of a type, or None if PTX has none of that name."""
     if kind not in FORMATS:
         if kind[0] == "b" and name not in ("eq", "ne"):
             return None
@@ -270,8 +270,8 @@ def lookup(opcode: str, modifiers: tuple[str, ...], results: int = 1) -> Operati
     Returns
     -------
     Operation or None
-        None if it is not an arithmetic instruction, or has a modifier or a number of results that
-        are not known here.
+        None if it is not an arithmetic instruction, or has an unknown modifier or an unknown number
+        of results.
 
     Examples
     --------

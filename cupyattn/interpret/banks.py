@@ -1,11 +1,11 @@
 """How many passes shared memory takes to serve one access of a warp.
 
-Shared memory has 32 banks, and word i (of 4 bytes) lies in bank ``i % 32``. In one pass each bank
-serves one word, to every lane that wants it. Lanes of a warp are served together as far as their
-accesses make up 128 bytes: all 32 at up to 4 bytes each, half a warp at 8, a quarter at 16 (CUDA
-C++ Programming Guide, shared memory from compute capability 5.0 on). Where k words of one bank are
-wanted at once there is a conflict, and k passes are needed. A row of an ``ldmatrix`` tile is an
-access of 16 bytes by the lane that names it.
+Shared memory has 32 banks, and word i (of 4 bytes) is in bank ``i % 32``. In one pass each bank
+serves one word to all lanes that access it. Lanes of a warp are served together up to 128 bytes: 32
+lanes with up to 4 bytes each, half a warp with 8 bytes, a quarter with 16 (CUDA C++ Programming
+Guide, shared memory from compute capability 5.0 on). If lanes access k words of one bank together,
+there is a conflict, which takes k passes. A row of an ``ldmatrix`` tile is an access of 16 bytes by
+the lane that names it.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ class Barrier:
 
     def __init__(self, size: int, blocks: int) -> None:
         self.arrived = np.zeros(size, np.bool_)
-        self.counts = np.zeros(blocks, np.intp)  # threads that it waits for, by block; 0: not known
+        self.counts = np.zeros(blocks, np.intp)  # expected threads, by block; 0: unknown
         self.resume = np.full(size, -1, np.int64)  # where a waiting lane continues
-        self.views: dict[int, Any] = {}  # by block: what the arrivals had seen
+        self.views: dict[int, Any] = {}  # by block: joined views of the arrivals
 
 
 class Barriers:
@@ -54,11 +54,11 @@ class Barriers:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._barriers: dict[int, Barrier] = {}
-        self._votes: dict[int, Vote] = {}  # by the place where their lanes go on
-        self._voted = np.zeros((2, machine.size), np.bool_)  # of each lane: whether, and for what
+        self._votes: dict[int, Vote] = {}  # by the place where lanes continue
+        self._voted = np.zeros((2, machine.size), np.bool_)  # of each lane: voted, and its vote
 
     def vote(self, vote: Vote, values: Bools, lanes: Lanes) -> None:
-        """Note what lanes vote at the barrier that they are about to meet at."""
+        """Record the votes of lanes at the barrier that they are about to reach."""
         self._votes[self._machine.place + 1] = vote
         self._voted[0, lanes.index] = True
         self._voted[1, lanes.index] = values[lanes.index]
@@ -79,10 +79,10 @@ class Barriers:
         numbers : array of uint32
             The barrier of each lane of the batch.
         counts : array of uint32 or None
-            The threads that it waits for; None: all of the block.
+            The number of threads that it waits for; None for all of the block.
         lanes : Lanes
         wait : bool
-            Whether lanes wait until the barrier completes. Otherwise they arrive and continue.
+            Whether lanes wait until the barrier completes. Otherwise they only arrive.
         aligned : bool
             Whether all lanes of a warp must name the same barrier and count.
         """
@@ -209,9 +209,7 @@ class Barriers:
         vote.write(machine, values.astype(np.uint32) if vote.kind == "popc" else values, lanes)
 
     def sleepers(self) -> list[tuple[int, Bools, str]]:
-        """Return where lanes wait first at each barrier, those lanes, and the barrier's name.
-
-        The lanes are those that wait at that place.
+        """Return for each barrier the first place of waiting lanes, these lanes, and its name.
         """
         found = []
         for number, barrier in self._barriers.items():

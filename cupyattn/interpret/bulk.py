@@ -1,8 +1,8 @@
 """The bulk copy engine (TMA, sm_90): boxes of arrays in and out of shared memory.
 
-The engine is an actor of its own. What it brings is in shared memory once somebody has waited for
-the mbarrier that counts its bytes, and what it takes away may be overwritten once somebody has
-waited for the group of the copy; nothing happens before.
+The engine acts independently of the threads. Data that it brings appear in shared memory when a
+thread waits for the mbarrier that counts their bytes. Data that it takes away may be overwritten
+after a thread waited for the group of the copy. Nothing happens before these waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TENSOR_MAP_MARK = 0x7465_6E73_6F72_6D61
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a tensor map describes.
+    """The array that a tensor map describes.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Tensor:
     swizzle: int = 128
 
     def elements(self, corner: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_], Ints]:
-        """Return for every element of a box its address, whether it exists, its place in the box.
+        """Return address, validity and place in the box of every element of a box.
 
         Parameters
         ----------
@@ -68,11 +68,11 @@ class Tensor:
         Returns
         -------
         address : array of int
-            In global memory.
+            Address in global memory.
         inside : array of bool
-            Whether it lies within the array.
+            Whether the element is within the array.
         place : array of int
-            Byte from the start of the box, before swizzling.
+            Offset in bytes from the start of the box, before swizzling.
         """
         index = np.indices(self.box).reshape(len(self.box), -1)
         at = index + np.asarray(corner)[:, None]
@@ -114,7 +114,7 @@ class Engine:
         self.committed = np.zeros(machine.size, np.int64)
 
     def tensor(self, address: int, lane: int) -> Tensor:
-        """Return what the tensor map at a generic address describes."""
+        """Return the array that the tensor map at a generic address describes."""
         machine = self._machine
         lanes = np.array([lane])
         within = np.array([address - WINDOWS["param"]])
@@ -136,7 +136,7 @@ class Engine:
         self._machine.report("out of bounds", message, np.array([lane]), np.ones(1, np.bool_))
 
     def _check_column(self, tensor: Tensor, column: int, lane: int) -> None:
-        """Report a box whose first column is no multiple of 16 bytes: seen on an H200, too."""
+        """Report a box whose first column is not at a multiple of 16 bytes; an H200 fails, too."""
         if column * tensor.itemsize % 16:
             message = (
                 f"a box that begins at column {column}, no multiple of 16 bytes, is an illegal "
@@ -160,7 +160,7 @@ class Engine:
         self._deliver(address, inside, swizzled, tensor.itemsize, target, barrier, lane)
 
     def bring_bytes(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
-        """Begin a copy of bytes that lie side by side; they count off an mbarrier."""
+        """Begin a copy of contiguous bytes, which an mbarrier counts."""
         if source % 16 or target % 16 or nbytes % 16:
             name = cast(GlobalMemory, self._machine.spaces["global"]).name_at(source)
             message = (
@@ -269,7 +269,7 @@ class Engine:
 
 
 def _corner(operand: Operand) -> tuple[Callable[[Machine], Ints], list[Callable[[Machine], Ints]]]:
-    """Return what computes the address of a tensor map, and the coordinates, fastest first."""
+    """Return functions for the address of a tensor map and for the coordinates, fastest first."""
     if not isinstance(operand, Address):
         raise TypeError(f"{operand} is no tensor operand")
     coordinates = [_coordinate(x) for x in operand.coordinates]
@@ -289,7 +289,7 @@ def copy(inst: Instruction) -> Execute | None:
     return _bulk(inst) if inst.modifiers[1:2] == ("bulk",) else copy_async(inst)
 
 
-#: Where copies to shared memory go to and come from, and what they tell.
+#: Copies to shared memory: destination, source and completion mechanism.
 _BYTES_IN = tuple(
     (space, "global", "mbarrier::complete_tx::bytes")
     for space in ("shared::cluster", "shared::cta")

@@ -1,9 +1,10 @@
 """Clusters of blocks (sm_90): their barrier, and loads from the shared memory of one another.
 
-An address in the shared memory of a cluster is one in that of a block, and above it the rank of the
-block, counted from 1; without a rank it is the lane's own block. Blocks are ordered by the barrier
-alone: what a lane's arrival comes after, if it releases, comes before what follows another's wait
-for that phase, be it an access of its own or one before a barrier of its block.
+An address in the shared memory of a cluster is an address of a block's shared memory, with the rank
+of the block, counted from 1, in higher bits. Rank 0 means the lane's block. Only the barrier orders
+blocks. If a lane releases when it arrives, all accesses ordered before the arrival come before
+those that follow a wait for that phase. These include accesses of other threads, ordered by
+barriers of their blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Clusters:
     Parameters
     ----------
     machine : Machine
-        Whose number of blocks is a multiple of the kernel's clusters.
+        The machine; its number of blocks is a multiple of the cluster size.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -55,10 +56,10 @@ class Clusters:
         self._phase = np.zeros(-(-size // self._lanes), np.int64)  # that a cluster has completed
         self._arrivals = np.zeros(size, np.int64)  # phases that a lane has arrived in,
         self._waits = np.zeros(size, np.int64)  # and those that it has waited for
-        self._time = np.zeros(size, np.int32)  # up to when a lane of its block released its doings
-        # The same as of the last phase that its cluster completed, and of the one before.
+        self._time = np.zeros(size, np.int32)  # of the last release in its block
+        # The same at the end of the last phase that its cluster completed, and of the one before.
         self._released = np.zeros((2, size), np.int32)
-        self._views: dict[int, Times] = {}  # by block: what its arrivals of this phase had seen
+        self._views: dict[int, Times] = {}  # by block: joined views of this phase
         self._seen: dict[int, Times] = {}  # the same of the last phase
         self._waiting: dict[int, Bools] = {}  # by place
         self._reads: list[FarRead] = []
@@ -66,9 +67,9 @@ class Clusters:
     # ---- the barrier
 
     def arrive(self, lanes: Lanes, *, release: bool) -> None:
-        """Count lanes at the barrier of their cluster, which hands on what they did if they say so.
+        """Count lanes at the barrier of their cluster, and publish their accesses if they release.
 
-        What they arrived in before they must have waited for.
+        A lane must have waited for its previous phase.
         """
         machine, index = self._machine, lanes.index
         if (early := self._arrivals[index] > self._waits[index]).any():
@@ -85,7 +86,7 @@ class Clusters:
         self.advance()
 
     def wait(self, lanes: Lanes) -> None:
-        """Let lanes go on behind the barrier where all have arrived; the others sleep."""
+        """Let lanes continue whose clusters have all arrived; the others sleep."""
         machine, index = self._machine, lanes.index
         if (never := self._arrivals[index] == self._waits[index]).any():
             message = "a lane waits at the barrier of its cluster and has not arrived there"
@@ -104,7 +105,7 @@ class Clusters:
             self._waiting[machine.place] = self._mask(late) | asleep
 
     def advance(self) -> None:
-        """Complete the phase of clusters all of whose living lanes have arrived; wake who waits."""
+        """Complete the phase of clusters whose running lanes have all arrived; wake the waiters."""
         machine = self._machine
         alive = machine.alive.reshape(-1, self._lanes)
         there = self._arrivals.reshape(-1, self._lanes) > self._phase[:, None]
@@ -129,7 +130,7 @@ class Clusters:
                 self._waiting[place] = mask & ~freed
 
     def sleepers(self) -> list[tuple[int, Bools, str]]:
-        """Return the places where lanes wait, with the lanes, and what they wait at."""
+        """Return the places where lanes wait, with the lanes and the name of the barrier."""
         return [(*one, "the barrier of their cluster") for one in self._waiting.items()]
 
     def _mask(self, index: Ints) -> Bools:
@@ -138,13 +139,13 @@ class Clusters:
         return mask
 
     def _recent(self, read: FarRead) -> Iterator[FarRead]:
-        """Yield those of the reads that somebody may not come after yet."""
+        """Yield the reads that some thread may not yet be ordered after."""
         kept = read.time > self._released[1, read.lanes]
         if kept.any():
             yield FarRead(read.time, read.granules[kept], read.lanes[kept])
 
     def _ordered_until(self, lanes: Ints, others: Ints) -> Times:
-        """Return up to when `lanes` come after what `others`, of other blocks, did."""
+        """Return the time up to which `lanes` are ordered after `others`, of other blocks."""
         same = (others > ENGINE // 2) & (others // self._lanes == lanes // self._lanes)
         others = np.where(same, others, 0)
         behind = self._phase[lanes // self._lanes] > self._waits[lanes]

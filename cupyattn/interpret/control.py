@@ -73,7 +73,7 @@ def nothing(inst: Instruction) -> Execute:
 def grid_dependency(inst: Instruction) -> Execute | None:
     """Wait for the launch before, which has ended here; let the next one begin, which comes later.
 
-    What is read before the wait is checked all the same (`Launch.awaits`).
+    Reads before the wait are still checked (`Launch.awaits`).
     """
     if inst.modifiers == ("wait",):
         return lambda machine, lanes: machine.memory.wait(lanes.index)
@@ -82,15 +82,15 @@ def grid_dependency(inst: Instruction) -> Execute | None:
 
 @instruction("nanosleep")
 def nanosleep(inst: Instruction) -> Step:
-    """Let all others do what they can first: what the lanes wait for may be of theirs."""
+    """Let all other lanes run first, because these lanes may wait for them."""
     return Step(inst, lambda machine, lanes: machine.rest(lanes), leaves=True)
 
 
 @instruction("membar", "fence")
 def fence(inst: Instruction) -> Execute | None:
-    """Order a thread's own accesses; show them to the asynchronous proxy.
+    """Order the accesses of one thread, and make them visible to the asynchronous proxy.
 
-    No two threads are ordered by a fence alone.
+    A fence alone does not order two threads.
     """
     if inst.modifiers[:1] == ("mbarrier_init",):
         return lambda machine, lanes: machine.mbarriers.show(lanes)

@@ -28,7 +28,7 @@ def _largest(dtype: np.dtype[Any]) -> Any:
 def _integer_to_integer(saturates: bool, to: str) -> Evaluate:
     if saturates:
         return partial(saturate_integer, kind=to)
-    return lambda a: a.astype(DTYPES[to])  # truncates, or extends by the source's own sign
+    return lambda a: a.astype(DTYPES[to])  # truncates, or extends by the sign of the source
 
 
 def _integer_to_float(rounding: str, to: str, saturates: bool) -> Evaluate:
@@ -77,7 +77,7 @@ def _float_to_integer(rounding: str, flushes: bool, source: str, to: str) -> Eva
 def _float_to_float(rounding: str, flags: tuple[str, ...], source: str, to: str) -> Evaluate:
     have, want = FORMATS[source], FORMATS[to]
     direction = "rn" if rounding in ("", *WHOLE) else rounding
-    # Conversions that move bits keep what a NaN carries.
+    # Conversions that only move bits keep the payload of a NaN.
     keeps_nan = to == "f64" or (source, to) in (("f64", "f32"), ("bf16", "f32"), ("f32", "f32"))
 
     def evaluate(a: Array) -> Array:
@@ -207,7 +207,7 @@ _TF32_MASK = np.uint32(0xFFFFE000)
 
 
 def _tf32(modifiers: tuple[str, ...]) -> Operation | None:
-    """float32 to 10 bits of fraction, kept in a 32-bit register whose 13 lowest bits are 0."""
+    """Round float32 to 10 bits of fraction; the 13 lowest bits of the register are 0."""
     found = match(modifiers, "rn|rz|rna", "satfinite?", "relu?", "tf32", "f32")
     if not found:
         return None

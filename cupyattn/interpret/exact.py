@@ -1,10 +1,10 @@
 """Correct rounding: sums and products of floats as if computed exactly and rounded once.
 
-The tool is round to odd. A float64 whose last bit is set where anything was lost, and is exact
-where nothing was, remembers on which side of every number of a narrower format, and of every
-midpoint between two, the exact value lies: so it rounds to that format, in any direction, as the
-exact value does (S. Boldo and G. Melquiond, "Emulation of a FMA and correctly rounded sums:
-proved algorithms using rounding to odd", IEEE Trans. Computers 57, 2008).
+The tool is round to odd: if the float64 result is not exact, its last bit is set. Such a number is
+on the same side as the exact value of every number of a narrower format, and of every midpoint
+between two. So it rounds to that format, in any direction, as the exact value does (S. Boldo and G.
+Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd",
+IEEE Trans. Computers 57, 2008).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _BELOW, _MIDWAY = np.array(0x1FFFFFFF, np.uint64), np.array(0x10000000, np.uint6
 
 
 def canonical(x: Array, fmt: Format) -> Array:
-    """Replace every NaN by the one that the hardware makes; float64 keeps what NaN carry."""
+    """Replace every NaN by the hardware's NaN; float64 keeps the payload of a NaN."""
     if fmt.dtype == np.float64:
         return x
     nan = np.not_equal(x, x)
@@ -66,9 +66,9 @@ def flush(x: Array, fmt: Format) -> Array:
 def flush_result(result: Array, doubled: Evaluate, fmt: Format) -> Array:
     """Flush results that would be subnormal if exponents had no lower end.
 
-    So hardware decides: what rounds to the smallest normal number with one bit more than subnormal
-    numbers have below it stays, what does not is flushed. `doubled`, called where this matters,
-    returns the results, rounded once, of twice the size: these have that bit.
+    Hardware decides in this way: a result stays if it rounds to the smallest normal number with one
+    bit more than subnormal numbers have; otherwise it is flushed. `doubled` is called for such
+    results. It returns twice their values, rounded once, which have that bit.
     """
     edge = np.equal(np.abs(result), fmt.tiny)
     if np.count_nonzero(edge):
@@ -78,7 +78,7 @@ def flush_result(result: Array, doubled: Evaluate, fmt: Format) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the float64 sum and what it lost: exactly a + b together, where nothing overflows."""
+    """Return the float64 sum and its rounding error: together exactly a + b, without overflow."""
     total = np.add(a, b)
     from_b = np.subtract(total, a)
     return total, np.add(np.subtract(a, np.subtract(total, from_b)), np.subtract(b, from_b))
@@ -106,7 +106,7 @@ def adjust(rounded: Array, side: Array, rounding: str) -> Array:
     rounded : array
         Nearest numbers.
     side : array
-        Sign of what the exact value has over `rounded`; 0 or NaN where they agree.
+        Sign of the exact value minus `rounded`; 0 or NaN if they agree.
     rounding : {"rn", "rz", "rm", "rp"}
         To nearest, toward zero, down, up.
     """
@@ -163,7 +163,7 @@ def fma(a: Array, b: Array, c: Array, fmt: Format, rounding: str = "rn") -> Arra
         below = np.bitwise_and(np.asarray(total).view(np.uint64), _BELOW)
         suspect = np.equal(below, _MIDWAY)
         small = np.less(np.abs(result), fmt.tiny)
-        if np.count_nonzero(small) > result.size - np.count_nonzero(total):  # not zeros alone
+        if np.count_nonzero(small) > result.size - np.count_nonzero(total):  # not only zeros
             suspect = np.logical_or(suspect, small)
         if not np.count_nonzero(suspect):
             return result
@@ -188,7 +188,7 @@ def _split(x: Array) -> tuple[Array, Array]:
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the float64 product and what it lost (Dekker), where nothing over- or underflows."""
+    """Return the float64 product and its rounding error (Dekker), without over- or underflow."""
     product = np.multiply(a, b)
     (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
     lost = np.subtract(np.multiply(a_high, b_high), product)
@@ -209,7 +209,7 @@ def fma64(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
     small, smallest = two_sum(low, c)
     large, middle = two_sum(product, small)
     fused = np.add(large, round_to_odd(*two_sum(middle, smallest)))
-    # What a product loses is a float64 in the middle of the range alone.
+    # The rounding error of a product is a float64 only in the middle of the range.
     safe = np.less(np.abs(c), 2.0**900)
     for factor in (a, b, product):
         safe = safe & (np.abs(factor) > 2.0**-900) & (np.abs(factor) < 2.0**900)

@@ -1,6 +1,6 @@
 """Runs a plan on the interpreter: the same launches, parameters and workspace as a device.
 
-`run_kernel` runs a kernel of anybody's own.
+`run_kernel` runs any kernel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20
-#: Architecture from which on launches overlap; before, a kernel has nothing to wait for.
+#: First architecture on which launches overlap. On older ones a kernel has nothing to wait for.
 OVERLAPPING = 90
 #: Threads that a block may have on any device.
 MAX_BLOCK = 1024
@@ -44,7 +44,7 @@ Extents: TypeAlias = "int | tuple[int, ...]"
 
 
 def extents(given: Extents) -> tuple[int, int, int]:
-    """Return extents in x, y and z, with 0 in x where one of them is no positive number."""
+    """Return extents in x, y and z; x is 0 if one of them is not a positive number."""
     numbers = given if isinstance(given, tuple) else (given,)
     if not 1 <= len(numbers) <= 3:
         raise ValueError(f"a grid or a block has 1 to 3 extents, got {numbers}")
@@ -80,7 +80,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class OwnLaunch:
-    """What observers learn of a kernel that no plan launches."""
+    """The description that observers receive of a kernel without a plan."""
 
     module: ModuleSpec | None
     entry: str
@@ -95,9 +95,9 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
     ----------
     plan : Runnable
     buffers : mapping of str to numpy.ndarray or None
-        Every buffer that the launches name, except the workspace. Arrays that are not writeable
-        are inputs: a kernel that writes to one has a hazard. The others receive what the kernels
-        wrote, once all of them have ended without a hazard.
+        Every buffer that the launches name, except the workspace. Arrays that are not writeable are
+        inputs: a write to one is a hazard. The other arrays receive the results after all kernels
+        have ended without a hazard.
     arch : str, optional
         Architecture to compile for; ``"sm_80"`` when omitted.
 
@@ -142,7 +142,7 @@ def run_launch(
     arrays : mapping of str to numpy.ndarray
         Buffers and workspace.
     written : set of str
-        Those that hold something. What the kernel writes to is added.
+        Names of the arrays that have contents. Arrays that the kernel writes are added.
     """
     ready = program(binary.ptx, one.entry)
     awaits = one.awaits if int(binary.arch[3:].rstrip("af")) >= OVERLAPPING else ()
@@ -189,13 +189,13 @@ def run_kernel(
     arguments : sequence or mapping of str
         One for each parameter, in order: an array for a pointer, a NumPy scalar for a number, a
         record (a structured array of one element) for a struct, a `TensorMap`, None for a null
-        pointer. Arrays that are not writeable are inputs: a kernel that writes to one has a
-        hazard. The others receive what the kernel wrote, once it has ended without a hazard.
-        Findings use the names of a mapping instead of those in the PTX.
+        pointer. Arrays that are not writeable are inputs: a write to one is a hazard. The other
+        arrays receive the results after the kernel has ended without a hazard. Findings use the
+        names of a mapping instead of those in the PTX.
     block, grid : int or tuple of int
         Threads of a block, and blocks, in x, y and z.
     shared : int, optional
-        Bytes of dynamic shared memory; what the module states in ``smem_bytes`` when omitted.
+        Bytes of dynamic shared memory; the module's ``smem_bytes`` when omitted.
     mapped : mapping of str to numpy.ndarray, optional
         The buffers that tensor maps name.
     arch : str, optional
@@ -298,7 +298,7 @@ def run_program(
 
 
 class _Placed:
-    """Arrays that lie in memory: one that is passed twice keeps its address."""
+    """Arrays in the interpreter's memory; an array that is passed twice has one address."""
 
     def __init__(self, memory: GlobalMemory) -> None:
         self._memory = memory
@@ -328,7 +328,7 @@ class _Placed:
 
 
 def _argument(placed: _Placed, array: str, value: Any, name: str) -> npt.NDArray[Any]:
-    """Return what is passed for an argument; an array goes to memory, its address is passed."""
+    """Return the value to pass for an argument: for an array, its address in memory."""
     if value is None:
         return np.zeros(1, np.uint64)
     if isinstance(value, np.ndarray) and not value.dtype.fields:
@@ -355,7 +355,7 @@ def _place(
 def _describe(
     template: TensorMap, addresses: Mapping[str, int], tensors: list[Tensor]
 ) -> npt.NDArray[np.uint64]:
-    """Enter what a tensor map describes in a list; return the parameter that stands for it."""
+    """Add the array of a tensor map to a list; return the parameter that refers to it."""
     filled = np.zeros(16, np.uint64)
     filled[:2] = TENSOR_MAP_MARK, len(tensors)
     address, size = addresses[template.buffer], np.dtype(template.dtype).itemsize
@@ -393,7 +393,7 @@ def _launch(
     geometry: Geometry,
     observers: tuple[Observer, ...],
 ) -> None:
-    """Run all blocks of a launch, as many at a time as fit into the memory budget."""
+    """Run all blocks of a launch, as many at a time as fit in the memory budget."""
     grid, block, shared = geometry.blocks, geometry.threads, geometry.shared_bytes
     entry, limit = ready.kernel.name, ready.kernel.max_threads or MAX_BLOCK
     if not 1 <= block <= limit:
@@ -465,7 +465,7 @@ def _variable(variable: Any) -> npt.NDArray[np.uint8]:
 def _params(
     one: Launch, ready: Program, addresses: Mapping[str, int]
 ) -> tuple[npt.NDArray[np.uint8], list[Tensor]]:
-    """Pack the parameters as the kernel's ABI places them; return what tensor maps describe too."""
+    """Pack the parameters by the kernel's ABI; also return the arrays of tensor maps."""
     declared = ready.kernel.parameters
     if len(declared) != len(one.templates):
         raise ValueError(

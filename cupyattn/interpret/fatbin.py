@@ -1,8 +1,7 @@
 """Reads the PTX that a fatbin embeds, as ``nvcc -fatbin`` writes it.
 
-A fatbin is a header of 16 bytes and entries. Each entry begins with its own header. Entries are
-PTX text, possibly compressed with LZ4 or Zstandard, or machine code. The layout is that of CUDA 11
-to 13.
+A fatbin is a header of 16 bytes and entries, each with a header. Entries are PTX text, possibly
+compressed with LZ4 or Zstandard, or machine code. The layout is that of CUDA 11 to 13.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _texts(data: bytes, offset: int, end: int) -> dict[int, str]:
 
 
 def _from_zstd(packed: bytes, size: int) -> bytes:
-    """Decompress with Python's own module (3.14 and later) or the package zstandard."""
+    """Decompress with Python's module (3.14 and later) or the package zstandard."""
     for module, name in (("compression.zstd", "decompress"), ("zstandard", "decompress")):
         try:
             decompress: Any = getattr(importlib.import_module(module), name)
@@ -114,7 +113,7 @@ def _from_lz4(packed: bytes) -> bytes:
 
 
 def _length(packed: bytes, at: int, count: int) -> tuple[int, int]:
-    """Return a length of LZ4, whose low bits are `count`, and the offset behind it."""
+    """Return a length of LZ4, whose low bits are `count`, and the offset of the next byte."""
     if count == 15:
         while packed[at] == 255:
             count, at = count + 255, at + 1

@@ -1,4 +1,4 @@
-"""What the interpreter reports: one hazard, with everything that names it."""
+"""Reports of the interpreter: a hazard with its place and its cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cupyattn.interpret.ptx import Location
 
-#: Kinds of findings, and what each means.
+#: Kinds of findings, each with its meaning.
 KINDS = {
     "out of bounds": "an access outside the array, parameter or shared storage it aims at",
     "misaligned": "an address that is no multiple of the width of its access",
@@ -35,13 +35,13 @@ class Finding:
     kernel : str
         Entry point.
     location : Location or None
-        Source line, with the lines that it was inlined into.
+        Source line, and the lines into which it was inlined.
     block, warp, lane : int
-        Who: the first of `lanes`.
+        The first of the `lanes` that caused it.
     lanes : int
-        How many lanes did the same in that instruction.
+        Number of lanes that did the same in that instruction.
     address : int or None
-        Bytes from the start of what `message` names.
+        Offset in bytes from the start of the array that `message` names.
     instruction : str
         PTX text.
     """
@@ -87,7 +87,7 @@ def short(file: str) -> str:
 
 
 class KernelFault(RuntimeError):
-    """The interpreter found a hazard; ``.finding`` holds what it is and where."""
+    """The interpreter found a hazard; ``.finding`` describes it and its place."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))

@@ -35,7 +35,7 @@ def saturate(x: Array) -> Array:
 
 
 def rectify(x: Array) -> Array:
-    """Replace what is below 0 by 0; NaN stays (``.relu``)."""
+    """Replace negative numbers by 0; NaN stays (``.relu``)."""
     return np.where(np.less_equal(x, 0), x.dtype.type(0), x)
 
 
@@ -50,9 +50,9 @@ def finish(
         The rounded result of unmodified sources.
     fmt : Format
     flags : tuple of str
-        Modifiers, other ones as well.
+        All modifiers, including those that do not matter here.
     doubling : tuple of float, optional
-        Factors for the sources, powers of two, that double the exact result; none where a result
+        Factors for the sources, powers of two, that double the exact result; none if a result
         cannot round up to the smallest normal number.
     """
     flushes, saturates, rectifies = (flag in flags for flag in ("ftz", "sat", "relu"))
@@ -83,7 +83,7 @@ def operation(
     flags: tuple[str, ...],
     doubling: tuple[float, ...] = (),
 ) -> Operation:
-    """An operation whose sources and result are of one type, or of pairs of one type."""
+    """An operation whose sources and result have one type, or pairs of one type."""
     single = kind.removesuffix("x2")
     evaluate = finish(evaluate, FORMATS[single], flags, doubling)
     if single != kind:
@@ -149,8 +149,8 @@ def _quotient(fmt: Format, rounding: str) -> Evaluate:
             )
 
         return directed64
-    # A quotient of two numbers of 24 bits that is not itself such a number lies further from
-    # every one of them than float64 rounds: the float64 quotient knows the side.
+    # If the quotient of two 24-bit numbers is not a 24-bit number, its distance from each of these
+    # exceeds the rounding of float64. So the float64 quotient is on the right side.
     return lambda a, b: exact.narrow(
         np.divide(a.astype(np.float64), b.astype(np.float64)), fmt, rounding
     )
@@ -203,7 +203,7 @@ _FUSED = (
 
 
 def _extremum(largest: bool, modifiers: tuple[str, ...]) -> Operation | None:
-    """``max`` and ``min``: a NaN loses, unless ``.NaN``; -0 lies below +0."""
+    """``max`` and ``min``: a number wins over NaN, unless ``.NaN``; -0 is below +0."""
     found = _form(
         modifiers, ("ftz?", "NaN?", "f32"), ("f64",), ("ftz?", "NaN?", "f16|f16x2"),
         ("NaN?", "bf16|bf16x2"),
@@ -220,7 +220,7 @@ def _extremum(largest: bool, modifiers: tuple[str, ...]) -> Operation | None:
     def evaluate(a: Array, b: Array) -> Array:
         result = ufunc(a, b)
         if ignores_nan and np.count_nonzero(nan := np.not_equal(result, result)):
-            # NumPy's own fmax and fmin take a signalling NaN for the result, on some machines.
+            # On some machines NumPy's fmax and fmin return a signalling NaN.
             result = np.where(nan, np.where(np.equal(a, a), a, b), result)
         equal = np.equal(a, b)
         if np.count_nonzero(equal):  # the same bits, or zeros: then the sign bits decide
@@ -267,10 +267,10 @@ def property_test(modifiers: tuple[str, ...]) -> Operation | None:
 
 # ---- approximations ------------------------------------------------------------------------------
 
-#: What the PTX ISA promises of the hardware's approximations, against the exact function, by kind:
-#: ``rel`` relative to the exact value, ``abs`` absolute, ``ulp`` in last places of the result. Here
-#: they are the exact function, rounded once, but for one rule of the ISA: ``div.approx``
-#: by more than 2^126 gives a zero.
+#: Errors that the PTX ISA allows the hardware's approximations, against the exact function, by
+#: kind: ``rel`` relative to the exact value, ``abs`` absolute, ``ulp`` in last places of the
+#: result. The interpreter computes the exact function, rounded once. The exception is a rule of the
+#: ISA: ``div.approx`` by more than 2^126 gives zero.
 APPROXIMATION_ERROR: dict[str, tuple[str, float]] = {
     "div.approx.f32": ("ulp", 2.0),
     "div.full.f32": ("ulp", 2.0),
@@ -327,7 +327,7 @@ def divide(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 def _approximate_quotient(a: Array, b: Array) -> Array:
-    """a / b, by way of 1 / b, which is 0 for the largest b."""
+    """Compute a / b from 1 / b, which is 0 for the largest b."""
     huge = np.logical_and(np.abs(b) > np.float32(2.0**126), np.isfinite(b))
     return np.where(huge, np.multiply(a, np.copysign(np.float32(0), b)), np.divide(a, b))
 

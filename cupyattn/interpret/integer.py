@@ -33,7 +33,7 @@ def unsigned(kind: str) -> np.dtype[np.generic]:
 
 
 def _uniform(count: int, evaluate: Evaluate, kind: str) -> Operation:
-    """An operation whose sources and result are of one type."""
+    """An operation whose sources and result have one type."""
     return Operation((kind,) * count, (kind,), evaluate)
 
 
@@ -74,7 +74,7 @@ def _wide(kind: str) -> str:
 
 
 def _multiply_high(a: Array, b: Array) -> Array:
-    """The upper half of products, by halves of 32 bits where no wider type exists."""
+    """The upper half of products, from halves of 32 bits if there is no wider type."""
     bits = a.dtype.itemsize * 8
     if bits < 64:
         wide = np.dtype(f"{a.dtype.kind}{a.dtype.itemsize * 2}")
@@ -133,7 +133,7 @@ def multiply_add(modifiers: tuple[str, ...]) -> Operation | None:
 def _divide(a: Array, b: Array) -> tuple[Array, Array]:
     """Quotient toward zero and remainder; division by zero gives all ones and the dividend.
 
-    PTX leaves that one open; this is what the hardware's unsigned division gives.
+    PTX leaves division by zero undefined; this is the result of the hardware's unsigned division.
     """
     if a.dtype.kind == "i":
         bits = f"u{a.dtype.itemsize}"
@@ -226,7 +226,7 @@ def dot_of_halfwords(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 def _piece(x: Array, shift: int, kind: str) -> Array:
-    """An integer inside 32 bits, extended to 32 bits by its own sign."""
+    """An integer within 32 bits, sign-extended to 32 bits."""
     piece = np.right_shift(x, np.uint32(shift)).astype(DTYPES[kind])
     return piece.astype(np.int32).view(np.uint32)
 
@@ -293,7 +293,7 @@ def shift_right(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 def _count(kind: str) -> Evaluate:
-    """What makes a number of bits one of the type that it shifts, at most the width."""
+    """Return a function that converts a shift count to the shifted type, at most its width."""
     most, dtype = np.array(width(kind), np.uint32), DTYPES[kind]
     return lambda n: np.minimum(n, most).astype(dtype)
 
@@ -338,7 +338,7 @@ def extract_field(modifiers: tuple[str, ...]) -> Operation | None:
             top = bits.dtype.type(width(kind) - 1)
             last = np.minimum(position + length - bits.dtype.type(1), top)
             sign = np.bitwise_and(np.right_shift(bits, last), bits.dtype.type(1))
-            # What lies above the word counts as sign as well.
+            # Bits above the word count as sign bits, too.
             kept = np.bitwise_and(mask, np.right_shift(bits.dtype.type(_ones(kind)), position))
             extends = np.logical_and(sign, length != 0)
             field = np.where(extends, np.bitwise_or(field, np.invert(kept)), field)
@@ -383,7 +383,7 @@ _BYTE_MODES = {
 
 @cache
 def _byte_moves(control: int) -> list[tuple[bool, np.ufunc, Array, Array]] | None:
-    """Return what of b (or a) is shifted, which way, how far, and its mask; None with signs."""
+    """Return source, direction, distance and mask of a byte move; None if it extends signs."""
     masks: dict[tuple[bool, int], int] = {}
     for i in range(4):
         selector = control >> 4 * i & 15
@@ -463,7 +463,7 @@ def find_leading(modifiers: tuple[str, ...]) -> Operation | None:
         if kind[0] == "s":
             magnitude: Array = np.where(a < 0, np.invert(a), a)
             a = magnitude.view(unsigned(kind))
-        place = np.subtract(_length(a), np.uint32(1))  # all ones where there is none
+        place = np.subtract(_length(a), np.uint32(1))  # all ones if there is none
         if not amount:
             return place
         return np.where(a != 0, np.subtract(np.uint32(width(kind) - 1), place), place)

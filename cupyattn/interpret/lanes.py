@@ -53,5 +53,5 @@ class Lanes:
         return bool(self.mask.any())
 
     def where(self, condition: Values) -> Lanes:
-        """Return those for which a condition holds."""
+        """Return the lanes for which a condition holds."""
         return Lanes(self.mask & condition, self._alive)

@@ -1,8 +1,8 @@
-"""The machine: lanes of many warps and blocks, all in step where their program counters agree.
+"""The machine: lanes of many warps and blocks, executed together at the same program counter.
 
 A register is an array with one value for every lane of the batch. Lanes at the same instruction
-form a group; the group that is furthest back runs first, so that lanes which a branch parted meet
-again. Instructions of a whole warp wait until the lanes that they name are there.
+form a group. The group that is furthest back runs first, so lanes that diverged at a branch
+reconverge. Instructions of a whole warp wait until the lanes that they name have arrived.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from cupyattn.interpret.wgmma import Warpgroups
 
 FULL_WARP = 0xFFFFFFFF
 _WINDOWS = {base >> 56: name for name, base in WINDOWS.items()}
-#: Segments that one batch of blocks may run: a kernel that goes on longer will not end.
+#: Largest number of segments of a batch of blocks: a kernel that runs longer will not end.
 MAX_SEGMENTS = 5_000_000
-#: Times that lanes may wait for what nobody is left to do.
+#: How often lanes may wait although no other lane can run.
 MAX_RESTS = 100
-#: Under a schedule the mean number of segments until others go first.
+#: Mean number of segments between changes of priority, under a random schedule.
 NEW_RANKS = 500
 _dice: ContextVar[random.Random | None] = ContextVar("dice", default=None)
 
 
 @contextlib.contextmanager
 def schedule(seed: int) -> Iterator[None]:
-    """Let some warps of a block go first, drawn at random now and then, while the others starve.
+    """Prefer some warps of a block, which are drawn at random from time to time.
 
-    Otherwise none falls behind. What a kernel does may not depend on that: a wait that is missing
-    where others happen to be fast shows under some schedules alone.
+    Without a schedule, no warp falls behind. The result of a kernel must not depend on the order of
+    warps. Some missing waits show only under schedules in which other warps are late.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class BoundLaunch:
     dynamic_shared : int
         Bytes of dynamic shared memory.
     tensors : sequence of Tensor
-        What the tensor maps among the parameters describe.
+        The arrays of tensor maps among the parameters.
     grid_shape, block_shape : tuple of int
         Their extents in x, y and z.
     """
@@ -120,11 +120,11 @@ class Machine:
     memory : GlobalMemory
         Shared by the batches of a launch.
     first_block, blocks : int
-        Which blocks of the launch are in this batch.
+        The first block of this batch, and their number.
     now : int
         Time at which it starts.
     observers : tuple of Observer
-        Are told of every instruction.
+        Called for every instruction.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Machine:
         vars(self).clear()
 
     def _next(self) -> tuple[int, Lanes]:
-        """Return where who goes on: as early as anybody is, or by the dice of a schedule."""
+        """Return the next place and its lanes: the earliest place, or one drawn by the schedule."""
         dice = _dice.get()
         if dice is None:
             place = min(self._groups)
@@ -279,7 +279,7 @@ class Machine:
         self._groups[place] = lanes
 
     def rest(self, lanes: Lanes) -> None:
-        """Let lanes go on behind this instruction once nobody else can do anything."""
+        """Let lanes continue after this instruction when no other lane can run."""
         place = self.place + 1
         resting = self._resting.get(place)
         self._resting[place] = lanes.mask if resting is None else resting | lanes.mask
@@ -297,7 +297,7 @@ class Machine:
         return bool(state)
 
     def exit(self, lanes: Lanes) -> None:
-        """Let lanes end; what waits for the others of their warps may go on now."""
+        """End lanes; lanes that wait for the rest of their warps may now continue."""
         self.alive = self.alive & ~lanes.mask
         self.clocks.end_blocks(np.logical_not(self.alive.reshape(self.blocks, -1).any(axis=1)))
         self._groups = {place: Lanes(x.mask, self.alive) for place, x in self._groups.items()}
@@ -308,7 +308,7 @@ class Machine:
             self.clusters.advance()
 
     def _gather(self, together: Read, warps: int, lanes: Lanes) -> Lanes:
-        """Return the lanes whose partners are all here; park the others."""
+        """Return the lanes whose partners have all arrived; let the others wait."""
         if self.place in self._parked:
             lanes = Lanes(lanes.mask | self._parked.pop(self.place), self.alive)
         named = together(self)
@@ -344,9 +344,9 @@ class Machine:
         Returns
         -------
         Lanes
-            The chosen lanes, and those that are late.
+            The chosen lanes, including late lanes.
         numpy.ndarray of bool
-            Lanes that have to wait for partners.
+            Lanes that must wait for partners.
         """
         masks = named.reshape(-1, WARP).astype(np.uint32)
         here = lanes.mask.reshape(-1, WARP)
@@ -402,7 +402,7 @@ class Machine:
         self.registers[index] = value
 
     def undefined(self, register: Register) -> Values:
-        """Return what a register holds before anything was written: zeros."""
+        """Return the value of an unwritten register: zeros."""
         return np.zeros(self.size, register_type(register))
 
     def each(self, value: Values) -> Values:
@@ -414,7 +414,7 @@ class Machine:
         return int(self.each(read(self))[lane])
 
     def symbol(self, name: str) -> int:
-        """Return the address of a variable or parameter in its own space."""
+        """Return the address of a variable or parameter within its space."""
         return self._symbols[name]
 
     def special(self, name: str) -> Values:
@@ -435,10 +435,10 @@ class Machine:
     def space(
         self, name: str, address: Ints, direction: str, width: int
     ) -> Iterator[tuple[Space, Ints, Ints | None]]:
-        """Yield the memories that addresses lie in, and count the bytes that move.
+        """Yield the memories of some addresses, and count the bytes that move.
 
-        Each comes with the addresses in its own window, and with which of them they are (None:
-        all).
+        Each memory comes with its addresses, relative to its window, and their indices (None: all
+        addresses).
         """
         if name != "generic":
             self.traffic[name, direction] += width * len(address)

@@ -1,8 +1,8 @@
 """Barriers in shared memory that count arrivals and bytes (``mbarrier``, sm_90).
 
-A barrier runs through phases. One ends when all arrivals that it expects have come and all bytes
-that were announced are there; lanes that wait for it sleep until then. Copies that report to a
-barrier arrive when somebody waits for that barrier, and not before.
+A barrier has phases. A phase ends when all expected arrivals have come and all announced bytes have
+arrived. Lanes that wait for it sleep until then. Copies that report to a barrier arrive when a
+thread waits for that barrier, and not before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
 
-#: Modifiers that say at which scope, in which window, and how strongly an operation orders.
+#: Modifiers for scope, address window and memory order of an operation.
 _SCOPES = {
     "shared", "shared::cta", "shared::cluster", "cta", "cluster", "release", "acquire", "relaxed",
     "b64",
@@ -36,21 +36,21 @@ class Mbarrier:
     Parameters
     ----------
     expected : int
-        Arrivals of a phase.
+        Number of arrivals of a phase.
     pending : int
-        Those still to come in this phase.
+        Arrivals still missing in this phase.
     bytes : int
-        Announced and not delivered.
+        Bytes announced and not yet delivered.
     phase : int
-        Phases completed.
+        Number of completed phases.
     arrivals : array
-        What everybody who arrived had seen (`cupyattn.interpret.ordering.Clocks.views`).
+        Joined views of all threads that arrived (`cupyattn.interpret.ordering.Clocks.views`).
     released : array
-        The same, when the last phase ended: what those who wait for it have seen from then on.
+        The same at the end of the last phase: threads that wait for it acquire this view.
     visible : bool
         Whether a fence has shown its initialisation to the copy engine.
     deliveries : list of callable
-        Copies under way that report to it.
+        Copies in flight that report to it.
     """
 
     expected: int
@@ -64,7 +64,7 @@ class Mbarrier:
     deliveries: list[Callable[[], None]] = field(default_factory=list)
 
     def advance(self) -> bool:
-        """End the phase if all has come; return whether it did."""
+        """End the phase if it is complete; return whether it ended."""
         if self.pending or self.bytes:
             return False
         self.phase += 1
@@ -74,7 +74,7 @@ class Mbarrier:
 
 
 class Mbarriers:
-    """The barriers of a batch of blocks, by where they lie, and the lanes that wait for them."""
+    """The barriers of a batch of blocks, by address, and the lanes that wait for them."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -119,7 +119,7 @@ class Mbarriers:
             barrier.visible |= bool(lanes.mask[barrier.initialised_by])
 
     def arrive(self, address: Ints, counts: Ints, tx: Ints, lanes: Ints) -> Ints:
-        """Announce bytes, count arrivals; return the phases in which that was."""
+        """Announce bytes and count arrivals; return the phases of these arrivals."""
         machine = self._machine
         phases = np.empty(len(lanes), np.int64)
         views = machine.clocks.views(lanes)
@@ -136,7 +136,7 @@ class Mbarriers:
         return phases
 
     def complete(self, address: Ints, tx: Ints, lanes: Ints) -> None:
-        """Count bytes off, on behalf of threads: ordered by their last fence alone."""
+        """Count delivered bytes on behalf of threads; only their last fence orders this."""
         machine = self._machine
         views = machine.clocks.views(lanes)
         views[np.arange(len(lanes)), lanes % machine.threads] = self.fence_time[lanes]
@@ -176,7 +176,7 @@ class Mbarriers:
         return found
 
     def sleep(self, barriers: list[Mbarrier], lanes: Ints) -> None:
-        """Let lanes wait, and try again, where they are, when a phase of their barrier ends."""
+        """Let lanes wait; they repeat the instruction when a phase of their barrier ends."""
         for barrier, lane in zip(barriers, lanes.tolist(), strict=True):
             self._asleep.setdefault((id(barrier), self._machine.place), []).append(lane)
 

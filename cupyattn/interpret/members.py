@@ -1,8 +1,8 @@
-"""Where the members of a kernel's shared memory lie, by name: asked of the compiler, not computed.
+"""Layout of the members of a kernel's shared memory, by name, as the compiler reports it.
 
-The names are read from the text of ``struct SharedStorage``. Its offsets, element types and extents
-come out of a compilation of everything up to the end of the struct, with an array of constants
-behind it for each member.
+The names are read from the text of ``struct SharedStorage``. To get offsets, element types and
+extents, the source up to the end of the struct is compiled, followed by an array of constants for
+each member.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.observer import Started
     from cupyattn.interpret.program import Program
 
-#: NumPy names of element types; what is none of them counts as uint64 or as bytes.
+#: NumPy names of element types; all other types count as uint64 or as bytes.
 _DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -126,7 +126,7 @@ def element_at(members: tuple[Member, ...], offset: int) -> str:
 
 
 def members_of(one: Started, program: Program, arch: str) -> tuple[Member, ...]:
-    """Return what a launch's shared memory holds, by name.
+    """Return the members of a launch's shared memory, by name.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def members_of(one: Started, program: Program, arch: str) -> tuple[Member, ...]:
 
 
 def _plain(name: str) -> str:
-    """Return a variable's own name, without its function and scopes, which C++ writes in front.
+    """Return the name of a variable without the function and scopes of its C++ symbol.
 
     Examples
     --------
@@ -230,7 +230,7 @@ def _closing_brace(source: str, start: int) -> int:
 
 
 def member_names(body: str) -> list[str]:
-    """Return the names that the body of a struct declares, those of nested structs with dots.
+    """Return the names that the body of a struct declares, with dots for nested structs.
 
     An array of structs is one member.
 

@@ -1,8 +1,8 @@
 """Memory of the interpreted device: every byte has an owner, and every access is checked.
 
-Addresses are numbers of a 64-bit space of our own. Each array has a region of 2^40 bytes to
-itself, so whatever leaves its array falls into nothing; shared, local and parameter memory are
-windows of the generic space.
+Addresses belong to a separate 64-bit space. Each array has a region of 2^40 bytes, so an access
+past its array hits no other array. Shared, local and parameter memory are windows of the generic
+space.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WINDOWS = {"shared": 1 << 56, "local": 1 << 57, "param": 1 << 58}
 SHARED_BASE = 1024
 
 Bytes = npt.NDArray[np.uint8]
-#: Unsigned integers of 1, 2, 4 or 8 bytes: what registers and memory exchange.
+#: Unsigned integers of 1, 2, 4 or 8 bytes, the units between registers and memory.
 Units = npt.NDArray[Any]
 
 
@@ -60,13 +60,13 @@ def gather(data: Bytes, offset: Ints, unit: int, count: int) -> Units:
 
 
 def scatter(data: Bytes, offset: Ints, values: Units) -> None:
-    """Write (count, lanes) units, those of a lane one after the other, from its `offset` on."""
+    """Write (count, lanes) units; the units of a lane are consecutive from its `offset` on."""
     unit = values.dtype.itemsize
     data.view(f"u{unit}")[offset // unit + np.arange(len(values))[:, None]] = values
 
 
 def span(array: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the bytes below an array's first element, and those from its lowest to its highest."""
+    """Return the bytes below an array's first element, and the bytes that it spans."""
     if not array.size:
         return 0, 0
     reach = [s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True)]
@@ -75,7 +75,7 @@ def span(array: npt.NDArray[Any]) -> tuple[int, int]:
 
 
 def duplicate(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Copy an array and how it lies in memory: strides, and address modulo 256."""
+    """Copy an array and its layout: strides, and address modulo 256."""
     before, nbytes = span(array)
     buffer = np.zeros(nbytes + 256, np.uint8)
     start = (data_address(array) - before - data_address(buffer)) % 256
@@ -101,27 +101,27 @@ def check_aligned(
 
 @dataclass(eq=False)
 class Array:
-    """An array on the interpreted device: a copy, in one piece, of what the caller's spans.
+    """An array on the interpreted device: a copy of all bytes that the caller's array spans.
 
     Parameters
     ----------
     name : str
     source : numpy.ndarray
-        The caller's.
+        The caller's array.
     base : int
         Address of its lowest byte.
     before : int
-        Bytes from there to its first element: not 0 where a stride is negative.
+        Bytes from there to its first element; not 0 if a stride is negative.
     data : numpy.ndarray of uint8
-        From the multiple of 16 below `base` on.
+        Its bytes, from the multiple of 16 below `base` on.
     nbytes : int
-        From its lowest byte to behind its highest.
+        Number of bytes that it spans.
     owned : numpy.ndarray of bool or None
-        Which bytes of `data` are the array's and not gaps between its rows; None: all of them.
+        Which bytes of `data` are elements and not gaps between rows; None if all are.
     shadow : Shadow or None
-        None where nothing may write, and no hazard can arise.
+        None for read-only arrays, which cannot have hazards.
     awaited : bool
-        Whether the launch before makes it, and a thread has to wait for that.
+        Whether the previous launch writes it, so a thread must wait before it reads.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Array:
 
     @property
     def elements(self) -> npt.NDArray[Any]:
-        """The array as it is now: a view of `data` in the caller's shape and strides."""
+        """Its current contents: a view of `data` in the caller's shape and strides."""
         x = self.source
         return np.ndarray(x.shape, x.dtype, self.data, self.base % 16 + self.before, x.strides)
 
@@ -175,7 +175,7 @@ class GlobalMemory:
         writable: bool = True,
         awaited: bool = False,
     ) -> int:
-        """Copy an array to the device and return its address, equal to its own modulo 256.
+        """Copy an array to the device and return its address, equal to the caller's modulo 256.
 
         Parameters
         ----------
@@ -212,7 +212,7 @@ class GlobalMemory:
         return base + before
 
     def give_back(self) -> list[str]:
-        """Copy what was written back to the callers' arrays; return their names."""
+        """Copy written arrays back to the caller's arrays; return their names."""
         changed = [a for a in self.arrays if a.shadow is not None and a.shadow.was_written]
         for array in changed:
             array.source[...] = array.elements
@@ -229,7 +229,7 @@ class GlobalMemory:
     ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes).
 
-        `alignment` is what addresses must be a multiple of; all bytes of an access when omitted.
+        Addresses must be multiples of `alignment`; by default, of the bytes of an access.
         """
         array = self._owner(address, lanes)
         if array is None:
@@ -292,7 +292,7 @@ class GlobalMemory:
         return [np.flatnonzero(region == one) for one in np.unique(region)]
 
     def _owner(self, address: Ints, lanes: Ints) -> Array | None:
-        """Return the array in whose region all addresses lie, None where they lie in several."""
+        """Return the array whose region contains all addresses, or None if there are several."""
         region = address >> REGION_BITS
         first = int(region[0])
         if (region != first).any():
@@ -303,7 +303,7 @@ class GlobalMemory:
         return self.arrays[first - 1]
 
     def name_at(self, address: int) -> str:
-        """Return the name of the array in whose region an address lies."""
+        """Return the name of the array whose region contains an address."""
         number = address >> REGION_BITS
         return self.arrays[number - 1].name if 1 <= number <= len(self.arrays) else "no array"
 
@@ -391,7 +391,9 @@ class SharedMemory:
         return spread(offset // size, lanes, max(width // size, 1))
 
     def show(self, lanes: Ints) -> None:
-        """Show the asynchronous proxy what `lanes` come after, by ``fence.proxy.async``."""
+        """Make accesses ordered before `lanes` visible to the asynchronous proxy.
+
+        This is ``fence.proxy.async``."""
         per_block = self.stride // self.granule_bytes
         blocks = lanes // self._clocks.threads
         for block in np.unique(blocks).tolist():
@@ -430,7 +432,7 @@ class SharedMemory:
 
 
 class _NotAtomic:
-    """Memory that only one lane, or nobody, can write: atomic operations on it make no sense."""
+    """Memory that at most one lane can write, on which atomic operations make no sense."""
 
     _report: Report
     _name: str
@@ -443,7 +445,7 @@ class _NotAtomic:
 
 
 class LocalMemory(_NotAtomic):
-    """Every lane's own memory: arrays that the compiler could not keep in registers."""
+    """The local memory of each lane: arrays that the compiler could not keep in registers."""
 
     _name = "local memory"
 

@@ -1,6 +1,6 @@
-"""What a PTX module consists of: kernels, their instructions and operands, source lines, variables.
+"""The parts of a PTX module: kernels, their instructions and operands, source lines, variables.
 
-`cupyattn.interpret.ptx` builds these from text; nothing here knows what an instruction does.
+`cupyattn.interpret.ptx` parses them from text. This module knows nothing of what instructions do.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class Location:
-    """A source line, and the call that brought it where it stands.
+    """A source line and, if it was inlined, the call.
 
     Parameters
     ----------
     file : str
-        As the ``.file`` directive names it.
+        Path in the ``.file`` directive.
     line : int
-        From 1; 0 where the compiler knows none.
+        From 1; 0 if the compiler knows none.
     inlined_at : Location or None
-        The call, where the line belongs to a function that was inlined.
+        The call, if the line belongs to an inlined function.
     """
 
     file: str
@@ -39,7 +39,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Register:
-    """A register: its name, unique in its kernel, declared type, and place among those in use."""
+    """A register: its name, unique in its kernel, declared type, and index among used registers."""
 
     name: str
     type: str
@@ -101,7 +101,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Sink:
-    """``_``: a result that nobody wants."""
+    """``_``: an unused result."""
 
 
 Operand: TypeAlias = (
@@ -127,8 +127,8 @@ class Instruction:
     negated : bool
         Whether the guard is ``@!%p1``.
     target : int or None
-        Where ``bra`` goes: the index of an instruction, or the number of instructions where the
-        label ends the body.
+        Target of ``bra``: the index of an instruction, or the number of instructions if the label
+        ends the body.
     location : Location or None
         Source line; None before the first ``.loc`` of the kernel.
     text : str
@@ -168,7 +168,7 @@ class Variable:
     values : bytes or None
         Initial bytes, None without an initialiser (CUDA zeroes global and constant memory then).
     extern : bool
-        Whether memory is given to it from outside: dynamic shared memory.
+        Whether its memory is allocated outside: dynamic shared memory.
     """
 
     name: str
@@ -200,22 +200,22 @@ class Kernel:
     parameters : tuple of Parameter
         In order.
     registers : tuple of Register
-        Those that instructions name, by index. One declared in an inner ``{ }`` has the number of
-        its scope in its name: ``p@3``.
+        Registers that instructions name, by index. The name of a register declared in an inner
+        ``{ }`` contains the number of its scope: ``p@3``.
     instructions : tuple of Instruction
         In order.
     labels : dict of str to int
-        Index of the instruction that follows; labels of inner scopes are named as registers are.
+        Index of the next instruction; labels of inner scopes are named as registers are.
     variables : dict of str to Variable
         Declared in the body.
     max_threads : int or None
-        Of a block, by ``.maxntid`` or ``.reqntid``.
+        Threads of a block, by ``.maxntid`` or ``.reqntid``.
     cluster : int
         Blocks of a cluster, by ``.reqnctapercluster``; 1 without clusters.
     min_blocks : int
-        Blocks that an SM must have room for, by ``.minnctapersm``; 1 without it.
+        Blocks that must fit on an SM, by ``.minnctapersm``; 1 without it.
     max_registers : int or None
-        Of a thread, by ``.maxnreg``.
+        Registers of a thread, by ``.maxnreg``.
     """
 
     name: str

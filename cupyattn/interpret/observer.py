@@ -1,4 +1,4 @@
-"""Watching kernels run: what an observer is told, and for how long it is.
+"""Observers of running kernels: their methods, and the context in which they are called.
 
 >>> import numpy as np, cupyattn as ca
 >>> from cupyattn import interpret
@@ -9,7 +9,7 @@
 >>> profile.kernels["attn_fa_tc"].blocks
 1
 
-An observer that is not there costs nothing: the machine asks once for each segment.
+Without an observer there is no cost: the machine checks once for each segment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Started(Protocol):
-    """What an observer learns of a launch; `cupyattn.plans.records.Launch` is one."""
+    """The description of a launch for observers, such as `cupyattn.plans.records.Launch`."""
 
     @property
     def entry(self) -> str:
@@ -49,10 +49,10 @@ class Started(Protocol):
 
 
 class Observer:
-    """Is told what the interpreter does. Each method does nothing until a subclass defines it."""
+    """Receives events of the interpreter. Subclasses define the methods that they need."""
 
     def start(self) -> None:
-        """Called when `observe` begins: a fault in what was asked for is raised here."""
+        """Called when `observe` begins; raises if the observer's arguments are invalid."""
 
     def launch(self, one: Started, program: Program, arch: str) -> None:
         """Called before a kernel is launched."""
@@ -91,7 +91,7 @@ def observe(*observers: Observer) -> Iterator[None]:
     Parameters
     ----------
     *observers : Observer
-        `Profile`, `Trace`, `Break`, or one of your own. Those of an outer block go on watching.
+        `Profile`, `Trace`, `Break`, or your subclass. Observers of an outer block stay active.
 
     Raises
     ------

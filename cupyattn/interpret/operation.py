@@ -1,4 +1,4 @@
-"""What an arithmetic instruction is to the interpreter, and how its modifiers are read."""
+"""Arithmetic instructions in the interpreter, and how their modifiers are read."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction that turns numbers into numbers and touches nothing else.
+    """An instruction that computes numbers from numbers, without other effects.
 
     Parameters
     ----------
     sources, results : tuple of str
         PTX types.
     evaluate : callable
-        Takes one array of ``DTYPES[type]`` per source, returns a new array per result: bare where
-        there is one, in a tuple where there are several. It never writes to its arguments. It is
-        meant to run under ``np.errstate(all="ignore")``: overflow and NaN are results here.
+        Takes one array of ``DTYPES[type]`` per source and returns a new array per result: a single
+        array, or a tuple of several. It never writes to its arguments. Run it under
+        ``np.errstate(all="ignore")``, because overflow and NaN are valid results.
     """
 
     sources: tuple[str, ...]
@@ -53,7 +53,7 @@ class Operation:
     evaluate: Evaluate
 
 
-#: Makes the operation of given modifiers, or None where PTX, or this interpreter, has none.
+#: Makes the operation for some modifiers, or None if PTX or this interpreter has none.
 Maker = Callable[[tuple[str, ...]], "Operation | None"]
 
 
@@ -75,7 +75,7 @@ def match(modifiers: tuple[str, ...], *patterns: str) -> tuple[str, ...] | None:
     Returns
     -------
     tuple of str or None
-        What each pattern matched, ``""`` for what is absent; None if the modifiers differ.
+        The match of each pattern, ``""`` for an absent modifier; None if the modifiers differ.
 
     Examples
     --------

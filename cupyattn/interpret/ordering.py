@@ -1,7 +1,7 @@
-"""What is ordered before what: threads' views of each other's accesses.
+"""The order between accesses: threads' views of each other.
 
-Time is the number of the instruction under way, the same for everyone. An access of thread u at
-time c is ordered before what thread t of its block does now if something made t wait for u at or
+Time is the number of the current instruction, the same for all threads. An access of thread u at
+time c is ordered before the current instruction of thread t of its block if t waited for u at or
 after c:
 
     u is t,  or  c <= floor[t],  or  u is in t's warp and c <= warp_floor[t],  or  c <= seen[t, u]
@@ -11,8 +11,8 @@ vector clock (Fidge 1988, Mattern 1989), carries everything else: barriers of so
 instructions of some lanes. Blocks are ordered by counters, see `BetweenBlocks`, and at what belongs
 to a block by the barrier of its cluster (`cluster.py`).
 
-The copy engine is an actor of its own, `ENGINE`: what it wrote comes only after those who waited
-for it, and after those who met them since. No floor counts for it.
+The copy engine is a separate actor, `ENGINE`. Its writes are ordered only before threads that
+waited for it, and before threads that synchronised with those since. No floor applies to it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Clocks:
         self.oldest = now
 
     def ordered(self, lanes: Ints, others: Ints, times: Times) -> Bools:
-        """Return whether accesses of `others` at `times` come before what `lanes` do now."""
+        """Return whether accesses of `others` at `times` are ordered before `lanes` now."""
         before: Bools = times <= self.floor[lanes]
         if not before.all():
             before |= lanes == others
@@ -114,7 +114,7 @@ class Clocks:
         engine[blocks] = engine[blocks].max(axis=1, keepdims=True)
 
     def end_blocks(self, blocks: Bools) -> None:
-        """Those `blocks` of the batch have no thread left that could do anything."""
+        """Record that all threads of these `blocks` of the batch have ended."""
         self._running &= ~blocks
         self._find_oldest()
 
@@ -134,38 +134,38 @@ class Clocks:
         self.acquire(lanes, self.views(lanes).max(axis=0))
 
     def acquire(self, lanes: Ints, view: Times) -> None:
-        """`lanes` come after what somebody's `views` held when they were handed on."""
+        """Order `lanes` after the accesses in the published `views`."""
         self._seen[lanes] = np.maximum(self._seen[lanes], view)
         self._ragged[lanes // WARP] = True
 
 
-#: By the number of a block in the launch: the times up to which its threads come before.
+#: The times up to which threads of a block are ordered before, by the block's number in the launch.
 Known = Mapping[int, npt.NDArray[np.int32]]
 _NOTHING: Known = {}
 
 
 @dataclass
 class _Heard:
-    """What one thread has heard of other blocks: more and more, from these times on."""
+    """The growing knowledge of one thread about other blocks, each entry with its time."""
 
     times: list[int] = field(default_factory=list)
     known: list[Known] = field(default_factory=list)
 
     def by(self, time: int) -> Known:
-        """Return what it had heard by a time."""
+        """Return its knowledge at a time."""
         number = bisect_right(self.times, time)
         return self.known[number - 1] if number else _NOTHING
 
 
 class BetweenBlocks:
-    """The counters of a launch, and what threads have learnt from them."""
+    """The counters of a launch, and the knowledge that threads acquired from them."""
 
     def __init__(self) -> None:
         self._at: dict[int, Known] = {}  # by address
         self._heard: dict[int, dict[int, _Heard]] = {}  # by block, by thread of it
 
     def release(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
-        """`lanes` leave at `addresses` what they come after."""
+        """Publish at `addresses` the accesses ordered before `lanes`."""
         views = clocks.views(lanes)[:, : clocks.threads]
         for view, lane, address in zip(views, lanes.tolist(), addresses.tolist(), strict=True):
             block = self._block(clocks, lane)
@@ -173,9 +173,9 @@ class BetweenBlocks:
             self._at[address] = _joined(self._at.get(address, {}), known)
 
     def acquire(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
-        """`lanes` take up what was left at `addresses`.
+        """Order `lanes` after the accesses published at `addresses`.
 
-        Those that have heard the same before share what they know now, which `_come_to` joins once.
+        Lanes with the same earlier knowledge share the result, which `_come_to` joins once.
         """
         joined: dict[tuple[int, int], Known] = {}
         for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
@@ -200,7 +200,7 @@ class BetweenBlocks:
             del self._at[address]
 
     def ordered(self, clocks: Clocks, lanes: Ints, others: Ints, times: Times) -> Bools:
-        """Return whether accesses by threads of other blocks come before what `lanes` do now."""
+        """Return whether accesses by threads of other blocks are ordered before `lanes` now."""
         before = np.zeros(len(lanes), np.bool_)
         blocks, threads = others // clocks.threads, others % clocks.threads
         blocks = blocks + clocks.first // clocks.threads
@@ -220,7 +220,7 @@ class BetweenBlocks:
         return (clocks.first + lane) // clocks.threads
 
     def _come_to(self, block: int, view: Times) -> Known:
-        """Return what a thread has heard through the threads of its block that it comes after."""
+        """Return a thread's knowledge, including that of threads of its block ordered before it."""
         until = view.tolist()
         found = [heard.by(until[thread]) for thread, heard in self._heard.get(block, {}).items()]
         known = _NOTHING

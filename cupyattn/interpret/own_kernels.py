@@ -31,7 +31,7 @@ from cupyattn.interpret.executor import Extents, Geometry, extents, run_program
 from cupyattn.interpret.program import Program, entry_points, program, target_of
 from cupyattn.plans import records
 
-#: What a module of PTX begins with, comments aside.
+#: The first directive of a PTX module, after comments.
 _PTX = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*\.version\s+\d", re.DOTALL)
 #: Name that a CUDA source passed as text has in messages and line numbers.
 TEXT_NAME = "source.cu"
@@ -43,7 +43,7 @@ LEAST_ARCH = "sm_80"
 
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """A kernel parameter of type ``CUtensorMap``, which tells the copy engine where an array lies.
+    """A kernel parameter of type ``CUtensorMap``, which describes an array to the copy engine.
 
     Parameters
     ----------
@@ -109,11 +109,11 @@ def launch(
     args : sequence or mapping of str
         One for each parameter, in order: an array for a pointer, a NumPy scalar for a number
         (``np.int32(3)``), a structured array of one element for a struct, a `TensorMap`, None for
-        a null pointer. Arrays receive what the kernel wrote, once it has ended without a finding.
-        An array that is not writeable is an input, and a write to it is a finding. With a mapping,
+        a null pointer. Arrays receive the results after the kernel has ended without a finding. An
+        array that is not writeable is an input, and a write to it is a finding. With a mapping,
         findings use its names instead of those in the PTX.
     cluster : int, optional
-        Blocks of a cluster along x; what the kernel states when omitted.
+        Blocks of a cluster along x; the kernel's directive decides when omitted.
     shared_bytes : int
         Dynamic shared memory of a block.
     arch : str, optional
@@ -165,7 +165,7 @@ def _clustered(ready: Program, cluster: int) -> Program:
 def _read(
     source: str | Path | bytes, arch: str | None, defines: tuple[tuple[str, int], ...]
 ) -> tuple[ModuleSpec | None, str]:
-    """Return the module of a source file, None for anything else, and the PTX."""
+    """Return the module of a source file, or None for other sources, and the PTX."""
     data = source if isinstance(source, str) else _text(source)
     if _PTX.match(data):
         return None, _text_alone(data, arch, defines)
@@ -220,7 +220,7 @@ def _entry(name: str, known: Sequence[str]) -> str:
 def _with_maps(
     args: Mapping[str, Any] | Sequence[Any],
 ) -> tuple[dict[str, npt.NDArray[Any]], Mapping[str, Any] | Sequence[Any]]:
-    """Return the arrays of tensor maps, each once, and the arguments with the plan's own maps."""
+    """Return the arrays of tensor maps, each once, and the arguments with the plan's maps."""
     names = list(args) if isinstance(args, Mapping) else [f"argument {i}" for i in range(len(args))]
     values = list(args.values()) if isinstance(args, Mapping) else list(args)
     arrays: dict[str, npt.NDArray[Any]] = {}

@@ -1,4 +1,4 @@
-"""What a run costs: instructions by kind, bytes by memory, bank conflicts by source line."""
+"""Costs of a run: instructions by kind, bytes by memory, bank conflicts by source line."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _Fetch = Callable[["Machine", "Lanes"], tuple[Ints, Ints]]
 
 @dataclass
 class SharedAccess:
-    """What one source line does to shared memory with one kind of instruction.
+    """Accesses of one source line to shared memory by one kind of instruction.
 
     Parameters
     ----------
     line : str
-        The kernel's own line: ``attn_fa.cu:51``.
+        The line of the kernel: ``attn_fa.cu:51``.
     inner : str
-        The line that the access itself stands in, where that was inlined: ``mma.cuh:24``.
+        The line of the access itself, if it was inlined: ``mma.cuh:24``.
     opcode : str
         ``ld``, ``st``, ``ldmatrix``, ``stmatrix``, or ``cp`` for the destination of ``cp.async``.
     accesses : int
         Warp instructions.
     passes : int
-        What shared memory needs to serve them (`cupyattn.interpret.banks`).
+        Passes of shared memory to serve them (`cupyattn.interpret.banks`).
     fewest : int
-        What it would need without bank conflicts.
+        Passes without bank conflicts.
     """
 
     line: str
@@ -72,9 +72,9 @@ class KernelProfile:
     kernel : str
         Entry point.
     launches, blocks : int
-        How many ran.
+        Number of launches and blocks that ran.
     instructions : Counter of str
-        By name (``"fma.rn.f32"``): how many warps executed it.
+        Number of warps that executed each instruction, by name (``"fma.rn.f32"``).
     traffic : Counter of (str, str)
         Bytes by memory (``"global"``, ``"shared"``, ``"local"``, ``"param"``) and direction
         (``"load"``, ``"store"``, ``"atomic"``; ``"copy"`` for what ``cp.async`` writes).
@@ -99,11 +99,11 @@ class KernelProfile:
 
 
 class Profile(Observer):
-    """Counts what kernels do: an observer for `cupyattn.interpret.observer`.
+    """Counts instructions and accesses of kernels: an observer for `cupyattn.interpret.observer`.
 
-    Everything is counted for a warp at once, as a device's profiler does: an instruction that some
-    lanes of a warp execute counts once, and once more for those that come by another way. Of a
-    run that a finding stops, the last stretch of instructions counts as if it had been finished.
+    Counts are per warp, as in a device's profiler. An instruction counts once for the lanes of a
+    warp that execute it together, and once more for lanes that reach it on another path. If a
+    finding stops a run, its last segment counts as finished.
 
     Attributes
     ----------
@@ -154,7 +154,7 @@ class Profile(Observer):
             access.fewest += fewest
 
     def batch(self, machine: Machine) -> None:
-        """Add what the machine has counted."""
+        """Add the counts of the machine."""
         self._current.blocks += machine.blocks
         self._current.traffic.update(machine.traffic)
         for start, warps in machine.counts.items():
@@ -184,7 +184,7 @@ class Profile(Observer):
 
     @property
     def accesses(self) -> list[SharedAccess]:
-        """What each source line does to shared memory: most bank conflicts first."""
+        """Accesses to shared memory by source line, with most bank conflicts first."""
         found = [a for k in self.kernels.values() for a in k.accesses.values() if a.accesses]
         return sorted(found, key=lambda a: (-a.excess, -a.passes, a.line, a.inner, a.opcode))
 
@@ -225,7 +225,7 @@ class Profile(Observer):
 
 
 def _lines(location: Location | None) -> tuple[str, str]:
-    """Return the outermost line of an instruction, and the innermost where that is another."""
+    """Return the outermost line of an instruction, and the innermost one if it differs."""
     if location is None:
         return "unknown", ""
     places = [f"{short(x.file)}:{x.line}" for x in location.chain()]
@@ -233,7 +233,7 @@ def _lines(location: Location | None) -> tuple[str, str]:
 
 
 def _shared_access(inst: Instruction) -> tuple[int, _Fetch] | None:
-    """Return the width of an access to shared memory, and what fetches its addresses."""
+    """Return the width of an access to shared memory, and a function that reads its addresses."""
     touched = access_width(inst)
     if touched is None or touched[0] not in ("shared", "generic"):
         return None

@@ -61,15 +61,15 @@ class Program:
     segments : dict of int to Segment
         By the index of their first instruction.
     variables : dict of str to Variable
-        Those in global and constant memory that it names.
+        Variables in global and constant memory that it names.
     shared : dict of str to int
         Address of each variable in shared memory.
     shared_bytes : int
-        Of all but the dynamic one, which follows them.
+        Bytes of all variables except the dynamic one, which follows them.
     local : dict of str to int
         Address of each variable in local memory.
     local_bytes : int
-        Of all of them.
+        Bytes of all local variables.
     granules : dict of str to int
         Bytes of the narrowest access to ``"shared"`` and to ``"global"`` memory.
     held : dict of int to int
@@ -122,8 +122,8 @@ def program(ptx: str, entry: str) -> Program:
 def _collector_paused() -> Iterator[None]:
     """Keep the garbage collector from running.
 
-    A program is tens of thousands of objects, all of them in use. Collections that their number
-    sets off find nothing, and take as long as the preparation itself.
+    A program has tens of thousands of live objects. Their number triggers collections, which find
+    no garbage and take as long as the preparation itself.
     """
     running = gc.isenabled()
     gc.disable()
@@ -193,7 +193,7 @@ def _step(instruction: Instruction) -> Step:
 
 
 def _starts(steps: tuple[Step, ...]) -> Iterator[int]:
-    """Yield where segments begin: at targets, behind branches, at what lanes do together."""
+    """Yield the starts of segments: targets, ends of branches, and instructions of whole warps."""
     yield 0
     for index, step in enumerate(steps):
         if step.instruction.target is not None:

@@ -1,9 +1,9 @@
 """PTX text to a `Module`: kernels, their instructions, registers, labels and source lines.
 
 The parser knows the syntax of PTX and none of its semantics: any ``opcode.modifier operands;`` is
-an instruction. What it settles are names: every operand is a declared register, variable,
-parameter, special register or a number, every branch goes to the index of an instruction, and
-every instruction knows the source lines that it came from, inlined calls included.
+an instruction. It resolves names. Every operand is a declared register, variable, parameter,
+special register or number. Every branch goes to the index of an instruction. Every instruction has
+its source lines, including inlined calls.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ _SIZES |= {"f16": 2, "f32": 4, "f64": 8, "b128": 16}
 _REGISTER_TYPES = {*_SIZES, "pred", "f16x2", "bf16", "bf16x2", "e4m3x2", "e5m2x2"}
 _NAME = r"[A-Za-z_$%][\w$]*"
 
-#: Directives of what the kernels have none of.
+#: Directives that are not supported, because no kernel uses them.
 _CALLS = ("alias", "branchtargets", "calltargets", "callprototype")
 
 _TEXT = re.compile(r"\S")
 _STRING_OR_COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"\n]*)"(?:\s*,\s*\d+){0,2}')
-#: What stands in a module beside kernels and variables; the groups name what to keep.
+#: Parts of a module other than kernels and variables; the groups name the text to keep.
 _TOP = re.compile(
     r"\.version\s+(?P<version>\d+\.\d+)|\.target\s+(?P<target>\w+)(?:\s*,\s*\w+)*"
     r"|\.address_size\s+(?P<address_size>\d+)|\.section\s+[\w.]+\s*\{[^{}]*\}|\.pragma\s[^;]*;"
@@ -101,7 +101,7 @@ _STATEMENT = re.compile(r"[^;{}]*(?:\{[^{}]*\}[^;{}]*)?;")
 _DIRECTIVE = re.compile(r"(?:\.(?:visible|weak|extern|common)\s+)*\.(\w+)")
 #: A device function, up to its body or the ';' of a declaration.
 _FUNCTION = re.compile(r"(?:\.(?:visible|weak|extern)\s+)*\.func\b[^{;]*")
-#: Name, parameters, and what stands before the body.
+#: Name, parameters, and directives before the body.
 _ENTRY = re.compile(
     rf"(?:\.(?:visible|weak|extern)\s+)*\.entry\s+({_NAME})\s*(?:\(([^()]*)\))?"
     r"((?:[^{;\"]|\"[^\"]*\"\s*;)*)"
@@ -121,8 +121,7 @@ _TUNING = re.compile(
 _VARIABLE = re.compile(
     r"(?P<linkage>(?:\.(?:visible|weak|common|extern)\s+)*)\.(?P<space>global|const|shared|local)\s+"
     rf"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?P<name>{_NAME})\s*"
-    r"(?P<extents>(?:\[\s*\d*\s*\]\s*)*)(?:=(?P<initialiser>.*))?",
-    re.DOTALL,
+    r"(?P<extents>(?:\[\s*\d*\s*\]\s*)*)(?:=(?P<initialiser>.*))?", re.DOTALL,
 )
 _BODY = re.compile(
     rf"\.loc\s+(?P<loc>[^\n]*)|(?P<label>{_NAME})\s*:|(?P<brace>[{{}}])"
@@ -130,7 +129,7 @@ _BODY = re.compile(
 )
 #: A variable's address as the value of another.
 _ADDRESS_OF = re.compile(rf"(?:generic\({_NAME}\)|{_NAME})(?:\s*\+\s*\d+)?")
-#: What a kernel passes to a device function, or receives from it.
+#: Parameters and results of a call of a device function.
 _ARGUMENT = re.compile(rf"\.param\s+(?:\.align\s+\d+\s+)?\.\w+\s+({_NAME})\s*(?:\[\d*\])?$")
 _LOC = re.compile(
     r"(\d+)\s+(\d+)\s+(\d+)\s*"
@@ -160,7 +159,7 @@ class _Text:
 
     def __init__(self, text: str) -> None:
         self.lines = text.split("\n")
-        # Comments become blanks, so that offsets and lines stay those of the text.
+        # Comments become blanks, so offsets and lines stay those of the text.
         self.text = _STRING_OR_COMMENT.sub(_blank_comment, text)
         self.where = 0
         self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
@@ -195,7 +194,7 @@ def _blank_comment(match: re.Match[str]) -> str:
 
 
 def _number(text: str) -> Immediate | None:
-    """Return the number that a text is, None where it is none."""
+    """Return the number that a text represents, or None."""
     if _INTEGER.fullmatch(text):
         return Immediate(int(text.rstrip("U"), 0), "int")
     match = _FLOAT.fullmatch(text)
@@ -259,7 +258,7 @@ def _behind_function(text: _Text, offset: int) -> int:
 
 
 def _reject_directive(text: _Text, statement: str) -> None:
-    """Raise where a directive is none of those that declare a variable or a kernel."""
+    """Raise unless a directive declares a variable or a kernel."""
     match = _DIRECTIVE.match(statement)
     if match is None or match[1] in ("global", "const", "shared", "local", "entry"):
         return
@@ -362,7 +361,7 @@ def _tuning(text: _Text, start: int, end: int) -> dict[str, int]:
 
 
 class _Scope:
-    """What one ``{ }`` declares; number 0 is the whole body."""
+    """The declarations of one ``{ }``; number 0 is the whole body."""
 
     def __init__(self, number: int, line: int, parent: _Scope | None) -> None:
         self.number = number
@@ -381,7 +380,7 @@ class _Scope:
         return f"{name}@{self.number}" if self.number else name
 
     def type_of(self, name: str) -> str | None:
-        """Return the type of a register that this scope declares, None for any other name."""
+        """Return the type of a register that this scope declares, or None for any other name."""
         if name in self.types:
             return self.types[name]
         for end in range(len(name.rstrip("0123456789")), len(name)):
@@ -472,8 +471,8 @@ class _Body:
             location = Location(self._file(match[1]), int(match[2]), call)
         elif location is None:
             location = Location(self._file(match[1]), int(match[2]), None)
-        # NOTE: behind an instruction of line 0 the compiler repeats a position without its calls;
-        # a function that is inlined has no positions of its own, so they are those of before.
+        # NOTE: after an instruction of line 0 the compiler repeats a position without its calls. An
+        # inlined function has no separate positions, so the earlier calls apply.
         self._location = self._locations[place] = location
 
     def _file(self, number: str) -> str:
@@ -536,7 +535,7 @@ class _Body:
     # ---- operands --------------------------------------------------------------------------------
 
     def _operands(self, listed: str) -> tuple[Operand, ...]:
-        """Read what commas separate."""
+        """Read operands separated by commas."""
         known = self._scope.operands
         simple = "{" not in listed and "[" not in listed
         found = []
@@ -570,7 +569,7 @@ class _Body:
         self._no_operand(item)
 
     def _named(self, item: str) -> Register | Immediate | Special | Symbol | None:
-        """Return what one word stands for."""
+        """Return the operand that one word names."""
         register = self._register(item)
         if register is not None:
             return register

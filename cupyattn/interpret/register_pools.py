@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: 32-bit registers of an SM.
 SM_REGISTERS = 65536
-#: Registers of a thread are given up and asked for in this number.
+#: Unit in which threads release and request registers.
 STEP = 8
 #: The fewest and the most of a thread.
 FEWEST, MOST = 24, 256
@@ -31,9 +31,9 @@ GROUP = 4
 
 
 def launch_registers(kernel: Kernel) -> int | None:
-    """Return the registers that each thread has at launch; None where no directive says how many.
+    """Return the number of registers of a thread at launch; None if no directive gives it.
 
-    A kernel that executes ``setmaxnreg`` is given as many as ``.maxnreg`` says, or as many as let
+    For a kernel with ``setmaxnreg`` this is ``.maxnreg``, or the largest number with which
     ``.minnctapersm`` blocks of ``.maxntid`` threads share an SM.
     """
     if kernel.max_registers is not None:
@@ -127,7 +127,7 @@ class RegisterPools:
                 self._report("race", message, np.array([one]))
 
     def _serve(self) -> None:
-        """Let those continue for whom there are enough registers, the first ones first."""
+        """Let waiting warpgroups continue while there are enough registers, in order of arrival."""
         machine, served = self._machine, True
         while served:
             served = False
@@ -141,7 +141,7 @@ class RegisterPools:
                     served = True
 
     def sleepers(self) -> list[tuple[int, Bools, str]]:
-        """Return where warpgroups wait for registers, their lanes, and what they wait for."""
+        """Return the places where warpgroups wait for registers, their lanes, and a description."""
         return [
             (
                 request.place,

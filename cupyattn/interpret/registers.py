@@ -1,4 +1,4 @@
-"""Which registers an instruction reads and writes, and what they hold: for those who look on."""
+"""Which registers an instruction reads and writes, and their values, for observers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
 
-#: Opcodes whose first operand is no result, though it may be a register.
+#: Opcodes whose first operand is not a result, even if it is a register.
 _WITHOUT_RESULT = {"bar", "barrier", "nanosleep"}
 
 
@@ -67,7 +67,7 @@ def read(instruction: Instruction) -> tuple[Register, ...]:
 
 
 def result_type(instruction: Instruction, register: Register) -> str:
-    """Return the PTX type of what an instruction writes to a register: its own where it has one.
+    """Return the PTX type of an instruction's result, or of its register if it names none.
 
     Registers are declared as plain bits, ``.b32``; that they receive an ``f32`` or an ``s32`` only
     the instruction says.
@@ -81,12 +81,12 @@ def result_type(instruction: Instruction, register: Register) -> str:
 
 
 def value(machine: Machine, register: Register) -> Values:
-    """Return what a register holds in every lane, as its declared type; zeros before any write."""
+    """Return the values of a register in all lanes, as its declared type; zeros if unwritten."""
     return reader(register, register.type)(machine)
 
 
 def executing(machine: Machine, instruction: Instruction, lanes: Lanes) -> Lanes:
-    """Return those lanes whose guard lets them execute the instruction under way."""
+    """Return the lanes whose guard lets them execute the current instruction."""
     guard = instruction.predicate
     if guard is None:
         return lanes

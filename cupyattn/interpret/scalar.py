@@ -1,4 +1,4 @@
-"""Instructions of one lane by itself: arithmetic, moves, addresses of other windows."""
+"""Instructions of single lanes: arithmetic, moves, conversions of addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def arithmetic(inst: Instruction) -> Execute | None:
-    """Return what an arithmetic instruction does, None where it is none."""
+    """Return the function of an arithmetic instruction, or None for other instructions."""
     if not inst.operands:
         return None
     target, *sources = inst.operands
@@ -33,7 +33,7 @@ def arithmetic(inst: Instruction) -> Execute | None:
 def _evaluate(
     operation: Operation, sources: Sequence[Operand], results: Sequence[Operand]
 ) -> Execute:
-    """Return what fetches the sources, evaluates, and stores the results."""
+    """Return a function that reads the sources, evaluates, and stores the results."""
     reads = [reader(x, t) for x, t in zip(sources, operation.sources, strict=True)]
     writes = [writer(x) for x in results]
     evaluate = operation.evaluate
@@ -83,7 +83,7 @@ def move(inst: Instruction) -> Execute | None:
 
 @instruction("cvta")
 def convert_address(inst: Instruction) -> Execute | None:
-    """Go between the generic window and that of one space."""
+    """Convert addresses between the generic window and the window of one space."""
     to, *rest = inst.modifiers
     (space, type_name) = rest if to == "to" else (to, *rest)
     if type_name not in ("u64", "b64"):
@@ -96,7 +96,7 @@ def convert_address(inst: Instruction) -> Execute | None:
 
 @instruction("isspacep")
 def is_in_space(inst: Instruction) -> Execute | None:
-    """Tell whether a generic address lies in a window."""
+    """Test whether a generic address is in a window."""
     space = inst.modifiers[0].partition("::")[0]
     if space not in ("global", *WINDOWS):
         return None

@@ -1,4 +1,4 @@
-"""What every instruction's meaning is built from: its operands as arrays, and the table of opcodes.
+"""Building blocks of all instructions: operands as arrays, and the table of opcodes.
 
 An opcode's *builder* turns a parsed instruction into a `Step`, once; the step then runs on any
 `Machine`. A builder returns None for a modifier that it does not know.
@@ -45,16 +45,16 @@ class Step:
     ----------
     instruction : Instruction
     execute : callable
-        Does it for some lanes.
+        Executes the instruction for some lanes.
     together : callable, optional
         For instructions that the lanes of a warp execute together: returns for every lane the mask
-        of the lanes that must be there (``0xffffffff``: the whole warp).
+        of the lanes that must take part (``0xffffffff``: the whole warp).
     warps : int
-        How many neighbouring warps execute it together.
+        Number of neighbouring warps that execute it together.
     leaves : bool
-        Whether `execute` itself says where its lanes go on, and when.
+        Whether `execute` itself decides where and when its lanes continue.
     again : bool
-        Whether it may let them come back to itself.
+        Whether its lanes may repeat it.
     """
 
     instruction: Instruction
@@ -66,7 +66,7 @@ class Step:
 
 
 Builder = Callable[[Instruction], "Step | Execute | None"]
-#: What each opcode means, beside those of `cupyattn.interpret.alu`.
+#: Builder of each opcode, except those of `cupyattn.interpret.alu`.
 BUILDERS: dict[str, Builder] = {}
 
 
@@ -104,7 +104,7 @@ def immediate(bits: int, dtype: np.dtype[Any]) -> Values:
 
 
 def reader(operand: Operand, type_name: str) -> Read:
-    """Return what fetches an operand as an array of a PTX type, one value for each lane or one."""
+    """Return a function that reads an operand as an array: one value per lane, or one for all."""
     dtype = DTYPES[type_name]
     if isinstance(operand, Register):
         return _register_reader(operand, dtype)
@@ -160,7 +160,7 @@ def _register_reader(register: Register, dtype: np.dtype[Any]) -> Read:
 
 
 def writer(operand: Operand) -> Write:
-    """Return what stores values in a register; wider registers extend by the type's sign."""
+    """Return a function that stores values in a register; wider registers are sign-extended."""
     if isinstance(operand, Sink):
         return lambda machine, value, lanes: None
     if not isinstance(operand, Register):
@@ -190,7 +190,7 @@ def not_known(instruction: Instruction) -> UnsupportedError:
 
 
 def unsupported(instruction: Instruction) -> Execute:
-    """Return what an unknown instruction does when it is reached."""
+    """Return a function that reports an unknown instruction when it is executed."""
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         raise not_known(instruction)

@@ -1,7 +1,7 @@
 """Who touched which word of memory, and the hazards that this tells.
 
-Words are *granules*: as wide as the narrowest access of the kernel to that memory, so that
-neighbours which different threads own never look like one.
+Words are *granules*, as wide as the kernel's narrowest access to that memory. So neighbouring
+elements of different threads never share a granule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
 
 #: Reads noted since the last write, in granules, that may wait to be entered thread by thread.
 MAX_RECENT = 1 << 22
-#: Instructions whose reads may wait so: every write looks at each.
+#: Number of instructions whose reads may stay in the log; every write compares with each.
 MAX_WAITING = 1024
 
 
@@ -48,7 +48,7 @@ class Report(Protocol):
     def __call__(
         self, kind: str, message: str, lanes: Ints, bad: Bools, address: Ints | None = None
     ) -> NoReturn:
-        """Report what the first of the `bad` lanes did, at its byte of `address`."""
+        """Report the access of the first of the `bad` lanes, at its byte of `address`."""
 
 
 class Shadow:
@@ -57,20 +57,20 @@ class Shadow:
     Parameters
     ----------
     name : str
-        What the memory is called in findings.
+        Name of the memory in findings.
     granules : int
-        How many words.
+        Number of words.
     granule_bytes : int
-        Bytes of each.
+        Bytes of a word.
     readers : int
-        Threads of a block, to keep the last read of each of them, for memory that one block has
-        to itself; 0 keeps a log of reads instead.
+        For the memory of a single block: its number of threads, whose last reads are stored. 0
+        keeps a log of reads instead.
     initialised : bool
         Whether it was written before the launch.
     first : int
-        Byte of it, as findings count, at which the first word begins.
+        Offset in findings of the first word, in bytes.
     period : int, optional
-        Bytes after which findings count anew: another block's memory begins there.
+        Bytes after which offsets in findings restart, because another block's memory begins.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class Shadow:
         count: int = 1,
         atomic: bool = False,
     ) -> None:
-        """Report what is wrong with `lanes` reading `count` granules from `first` on each.
+        """Check and record that `lanes` read `count` granules each, from `first` on.
 
-        Note that they did. Where all was written, and the whole block has met since, nothing can be
+        If all granules were written and the whole block has synchronised since, nothing can be
         wrong.
         """
         met = self.readers and self._last_write <= clocks.oldest
@@ -176,9 +176,9 @@ class Shadow:
         clocks: Clocks,
         report: Report,
     ) -> None:
-        """Report what is wrong with `lanes` of other blocks than the memory's reading `granules`.
+        """Check that `lanes` of other blocks may read `granules` of this memory.
 
-        `ordered_until` says up to when lanes come after what others did.
+        `ordered_until` returns the time up to which lanes are ordered after others.
         """
         self._check_flights(granules, lanes, report, "read")
         self.check_written(granules, lanes, report)
@@ -202,11 +202,11 @@ class Shadow:
                 self._note_read(one.time, *spread(one.first, one.lanes, one.count))
 
     def _enter_reads(self, clocks: Clocks, written: Ints | None = None) -> None:
-        """Enter the reads noted in `read` and `reads`, but those that every thread has met since.
+        """Enter the logged `read` and `reads`, except reads before a barrier of all threads.
 
-        No write can come too early for these. Reads far from the granules that are about to be
-        `written` stay noted: in most kernels all threads meet before such a write, so none is
-        entered.
+        No write can conflict with these. Reads far from the granules that are about to be `written`
+        stay in the log: in most kernels all threads synchronise before such a write, so these reads
+        need not be entered.
         """
         recent = [one for one in self._recent if one.time > clocks.oldest]
         self._recent, self._recent_granules = [], 0
@@ -245,7 +245,7 @@ class Shadow:
     def before_write(
         self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
     ) -> None:
-        """Report what is wrong with `lanes` writing `granules`."""
+        """Check that `lanes` may write `granules`."""
         self._check_flights(granules, lanes, report, "written")
         if self.before_any_write is not None:
             self.before_any_write(granules, lanes)
@@ -289,12 +289,12 @@ class Shadow:
         self.written[granules] = self._last_write = clocks.now
 
     def take_off(self, granules: Ints) -> None:
-        """Note that an asynchronous copy to `granules` has begun."""
+        """Record that an asynchronous copy to `granules` has begun."""
         self.flying[granules] = True
         self._flights += len(granules)
 
     def land(self, granules: Ints) -> None:
-        """Note that an asynchronous copy to `granules` has been waited for."""
+        """Record that a thread has waited for an asynchronous copy to `granules`."""
         self.flying[granules] = False
         self._flights -= len(granules)
 
@@ -309,12 +309,12 @@ class Shadow:
     # ---- the asynchronous proxy ------------------------------------------------------------------
 
     def lend(self, granules: Ints) -> None:
-        """Note that an asynchronous operation has begun to read `granules`, each named once."""
+        """Record that an asynchronous operation has begun to read `granules`, each named once."""
         self.lent[granules] += 1
         self._loans += len(granules)
 
     def give_back(self, granules: Ints, lanes: Ints, clocks: Clocks) -> None:
-        """Note that it has ended, on behalf of `lanes`, who waited for it."""
+        """Record that it has ended, on behalf of `lanes` that waited for it."""
         self.lent[granules] -= 1
         self._loans -= len(granules)
         self.read[granules] = self._last_read = clocks.now
@@ -326,7 +326,7 @@ class Shadow:
                 self.first_reads[warp][granules] = clocks.now
 
     def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
-        """Show the asynchronous proxy what `lanes`, of the block of `granules`, come after."""
+        """Make accesses before `lanes`, of the block of `granules`, visible to the proxy."""
         hidden = np.flatnonzero(self.hidden[granules]) + granules.start
         if not len(hidden):
             return
@@ -392,7 +392,7 @@ class Shadow:
         report: Report,
         verb: str,
     ) -> None:
-        """Report what was written too `late` to be before what `lanes` do now."""
+        """Report writes that are too `late` to be ordered before `lanes` now."""
         if late.any():
             row = int(np.argmax(late))
             other = _name(clocks, int(writer[row]), int(lanes[row]))
@@ -400,7 +400,7 @@ class Shadow:
             report("race", message, lanes, late, self._address(granules))
 
     def _check_readers(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
-        """Look for a read of `granules` that is not ordered before what `lanes` do now."""
+        """Find a read of `granules` that is not ordered before `lanes` now."""
         if self.readers:
             for part in range(0, len(lanes), 1024):
                 some, who = granules[part : part + 1024], lanes[part : part + 1024]
@@ -440,7 +440,7 @@ class Shadow:
 
 
 def _name(clocks: Clocks, other: int, lane: int) -> str:
-    """Name a lane as another one would: with its block where that is not its own."""
+    """Name a lane from the view of another: with its block, if that differs."""
     if other < ENGINE // 2:
         return "the copy engine"
     block, thread = divmod(other, clocks.threads)

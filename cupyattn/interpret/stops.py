@@ -33,9 +33,9 @@ class Stop:
     line : str
         ``"attn_fa.cu:83"``.
     instructions : tuple of str
-        PTX text of the neighbouring instructions of that line which they ran last.
+        PTX text of the adjacent instructions of that line that the lanes ran last.
     block, warp, lane : numpy.ndarray of int
-        Who: one entry for each lane that is here; warps are numbered within their block.
+        Position of each stopped lane; warps are numbered within their block.
     blocks : numpy.ndarray of int
         The different numbers in `block`, rising.
     registers : dict of str to numpy.ndarray
@@ -43,14 +43,14 @@ class Stop:
         of the lanes: as the type they are declared with, ``.b32`` as uint32; ``view`` shows bits
         otherwise.
     shared : dict of str to numpy.ndarray
-        Members of the kernel's ``SharedStorage``, with one leading axis more: `blocks`. Empty for a
-        kernel that has none. What nothing has written yet is 0, what an asynchronous copy that is
-        not waited for will write is not there, and mbarriers show nothing of their state.
+        Members of the kernel's ``SharedStorage``, with one more leading axis: `blocks`. Empty for a
+        kernel without such a struct. Unwritten memory is 0. Data of an asynchronous copy appear
+        only after the wait, and mbarriers do not show their state.
     arrays : dict of str to numpy.ndarray
-        Global arrays as they are now.
+        Current contents of global arrays.
 
-    All arrays are copies and read-only. `shared` and `arrays` are made when they are first asked
-    for, so ask within the callback.
+    All arrays are read-only copies. `shared` and `arrays` are made at first use, so read them in
+    the callback.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Stop:
     def shared(self) -> dict[str, npt.NDArray[Any]]:
         """Members of shared memory, of every block that is here."""
         machine = self._alive("shared")
-        # Dynamic shared memory, where SharedStorage lies, follows the variables of fixed size.
+        # Dynamic shared memory, with SharedStorage, follows the variables of fixed size.
         first = machine.program.shared_bytes
         data = machine.shared.data.reshape(machine.blocks, -1)[self.blocks - machine.first_block]
         found = {}
@@ -128,7 +128,7 @@ def _ranges(numbers: Ints) -> str:
 
 
 def _neighbours(numbers: Ints) -> list[Ints]:
-    """Split rising numbers where one is left out."""
+    """Split rising numbers into runs of consecutive numbers."""
     return np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
 
 
@@ -141,8 +141,8 @@ class Break(Observer):
         ``"attn_fa.cu"``, ``"prims/score/score.cuh"`` or ``"score.cuh"``.
     line : int
     callback : callable
-        Takes a `Stop`: each time that a group of lanes has run neighbouring instructions of that
-        line, or of what was inlined into it. What it raises ends the run.
+        Called with a `Stop` each time that a group of lanes has run adjacent instructions of that
+        line, or of code inlined into it. An exception ends the run.
 
     Notes
     -----
@@ -192,7 +192,7 @@ class Break(Observer):
             stop._machine = None
 
     def finish(self) -> None:
-        """Complain where no kernel has such a line."""
+        """Raise if no kernel has such a line."""
         if self._found or not self._known:
             return
         lines = sorted(line for file, line in self._known if self._is_file(file))

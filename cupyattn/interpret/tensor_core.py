@@ -9,13 +9,13 @@ for mma.m16n8k*"): with g = lane / 4, t = lane % 4 and E elements to a register,
 * C, D [16, N] in 32 bits: register r holds row g + 8 (r / 2 % 2), column 8 (r / 4) + 2 t + r % 2;
 * C, D [16, N] in float16: register r holds row g + 8 (r % 2), columns 8 (r / 2) + 2 t + 0, 1.
 
-For ``mma`` N is 8. For ``wgmma`` each warp of four holds so 16 of the 64 rows of A, C and D, and
-what lies in shared memory is named by a descriptor: see `operand_addresses`.
+For ``mma`` N is 8. For ``wgmma`` each of four warps holds 16 of the 64 rows of A, C and D in this
+way. A descriptor names operands in shared memory: see `operand_addresses`.
 
-Integer products are exact. Floating-point products are exact too; their sum, with C, is taken in
+Integer products are exact, and so are floating-point products. Their sum, with C, is computed in
 float64 and rounded once, toward zero, to float32; float16 results are rounded again, to nearest.
-Tensor cores align the addends to the largest and cut off what lies below: `accumulation_error`
-bounds the difference.
+Tensor cores align the addends to the largest and truncate lower bits: `accumulation_error` bounds
+the difference.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def elements(registers: Array, kind: str) -> Array:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where the elements of a matrix lie in the registers of a warp.
+    """Layout of the elements of a matrix in the registers of a warp.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def fragment_c(bits: int, columns: int = 8) -> Fragment:
 def accumulation_error(
     products: int, magnitude: Array, roundoff: float = TENSOR_CORE_ROUNDOFF, d_type: str = "f32"
 ) -> Array:
-    """Bound how far a tensor core's sum may lie from the model's.
+    """Bound the difference between a tensor core's sum and the sum of the model.
 
     Parameters
     ----------
@@ -173,11 +173,11 @@ def accumulation_error(
 
     Notes
     -----
-    By [L3] of docs/MATH_REFERENCE.md each addend, c among them, loses less than `roundoff` of the
-    largest when it is aligned, and cutting the sum loses that much of it: `products` + 2 losses.
-    The model's own rounding is one more; that of float64 is far below it. Each may be one subnormal
-    number instead. Two sums that close to each other round to float16 numbers that differ by that
-    much and one place of float16. Operands are normal numbers.
+    By [L3] of docs/MATH_REFERENCE.md, aligning loses less than `roundoff` of the largest addend for
+    each addend, including c, and truncating loses as much of the sum: `products` + 2 losses. The
+    rounding of the model is one more, and that of float64 is far smaller. Each loss may be one
+    subnormal number instead. If two sums differ by this much, their float16 roundings differ by at
+    most one place of float16 more. Operands are normal numbers.
     """
     error = (products + 3) * (roundoff * magnitude + 2.0**-149)
     if d_type == "f32":
@@ -262,7 +262,7 @@ _DEPTHS = {
     "f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "e4m3": (16, 32), "e5m2": (16, 32),
     "s8": (16, 32), "u8": (16, 32), "s4": (32, 64), "u4": (32, 64),
 }  # fmt: skip
-#: Types that may be mixed, and those of their accumulators.
+#: Types that may be mixed, and the types of their accumulators.
 _FAMILIES = (
     (("f16",), ("f16", "f32")),
     (("bf16",), ("f32",)),
@@ -280,7 +280,7 @@ def accumulates(a_type: str, b_type: str, sum_type: str) -> bool:
 
 @cache
 def find_mma(modifiers: tuple[str, ...]) -> Mma | None:
-    """Return the product that ``mma`` of these modifiers computes, None if it is not known here.
+    """Return the product that ``mma`` with these modifiers computes, or None if it is unknown.
 
     Parameters
     ----------
@@ -312,7 +312,7 @@ def mma(modifiers: tuple[str, ...], a: Array, b: Array, c: Array) -> Array:
     Parameters
     ----------
     modifiers : tuple of str
-        Those of a product that `find_mma` knows.
+        Modifiers of a product that `find_mma` knows.
     a, b, c : array of uint32, (warps, 32, registers)
 
     Returns

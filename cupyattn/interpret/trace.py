@@ -27,21 +27,22 @@ _PAIRS = {"f16x2": np.dtype(np.float16), "bf16x2": np.dtype(ml_dtypes.bfloat16)}
 
 
 class Trace(Observer):
-    """Writes what one warp executes: an observer for `cupyattn.interpret.observer`.
+    """Writes the instructions of one warp: an observer for `cupyattn.interpret.observer`.
 
     Parameters
     ----------
     path : str or path
         Text file, written line by line as the kernel runs.
     block, warp, lane : int
-        Whose instructions (any lane of that warp), and whose values.
+        Instructions are those of any lane of the warp, values those of the lane.
     limit : int
-        Lines after which the file ends, but for a finding.
+        Number of lines after which the file ends, except for a finding.
 
     Notes
     -----
-    A line holds source line (with the lines it was inlined into), PTX text, and what the
-    instruction wrote, in hexadecimal and as its type; where it writes no register, what it read.
+    A line has the source line (with the lines into which it was inlined), the PTX text, and the
+    result in hexadecimal and as its type. If an instruction writes no register, the line has its
+    sources.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Trace(Observer):
         self._file = self.path.open("w", encoding="utf-8", buffering=1)
 
     def launch(self, one: Started, program: Program, arch: str) -> None:
-        """Head what follows with the launch."""
+        """Write a heading for the launch."""
         self._sizes.append((one.grid, one.block))
         self._write(
             f"# {one.entry}<<<{one.grid}, {one.block}>>> for {arch}: "
@@ -84,7 +85,7 @@ class Trace(Observer):
         )
 
     def before(self, machine: Machine, lanes: Lanes) -> None:
-        """Note whether the lane executes the instruction, which may write its own guard."""
+        """Record whether the lane executes the instruction, which may overwrite its guard."""
         first = (self.block - machine.first_block) * machine.threads + self.warp * WARP
         self._under_way = None
         if (
@@ -119,7 +120,7 @@ class Trace(Observer):
             self._file.write(f"# finding: {finding}\n")
 
     def finish(self) -> None:
-        """Complain where no launch had such a lane."""
+        """Raise if no launch had such a lane."""
         if self._sizes and not any(self._present(*size) for size in self._sizes):
             raise ValueError(
                 f"no launch has block {self.block}, warp {self.warp}, lane {self.lane}: the "
@@ -151,7 +152,7 @@ class Trace(Observer):
 
 
 def _values(machine: Machine, instruction: Instruction, place: int) -> str:
-    """Return what an instruction wrote, or read where it writes nothing, in one lane."""
+    """Return the values that an instruction wrote, or else read, in one lane."""
     results = written(instruction)
     found = [_show(machine, r, result_type(instruction, r), place) for r in results]
     return ", ".join(found or [_show(machine, r, r.type, place) for r in read(instruction)])

@@ -181,7 +181,7 @@ def reduce(inst: Instruction) -> Step | None:
 
 @instruction("elect")
 def elect(inst: Instruction) -> Step | None:
-    """Choose one lane of those that take part: the first."""
+    """Choose the first of the lanes that take part."""
     if inst.modifiers != ("sync",):
         return None
     target, members = inst.operands
@@ -200,7 +200,7 @@ def elect(inst: Instruction) -> Step | None:
 
 
 def fragment_reader(operand: Operand) -> Callable[[Machine, Ints], Bits]:
-    """Return what fetches a fragment for some warps: (warps, 32, registers)."""
+    """Return a function that reads a fragment of some warps: (warps, 32, registers)."""
     reads: list[Read] = [reader(x, "b32") for x in access.items_of(operand)]
 
     def read(machine: Machine, warps: Ints) -> Bits:
@@ -213,7 +213,7 @@ def fragment_reader(operand: Operand) -> Callable[[Machine, Ints], Bits]:
 
 
 def fragment_writer(operand: Operand) -> Callable[[Machine, Bits, Lanes], None]:
-    """Return what stores a fragment (warps, 32, registers) of the warps that are here."""
+    """Return a function that stores a fragment (warps, 32, registers) of the current warps."""
     writes: list[Write] = [writer(x) for x in access.items_of(operand)]
 
     def write(machine: Machine, fragment: Bits, lanes: Lanes) -> None:
@@ -258,7 +258,7 @@ ACCESSES["ldmatrix"] = ACCESSES["stmatrix"] = lambda inst: ("shared", 16)
 
 @instruction("ldmatrix")
 def load_matrix(inst: Instruction) -> Step | None:
-    """Load tiles whose rows the first lanes name."""
+    """Load tiles; the first lanes give the addresses of their rows."""
     tiles = matrix_tiles(inst)
     if tiles is None:
         return None
@@ -276,7 +276,7 @@ def load_matrix(inst: Instruction) -> Step | None:
 
 @instruction("movmatrix")
 def move_matrix(inst: Instruction) -> Step | None:
-    """Transpose a tile of 8 x 8 elements, of which every lane holds two of a row."""
+    """Transpose a tile of 8 x 8 elements, in which every lane holds two elements of a row."""
     if inst.modifiers != ("sync", "aligned", "m8n8", "trans", "b16"):
         return None
     read, write = reader(inst.operands[1], "b32"), writer(inst.operands[0])

@@ -1,4 +1,4 @@
-"""Hopper's ``wgmma``: products of warpgroups, and where their operands lie in shared memory.
+"""Hopper's ``wgmma``: products of warpgroups, and layouts of their operands in shared memory.
 
 A warpgroup is four warps; arrays of registers are shaped (groups, 128, registers), and warp w of a
 group holds rows 16 w to 16 w + 15, as fragments of `cupyattn.interpret.tensor_core`.
@@ -66,17 +66,17 @@ class Descriptor:
 
 
 def swizzled_address(address: Array, swizzle: int, base_offset: int = 0) -> Array:
-    """Return where the byte of a plain layout lies in a swizzled one.
+    """Return the swizzled address of a byte of a plain layout.
 
     Parameters
     ----------
     address : array of int
         Shared-memory addresses.
     swizzle : {0, 16, 32, 64, 128}
-        Rows of that many bytes: their 16-byte chunks trade places by the address bits from 7 on.
-        0 and 16: the plain layout.
+        Bytes of a row, whose 16-byte chunks are permuted by the address bits from 7 on. 0 and 16:
+        the plain layout.
     base_offset : int
-        That of the descriptor.
+        Base offset of the descriptor.
     """
     row = (address >> 7) - base_offset
     return address ^ (row & (max(swizzle, 16) // 16 - 1)) << 4
@@ -106,11 +106,11 @@ def operand_addresses(bits: int, rows: int, depth: int, width: int, k_major: boo
 
     Notes
     -----
-    PTX ISA, "Strides" and "Canonical layouts". Along the contiguous dimension a core matrix has 16
-    bytes, along the other 8 lines. Without a swizzle the 8 lines follow each other at 16 bytes, and
-    cores are a leading offset apart along K and a stride offset along M or N. Swizzled, lines are
-    as long as the swizzle and hold several cores; groups of 8 lines are a stride offset apart, and
-    lines that do not suffice (M- or N-major alone) continue after a leading offset.
+    PTX ISA, "Strides" and "Canonical layouts". A core matrix has 16 bytes along the contiguous
+    dimension and 8 lines along the other. Without a swizzle the 8 lines are 16 bytes apart, and
+    cores are a leading offset apart along K and a stride offset along M or N. With a swizzle, a
+    line is as long as the swizzle and contains several cores. Groups of 8 lines are a stride offset
+    apart. In M- or N-major layouts, an operand wider than a line continues after a leading offset.
     """
     descriptor = Descriptor.decode(bits)
     row, k = np.indices((rows, depth))
@@ -133,7 +133,7 @@ def operand_granules(
 ) -> Index:
     """Return the words of `granule_bytes` that hold an operand: their numbers, each once, rising.
 
-    The other parameters are those of `operand_addresses`. The result is not to be written to.
+    The other parameters are those of `operand_addresses`. The result is read-only.
     """
     granules: Index = np.unique(
         operand_addresses(bits, rows, depth, width, k_major) // granule_bytes
@@ -157,7 +157,7 @@ class Wgmma:
     accumulator: Accumulator
 
     def rows_of_registers(self, registers: Array) -> Array:
-        """Return the values of A (groups, 64, depth) that lie in registers (groups, 128, 4)."""
+        """Return the values of A (groups, 64, depth) from registers (groups, 128, 4)."""
         warps = registers.reshape(-1, 32, registers.shape[-1])
         return self.a.gather(elements(warps, self.a_type)).reshape(-1, 64, self.depth)
 
@@ -188,7 +188,7 @@ class Wgmma:
 
 @cache
 def find_wgmma(modifiers: tuple[str, ...]) -> Wgmma | None:
-    """Return the product that ``wgmma`` of these modifiers computes, None if it is not known here.
+    """Return the product that ``wgmma`` with these modifiers computes, or None if it is unknown.
 
     Parameters
     ----------

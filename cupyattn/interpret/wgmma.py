@@ -1,8 +1,8 @@
 """``wgmma``: products of a warpgroup in the background.
 
-A product happens when its group is waited for: until then the accumulators hold what they held,
-and whoever reads or writes them, changes a fragment of A, or writes to an operand in shared memory
-has a hazard.
+A product is computed when a thread waits for its group. Until then its accumulators keep their old
+values. To read or write them, to change a fragment of A, or to write to an operand in shared memory
+is a hazard.
 
 PTX ISA, "wgmma.fence": a fence stands before the first product of a warpgroup, and between any
 access to a register and a product that uses the register as accumulator or as fragment of A.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
-    """An operand in shared memory: how a descriptor is read, and what it names."""
+    """An operand in shared memory: how its descriptor is read, and its layout."""
 
     descriptor: Read
     rows: int
@@ -57,7 +57,7 @@ class Shared:
     k_major: bool
 
     def place(self, machine: Machine, lane: int) -> tuple[Ints, Ints]:
-        """Return where it lies in the shared memory of the batch, by the descriptor of a lane.
+        """Return its place in the batch's shared memory, from the descriptor of a lane.
 
         Returns
         -------
@@ -76,7 +76,7 @@ class Shared:
         return operand_addresses(*named) + start, granules + start // size
 
     def values(self, machine: Machine, offsets: Ints) -> npt.NDArray[np.float64]:
-        """Return the numbers that lie there now: (1, rows, depth)."""
+        """Return its current numbers: (1, rows, depth)."""
         size = tensor_core.ELEMENT_BITS[self.type] // 8
         raw = np.ascontiguousarray(machine.shared.data.view(f"u{size}")[offsets // size])
         values: npt.NDArray[np.float64] = tensor_core.elements(raw.view(np.uint32), self.type)[None]
@@ -137,7 +137,7 @@ class Product:
 
 
 class _Form:
-    """What a machine keeps of an instruction: its number, and rows of the tables of registers."""
+    """A machine's record of an instruction: its number, and rows of the tables of registers."""
 
     def __init__(self, number: int, product: WarpgroupProduct, rows: Mapping[int, int]) -> None:
         self.number, self.product = number, product
@@ -148,7 +148,7 @@ class _Form:
     def conflicts(self, before: _Form) -> frozenset[int]:
         """Return the registers that an earlier product used in a way that asks for a check.
 
-        That is none where both read them, or both accumulate in them and have one shape.
+        There is none if both read them, or if both accumulate in them and have one shape.
         """
         found = self._others.get(before.number)
         if found is None:
@@ -160,7 +160,7 @@ class _Form:
 
 
 class Warpgroups:
-    """The products of a batch that no warp has waited for, and the registers that they hold.
+    """The products of a batch that are still in flight, and the registers that they use.
 
     Tables have a row for each register that a product of the kernel holds.
     """
@@ -314,7 +314,7 @@ class Warpgroups:
         self._under_way = left
 
     def _first_warps(self, lanes: Lanes) -> Ints:
-        """Return the first warp of each warpgroup here; report one of which warps are missing."""
+        """Return the first warps of the current warpgroups; report one with missing warps."""
         warps = lanes.warps
         first = warps - warps % self._warps % GROUP
         firsts: Ints

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from cupyattn.kernels.tiles import Tiles
 
-#: By largest head_dim: of ``backward_keys.cu``, a block of keys and query rows that come by; and of
-#: ``backward_queries.cu``, a block of query rows and keys that come by. They were not swept.
+#: Tiles by largest head_dim. The first pair is for ``backward_keys.cu``: keys of a block, query
+#: rows of a step. The second is for ``backward_queries.cu``: query rows of a block, keys of a step.
+#: No sweep chose them.
 _TILES = {
     64: (Tiles(64, 128, 8, 2), Tiles(128, 32, 4, 2)),
     128: (Tiles(32, 64, 4, 2), Tiles(128, 16, 4, 2)),
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: Those of the Hopper kernels; past head_dim 128, where there are two, of both.
+#: Tiles of the Hopper kernels: of one kernel up to head_dim 128, of two past it.
 HOPPER_TILES = {
     64: Tiles(128, 128, 12, 2),
     128: Tiles(64, 128, 12, 2),
     256: Tiles(64, 64, 12, 2),
 }
-#: The largest head_dim of which the Hopper form can sum up dQ in memory.
+#: The largest head_dim for which the Hopper form can add up dQ in memory.
 SUMMED = 128
-#: Where turns at dQ are faster than atomic additions (experiments/results/backward.json): past this
-#: head_dim, and up to so many keys, twice as many under a causal mask.
+#: Blocks that add to dQ in turn are faster than atomic additions past this head_dim and up to so
+#: many keys, twice as many under a causal mask (experiments/results/backward.json).
 IN_ORDER_PAST, IN_ORDER_KEYS = 64, 1024
 
-#: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.
+#: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.
 _BLOCK_MASK_TILES = {
     64: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
     128: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
@@ -39,7 +40,7 @@ def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple
     ----------
     head_dim : int
     block_mask : (int, int)
-        Rows and keys of a block of the call's block mask; (0, 0): there is none.
+        Rows and keys of a block of the call's block mask; (0, 0) without one.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Compile-time features of an attention call: what a kernel is specialised for."""
+"""Compile-time features of an attention call, for which a kernel is specialised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 DTYPES = ("float16", "bfloat16", "float32")
 #: Which columns a rotary embedding turns together: d and d + head_dim / 2, or 2 d and 2 d + 1.
 ROPE_PAIRS = ("half_split", "interleaved")
-#: What P may be as an operand of P.V: a number of 16 or 32 bits (""), or codes of these types.
+#: Types of P as an operand of P.V: numbers of 16 or 32 bits (""), or codes of these types.
 P_TYPES = ("", "u8", "s8", "e4m3", "16bit")
 #: Which masks and biases Hopper forms tell apart, in the order of MaskKind and BiasKind.
 MASK_KINDS = ("", "rows", "keys")
@@ -30,7 +30,7 @@ def without_defaults(record: Any) -> str:
 
 @dataclass(frozen=True)
 class Features:
-    """What one compiled kernel does beside plain attention.
+    """The features of a call that one compiled kernel supports, in addition to plain attention.
 
     Parameters
     ----------
@@ -56,37 +56,37 @@ class Features:
     mask : bool
         A boolean mask says which keys a row attends to.
     bias : {"", "float16", "bfloat16", "float32"}
-        Storage type of what is added to the scores; "": nothing.
+        Storage type of the bias that is added to the scores; "" without a bias.
     block_mask : (int, int)
-        Query rows and key rows of a block of the block mask, which says the blocks of keys that a
-        block of rows attends to; (0, 0): there is none.
+        Query rows and key rows of a block of the block mask, which says to which blocks of keys a
+        block of rows attends; (0, 0) without one.
     rope : {"", "half_split", "interleaved"}
-        Which columns of Q and K are turned as a pair by their row's position; "": none.
+        Which columns of Q and K form the pairs that the position of a row rotates; "" for none.
     varlen : bool
         Batch entries are sequences of different lengths, packed without padding.
     padded : bool
-        Batch entries are as long as the longest may be, each with a length of its own.
+        Batch entries are padded to one length, and each has a separate true length.
     group_v : int
-        Value rows that share the scale of a channel (0: V is not quantised).
+        Value rows that share a scale of a channel (0: V is not quantised).
     p_type : {"", "u8", "s8", "e4m3", "16bit"}
-        Type of P where V is codes; "": V is not.
+        Type of P if V is codes; "" otherwise.
     zero_points : bool
         Codes have zero points, one with each scale.
     qk_norm : bool
         Rows of Q and K are divided by their root mean square.
     quantize_q : bool
-        Q is no codes, and the kernel makes them.
+        Q comes as numbers, and the kernel quantises it.
     scored : bool
-        Hopper forms: softcap, bias or mask change the scores before the softmax, in the units in
-        which it takes them (``prims/score/score_hook.cuh``).
+        Hopper forms: softcap, bias or mask change the scores before the softmax, in the units of
+        the softmax (``prims/score/score_hook.cuh``).
     mask_kind : {"", "rows", "keys"}
-        There, which mask: one for each query row, or the same for all; "": none.
+        With `scored`: a separate mask for each query row, or one for all rows; "" for none.
     bias_kind : {"", "dense", "keys", "rows"}
-        There, which bias: one for each score, the same for every query row, or for every key; "":
+        With `scored`: a bias for each score, one for all query rows, or one for all keys; "" for
         none.
     stacked : bool
-        The rows of query heads that share a key head are stacked as those of one (a run-time number
-        of each).
+        The rows of query heads that share a key head are stacked as the rows of one head. Their
+        number is known at run time.
     """
 
     dtype: str
@@ -132,7 +132,7 @@ class Features:
 
     def defines(self) -> dict[str, int]:
         """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""
-        # Only some kernels know of these: for all others nothing is said.
+        # Only some kernels have these features; others do not name them.
         added = {"CFG_QK_NORM": 1} if self.qk_norm else {}
         added |= {"CFG_STACKED": 1} if self.stacked else {}
         added |= {"CFG_QUANTIZE_Q": 1} if self.quantize_q else {}

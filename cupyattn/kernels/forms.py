@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from cupyattn.kernels import splits
 from cupyattn.kernels.tiles import Tiles
 
-#: Kinds of operands that a form may be for, and what they are.
+#: Kinds of operands that a form may support, each with its description.
 VALUES = {
     "16bit": "V in 16 or 32 bits",
     "int8": "V as INT8 codes with one scale for each channel",
@@ -21,8 +21,8 @@ VALUES = {
     "fp8": "V as e4m3 codes",
     "fused": "arrays of which it makes the codes itself",
 }
-#: Options of a call that a form may leave to another. What takes packed sequences takes padded
-#: entries with lengths of their own as well.
+#: Options of a call that a form may leave to another form. A form that takes packed sequences also
+#: takes padded entries with separate lengths.
 OPTIONS = ("softcap", "mask", "bias", "block_mask", "packed")
 
 
@@ -33,22 +33,22 @@ class Takes:
     Parameters
     ----------
     values : tuple of str
-        The kinds of operands that it is for, of `VALUES`.
+        The kinds of operands that it supports, from `VALUES`.
     arch : str, optional
-        The only architecture that it runs on, ``"sm_90a"``: the copy engine moves its operands.
-        None: every one.
+        The only architecture that it runs on, ``"sm_90a"`` if the copy engine moves its operands.
+        None: every architecture.
     options : tuple of str
-        Names out of `OPTIONS`: the options that it takes. A form for ``"sm_90a"`` takes no block
-        mask of packed sequences.
+        The names in `OPTIONS` that it takes. A form for ``"sm_90a"`` takes no block mask of packed
+        sequences.
     p_types : tuple of str
-        P that it takes where V is INT8 codes.
+        Types of P that it takes if V is INT8 codes.
     zero_points : bool
         Whether it takes codes with zero points.
     scale_keys : int
-        The keys that share a scale of K are a multiple of these.
+        The number of keys that share a scale of K must be a multiple of this.
     value_keys : int
-        The keys that share a scale of a channel of V are a multiple of these, or of a step of the
-        caller's tiles, or all; `GROUP_ALL`: only all.
+        The number of keys that share a scale of a channel of V must be a multiple of this or of a
+        step of the caller's tiles, or include all keys. `GROUP_ALL`: it must include all.
     few_rows : bool
         Whether it takes only few query rows with many keys (`cupyattn.kernels.splits.applies`), in
         its own tiles.
@@ -75,21 +75,21 @@ class FormTiles:
     Parameters
     ----------
     default : mapping of int to Tiles
-        Those of a call that names none. The last key is the largest head_dim of the form.
+        Tiles of a call that names none. The last key is the largest head_dim of the form.
     other : mapping of int to (Tiles, float)
-        Tiles that fit some lengths better, and the time of a score in them relative to the default
-        tiles where either are full.
+        Tiles that fit some lengths better, and their time per score relative to the default tiles
+        when both are full.
     block_mask : mapping of int to tuple of Tiles
-        Those of calls with a block mask: the first that divide its blocks. Without an entry the
-        default tiles have to.
+        Tiles of calls with a block mask: the first that divide its blocks. Without an entry the
+        default tiles must divide them.
     more_rows : mapping of int to tuple of Tiles
-        Those of calls with more rows than the default tiles hold, in rising order: the first that
-        hold them, or the last.
+        Tiles of calls with more rows than the default tiles hold, in rising order: the first that
+        hold the rows, or the last.
     least_keys : int
-        Where `other` has an entry, a step is cut to the keys of a call, but not below these; 0: it
-        is not cut.
+        If `other` has an entry, a step is cut to the keys of a call, but not below this number; 0:
+        it is never cut.
     scored : mapping of str to FormTiles
-        Those of calls with one of these `OPTIONS`: of several the first that the call has.
+        Tiles of calls with one of these `OPTIONS`: the entry of the first option that the call has.
 
     Attributes
     ----------
@@ -130,15 +130,15 @@ class FormTiles:
         return next((x for limit, x in self.block_mask.items() if head_dim <= limit), ())
 
     def for_blocks(self, head_dim: int, blocks: tuple[int, int]) -> Tiles | None:
-        """Return the tiles in `block_mask` that divide blocks of so many rows and keys, or None."""
+        """Return the tiles in `block_mask` that divide blocks of these rows and keys, or None."""
         return next((x for x in self.with_blocks(head_dim) if divides(x, blocks)), None)
 
     def for_rows(self, limit: int, rows: int) -> Tiles:
-        """Return the tiles of an entry that hold so many rows, or most."""
+        """Return the first tiles of an entry that hold all rows, or its largest."""
         return splits.fitting((self.default[limit], *self.more_rows.get(limit, ())), rows)
 
     def for_lengths(self, limit: int, lengths: tuple[int, int] | None, causal: bool) -> Tiles:
-        """Return the tiles of an entry in which a call of these lengths takes less time."""
+        """Return the tiles of an entry that take less time for a call of these lengths."""
         tiles = self.default[limit]
         if limit not in self.other:
             return tiles
@@ -147,7 +147,7 @@ class FormTiles:
             return other if cost <= 1 else tiles
         if cost * computed(lengths, causal, other) <= computed(lengths, causal, tiles):
             tiles = other
-        if self.least_keys:  # few keys, as those of a text, fill no step
+        if self.least_keys:  # a few keys, such as the tokens of a prompt, do not fill a step
             keys = max(self.least_keys, -(-lengths[1] // 16) * 16)
             tiles = replace(tiles, block_kv=min(tiles.block_kv, keys))
         return tiles
@@ -163,7 +163,7 @@ class FormTiles:
         rows: int = 1,
         options: Collection[str] = (),
     ) -> Tiles:
-        """Return the tiles of a call: those given, or the form's own.
+        """Return the tiles of a call: the caller's, or the default tiles of the form.
 
         Parameters
         ----------
@@ -171,16 +171,16 @@ class FormTiles:
         given : Tiles, optional
             The caller's.
         lengths : (int, int), optional
-            Query rows and keys, which the tiles of the Hopper forms depend on.
+            Query rows and keys. The tiles of Hopper forms depend on them.
         causal : bool
-            Whether the keys that a row attends to end with its place, by a causal mask or a window:
-            the tiles of Hopper forms depend on that, too.
+            Whether a causal mask or a window ends the keys of a row at its position. The tiles of
+            Hopper forms depend on this, too.
         block_mask : (int, int)
-            Rows and keys of a block of the call's block mask; (0, 0): there is none.
+            Rows and keys of a block of the call's block mask; (0, 0) without one.
         rows : int
-            Those that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
+            Rows that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
         options : collection of str
-            Names out of `OPTIONS`: the options of the call.
+            The options of the call, by their names in `OPTIONS`.
 
         Raises
         ------
@@ -213,20 +213,20 @@ class Form:
     Parameters
     ----------
     source : str or Path
-        Its kernel: a file below ``kernels_cu/``, or the path of one elsewhere.
+        Its kernel: a file below ``kernels_cu/``, or the path of a file elsewhere.
     tiles : FormTiles
     takes : Takes
         Which calls it takes.
     pieces : bool
         Whether it cuts the tiles of the last wave (`cupyattn.kernels.tile_pieces`).
     block_scales : bool
-        Whether granularity "block" means the rows and keys of its tiles, where it is the fastest
-        form for the operands.
+        Whether granularity "block" means the rows and keys of its tiles, if it is the fastest form
+        for the operands.
 
     Attributes
     ----------
     on_hopper : bool
-        Whether it is for compute capability 9.0 alone.
+        Whether it runs on compute capability 9.0 only.
     """
 
     source: str | Path
@@ -241,12 +241,12 @@ class Form:
 
     @property
     def entry_point(self) -> str:
-        """Name of the kernel in a source below ``kernels_cu/``: that of the file."""
+        """Name of the kernel in a source below ``kernels_cu/``, which is the name of the file."""
         return PurePath(self.source).stem
 
 
 def divides(tiles: Tiles, blocks: tuple[int, int]) -> bool:
-    """Whether tiles divide the blocks of a block mask; (0, 0): there is none."""
+    """Whether tiles divide the blocks of a block mask; (0, 0) stands for no mask."""
     return not blocks[0] % tiles.block_q and not blocks[1] % tiles.block_kv
 
 

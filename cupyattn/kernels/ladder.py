@@ -1,4 +1,4 @@
-"""The ladder on one screen: every variant, its one idea, its tiles and what it rounds."""
+"""The ladder on one screen: every variant, its one idea, its tiles and its rounding points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupyattn.kernels.forms import OPTIONS, Form, FormTiles, Takes
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 
-#: What a rung computes with.
+#: The kinds of arithmetic that a rung may use.
 FAMILIES = ("unfused", "float32", "tensor_core", "int8")
 #: The largest head size of the kernels.
 MOST_HEAD_DIM = 256
@@ -33,8 +33,8 @@ class Variant:
     idea : str
         The one idea that this rung adds.
     family : {"unfused", "float32", "tensor_core", "int8"}
-        What it computes with: `cupyattn.kernels.numerics.numerics` composes its rounding points
-        from this.
+        Its arithmetic, from which `cupyattn.kernels.numerics.numerics` composes its rounding
+        points.
     tiles : mapping of int to Tiles
         Default tiles of the portable form by largest head_dim, in rising order, ending with 256.
         They fit in the 99 KB of shared memory that every device from compute capability 8.0 on
@@ -42,11 +42,10 @@ class Variant:
     dtypes : tuple of str
         Storage types that it takes.
     forms : mapping of str to Form
-        Its forms by name, `cupyattn.kernels.forms.Form`; of two that take a call the later one
-        runs. The portable one is always the first, and its default tiles are `tiles`.
+        Its forms by name, `cupyattn.kernels.forms.Form`. If two take a call, the later one runs.
+        The portable form is always the first, and its default tiles are `tiles`.
     source : Path, optional
-        A ``.cu`` outside the package, given by `cupyattn.register`: the portable form, and no
-        other.
+        A ``.cu`` outside the package, given to `cupyattn.register`. It is the only form.
 
     Raises
     ------
@@ -93,14 +92,14 @@ class Variant:
         object.__setattr__(self, "forms", self._whole_forms())
 
     def _whole_forms(self) -> dict[str, Form]:
-        """Return the forms, the portable one with the variant's own source and tiles."""
+        """Return the forms; the portable one has the source and tiles of the variant."""
         first = self.forms.get("portable", Form(f"attn_{self.name}.cu", FormTiles(self.tiles)))
         source, tiles = self.source or first.source, replace(first.tiles, default=self.tiles)
         portable = {"portable": replace(first, source=source, tiles=tiles)}
         return portable if self.source else portable | {**self.forms, **portable}
 
     def _check_tiles(self) -> None:
-        """Raise unless the default tiles are those of every head size."""
+        """Raise unless the default tiles cover every head size."""
         table = self.tiles
         limits = list(table) if isinstance(table, Mapping) else []
         whole = all(type(limit) is int and limit > 0 for limit in limits)
@@ -118,7 +117,7 @@ class Variant:
 
     @property
     def entry_point(self) -> str:
-        """Name of the kernel in its portable source; those of other forms begin with it."""
+        """Name of the kernel in its portable source; the names of other forms begin with it."""
         return f"attn_{self.name}"
 
     @functools.cached_property
@@ -127,7 +126,7 @@ class Variant:
         return tuple(self.forms.items())[::-1]
 
     def check_form(self, form: str | None) -> None:
-        """Raise ValueError unless there is such a form, or none is named."""
+        """Raise ValueError if a form is named that does not exist."""
         if form is not None and form not in self.forms:
             raise ValueError(
                 f"form must be one of {', '.join(map(repr, self.forms))} for {self.name}, got "
@@ -159,7 +158,7 @@ class Variant:
         return self.forms[form].tiles.default[self._limit(head_dim, form)]
 
     def largest_head_dim(self, form: str) -> int:
-        """Return the largest head size that a form takes; 0 where there is no such form."""
+        """Return the largest head size that a form takes; 0 if the variant has no such form."""
         return self.forms[form].tiles.largest_head_dim if form in self.forms else 0
 
     def _limit(self, head_dim: int, form: str) -> int:
@@ -172,7 +171,7 @@ class Variant:
     def tiles_for(
         self, head_dim: int, given: Tiles | None = None, *, form: str = "portable", **call: Any
     ) -> Tiles:
-        """Return the tiles of a call: those given, or the variant's own.
+        """Return the tiles of a call: the caller's, or the default tiles of the variant.
 
         Parameters
         ----------
@@ -198,12 +197,13 @@ class Variant:
 _ALL = ("float16", "bfloat16", "float32")
 _16_BIT = ("float16", "bfloat16")
 
-#: Keys that share a scale in the Hopper forms, or a multiple of them.
+#: Least number of keys that share a scale in the Hopper forms; multiples are supported, too.
 HOPPER_SCALE_KEYS = 16
-#: Keys that share a scale of a channel of V there, or a multiple of them: those of a step.
+#: Least number of keys that share a scale of a channel of V in that form: the keys of a step.
 HOPPER_VALUE_KEYS = 128
 
-#: What every Hopper form leaves to the portable ones, and what those of fa_int8 do.
+#: Options that every Hopper form leaves to the portable forms, and options that Hopper forms of
+#: fa_int8 leave to them.
 _HOPPER = Takes(arch="sm_90a", options=("block_mask", "packed"))
 _HOPPER_INT8 = replace(_HOPPER, options=OPTIONS, scale_keys=HOPPER_SCALE_KEYS)
 _HOPPER_PV8 = replace(_HOPPER_INT8, p_types=("u8",), zero_points=False)
@@ -211,15 +211,15 @@ _HOPPER_PV8 = replace(_HOPPER_INT8, p_types=("u8",), zero_points=False)
 #: Tiles for block masks in the portable forms, the only ones of theirs that divide blocks of 64 in
 #: either direction.
 _PORTABLE_BLOCKS = {128: (Tiles(64, 64, 4, 2),), 256: (Tiles(64, 32, 4, 2),)}
-#: The same in the Hopper forms, up to head_dim 128: two warpgroups share a list of keys, so blocks
-#: of 128 rows. Both have as many keys on their way. Those of fa_int8 were not measured.
+#: The same for the Hopper forms, up to head_dim 128. Two warpgroups share a list of keys, so a
+#: block has 128 rows. The tiles of fa_int8 were not measured.
 _HOPPER_BLOCKS = (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4))
 _HOPPER_INT8_BLOCKS = {128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 3),)}
 
-#: Tiles of the portable fa_tc with softcap or bias, where M does not lag. At head_dim 64 a kernel
-#: whose M never lags takes 1.19 times as long in 32 keys a step as in 64 (NOTES.md there, "A lazy
-#: maximum in the portable fa_tc"). At 128 more keys a step spill more. Calls with a mask alone have
-#: the tiles of calls without one, so that a mask of True changes no bit.
+#: Tiles of the portable fa_tc with softcap or bias, in which M is not lazy. At head_dim 64 such a
+#: kernel takes 1.19 times as long with 32 keys a step as with 64 (NOTES.md there, "A lazy maximum
+#: in the portable fa_tc"). At 128, more keys a step spill more. A call with only a mask has the
+#: tiles of a call without one, so a mask of True changes no bit.
 _PORTABLE_SCORED = dict.fromkeys(
     ("softcap", "bias"),
     FormTiles(
@@ -236,10 +236,10 @@ _PV8 = FormTiles(
     block_mask=_PORTABLE_BLOCKS,
 )
 
-#: The forms of each rung. Default tiles are among those that do not spill, and of portable forms
-#: those that fit in 99 KB. How far those of fa_tc and fa_int8 are from the fastest:
-#: experiments/results/NOTES.md, "Tiles". Those of the plain rungs were chosen to be read, not
-#: swept. Hopper forms have four warps that copy, and four for every 64 query rows.
+#: The forms of each rung. Default tiles do not spill, and those of portable forms fit in 99 KB.
+#: experiments/results/NOTES.md, "Tiles", compares the tiles of fa_tc and fa_int8 with the fastest.
+#: The tiles of the plain rungs were chosen for readability, not swept. A Hopper form has four warps
+#: that copy, and four more for every 64 query rows.
 _UNFUSED = {"portable": Form("attn_unfused.cu", FormTiles({256: Tiles(32, 32, 4)}))}
 _FA = {
     "portable": Form(
@@ -251,9 +251,9 @@ _FA_WARPS = {
         "attn_fa_warps.cu", FormTiles({128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)})
     ),
 }  # fmt: skip
-#: Tiles of calls with softcap, bias or mask: of those that do not spill, the fastest at head_dim 64
-#: and 128 (NOTES.md there, "Softcap, bias and masks in the Hopper form"). With a softcap or a bias
-#: there is room for a mask beside it, and for a bias beside a softcap.
+#: Tiles of calls with softcap, bias or mask: the fastest at head_dim 64 and 128 that do not spill
+#: (NOTES.md there, "Softcap, bias and masks in the Hopper form"). Tiles for a softcap leave room
+#: for a bias and a mask as well; tiles for a bias leave room for a mask.
 _BIAS_BLOCKS = {
     64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
 }  # fmt: skip
@@ -283,8 +283,8 @@ _FA_TC = {
             scored=_PORTABLE_SCORED,
         ),
     ),
-    # Fastest of those in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md
-    # there. Where either tiles are full, the smaller ones take 1.29 times as long at head_dim 64
+    # The fastest in experiments/results/race_fa_tc_sm90_hd*.json; for head_dim 256 see NOTES.md
+    # there. If both tiles are full, the smaller ones take 1.29 times as long at head_dim 64
     # (length 4,096), and 1.08 to 1.12 at 128.
     "sm90": Form(
         "sm90/attn_fa_tc.cu",
@@ -301,7 +301,7 @@ _FA_TC = {
         replace(_HOPPER, options=OPTIONS, stacks=True),
         pieces=True,
     ),
-    # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their way, as many keys to a step as
+    # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys in flight, and as many keys a step as
     # leave registers for Q and O. Raced on an H200: NOTES.md there, "More rows to a read of K and
     # V".
     "split": Form(
@@ -318,9 +318,9 @@ _FA_TC = {
         Takes(options=(), few_rows=True),
     ),
 }  # fmt: skip
-#: The same of the forms of fa_int8, by what leaves its registers: of those that do not spill the
-#: widest steps. None was measured. With a bias there is room for a softcap and a mask beside it.
-#: A mask alone has the tiles of plain calls, but steps of at most 128 keys: a word of its bits.
+#: The same for the forms of fa_int8: the widest steps that do not spill. None was measured. Tiles
+#: for a bias leave room for a softcap and a mask as well. A call with only a mask has the tiles of
+#: plain calls, with steps of at most 128 keys, one word of mask bits.
 _INT8_BIAS_BLOCKS = {
     64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
 }  # fmt: skip
@@ -388,8 +388,8 @@ _FA_INT8 = {
         replace(_HOPPER_PV8, values=("int8",)),
         pieces=True,
     ),
-    # The keys of a tile are those that share a scale of V. Two warpgroups up to 128 take longer
-    # (the kernel's header).
+    # The keys of a tile share a scale of V. Two warpgroups up to 128 take longer (NOTES.md there,
+    # "What was tried in the kernels").
     "sm90_pv8_by_tile": Form(
         "sm90/attn_fa_int8_pv8_by_tile.cu",
         FormTiles(
@@ -399,7 +399,7 @@ _FA_INT8 = {
         ),
         replace(_HOPPER_PV8, values=("int8 by group",), value_keys=HOPPER_VALUE_KEYS),
     ),
-    # As many keys as leave registers for two levels of sums.
+    # The most keys that leave registers for two levels of sums.
     "sm90_fp8": Form(
         "sm90/attn_fa_int8_fp8.cu",
         FormTiles(
@@ -410,7 +410,7 @@ _FA_INT8 = {
         replace(_HOPPER_INT8, values=("fp8",), value_keys=GROUP_ALL),
         block_scales=False,
     ),
-    # The tiles of the portable form, but for steps that V's codes have. They were not swept.
+    # The tiles of the portable form, with steps that fit V's codes. They were not swept.
     "v8": Form(
         "forms/attn_fa_int8_v8.cu",
         FormTiles(
@@ -426,7 +426,7 @@ _FA_INT8 = {
     ),
 }  # fmt: skip
 
-#: The rungs: name, the one idea, what it computes in, what it takes, its forms.
+#: The rungs: name, the one idea, arithmetic, storage types, forms.
 _LADDER = (
     ("unfused",  "S and P live in global memory",          "unfused",     _ALL,    _UNFUSED),
     ("fa",       "online softmax: S never leaves the SM",  "float32",     _ALL,    _FA),
@@ -435,7 +435,7 @@ _LADDER = (
     ("fa_int8",  "Q.K^T on INT8 tensor cores",             "int8",        _ALL,    _FA_INT8),
 )  # fmt: skip
 
-#: The ladder: every rung by its name, each one idea above the one before, then those registered.
+#: The ladder by name, each rung one idea above the one before, followed by registered kernels.
 VARIANTS: dict[str, Variant] = {
     name: Variant(name, idea, family, forms["portable"].tiles.default, dtypes, forms)
     for name, idea, family, dtypes, forms in _LADDER
@@ -449,12 +449,12 @@ def lookup(name: str, *, also: tuple[str, ...] = ()) -> Variant:
     ----------
     name : str
     also : tuple of str
-        What the caller takes beside the names of rungs, for the message.
+        Further names that the caller accepts, for the message.
 
     Raises
     ------
     ValueError
-        If there is none; the message lists what is taken.
+        If no rung has this name. The message lists the accepted names.
     """
     try:
         return VARIANTS[name]

@@ -59,12 +59,12 @@ def check_shapes(
         raise UnsupportedError(f"every axis must be at most 2**30 long, {got}")
     return q[0], q[1], k[1], q[2], k[2], q[3]
 
-#: Rows that share a scale where one scale serves them all: ``row // GROUP_ALL`` is 0 for every row.
+#: Rows that share a scale if all rows share one: ``row // GROUP_ALL`` is 0 for every row.
 GROUP_ALL = 2**30
 
 
 def several_value_scales(group: int, tiles: Tiles) -> str:
-    """Return why a tile of keys must have one scale for each channel of V; "" where it has.
+    """Return why a tile of keys needs one scale for each channel of V; "" if it has only one.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def several_value_scales(group: int, tiles: Tiles) -> str:
 
 
 def as_float(number: Any) -> float:
-    """Return a real number in float64, infinity where it overflows, which checks then refuse.
+    """Return a real number in float64; an overflow gives infinity, which checks then refuse.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def check_cu_seqlens(name: str, cu_seqlens: np.ndarray, total: int, longest: int
     Parameters
     ----------
     name : {"q", "k"}
-        Whose.
+        Whose offsets they are.
     cu_seqlens : numpy.ndarray, (batch + 1,)
     total : int
         Rows of the packed array.

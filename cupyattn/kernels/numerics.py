@@ -1,8 +1,8 @@
 """Where each kernel rounds, and to what: the record that drives mirror and bound.
 
-The tags R0 to R7 are those of docs/MATH_REFERENCE.md, [L24] and the like its lemmas. A kernel's
-header and body, its mirror in `cupyattn.reference` and its bound in `cupyattn.bounds` carry the
-same tags R0 to R7.
+docs/MATH_REFERENCE.md defines the tags R0 to R7, and its lemmas have numbers such as [L24]. A
+kernel's header and body, its mirror in `cupyattn.reference` and its bound in `cupyattn.bounds` use
+the same tags.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Literal
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 #: Absolute rounding error in the subnormal range: half the smallest subnormal.
 HALF_SUBNORMAL = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
-#: Least normal number: tensor cores may align operands below it, but for 0, as if they were it.
+#: Least normal number. Tensor cores may align smaller operands, except 0, as if they had its
+#: exponent.
 LEAST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 #: Relative error of ``ex2.approx.ftz.f32`` (PTX ISA, "ex2": 2^-22 over the full range).
 EX2_APPROX_ERROR = 2.0**-22
@@ -27,36 +28,38 @@ TANHF_ERROR = 2.0**-21
 #: LARGEST_SCORE of ``score.cuh``, in log2 units: M is rounded to nearest below, and down from
 #: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
-#: [L31] How far weights may grow before an M that lags rises, in log2 units. P and its sums hold
-#: weights up to one number, whether M's rounding makes them or its lag. That of
-#: ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``,
+#: [L31] How far weights may grow before a lazy M rises, in log2 units. P and its sums can store
+#: weights up to this size, whether the rounding of M or its lag makes them large. The value is that
+#: of ``sm90/attn_fa_int8.cu``. LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_tc.cu``,
 #: ``attn_fa_int8.cu`` and ``attn_fa_int8_fused.cu`` is 2 to its power.
 HEADROOM = LARGEST_EXPONENT
 #: Pieces along the keys that a tile of the Hopper forms is cut into, but the last one [L32].
 MOST_PIECES = 16
-#: Codes of P by type: that of the largest exponential of a tile.
+#: Largest code of P by type: the code of the largest exponential of a tile.
 P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
 
 
 @dataclass(frozen=True)
 class Shifts:
-    """R4 to R6 of the kernels that keep O whole: what their constants of these names are.
+    """R4 to R6 of the kernels whose O is an integer: the values of their constants.
 
-    Those of ``sm90/attn_fa_int8_pv8.cu`` by default; `WHOLE` has ``attn_fa_int8_pv8_whole.cu``'s.
+    Defaults are the constants of ``sm90/attn_fa_int8_pv8.cu``. `WHOLE` has the constants of
+    ``attn_fa_int8_pv8_whole.cu``.
 
     Parameters
     ----------
     code_bits : int
-        The largest weight of a tile is below 2^code_bits, and no less than half of that.
+        The largest weight of a tile is at least 2^(code_bits - 1) and below 2^code_bits.
     lower_bits : int
-        How far M may lie below the highest that a row had.
+        How far M may fall below its highest value in a row.
     watch_steps : int
-        Steps after which l is looked at.
+        Number of steps between two checks of l.
     sum_bits : int
-        l stays below 2^sum_bits: where it is looked at, M is kept so high that l, as it is, is
-        below a quarter of that, and the weights until the next time are less than the rest.
+        l stays below 2^sum_bits. A check keeps M so high that l is below a quarter of this limit.
+        The weights until the next check are less than the rest.
     l_bits : int, optional
-        l is whole, too, in units of 2^(M - l_bits) in each of `LANES` lanes; None: a float.
+        If given, l is an integer, too, in units of 2^(M - l_bits), in each of `LANES` lanes. None:
+        l is a float.
     """
 
     code_bits: int = 8
@@ -66,11 +69,11 @@ class Shifts:
     l_bits: int | None = None
 
     def guards(self, len_kv: int) -> bool:
-        """Whether M has to be kept from falling so low that l would leave its range."""
+        """Whether M must not fall so low that l overflows."""
         return len_kv >= 1 << (self.sum_bits - self.code_bits - self.lower_bits)
 
 
-#: Those of ``attn_fa_int8_pv8_whole.cu``.
+#: The constants of ``attn_fa_int8_pv8_whole.cu``.
 WHOLE = Shifts(watch_steps=12, l_bits=7)
 #: Lanes that share a row, each with two neighbours of eight keys.
 LANES = 4
@@ -78,35 +81,35 @@ LANES = 4
 #: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
 #: Khattak and Mikaitis, arXiv 2512.07004).
 TENSOR_CORE_ROUNDOFF = 2.0**-23
-#: Unit roundoff of that over 8-bit floats. A sum keeps 13 bits of its fraction; so do its addends,
-#: the accumulator among them, below the first bit of the largest.
+#: Unit roundoff of a tensor core over 8-bit floats. A sum keeps 13 bits of its fraction. Addends,
+#: including the accumulator, keep 13 bits below the first bit of the largest addend.
 FP8_ROUNDOFF = 2.0**-13
-#: Least normal e4m3: tensor cores align operands below it, but for 0, as if they were it.
+#: Least normal e4m3. Tensor cores align smaller operands, except 0, as if they had its exponent.
 FP8_LEAST_NORMAL = 2.0**-6
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What is known of a kernel of another library: only what its documents say that it rounds.
+    """The roundings of another library's kernel, as far as its documentation names them.
 
-    `cupyattn.testing.numerics` makes it, and says what it covers.
+    `cupyattn.testing.numerics` creates this record and says what it covers.
 
     Parameters
     ----------
     name : str
-        What reports call it.
+        Its name in reports.
     accumulate : {"float32", "float16", "fp22"}
-        R2, R6. What both products are summed in.
+        R2, R6. Type of the sums of both products.
     promote : int, optional
-        R6. Keys after which partial sums of P.V are added up in float32; None: never.
+        R6. Number of keys after which partial sums of P.V are added in float32; None: never.
     score_type : {"float32", "float16", "bfloat16"}
-        R3. What scores are stored as.
+        R3. Storage type of scores.
     exponential : float
         R4. Largest relative error of one exponential.
     sequential : bool
-        R4. Whether a row takes its keys in order, from either end; False: in any order, in slices.
+        R4. Whether a row takes its keys in order, from either end. False: in any order, in slices.
     qk_codes, v_codes : {"int8", "e4m3"}, optional
-        R1. Codes that the kernel makes of Q and K, and of V.
+        R1. Type of the codes that the kernel makes of Q and K, and of V.
     out_type : {"float16", "bfloat16", "float32"}, optional
         R7. Storage type of O; that of q when omitted.
     """
@@ -136,7 +139,7 @@ class Numerics:
         R2, how Q.K^T accumulates over head_dim.
     scaling : {"natural", "folded", "dequantised"}
         R3. ``natural``: S = fl(dot * scale) is rounded, then exp2(fma(S, log2 e, -M)).
-        ``folded``: S = dot, then exp2(fma(S, scale_log2, -M)), no rounding of its own.
+        ``folded``: S = dot, then exp2(fma(S, scale_log2, -M)), without a separate rounding.
         ``dequantised``: S = fl(fl(dot * k_scale) * fl(scale_log2 * q_scale)) in log2 units, then
         exp2(S - M); with softcap or bias the same with `scale`, in natural units.
     p_type : str
@@ -157,24 +160,24 @@ class Numerics:
         R4. M stays while weights are at most 2^headroom, and then rises to the largest score of the
         step. 0: M is the largest score so far.
     splits : bool
-        R6. Slices of the keys have an online recurrence each, and a weighted sum of them follows.
+        R6. Each slice of the keys has its online recurrence. A weighted sum merges the slices.
     pieces : int
-        R6. Into how many pieces along the keys a row may be cut, each with a recurrence of its own,
-        a weighted sum of which follows; 0 or 1: none.
+        R6. Largest number of pieces along the keys into which a row may be cut, each with its
+        recurrence. A weighted sum merges the pieces. 0 or 1: rows are not cut.
     sums_operand : bool
-        R6, R7. True: O is divided by the sum of P as the operand of P.V, a column of that product
-        or a sum of codes; lse has the sum of P before it was rounded.
+        R6, R7. True: O is divided by the sum of rounded P, which is a column of the product P.V or
+        a sum of codes. lse uses the sum of P before rounding.
     shifts : Shifts, optional
-        R4 to R6. M is a whole number and follows the largest score of each tile down as well as up;
-        codes of P are multiples of 2^M, and O stays in int32, brought to another M by shifts.
+        R4 to R6. M is an integer and follows the largest score of each tile, down as well as up.
+        Codes of P are multiples of 2^M. O stays in int32, and shifts convert it to another M.
     scales_last : bool
-        R6, R7. The scale of a channel of V, one for all tiles, multiplies the sum of all and not
-        that of each.
+        R6, R7. A channel of V has one scale for all tiles, which multiplies the sum of all tiles,
+        not the sum of each.
     scored : bool
         R3, R4. Softcap and bias change scores in the units that the softmax takes: S becomes
         fl(u tanh(S / u)), u = softcap / scale, within `cupyattn.kernels.softcap.SOFTCAP_ERROR`,
         then fma(bias, fl(1 / scale), S). With codes S is in log2 units: log2 e replaces 1 / scale.
-        A mask alone changes no number: these kernels then round as those of plain calls.
+        A mask alone changes no number: these kernels then round as the kernels of plain calls.
     foreign : Foreign, optional
         A kernel of another library: `cupyattn.bounds.foreign` bounds it by this and `p_type` alone.
     """
@@ -203,29 +206,29 @@ class Numerics:
     def subtracts_first(self) -> bool:
         """R4. True: exp2(fl(fl(S - m) * log2 e)), m the largest score itself, in natural units.
 
-        So it is with softcap and bias, unless `scored`: a bias of -1e9 in a whole block of keys,
-        subtracted after scaling, would leave exponents of the size of its rounding.
+        This holds with softcap and bias, unless `scored`. If a bias of -1e9 in a whole block of
+        keys were subtracted after scaling, its rounding would remain in the exponents.
         """
         return (self.softcap or self.bias) and not self.scored
 
     @property
     def by_tile(self) -> bool:
-        """R4, R5. True: exponentials are taken against the largest score of their own tile.
+        """R4, R5. True: exponentials are relative to the largest score of their tile.
 
-        They are in units of code 1, so that they are codes but for rounding: M is log2 of the
-        largest code below that score, rounded up; with softcap or bias it is the score. A factor
-        beta = exp2(M_tile - M) brings what a tile adds to l and O to the row's M.
+        They are in units of code 1, so rounding them gives codes. M is that score minus log2 of the
+        largest code, rounded up; with softcap or bias it is the score. A factor
+        beta = exp2(M_tile - M) converts the tile's part of l and O to the row's M.
         """
         return self.p_type in P_CODE_ONE
 
     @property
     def value_codes(self) -> bool:
-        """R6, R7. Whether V is codes, which meet scale and mean after their product with P."""
+        """R6, R7. Whether V is codes, whose scale and mean are applied after the product with P."""
         return self.v_type in ("int8", "e4m3")
 
     @property
     def code_log2(self) -> float:
-        """R4. How far exponents may lie above 0, in log2 units: that of the largest code."""
+        """R4. Largest exponent in log2 units: that of the largest code."""
         return math.log2(P_CODE_ONE[self.p_type]) if self.by_tile and not self.shifts else 0.0
 
     @property
@@ -262,15 +265,16 @@ def numerics(
     form : str
         ``"portable"``, ``"sm90"``, ``"split"``, ``"v8"``, ``"pv8"``, ``"pv8_whole"``,
         ``"sm90_pv8"``, ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the
-        kernel. All have tensor cores of one roundoff. With 16-bit P M lags, except in the split
-        form, which adds up slices of the keys. The fused form rounds where the portable one does,
-        and so does ``"v8"``, whose V is codes, but for scale and mean. Of the forms with P
-        and V in 8 bits ``"pv8_whole"`` and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
+        kernel. The tensor cores of all forms have the same roundoff. With 16-bit P, M is lazy,
+        except in the split form, which adds up slices of the keys. The fused form rounds where the
+        portable form does. ``"v8"``, whose V is codes, does so too, except for V's scale and mean.
+        With P and V in 8 bits, ``"pv8_whole"`` and ``"sm90_pv8"`` have `Shifts`, and the other
+        forms have sums of tiles.
     dtype : {"float16", "bfloat16", "float32"}
-        Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
+        Storage type of the caller's arrays. ``int8`` with float32 converts V and P to float16.
     quant : QuantConfig, optional
-        Which codes of P the forms with P and V in 8 bits take: when omitted unsigned, but e4m3 in
-        the form that takes nothing else.
+        Codes of P in the forms with P and V in 8 bits. Default: unsigned, or e4m3 in the form that
+        has no other.
     softcap, bias : bool
         Features that change a score; window and masks only select, which rounds nothing.
 
@@ -324,7 +328,7 @@ def numerics(
 
 
 def _lagging(form: str, changed: bool) -> dict[str, int]:
-    """Return by how much M lags in kernels with 16-bit P, and where their sums are cut."""
+    """Return how far a lazy M may lag in kernels with 16-bit P, and how their sums are cut."""
     lags = form.startswith("sm90") if changed else form != "split"
     return {
         "headroom": HEADROOM if lags else 0, "pieces": MOST_PIECES + 1 if form == "sm90" else 0
@@ -347,7 +351,7 @@ def _of_codes(form: str, dtype: str, quant: Any, features: dict[str, Any]) -> Nu
 
 
 def check_features(n: Numerics, softcap: float, bias: object) -> Numerics:
-    """Return `n` if it rounds where a call with this softcap and bias does; raise if not."""
+    """Return `n` if it rounds as a call with this softcap and bias does; raise otherwise."""
     if n.softcap != bool(softcap) or n.bias != (bias is not None):
         raise ValueError(
             f"numerics says softcap={n.softcap}, bias={n.bias}, the call has softcap={softcap} and "

@@ -1,4 +1,4 @@
-"""Softcap of the Hopper forms: the polynomial of tanh, and what both of its branches err by."""
+"""Softcap of the Hopper forms: the polynomial of tanh, and the error of both its branches."""
 
 from __future__ import annotations
 

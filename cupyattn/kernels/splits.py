@@ -1,7 +1,7 @@
 """How the keys of a call with few query rows are split: which slices, and when.
 
-The slices follow from the sizes of a call alone, so that its result is the same on every run and on
-every device. Kernel (``kernels_cu/split/``), mirror and bound take them from here.
+The slices depend only on the sizes of a call, so its result is the same on every run and on every
+device. Kernel (``kernels_cu/forms/split/``), mirror and bound take them from here.
 """
 
 from __future__ import annotations
@@ -11,44 +11,45 @@ from dataclasses import dataclass
 
 from cupyattn.kernels.tiles import Tiles
 
-#: Thread blocks that a call is split into where it has fewer by itself: two, which is what their
-#: shared memory has room for, on each of the 132 SMs of an H100 or H200 SXM.
+#: Number of thread blocks to split a call into when it has too few: two on each of the 132 SMs of
+#: an H100 or H200 SXM, as many as fit in shared memory.
 BLOCKS = 264
-#: Blocks up to which tiles of 16 rows stay ahead of tiles of 32: they find K and V in the L2 cache
-#: the second time, and wait less for their own products (experiments/results/decode.json).
+#: Number of blocks up to which tiles of 16 rows are faster than tiles of 32: their second read of K
+#: and V comes from the L2 cache, and they wait less for products (experiments/results/decode.json).
 NARROW_BLOCKS = BLOCKS
-#: Queries up to which the rows of all query heads that share a key head are packed into tiles.
+#: Number of queries up to which a tile packs the rows of all query heads that share a key head.
 MOST_QUERIES = 16
-#: Keys from which on it pays: fewer are read sooner than a second kernel starts.
+#: Least number of keys worth splitting: reading fewer takes less time than starting a second
+#: kernel.
 LEAST_KEYS = 512
-#: Least keys of a slice, for each row of its tile: what it leaves to be merged, float32, is then a
-#: quarter of what it read. So it goes on up to ENOUGH_KEYS, half at 128 rows: fewer slices would
-#: leave the tensor cores of some SMs with nothing to do, and so many rows keep those of all busy.
+#: Least number of keys of a slice per row of its tile. The float32 result of a slice is then a
+#: quarter of the bytes that it read. The number grows up to ENOUGH_KEYS, half of that at 128 rows:
+#: with fewer slices some SMs would be idle.
 KEYS_PER_ROW = 4
 ENOUGH_KEYS = 256
-#: Rows whose Q and O the registers of a warp hold, up to head_dim 128 and beyond;
+#: Number of rows whose Q and O fit in the registers of a warp, up to head_dim 128 and past it;
 #: kernels_cu/forms/split/attn_fa_tc.cu has the same numbers.
 WARP_ROWS, WIDE_WARP_ROWS = 32, 16
-#: Those of merge_splits.cu, which has no tiles but warps.
+#: Warps of merge_splits.cu, which has no tiles.
 MERGE_TILES = Tiles(16, 16, 16, 2)
-#: Parts that a warp of it brings together, in one round of waiting for memory.
+#: Number of parts that a warp of merge_splits.cu merges after one wait for memory.
 MERGED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Slices of the keys that some row of a call may attend to by its place.
+    """Slices of the keys to which some row of a call may attend, by its position.
 
     Parameters
     ----------
     first, end : int
-        Those keys, from a multiple of the step on.
+        First key, a multiple of the step, and end of these keys.
     slice_keys : int
-        Keys of a slice, the last one excepted; a multiple of the step.
+        Keys of each slice but the last; a multiple of the step.
     slices : int
-        At least one, which may be empty.
+        Number of slices, at least one; the only slice may be empty.
     block_slices : int
-        Slices that a thread block takes, and brings together.
+        Slices that a thread block computes and merges.
     """
 
     first: int
@@ -64,7 +65,7 @@ class Splits:
 
     @property
     def meetings(self) -> int:
-        """How often what a slice came to meets that of others: in its block, then of blocks.
+        """How often the result of a slice is merged: first in its block, then between blocks.
 
         Examples
         --------
@@ -75,7 +76,7 @@ class Splits:
 
     @property
     def row_warps(self) -> int:
-        """Warps that bring the parts of a row together, a power of two.
+        """Number of warps that merge the parts of a row, a power of two.
 
         Examples
         --------
@@ -86,7 +87,7 @@ class Splits:
         return min(MERGE_TILES.num_warps, 1 << (wanted - 1).bit_length())
 
     def merge_blocks(self, rows: int) -> int:
-        """Thread blocks that bring together so many rows, those of all heads and batch entries."""
+        """Number of thread blocks that merge `rows` rows, over all heads and batch entries."""
         return -(-rows // (MERGE_TILES.num_warps // self.row_warps))
 
     def params(self, rows: int) -> dict[str, str | int]:
@@ -101,7 +102,7 @@ class Splits:
     def buffers(
         self, lse_shape: tuple[int, ...], head_dim: int
     ) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return what is left to be merged: names, shapes and types."""
+        """Return the buffers of partial results: names, shapes and types."""
         if self.parts == 1:
             return []
         shape = (self.parts, *lse_shape)
@@ -109,7 +110,7 @@ class Splits:
         return [(name, shape, "float32") for name, shape in shapes.items()]
 
     def describe(self, rows: int, reads: int) -> str:
-        """Say how often K and V are read for so many rows, and in which slices."""
+        """Describe the slices, and how often K and V are read for the rows of a call."""
         times = "once" if reads == 1 else f"{reads} times"
         return (
             f"{rows} query rows share each key head, whose K and V are read {times}, in "
@@ -129,14 +130,14 @@ def applies(len_q: int, len_kv: int) -> bool:
 
 
 def shared_rows(heads: int, heads_kv: int, len_q: int) -> int:
-    """Rows of all query heads that share a key head, for which its K and V are read together."""
+    """Number of rows of all query heads that share a key head: one read of K and V serves them."""
     return heads // max(1, heads_kv) * len_q
 
 
 def wanted_rows(batch: int, heads: int, heads_kv: int, len_q: int) -> int:
-    """Rows that the tiles of a call should hold: those that share a key head.
+    """Number of rows that the tiles of a call should hold: all rows that share a key head.
 
-    But not one tile of 32 where two of 16 are no more than `NARROW_BLOCKS` in all.
+    Two tiles of 16 replace one tile of 32 if the call has at most `NARROW_BLOCKS` of them.
 
     Examples
     --------
@@ -148,7 +149,7 @@ def wanted_rows(batch: int, heads: int, heads_kv: int, len_q: int) -> int:
 
 
 def fitting(rising: Sequence[Tiles], rows: int) -> Tiles:
-    """Return the tiles of a call: the first that hold so many rows, or the last.
+    """Return the tiles of a call: the first that hold all rows, or the last.
 
     Examples
     --------
@@ -159,7 +160,7 @@ def fitting(rising: Sequence[Tiles], rows: int) -> Tiles:
 
 
 def block_slices(tiles: Tiles, head_dim: int) -> int:
-    """Slices that a thread block takes: the warps that the rows of a tile need share one.
+    """Number of slices of a thread block; the warps of one tile of rows share a slice.
 
     Examples
     --------
@@ -182,10 +183,10 @@ def split(
     sizes : (int, int, int, int, int, int)
         batch, heads, heads_kv, len_q, len_kv, head_dim.
     limits : (int or None, int or None)
-        Row i attends key j only where ``i + first <= j <= i + last``, as
+        Row i attends key j only if ``i + first <= j <= i + last``, as
         `cupyattn.problem.checks.check_limits` returns them.
     tiles : Tiles
-        Of the split form.
+        Tiles of the split form.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""How tiles of one size are shared among the blocks of a persistent kernel: whole, in waves, and
-those of the last wave cut into pieces along the keys, where whole ones would leave blocks idle.
+"""How the blocks of a persistent kernel share tiles of one size.
 
-Which rows come out of pieces follows from the sizes of a call, its batch and heads among them; that
-changes how float32 sums are rounded, not more (docs/MATH_REFERENCE.md [L32]).
+Blocks take whole tiles, wave by wave. If the last wave would leave blocks idle, its tiles are cut
+into pieces along the keys. The sizes of a call, including batch and heads, decide which rows come
+from pieces. This changes only how float32 sums are rounded (docs/MATH_REFERENCE.md [L32]).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from cupyattn.kernels.numerics import MOST_PIECES
 from cupyattn.kernels.tiles import Tiles
 
-#: Steps of up to `STEP_KEYS` keys that cutting has to save: what is left to be merged, by a second
-#: kernel, costs about ten.
-#: There are as many pieces of a tile as lanes of a warp at most: MOST_PIECES and one.
+#: Least number of steps of up to `STEP_KEYS` keys that cutting must save: merging the pieces in a
+#: second kernel costs about ten. A tile has at most MOST_PIECES + 1 pieces, one for each lane of a
+#: warp.
 LEAST_SAVED, STEP_KEYS = 16, 128
 #: Numbers of steps stay well within an int.
 MOST_STEPS = 2**30
@@ -28,11 +28,11 @@ class Pieces:
     Parameters
     ----------
     whole, cut : int
-        The first tiles are whole, the rest are cut.
+        Number of whole tiles, which come first, and of tiles that are cut.
     steps : int
-        Over the keys of a tile.
+        Number of steps over the keys of a tile.
     share : int
-        Steps that a block takes of the tiles that are cut, which lie in one row for that.
+        Number of consecutive steps that a block takes of the cut tiles, one tile after another.
     """
 
     whole: int
@@ -42,7 +42,7 @@ class Pieces:
 
     @property
     def slots(self) -> int:
-        """Places for what pieces came to: one more for every block and for every tile."""
+        """Number of places for results of pieces: one more for every block and for every tile."""
         return -(-self.cut * self.steps // self.share) + self.cut - 1 if self.cut else 0
 
     @property
@@ -60,7 +60,7 @@ class Pieces:
 
 
 def share_out(tiles: int, steps: int, blocks: int, step_keys: int = STEP_KEYS) -> Pieces:
-    """Cut the tiles of the last wave so that every block takes as many of their steps.
+    """Cut the tiles of the last wave so that all blocks take equally many of their steps.
 
     Parameters
     ----------

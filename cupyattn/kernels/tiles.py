@@ -14,7 +14,7 @@ _MOST = 2**20
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the sizes of every kernel have in common; a record of them adds its fields."""
+    """Fields and checks that the sizes of all kernels share; a subclass adds its sizes."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -63,9 +63,9 @@ class Tiles(_Sizes):
 
     Notes
     -----
-    What a kernel needs of its tiles (divisibility, multiples of the instruction shape) is stated
-    once, as ``static_assert`` sentences in ``kernels_cu``. A call with tiles that break one raises
-    a ValueError with that sentence, on every backend.
+    The conditions that a kernel sets for its tiles (divisibility, multiples of the instruction
+    shape) are ``static_assert`` sentences in ``kernels_cu``. If the tiles of a call break one, the
+    call raises a ValueError with that sentence, on every backend.
 
     Examples
     --------
@@ -93,10 +93,10 @@ class GemmTiles(_Sizes):
         Slices of 128 codes in flight.
     splits : int
         Thread blocks that share a tile, each with a part of k: a cluster of 2, 4 or 8, from compute
-        capability 9.0 on. They add up in one order, so that the same sizes give the same bits.
+        capability 9.0 on. They add their sums in one order, so the same sizes give the same bits.
     tail_splits : int
-        Thread blocks that so share a tile of the last wave alone, where it is so empty that all of
-        its tiles find their blocks at once; Hopper form. All other tiles have a block of their own.
+        Thread blocks that share a tile of the last wave only, if enough blocks are idle for all of
+        its tiles at once; Hopper form. Each other tile has one block.
 
     Raises
     ------
@@ -126,11 +126,11 @@ class GemmTiles(_Sizes):
 
     @property
     def cluster(self) -> int:
-        """Thread blocks of a cluster, which share a tile: 1 where none is shared."""
+        """Number of thread blocks in a cluster, which share a tile; 1 if no tile is shared."""
         return self.splits * self.tail_splits
 
 
 def check_kind(tiles: Any, kind: type[_Sizes] = Tiles) -> None:
-    """Raise TypeError unless tiles that a caller gave are a record of a kind, or None."""
+    """Raise TypeError unless the caller's tiles are None or a record of the right class."""
     if tiles is not None and not isinstance(tiles, kind):
         raise TypeError(f"tiles must be a cupyattn.{kind.__name__} or None, got {shown(tiles)}")

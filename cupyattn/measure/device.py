@@ -1,4 +1,4 @@
-"""The device under the measurements: whether there is one, what it is, how fast it could be."""
+"""The device of measurements: whether there is one, its properties, its peak rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATIONS_PER_CLOCK = {
     "fp16": {80: 2048, 90: 4096},
     "int8": {80: 4096, 90: 8192},
 }
-#: What each family of kernels does its two products with.
+#: The units that each family of kernels uses for its two products.
 _UNITS = {
     "unfused": ("fp32", "fp32"),
     "float32": ("fp32", "fp32"),
@@ -37,7 +37,7 @@ _UNITS = {
 
 
 def device_missing() -> str:
-    """Say why no CUDA device can be used; empty where one can."""
+    """Say why no CUDA device can be used; empty if one can."""
     try:
         import cupy
     except ImportError as error:
@@ -50,7 +50,7 @@ def device_missing() -> str:
 
 
 def compiler_missing() -> str:
-    """Say why kernels cannot be compiled here; empty where they can."""
+    """Say why kernels cannot be compiled here; empty if they can."""
     try:
         nvrtc.headers(nvrtc.load())
     except UnsupportedError as error:
@@ -75,12 +75,12 @@ def ceiling(family: str, capability: int, multiprocessors: int, clock_hz: float)
     Returns
     -------
     float or None
-        None where `OPERATIONS_PER_CLOCK` does not know the device.
+        None if `OPERATIONS_PER_CLOCK` does not list the device.
 
     Notes
     -----
-    Half of the operations are Q.K^T, half P.V; where they run on different units the ceiling is
-    the harmonic mean of both. The exponential and all other work counts for nothing here.
+    Half of the operations are Q.K^T, half P.V. If these run on different units, the ceiling is the
+    harmonic mean of both. Exponentials and other work are not counted.
 
     Examples
     --------
@@ -128,7 +128,7 @@ _NVIDIA_SMI = {
 
 
 def clocks(pci_bus_id: str | None = None) -> dict[str, float]:
-    """Return clocks, power and temperature of a device now; empty where nobody can say.
+    """Return current clocks, power and temperature of a device; empty if they cannot be read.
 
     Parameters
     ----------
@@ -176,13 +176,13 @@ def _nvidia_smi(pci_bus_id: str) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a measurement must be read with: device, driver, libraries, revision.
+    """Return the context of a measurement: device, driver, libraries, revision.
 
     Returns
     -------
     dict
         JSON-ready. Without a device, ``device`` is None and ``device_missing`` says why. Versions
-        of torch and cuDNN appear where torch has been imported.
+        of torch and cuDNN appear if torch has been imported.
     """
     from cupyattn.version import __version__
 
@@ -249,7 +249,7 @@ def _nvrtc_version() -> str | None:
 
 
 def _revision() -> dict[str, Any]:
-    """Return the git revision of a checkout and whether it has changes; neither where installed.
+    """Return the git revision of a checkout and whether it has changes; nothing if installed.
 
     ``CUPYATTN_REVISION`` names it where the files travelled without their history.
     """

@@ -11,13 +11,13 @@ from cupyattn.measure.nvml import Monitor, NvmlError
 
 #: Between two looks at the counter, which is renewed every 0.1 s.
 LOOK_SECONDS = 0.02
-#: A counter that stands still for so long counts nothing.
+#: Time in seconds after which an unchanged counter is considered absent.
 PATIENCE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a device used while it did one thing.
+    """Energy and time that a device used for one piece of work.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def window(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Window:
-    """Do work over and over and count what the device uses.
+    """Repeat a piece of work and measure the energy that the device uses.
 
     Parameters
     ----------

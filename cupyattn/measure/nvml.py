@@ -43,7 +43,7 @@ class Monitor:
         return float(self._ask("nvmlDeviceGetMaxClockInfo", kind))
 
     def power_w(self) -> float:
-        """Return what the device draws, in watts."""
+        """Return the power of the device, in watts."""
         return self._ask("nvmlDeviceGetPowerUsage") / 1e3
 
     def temperature_c(self) -> float:
@@ -64,12 +64,12 @@ class Monitor:
 
 @contextlib.contextmanager
 def monitor(pci_bus_id: str) -> Iterator[Monitor | None]:
-    """Open a device; None where the library or the device is missing.
+    """Open a device; return None if the library or the device is missing.
 
     Parameters
     ----------
     pci_bus_id : str
-        For example ``"0000:19:00.0"``, as `cupy.cuda.Device.pci_bus_id` has it.
+        For example ``"0000:19:00.0"``, from `cupy.cuda.Device.pci_bus_id`.
     """
     try:
         library = ctypes.CDLL(LIBRARY)

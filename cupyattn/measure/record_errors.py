@@ -13,9 +13,9 @@ from typing import Any
 
 from cupyattn.measure.records import own_names
 
-#: What names a judged part beside `cupyattn.measure.records.IDENTITY`.
+#: Keys that name a judged part, in addition to `cupyattn.measure.records.IDENTITY`.
 _ALSO = ("distribution", "dtype", "shape", "form")
-#: What a judgement holds, the largest error relative to its bound first.
+#: Keys of a judgement; the first is the largest error relative to its bound.
 MEASURES = ("j2", "j3", "relative_error")
 VERDICTS = ("more exact", "less exact", "same")
 
@@ -28,9 +28,9 @@ class ComparedErrors:
     ----------
     name : str
     first, second : dict
-        Of `MEASURES` those that both records have.
+        The `MEASURES` that both records have.
     verdict : {"more exact", "less exact", "same"}
-        Of the second: its relative error lies past the margin, or within it.
+        Verdict on the second: its relative error is past the margin, or within it.
     """
 
     name: str

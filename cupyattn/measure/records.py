@@ -1,8 +1,8 @@
 """Records of measurements: their cells by name, and two records of one experiment side by side.
 
-A record is the JSON that an experiment or a command writes: what was measured, ``environment`` and
-``command``. A cell is anything in it with ``samples`` or ``seconds``; its name is made of what it
-says of itself and of what it lies in.
+A record is the JSON of an experiment or a command: measurements, ``environment`` and ``command``. A
+cell is any object in it with ``samples`` or ``seconds``. Its name consists of its identifying keys
+and those of the objects around it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from cupyattn.files import open_regular
 from cupyattn.measure import timing
 from cupyattn.measure.timing import Estimate
 
-#: What identifies a cell, in the order in which its name has it; all else is a result.
+#: Keys that identify a cell, in the order of its name; all other keys are results.
 IDENTITY = (
     "input", "problem", "part", "kind", "name", "label", "variant", "rung", "way", "mode",
     "feature", "framework", "batch", "heads", "heads_kv", "group", "length", "len_q", "len_kv",
     "head_dim", "m", "n", "k", "axis", "ranks", "left_out", "filled",
 )  # fmt: skip
-#: Of the environment, what a difference in may explain a difference in time.
+#: Keys of the environment whose differences may explain a difference in time.
 COMPARED = (
     "device", "driver", "nvrtc", "cupy", "cupyattn", "revision", "dirty", "torch", "cudnn", "numpy",
     "python",
 )  # fmt: skip
 #: Times of a call, seconds, that a record may have: ratios of any two are finite.
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9
-#: How deep lists and objects of a record may lie in each other; those of experiments are 8 deep.
+#: Largest depth of nested lists and objects in a record; records of experiments are 8 deep.
 DEPTH = 64
 VERDICTS = ("faster", "slower", "same", "undecided")
 
@@ -43,13 +43,13 @@ class Cell:
     Parameters
     ----------
     names : tuple of str
-        What it lies in and what it says of itself, from the whole to the part.
+        Identifying keys of the objects around it and of itself, from the outside in.
     estimate : Estimate
         Median seconds of a call with their 95 % interval.
     samples : tuple of float
-        Seconds, one for each round; empty where the record kept none.
+        Seconds, one for each round; empty if the record has none.
     judgement : mapping or None
-        ``j2``, ``j3`` and ``relative_error``, where the record has them.
+        ``j2``, ``j3`` and ``relative_error``, if the record has them.
     """
 
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class Compared:
     speed : Estimate
         How many times as fast the second is, with its 95 % interval.
     verdict : {"faster", "slower", "same", "undecided"}
-        Of the second: the whole interval lies past the margin, within it, or neither.
+        Verdict on the second: the whole interval is past the margin, within it, or neither.
     """
 
     name: str
@@ -124,7 +124,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check_depth(node: Any, left: int = DEPTH) -> None:
-    """Raise ValueError where lists and objects lie deeper in each other than in any record."""
+    """Raise ValueError if lists and objects are nested deeper than in any record."""
     if isinstance(node, (dict, list)):
         if not left:
             raise ValueError(f"its lists and objects are more than {DEPTH} deep")
@@ -187,7 +187,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
 
 
 def own_names(node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a part of a record says of itself: texts as they are, numbers with their names."""
+    """Yield the identifying entries of a part of a record; numbers come with their names."""
     for key in IDENTITY:
         value = None if key == "rung" and "variant" in node else node.get(key)
         if key == "problem" and isinstance(value, dict):
@@ -255,9 +255,9 @@ def compare(
 
     Notes
     -----
-    The runs are not paired: drift between them, of clocks and temperature, is not in the interval.
-    Where both records keep samples, the interval is the bootstrap of the ratio of their medians;
-    else it is the widest that the two intervals allow.
+    The runs are not paired, so the interval does not include drift of clocks and temperature. If
+    both records have samples, the interval is the bootstrap of the ratio of their medians.
+    Otherwise it is the widest that the two intervals allow.
     """
     check_same_experiment(first, second)
     mine, other = cells(first), cells(second)
@@ -312,7 +312,7 @@ def verdict(speed: Estimate, margin: float) -> str:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return what differs between the environments of two records, as text."""
+    """Return the differences between the environments of two records, as text."""
     a, b = (_facts(record["environment"]) for record in (first, second))
     return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 

@@ -1,4 +1,4 @@
-"""One self-contained page of HTML from records: what was timed, as bars, and what was found."""
+"""One self-contained page of HTML from records: times as bars, other results as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupyattn.measure.words import counted, format_ratio, format_seconds, printa
 
 #: Rows and columns of a table of numbers beyond which the rest is counted.
 MOST_ROWS, MOST_COLUMNS = 60, 10
-#: Width of a bar's drawing in its own units, its height, and the width of the shortest bar.
+#: Width and height of a bar's drawing, and the width of the shortest bar, in SVG units.
 _WIDTH, _HEIGHT, _THIN = 200, 12, 0.5
 
 _STYLE = """
@@ -58,8 +58,8 @@ def page(found: Sequence[tuple[str, Mapping[str, Any]]], title: str = "cupyattn 
     Returns
     -------
     str
-        HTML that loads nothing from elsewhere, runs no script, follows the reader's colour scheme
-        and fits any width.
+        HTML without external files and scripts, which follows the reader's colour scheme and fits
+        any width.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def page(found: Sequence[tuple[str, Mapping[str, Any]]], title: str = "cupyattn 
 
 
 def document(title: str, body: str) -> str:
-    """Return a page of HTML with our style, given what comes below its title."""
+    """Return a page of HTML in our style, from its title and its body."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -176,7 +176,7 @@ def _lists(
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield lists of parts that say something in numbers or words, wherever they are.
 
-    Their names are the keys that they have, and before them what the parts around them are called.
+    Their names are their keys, preceded by the names of the parts around them.
     """
     if isinstance(node, dict):
         above = (*above, *records.own_names(node))
@@ -192,7 +192,7 @@ def _lists(
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a part says by itself, its judgement among it."""
+    """Return the scalar entries of a part, including its judgement."""
     known = {**row, **(row["judgement"] if isinstance(row.get("judgement"), dict) else {})}
     return {
         k: v
@@ -209,7 +209,7 @@ def _is_estimate(value: Any) -> bool:
 
 
 def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of parts, as many rows and columns as can be looked at."""
+    """Return a table of parts, with at most as many rows and columns as a reader can survey."""
     columns = list(dict.fromkeys(key for row in rows for key in _scalars(row)))
     shown = columns[:MOST_COLUMNS]
     lines = []

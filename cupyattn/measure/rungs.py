@@ -36,11 +36,11 @@ from cupyattn.quant.config import QuantConfig
 from cupyattn.reference import exact as reference
 from cupyattn.testing import expected, verdict
 
-#: Where the rows next to tile edges lie in a sample: the block_q of every portable form divides it,
-#: and every second edge of the Hopper form's tiles of 192 rows is a multiple of it.
+#: Period of the sampled rows next to tile edges. The block_q of every portable form divides it, and
+#: every second edge of the Hopper form's tiles of 192 rows is a multiple of it.
 EDGE_ROWS = 128
-#: Scores (batch heads rows len_kv), each of them computed in float64, that a sample of rows has at
-#: most, about. At least LEAST_SAMPLED rows are drawn, though, and as many at edges.
+#: Approximate limit of the scores (batch heads rows len_kv) of a sample of rows, each computed in
+#: float64. A sample has at least LEAST_SAMPLED drawn rows, and as many at edges.
 SAMPLED_SCORES, LEAST_SAMPLED = 2**27, 8
 
 #: ``exact(q, k, v, rows=..., return_lse=True, **options) -> o, lse``:
@@ -61,12 +61,12 @@ class Judgement:
     ----------
     j2 : float
         Largest error against exact attention of the operands that the kernel received, as a
-        share of its bound: up to 1 is a pass. Infinite where the output is not finite and the
-        exact one is.
+        share of its bound: up to 1 is a pass. Infinite if the output is not finite and the exact
+        result is.
     j3 : float or None
-        Largest effect of quantisation as a share of its bound; None where nothing is quantised.
+        Largest effect of quantisation as a share of its bound; None without quantisation.
     relative_error : float
-        ``||o - exact|| / ||exact||`` against the caller's own arrays; decides nothing.
+        ``||o - exact|| / ||exact||`` against the caller's arrays; it decides nothing.
     """
 
     j2: float
@@ -86,11 +86,11 @@ class Interpreted:
     Parameters
     ----------
     judgement : Judgement
-        Of what they computed.
+        Judgement of their results.
     instructions : int
-        Executed, counted for a warp at once.
+        Number of executed warp instructions.
     global_bytes, shared_bytes : int
-        What moved to and from global and shared memory.
+        Bytes moved to and from global and shared memory.
     """
 
     judgement: Judgement
@@ -107,22 +107,22 @@ class Rung:
     ----------
     variant, idea : str
     judgement : Judgement or None
-        None where the rung does not take the input; `note` says why.
+        None if the rung does not take the input; `note` says why.
     memory_bytes : int
-        Device memory that a call needs beside q, k and v: output, workspace, codes and scales.
+        Device memory that a call needs besides q, k and v: output, workspace, codes and scales.
     seconds : float or None
-        Median time of a call; None where it was not timed.
+        Median time of a call; None if it was not timed.
     seconds_interval : (float, float) or None
         95 % bootstrap interval of that median.
     operations : int
-        ``4 head_dim`` for every admitted (query, key) pair: what both products need.
+        Operations of both products: ``4 head_dim`` for every unmasked (query, key) pair.
     ceiling : float or None
-        Operations per second that the units which the rung uses could do at most.
+        Peak operations per second of the units that the rung uses.
     note : str
     interpreted : Interpreted or None
         A run of the kernels on the first rows of the input.
     ran : {"", "device", "mirror", "interpreter"}
-        What the judgement is of; "interpreter" means the first rows alone. "": nothing was run.
+        Where the judged run took place; "interpreter" runs only the first rows. "" without a run.
     """
 
     variant: str
@@ -269,24 +269,24 @@ def ladder(
     ----------
     q : array, (batch, heads, len_q, head_dim)
         CuPy arrays run on their device and are timed; NumPy arrays run on the mirror. A rung from
-        `cupyattn.register` runs in the interpreter then, on the rows that `interpret` names: the
-        mirror knows nothing of its source.
+        `cupyattn.register` then runs in the interpreter, on the rows that `interpret` names,
+        because the mirror cannot read its source.
     k, v : array, (batch, heads_kv, len_kv, head_dim)
     variants : sequence of str, optional
-        Rungs to run; all that are registered when omitted.
+        Rungs to run; all registered rungs when omitted.
     scale, causal, causal_align
         As for `cupyattn.attention`.
     quant : QuantConfig, optional
         How the INT8 rung quantises.
     seed : int
-        Draws the rows that are judged where there are too many for all.
+        Seed of the drawn rows, if there are too many rows to judge all.
     rounds : int
         Timed samples of each rung; 0 times nothing.
     interpret : bool
-        With NumPy arrays: run the kernels too, once, in the interpreter, on the first
+        With NumPy arrays: also run the kernels once in the interpreter, on the first
         INTERPRETED_ROWS rows of the first head; judge and count them.
     advance : callable, optional
-        Told what was done, for a progress bar.
+        Called with a description of each finished step, for a progress bar.
 
     Returns
     -------
@@ -428,7 +428,7 @@ def _timed(
     rounds: int,
     advance: Callable[[str], None] | None,
 ) -> list[Rung]:
-    """Return the rungs with times, measured in turns; a rung that misses J2 has none."""
+    """Return the rungs with times, measured in turns; a rung that misses J2 gets no time."""
     sets = timing.rotated(inputs)
     calls = {}
     for rung in rungs:
@@ -475,13 +475,13 @@ def judge(
     exact: Exact = reference.attention_exact,
     **options: Any,
 ) -> Judgement:
-    """Judge an output, and say how far it is from exact attention of the caller's own arrays.
+    """Judge an output, and measure its distance from exact attention of the caller's arrays.
 
     Parameters
     ----------
     o : array, (batch, heads, len_q, head_dim)
     q, k, v : array
-        What the caller had.
+        The caller's arrays.
     variant : str
         The rung that computed `o`.
     scale, causal, causal_align
@@ -489,7 +489,7 @@ def judge(
     rows : 1-D integer array, optional
         Query rows to judge; all when omitted.
     exact : callable
-        What computes exact attention.
+        Function that computes exact attention.
     **options
         lse, quantized, tiles, form: as for `cupyattn.testing.judge`.
 
@@ -515,8 +515,8 @@ def relative_error(o: Any, exact: Any) -> float:
 def judged_rows(call: AttentionSpec, seed: int = 0) -> Any:
     """Return the query rows to judge: all of a small input, else a sample with tile edges.
 
-    One sample, with the edges at multiples of EDGE_ROWS, serves every rung. It is smaller where
-    many heads or keys would make more than SAMPLED_SCORES scores of it.
+    One sample, with edges at multiples of EDGE_ROWS, serves every rung. If there are many heads or
+    keys, it is smaller, to keep its scores below SAMPLED_SCORES.
 
     Examples
     --------
@@ -527,7 +527,7 @@ def judged_rows(call: AttentionSpec, seed: int = 0) -> Any:
     scores_of_row = call.batch * call.heads * call.len_kv
     if scores_of_row * call.len_q <= expected.SMALL_CELL:
         return np.arange(call.len_q)
-    # Half of a sample is drawn, half lies at edges.
+    # Half of the sample is drawn, half is at edges.
     room = SAMPLED_SCORES // (2 * scores_of_row)
     count = min(expected.SAMPLED_ROWS, max(LEAST_SAMPLED, room))
     return expected.sample_rows(call.len_q, EDGE_ROWS, seed, count)
@@ -565,7 +565,7 @@ def admitted_pairs(call: AttentionSpec) -> int:
 def _memory_bytes(
     operands: tuple[Any, ...], variant: Variant, call: AttentionSpec, options: Mapping[str, Any]
 ) -> int:
-    """Return what a call needs beside q, k and v: output, workspace, codes and scales."""
+    """Return the bytes of a call besides q, k and v: output, workspace, codes and scales."""
     output: int = math.prod(call.output_shape) * np.dtype(STORAGE[call.dtype]).itemsize
     q, k, v = operands
     request = resolved(q, k, v, variant=variant.name, **options)

@@ -18,7 +18,7 @@ import numpy as np
 #: about half a microsecond.
 SAMPLE_SECONDS = 2e-3
 _MAX_REPEATS = 200
-#: What the device writes before each sample: about half a millisecond at 3 TB/s.
+#: Bytes that the device writes before each sample: about half a millisecond at 3 TB/s.
 LEAD_BYTES, LEAD_FILLS = 2**29, 3
 
 
@@ -35,7 +35,7 @@ class Estimate:
         return [self.median, self.low, self.high]
 
 
-#: What an interval of a ratio of speeds says.
+#: Verdicts from an interval of a ratio of speeds.
 FASTER, UNDECIDED, SLOWER = "faster", "undecided", "slower"
 
 
@@ -159,7 +159,7 @@ def rotated(arrays: Sequence[Any], cache_bytes: int | None = None) -> list[tuple
 
 
 def captured(call: Callable[[int], object], count: int) -> Callable[[int], object]:
-    """Return a CUDA graph of several calls: what they take without the host.
+    """Return a CUDA graph of several calls, to time them without the host.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def captured(call: Callable[[int], object], count: int) -> Callable[[int], objec
     Returns
     -------
     callable
-        Launches the graph on the current CuPy stream, whatever number it is given.
+        Launches the graph on the current CuPy stream; its argument is ignored.
     """
     import cupy
 
@@ -199,16 +199,16 @@ def time_interleaved(
     Parameters
     ----------
     calls : mapping of str to callable
-        Each takes a running number, by which it chooses among rotated inputs, and enqueues its
+        Each receives a running number, by which it chooses among rotated inputs, and enqueues its
         work on the current stream.
     rounds : int
-        Samples of each; at least 15 for a figure that is kept.
+        Samples of each call; at least 15 for a figure that is kept.
     warmup : int
-        Rounds that are not counted; they also compile.
+        First rounds, which are not counted; they also compile.
     sample_seconds : float
         A call is repeated within a sample until it lasts about this long.
     advance : callable, optional
-        Told the name of each call that was sampled, for a progress bar.
+        Called with the name of each sampled call, for a progress bar.
 
     Returns
     -------

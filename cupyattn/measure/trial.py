@@ -1,7 +1,7 @@
-"""A comparison of a pipeline with itself: as it is, and with parts in INT8, from its record.
+"""A comparison of a pipeline with itself, native and with parts in INT8, from its record.
 
-The record is JSON. Each run in turn is written when it ends, so that an interrupted comparison goes
-on behind the last one.
+The record is JSON. Each run is written when it ends, so an interrupted comparison continues after
+the last finished run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ EXPERIMENT = "trial"
 NATIVE, LINEAR, ATTENTION, ALL = "native", "linear layers", "attention", "accelerated"
 #: The model as it was given, if ``native`` was compiled for the comparison.
 AS_GIVEN = "native, not compiled"
-#: The native model without the step cache that all other ways have.
+#: The native model without the step cache of all other ways.
 UNCACHED = "native, no step cache"
-#: What a verdict says beyond the ratio.
+#: Text of a verdict after the ratio.
 _ADVICE = {FASTER: "", UNDECIDED: ", undecided: leave it native", SLOWER: ": leave it native"}
 #: Names of attention modules of diffusers, and how `accelerate` leaves a part native by them.
 ATTENTION_NAMES = r"(attn|attention)\d?$"
@@ -39,23 +39,23 @@ LEAST_ROUNDS = 6
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` of an accelerated pipeline measured.
+    """Measurements of `compare` on an accelerated pipeline.
 
     Parameters
     ----------
     record : mapping
-        JSON-ready: ``"ways"`` by name, each with ``"rounds"``, seconds of the steps of each run in
-        turn, ``"weights"`` and ``"peak"`` in bytes, ``"first"``, seconds of the first run, and
-        ``"latents"``, ``"psnr"`` and ``"ssim"`` beside native; ``"pictures"`` by name. JSON has no
-        infinity: ``"psnr"`` is null if the pictures are equal, and an error of ``"latents"`` is
-        null if it is not finite.
+        JSON-ready: ``"ways"`` by name, and ``"pictures"`` by name. A way has ``"rounds"``, the
+        seconds of the steps of each run in turn; ``"weights"`` and ``"peak"`` in bytes;
+        ``"first"``, the seconds of the first run; and ``"latents"``, ``"psnr"`` and ``"ssim"``
+        relative to native. JSON has no infinity: ``"psnr"`` is null if the pictures are equal, and
+        an error of ``"latents"`` is null if it is not finite.
     """
 
     record: Mapping[str, Any]
 
     @property
     def ways(self) -> dict[str, Mapping[str, Any]]:
-        """Ways that were measured, native first."""
+        """Names of the measured ways, native first."""
         return dict(self.record["ways"])
 
     @property
@@ -145,7 +145,7 @@ class Comparison:
         return "\n".join(printable(line) for text in lines for line in text.split("\n"))
 
     def page(self) -> str:
-        """Return one page of HTML with pictures side by side; it loads nothing from elsewhere."""
+        """Return one page of HTML with pictures side by side, without external files."""
         title = f"Trial of {self.record['what']['model']}"
         header, rows = self.table()
         lines = [*self.verdicts().values(), *self.latents()]
@@ -173,23 +173,23 @@ class Comparison:
 
 
 def new(what: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of a comparison before it is begun; `what` as for `read`."""
+    """Return the record of a comparison before its first run; `what` as for `read`."""
     return {"experiment": EXPERIMENT, "what": dict(what), "ways": {}, "pictures": {}}
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Return a record as its file has it."""
+    """Return a record as the text of its file."""
     return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of a comparison that was begun, or a new one where the file is not there.
+    """Return the record of an unfinished comparison, or a new record if there is no file.
 
     Parameters
     ----------
     path : Path
     what : mapping
-        Model, call, ways: a file of another comparison is refused.
+        Model, call and ways; a file of another comparison is refused.
 
     Raises
     ------
@@ -242,7 +242,7 @@ def _shown(value: Any, words: Any, none: str = "-") -> str:
 
 
 def _error(value: float | None) -> str:
-    """Return a relative error in words, as a record has it."""
+    """Return a relative error of a record in words."""
     return _shown(value, "{:.1e}".format, "not finite")
 
 

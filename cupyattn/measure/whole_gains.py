@@ -1,4 +1,4 @@
-"""What attention and linear layers won in whole models that were measured, and where they did not.
+"""Measured gains and losses of attention and linear layers in whole models.
 
 The file beside this one has the figures; ``python -m experiments.tuning.whole_gains`` writes it.
 """
@@ -19,7 +19,7 @@ from cupyattn.measure.timing import UNDECIDED, Estimate, judged
 FILE = Path(__file__).with_suffix(".json")
 #: How models were compiled: block by block, or all of a pass as one CUDA graph.
 COMPILED = ("blocks", "graphs")
-#: Largest factor between the widths of a model and of the measured one that stands for it.
+#: Largest factor between the widths of a model and of the measured model used in its place.
 MOST_FACTOR = 1.5
 
 
@@ -30,23 +30,23 @@ class WholeModel:
     Parameters
     ----------
     name : str
-        Of its family.
+        Name of its family.
     cls : str
-        Class of diffusers.
+        Class in diffusers.
     width : int
-        Channels that most of its linear layers take.
+        Input channels of most of its linear layers.
     tokens, prompt : int
     device : str
     capability : int
         Compute capability of the device times ten.
     channel_error, native_error, fp8_error : float
-        Relative L2 to float32 of one block of each kind, with INT8 layers by channel, as it is, and
-        with FP8 layers by row.
+        Relative L2 error to float32 of one block of each kind: with INT8 layers by channel, native,
+        and with FP8 layers by row.
     native_seconds : mapping of str to float
-        Of a native pass, by `COMPILED`.
+        Seconds of a native pass, by `COMPILED`.
     gains : mapping of str to mapping
-        By `COMPILED`, as far as it was measured: ``"linear"``, and ``"attention"`` and ``"both"``
-        by accuracy class, each times as fast as native with the ends of its 95 % interval.
+        By `COMPILED`, as far as measured: ``"linear"``, and ``"attention"`` and ``"both"`` by
+        accuracy class. Each is a speed relative to native, with the ends of its 95 % interval.
     """
 
     name: str
@@ -76,14 +76,14 @@ class WholeModel:
         accuracy : {"full", "balanced", "aggressive"}
             Class of the attention; INT8 layers are the same in all.
         how : {"blocks", "graphs"}
-            How the model was compiled; by blocks where it was not measured as a graph.
+            How the model was compiled; by blocks if it was not measured as a graph.
         """
         found = self.gains.get(how, self.gains["blocks"])[part]
         return Estimate(*(found if part == "linear" else found[accuracy]))
 
 
 def said(gain: Estimate) -> str:
-    """Return a ratio with its interval, and "undecided" where that includes 1.
+    """Return a ratio with its interval, and "undecided" if that includes 1.
 
     Examples
     --------
@@ -121,20 +121,20 @@ def usual_width(widths: Iterable[int]) -> int:
 
 
 def nearest(cls: str, width: int) -> WholeModel | None:
-    """Return the measured model that stands for another, None if there is none.
+    """Return the measured model to use in place of another, or None if there is none.
 
     Parameters
     ----------
     cls : str
         Name of the model's class.
     width : int
-        Channels that most of its linear layers take.
+        Input channels of most of its linear layers.
 
     Returns
     -------
     WholeModel or None
-        Of the same class, with the nearest width, at most `MOST_FACTOR` times as large or small.
-        Its gains are those of its device.
+        A model of the same class with the nearest width, at most `MOST_FACTOR` times as large or
+        small. Its gains were measured on its device.
     """
     found = [one for one in measured() if one.cls == cls]
     if not found or width < 1:

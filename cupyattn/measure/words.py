@@ -21,7 +21,7 @@ def align(rows: Sequence[Sequence[str]]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text in which every character that is not printed is an escape, as in Python's text.
+    """Return text in which unprintable characters are replaced by Python's escapes.
 
     Names from files may hold control characters: a terminal would obey them, and some of Unicode's
     turn the text around.
@@ -52,7 +52,7 @@ def counted(count: int, one: str) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """Return a share of a bound as text, marked where it is past 1."""
+    """Return a share of a bound as text, with a mark if it exceeds 1."""
     return f"{ratio:.3f}" if ratio <= 1 else f"{ratio:.3g} > 1"
 
 

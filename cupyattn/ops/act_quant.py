@@ -41,18 +41,17 @@ def act_quant(
     block_size : int
         The last block of a row may be smaller. Only with ``strategy="block"``.
     strategy : {"block", "channel"}
-        What shares a scale: a block of a row, or the row.
+        The group that shares a scale: a block of a row, or the row.
     backend : {"cuda", "mirror", "interpret"}, optional
-        As for `cupyattn.attention`. The kernels, one launch, take rows and blocks of 128; other
-        blocks take CuPy's own functions on a device, which flush float32 numbers below 2^-126 to
-        zero.
+        As for `cupyattn.attention`. The kernels, one launch, support rows and blocks of 128. On a
+        device, other blocks run CuPy's functions, which flush float32 numbers below 2^-126 to zero.
 
     Returns
     -------
     codes : array, (..., channels), int8
         -127 to 127. Both of the kind of x.
     scales : array, (..., blocks) or (..., 1), float32
-        NaN for a block or row that holds a NaN or an infinity, whose codes are 0.
+        NaN for a block or row that contains a NaN or an infinity; its codes are 0.
 
     Raises
     ------
@@ -85,7 +84,7 @@ def act_quant(
 def act_quant_but(
     x: Array, columns: Array, place: Array, dtype: str, *, backend: str | None = None
 ) -> tuple[Array, Array, Array]:
-    """Quantise activations but for some columns, which are kept in 16 bits.
+    """Quantise activations, except some columns, which are kept in 16 bits.
 
     Parameters
     ----------
@@ -94,7 +93,7 @@ def act_quant_but(
     columns : array, (outliers,), int32
         Channels that are kept, each once.
     place : array, (channels,), int32
-        What `places` makes of them.
+        The result of `places` for these columns.
     dtype : {"float16", "bfloat16"}
         Type that they are kept in.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -112,7 +111,7 @@ def act_quant_but(
 
 
 def places(columns: Array, channels: int) -> Array:
-    """Return for every channel its number among `columns`, -1 where it is none of them.
+    """Return for every channel its index in `columns`, or -1 if it is not among them.
 
     Examples
     --------
@@ -125,7 +124,7 @@ def places(columns: Array, channels: int) -> Array:
 
 
 class ActQuantSettings(NamedTuple):
-    """What quantising activations asks for, beside arrays.
+    """Arguments of quantising activations, except arrays.
 
     `outliers` columns are kept in 16 bits, in the type `dtype`.
     """
@@ -181,7 +180,7 @@ class _ActQuant(Operation):
         return Work.of(plan_act_quant(x.place, *how))
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """Return codes and scales by the functions of the array's own library."""
+        """Compute codes and scales with the functions of the array's library."""
         x, settings, made = arrays["x"], problem.settled, {}
         if settings.outliers:
             place = arrays["place"]

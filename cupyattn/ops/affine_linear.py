@@ -24,9 +24,9 @@ Array = Any
 class AffineInt8Linear:
     """A linear layer: ``x W^T + bias`` with ``W = scale (code - zero)`` and x quantised in a call.
 
-    Each output channel has a scale and a zero point. Its codes fill the range of its weights, on
-    whichever side of 0 that lies. After the product of codes, as in `Int8Linear`, row sums of the
-    codes of x take the zero points off.
+    Each output channel has a scale and a zero point. Its codes fill the range of its weights, even
+    if this range is not centred at 0. The product of codes is that of `Int8Linear`. Row sums of the
+    codes of x then correct it for the zero points.
 
     Parameters
     ----------
@@ -47,10 +47,10 @@ class AffineInt8Linear:
     Notes
     -----
     With codes a and scale s of a row of x the product is
-    ``s scale (Σ a code - zero Σ a)``. The second sum is exact. Separate passes over the result take
-    its multiple off in float32, and the kernel is that of symmetric weights. There is no
-    activation, no outliers and no residual: `Int8Linear` has them, and is faster. Weights whose
-    channels have a mean of about 0 gain next to nothing by zero points.
+    ``s scale (Σ a code - zero Σ a)``. The second sum is exact. Separate passes over the result
+    subtract its multiple in float32; the kernel is that of symmetric weights. Activations, outliers
+    and residuals are not supported: `Int8Linear` has them, and is faster. Zero points gain almost
+    nothing for weights whose channels have a mean of about 0.
 
     Examples
     --------
@@ -138,11 +138,11 @@ class AffineInt8Linear:
         Parameters
         ----------
         x : array, (..., in), float16, bfloat16 or float32
-            NumPy, CuPy, or anything with DLPack, where the weight lies.
+            NumPy, CuPy, or anything with DLPack, on the device of the weight.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
             The type of x when omitted.
         arch, backend
-            As for `int8_gemm`; the layer's own when omitted.
+            As for `int8_gemm`; those of the layer when omitted.
 
         Returns
         -------
@@ -179,10 +179,10 @@ class AffineInt8Linear:
         Parameters
         ----------
         x : array, (..., in)
-            Finite, as are the layer's own arrays. Arrays of a device are copied to the host, which
+            Finite, as the layer's arrays must be. Arrays on a device are copied to the host, which
             computes the bound.
         weight : array, (out, in)
-            What the layer was made of.
+            The weight that the layer was made from.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
 
         Returns
@@ -192,8 +192,8 @@ class AffineInt8Linear:
 
         Notes
         -----
-        That of the codes, as for `Int8Linear.error` with [L15] for the weight, and `affine_error`:
-        docs/MATH_REFERENCE.md [L81].
+        The sum of the error of the codes, as for `Int8Linear.error` with [L15] for the weight, and
+        of `affine_error`: docs/MATH_REFERENCE.md [L81].
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)

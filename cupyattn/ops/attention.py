@@ -68,109 +68,107 @@ def attention(
     Parameters
     ----------
     q : array, (batch, heads, len_q, head_dim), or QuantizedQKV
-        Queries, float16, bfloat16 or float32: CuPy, NumPy, or anything with DLPack. Any strides;
-        an array whose last axis is not contiguous is copied, and so is one whose elements do not
-        lie at multiples of their size. Of NumPy's subclasses `numpy.memmap` alone is taken. A
-        `QuantizedQKV` carries all three
-        operands and runs ``fa_int8`` on them.
+        Queries, float16, bfloat16 or float32: CuPy, NumPy, or anything with DLPack. Any strides. An
+        array is copied if its last axis is not contiguous or its elements are misaligned.
+        `numpy.memmap` is the only supported subclass of NumPy arrays. A `QuantizedQKV` contains all
+        three operands and runs ``fa_int8`` on them.
     k, v : array, (batch, heads_kv, len_kv, head_dim)
         Keys and values; `heads_kv` divides `heads` (grouped heads).
     variant : {"auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_int8"} or a registered name
-        The rung. One asked for by name is never replaced.
+        The rung. A rung chosen by name is never replaced.
     accuracy : {"full", "balanced", "aggressive"}
-        What ``variant="auto"`` may take: the input's own 16/32-bit arithmetic alone; INT8 Q.K^T
-        too; or 8-bit P.V too. Of that runs what was the fastest where it was measured
-        (`cupyattn.problem.choose.choose`); `explain` says where that was.
+        Arithmetic that ``variant="auto"`` may choose: only the 16/32-bit arithmetic of the input;
+        INT8 Q.K^T, too; or 8-bit P.V, too. The fastest one in measurements runs
+        (`cupyattn.problem.choose.choose`); `explain` names the measurement.
     scale : float, optional
         Softmax scale; ``head_dim ** -0.5`` when omitted.
     causal : bool
-        Query i attends key j only where ``j <= i + shift``.
+        Query i attends key j only if ``j <= i + shift``.
     causal_align : {"bottom-right", "top-left"}
         ``shift = len_kv - len_q``, or 0.
     window : (int, int)
-        Query i attends key j only where ``i + shift - left <= j <= i + shift + right``; -1: no
-        limit on that side. With `causal`, right is 0.
+        Query i attends key j only if ``i + shift - left <= j <= i + shift + right``; -1: no limit
+        on that side. With `causal`, right is 0.
     softcap : float
-        Not 0: scores become ``softcap * tanh(score / softcap)``, before bias and masks. ``fa_int8``
-        then does not smooth the keys.
+        If not 0, scores become ``softcap * tanh(score / softcap)``, before bias and masks.
+        ``fa_int8`` then does not smooth the keys.
     mask : array, bool, optional
         True: attend. Broadcasts to (batch, heads, len_q, len_kv), in any layout of q, without a
         copy; combined with `causal` and `window` by AND.
     bias : array, optional
-        float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
-        -inf masks the key. The Hopper form takes 16 bits, and any type if all keys have one bias;
-        rows that do not begin at multiples of 16 bytes are copied there, 4 bytes a number.
-        Hopper forms multiply it by log2(e), `fa_tc` by 1/scale, too: where that overflows float32,
-        a bias counts as -inf. ``finfo.min`` of bfloat16 and float32 does. A row that has nothing
-        else is then zeros, with lse = -inf, where other forms give the mean of v. For padding give
-        `mask`, or a bias of about -1e4.
+        float16, bfloat16 or float32, added to the scores in natural units; broadcasts as `mask`
+        does. -inf masks the key. The Hopper form takes 16 bits, or any type if all keys have one
+        bias. It copies a bias whose rows do not begin at multiples of 16 bytes, 4 bytes a number.
+        Hopper forms multiply the bias by log2(e), and `fa_tc` also by 1/scale. If the product
+        overflows float32, as with ``finfo.min`` of bfloat16 and float32, the bias counts as -inf.
+        A row whose biases all overflow is then zeros, with lse = -inf; other forms return the mean
+        of v. For padding give `mask`, or a bias of about -1e4.
     rope : (array, array), optional
-        Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16: Q and K
-        are turned by their positions first, i of key i. The result is attention of the turned
-        operands, rounded to their type (`cupyattn.problem.row_preparation.Rope.turned`); q and k
-        stay as they are.
+        Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16. They
+        rotate rows of Q and K by their positions; key i has position i. The result is attention of
+        the rotated operands, rounded to their type
+        (`cupyattn.problem.row_preparation.Rope.turned`). q and k are not modified.
     rope_interleaved : bool
-        Angle d turns channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.
+        Angle d rotates channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.
     rope_offset_q : int
-        Position of query row 0: ``len_kv - len_q`` where the queries are the last of the keys.
+        Position of query row 0: ``len_kv - len_q`` if the queries are the last of the keys.
     qk_norm : (array, array), optional
         Weights of Q and of K, ``(head_dim,)`` or ``(heads, head_dim)``, in float32, float16 or
-        bfloat16: rows of Q and K are divided by their root mean square and multiplied by these,
-        before they are turned (`cupyattn.problem.row_preparation.Preparation`). ``fa_int8`` does
-        both as it quantises, without rounding to 16 bits between.
+        bfloat16. Rows of Q and K are divided by their root mean square and multiplied by these
+        weights, before `rope` (`cupyattn.problem.row_preparation.Preparation`). ``fa_int8`` does
+        both while it quantises, without a rounding to 16 bits between.
     qk_norm_eps : float
         Added to the mean square.
     block_mask : BlockMask, optional
         Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
-        above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
-        The Hopper forms take blocks of 128 query rows.
+        above by AND. Dropped blocks are neither loaded nor computed, so cost is proportional to
+        the kept blocks. The Hopper forms take blocks of 128 query rows.
     lengths_q, lengths_kv : array, (batch,), int32 or int64, optional
-        Padded batches: of entry b the first ``lengths_q[b]`` queries and ``lengths_kv[b]`` keys
-        count. Where one of the two is left out, all of its rows count. Keys behind them are not
-        admitted and may hold anything, NaN too. Query rows behind them give ``o = 0`` and
-        ``lse = -inf``. Kernels read the numbers: nothing waits for them, no mask is made, and tiles
-        of padding alone take no time. A number below 0 counts as 0, one past the arrays as their
-        length. `causal`, `window` and `causal_align` go by an entry's own lengths, as if it came
-        alone. Mask, bias and block mask keep their places. int32 on the device of q needs no copy.
-        ``fa_int8`` quantises the rows that count alone, "tensor" meaning all heads of an entry; a
-        `QuantizedQKV` was quantised with its padding, which then must be finite.
+        Valid rows of padded batches: entry b has ``lengths_q[b]`` queries and ``lengths_kv[b]``
+        keys, which come first; without an array all rows are valid. Padded keys are masked and may
+        have any contents, even NaN. Padded query rows give ``o = 0`` and ``lse = -inf``. Kernels
+        read the numbers, without a synchronisation or a mask, and skip tiles of padding. A number
+        below 0 counts as 0, and a number past the arrays as their length. `causal`, `window` and
+        `causal_align` use the lengths of each entry. Mask, bias and block mask keep their
+        positions. int32 on the device of q needs no copy. ``fa_int8`` quantises only valid rows,
+        and "tensor" means all heads of an entry. The padding of a `QuantizedQKV` must be finite.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
     return_lse : bool
-        Return the log-sum-exp too.
+        Also return the log-sum-exp.
     out : array, optional
         Receives O; shape and dtype of the result, aligned elements and a contiguous last axis,
         sharing memory with no input.
     quant : QuantConfig, optional
         How ``fa_int8`` quantises.
     tiles : Tiles, optional
-        Tile sizes in place of the rung's own, those of its portable form.
+        Tile sizes in place of the rung's defaults, for its portable form.
     arch : str, optional
-        Architecture to compile for, for example ``"sm_90"``; the device's own when omitted. On
-        ``"sm_90a"`` (an H100 or H200's own) a rung with a Hopper form runs in that form where it
-        takes the call; `explain` says so.
+        Architecture to compile for, for example ``"sm_90"``; that of the device when omitted. On
+        ``"sm_90a"`` (H100 and H200) a rung runs in its Hopper form if it has one that takes the
+        call; `explain` says so.
     backend : {"cuda", "mirror", "interpret"}, optional
         ``cuda`` for CuPy arrays. For NumPy arrays ``mirror`` (same blocks and rounding points), or
         ``interpret``: the kernels themselves, compiled and executed on NumPy, every access
-        checked. ``CUPYATTN_INTERPRET=1`` makes that the default. A registered rung runs in the
-        interpreter by default: the mirror reads no source.
+        checked. ``CUPYATTN_INTERPRET=1`` makes this the default. A registered rung runs in the
+        interpreter by default, because the mirror cannot read its source.
     check_finite : bool
-        Raise if q, k or v holds a NaN or an infinity (waits for the device).
+        Raise if q, k or v contains a NaN or an infinity (waits for the device).
 
     Returns
     -------
     o : array, (batch, heads, len_q, head_dim)
         Dtype and kind of q, on its device and the current stream.
     lse : array, float32, (batch, heads, len_q)
-        With `return_lse`: natural logarithm of the sum of ``exp(score)``. A row that may attend to
-        nothing has ``o = 0`` and ``lse = -inf``.
+        With `return_lse`: natural logarithm of the sum of ``exp(score)``. A row without any
+        unmasked key has ``o = 0`` and ``lse = -inf``.
 
     Raises
     ------
     ValueError, TypeError
         For arguments that do not fit together; the message gives the values.
     UnsupportedError
-        For what the rung cannot do; the message says what is supported.
+        If the rung does not support the call; the message says what is supported.
     KernelFault
         With ``backend="interpret"``: a kernel's first hazard.
 
@@ -233,9 +231,9 @@ def attention_varlen(
 ) -> Any:
     """Attention within each of several sequences, packed one behind the other without padding.
 
-    The result is that of `attention` on every sequence by itself, in the same form and on the same
-    tiles bit for bit but for the mean that ``fa_int8`` subtracts from the keys, whose last bits
-    depend on `max_len_k`. The tiles of the Hopper form of ``fa_tc`` follow the mean lengths.
+    The result equals that of `attention` on each sequence, bit for bit in the same form and tiles.
+    The exception is the mean that ``fa_int8`` subtracts from the keys: its last bits depend on
+    `max_len_k`. The tiles of the Hopper form of ``fa_tc`` depend on the mean lengths.
 
     Parameters
     ----------
@@ -245,35 +243,34 @@ def attention_varlen(
     k, v : array, (total_k, heads_kv, head_dim)
         Keys and values; `heads_kv` divides `heads`.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32 or int64
-        Sequence i is rows ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]`` of q, and likewise of k
-        and v. They start at 0, never fall, and end with the totals; a sequence may be empty, in q,
-        in k or in both. On the host or on the device; int32 on the device needs no copy.
+        Sequence i has rows ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]`` of q, and the same of
+        k and v. Offsets start at 0, never fall, and end with the totals. A sequence may be empty in
+        q, in k or in both. On the host or on the device; int32 on the device needs no copy.
     max_len_q, max_len_k : int, optional
-        Upper limits of the lengths: how many thread blocks there are, and how much scratch memory
-        (``unfused`` takes ``4 batch heads max_len_q max_len_k`` bytes). Without one of them the
-        offsets are looked at, which waits for the device where they lie there; a `QuantizedQKV` has
-        its own.
+        Upper limits of the lengths, which set the number of thread blocks and the scratch memory
+        (``unfused`` needs ``4 batch heads max_len_q max_len_k`` bytes). Without one of them the
+        offsets are read, which synchronises if they are on a device. A `QuantizedQKV` has limits.
     causal, causal_align, window
-        As for `attention`, by each sequence's own lengths: ``shift = len_kv - len_q`` or 0.
+        As for `attention`, with the lengths of each sequence: ``shift = len_kv - len_q`` or 0.
     rope, rope_interleaved, rope_offset_q
-        As for `attention`, with positions that begin anew in each sequence: `rope_offset_q` is that
-        of its first query. The tables reach as far as the longest sequence.
+        As for `attention`. Positions start again in each sequence, and `rope_offset_q` is that of
+        its first query. The tables must cover the longest sequence.
     qk_norm, qk_norm_eps
         As for `attention`.
     mask, bias, block_mask
-        As for `attention` on a padded batch, ``len_q = max_len_q`` and ``len_kv = max_len_k``: of
-        entry i sequence i takes the top left corner, as far as its lengths reach. Without limits
-        they have the longest lengths.
+        As for `attention` on a padded batch with ``len_q = max_len_q`` and ``len_kv = max_len_k``.
+        Sequence i uses the top left corner of entry i, up to its lengths. Without limits, the sizes
+        are the longest lengths.
     out : array, optional
         Receives O; shape and dtype of the result, aligned elements and a contiguous last axis,
         sharing memory with no input.
     check_finite : bool
-        Raise if q, k or v holds a NaN or an infinity, or if the offsets are wrong, wherever they
-        lie (waits for the device).
+        Raise if q, k or v contains a NaN or an infinity, or if the offsets are wrong, on any device
+        (waits for the device).
     quant : QuantConfig, optional
-        How ``fa_int8`` quantises, with means and scales of each sequence's own ("tensor": one for
-        all heads of a sequence); given scales go with granularity "tensor" and "head", and are
-        those of a batch of so many entries.
+        How ``fa_int8`` quantises. Each sequence has separate means and scales ("tensor": one scale
+        for all heads of a sequence). Given scales need granularity "tensor" or "head" and have one
+        entry for each sequence.
     variant, accuracy, scale, softcap, return_lse, tiles, arch, backend
         As for `attention`.
 
@@ -289,17 +286,17 @@ def attention_varlen(
     ValueError, TypeError
         For arguments that do not fit together; the message gives the values.
     UnsupportedError
-        For what is not offered; the message says what is.
+        For unsupported options; the message says what is supported.
     KernelFault
         With ``backend="interpret"``: a kernel's first hazard.
 
     Notes
     -----
-    Offsets on the host are always checked. On the device they are looked at without `max_len_q` or
-    `max_len_k`, or with `check_finite`; otherwise nothing waits for them, and offsets that do not
-    end with the totals make a kernel read and write past the arrays. A sequence longer than its
-    limit is cut to it: rows of O past the limit are not written. ``CUPYATTN_DEBUG=1`` stops the
-    kernel there.
+    Offsets on the host are always checked. On a device they are checked without `max_len_q` or
+    `max_len_k`, or with `check_finite`. Otherwise the call does not synchronise, and offsets that
+    do not end with the totals make a kernel read and write past the arrays. A sequence longer than
+    its limit is cut: rows of O past the limit are not written. ``CUPYATTN_DEBUG=1`` stops the
+    kernel in that case.
 
     `cupyattn.plan` and `cupyattn.explain` take `cu_seqlens_q`, `cu_seqlens_k`, `max_len_q` and
     `max_len_k` by name.
@@ -363,7 +360,7 @@ class _Attention(Operation):
         return run_mirror(problem, arrays)
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
-        """Return O, or the ``out`` that received it, and the log-sum-exp if it was asked for."""
+        """Return O, or the ``out`` that received it, and with `return_lse` the log-sum-exp."""
         o = results["o"] if "o" in results else arrays["o"]
         return (o, results["lse"]) if "lse" in results else o
 
@@ -374,14 +371,14 @@ ATTENTION = _Attention()
 def resolved(
     q: Any, k: Any = None, v: Any = None, *, function: str = "attention", **options: Any
 ) -> AttentionProblem:
-    """Check a call and settle what would run, without running it.
+    """Check a call and settle its kernels, without running it.
 
     Parameters
     ----------
     q, k, v, **options
         As for `attention` or, with `cu_seqlens_q` and `cu_seqlens_k`, `attention_varlen`.
     function : str
-        Whose arguments they are, for messages.
+        Name of the called function, for messages.
 
     Raises
     ------
@@ -392,7 +389,7 @@ def resolved(
 
 
 def described(settings: Settings, given: Mapping[str, Any]) -> AttentionProblem:
-    """Check a call, of arrays or of descriptions of some, and settle what would run.
+    """Check a call of arrays or descriptions, and settle its kernels.
 
     Parameters
     ----------
@@ -419,8 +416,8 @@ def plan(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -
     Returns
     -------
     Prepared
-        Call it with ``(q, k, v)`` of the same form: it checks little, plans nothing, and owns its
-        scratch memory, so a CUDA graph may capture it. ``str()`` says what runs.
+        Call it with ``(q, k, v)`` of the same form. It makes few checks and no plans, and owns its
+        scratch memory, so a CUDA graph may capture it. ``str()`` describes the launches.
 
     Raises
     ------
@@ -429,9 +426,9 @@ def plan(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -
 
     Notes
     -----
-    Arrays whose elements are not at multiples of their size are copied at every call, so changes of
-    their values count. A CUDA graph cannot capture such a copy: its memory would return to the pool
-    while the graph still writes to it. Copy such arrays before the capture.
+    Misaligned arrays are copied at every call, so changes of their values have an effect. A CUDA
+    graph cannot capture such a copy, because its memory would return to the pool while the graph
+    still writes to it. Copy such arrays before the capture.
 
     Examples
     --------

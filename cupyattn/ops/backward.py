@@ -71,25 +71,25 @@ def attention_backward(
         The operands of the forward pass, float16 or bfloat16; kinds of arrays and strides as for
         `attention`.
     out, lse : array
-        What the forward pass returned with ``return_lse=True``: O, of q's shape and dtype, and the
-        log-sum-exp, float32, (batch, heads, len_q). P is recomputed from `lse`; nothing of the size
-        len_q x len_kv is stored. If `lse` is at least 1024 from zero, float32 is too coarse for
-        that: P is then the softmax of the row's scores, for which k must be all keys of the row.
+        Results of the forward pass with ``return_lse=True``: O, of q's shape and dtype, and the
+        log-sum-exp, float32, (batch, heads, len_q). P is recomputed from `lse`, so no array of size
+        len_q x len_kv is stored. If abs(lse) is at least 1024, float32 is too coarse for that. P is
+        then the softmax of the row's scores, so k must contain all keys of the row.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, layout
-        As in the forward pass. `bias` gets no gradient. Cost follows the blocks that are kept.
+        As in the forward pass. `bias` gets no gradient. Cost is proportional to the kept blocks.
     rope, rope_interleaved, rope_offset_q
-        As in the forward pass. Q and K are turned anew, and their gradients turned back by the same
-        angles, each rounded to its type before and after.
+        As in the forward pass. Q and K are rotated again, and their gradients are rotated back by
+        the same angles, each rounded to its type before and after.
     qk_norm
-        UnsupportedError where it is given.
+        Not supported: raises UnsupportedError.
     deterministic : bool, optional
         True: the same bits on every run. False: blocks of keys add up dQ in float32 in memory, in
-        whatever order they come. None: the form that is faster. dK and dV have the same bits on
-        every run in any case. Equal bits cost turns at these sums in the Hopper form up to head_dim
-        128, which is the faster form but for long sequences of head_dim up to 64, and elsewhere a
-        kernel of its own for dQ, 7 matrix products in place of 5.
+        any order. None: the faster form. dK and dV always have the same bits on every run. For
+        equal bits of dQ, blocks of the Hopper form add in turn up to head_dim 128, which is faster
+        except for long sequences of head_dim up to 64. All other calls need a separate kernel for
+        dQ, with 7 matrix products in place of 5.
     arch : str, optional
-        Architecture to compile for; the device's own when omitted.
+        Architecture to compile for; that of the device when omitted.
     backend : {"cuda", "mirror", "interpret"}, optional
         As for `attention`.
 
@@ -104,7 +104,7 @@ def attention_backward(
     ValueError, TypeError
         For arguments that do not fit together; the message gives the values.
     UnsupportedError
-        For float32, and for what is not offered; the message says what is.
+        For float32 and unsupported options; the message says what is supported.
     KernelFault
         With ``backend="interpret"``: a kernel's first hazard.
 
@@ -114,7 +114,7 @@ def attention_backward(
     that pass's out and lse: quantising counts as the identity (straight-through), as fine-tuning
     wants it.
 
-    Whatever `out` and `lse` are, the result is held to `cupyattn.gradients.backward_bound`, which
+    For any `out` and `lse`, the result is within `cupyattn.gradients.backward_bound`, which
     docs/MATH_REFERENCE.md derives.
 
     Examples
@@ -170,14 +170,14 @@ def attention_varlen_backward(
     Parameters
     ----------
     d_out, q, k, v, out : array, (total_q or total_k, heads, head_dim)
-        As for `attention_backward`, packed as the forward pass had them.
+        As for `attention_backward`, packed as in the forward pass.
     lse : array, float32, (heads, total_q)
     cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k
-        As for `attention_varlen`: with both limits nothing waits for offsets that lie on a device.
+        As for `attention_varlen`: with both limits, offsets on a device cause no synchronisation.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As in the forward pass.
     rope, rope_interleaved, rope_offset_q, qk_norm, deterministic, arch, backend
-        As for `attention_backward`. Every sequence has the bits that a call of its own would have.
+        As for `attention_backward`. Every sequence has the bits of a separate call.
 
     Returns
     -------
@@ -217,13 +217,13 @@ def attention_varlen_backward(
 
 
 def check_deterministic(deterministic: Any) -> None:
-    """Raise TypeError for what is no answer to whether the bits of gradients stay the same."""
+    """Raise TypeError unless `deterministic` is True, False or None."""
     if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(f"deterministic must be True, False or None, got {shown(deterministic)}")
 
 
 def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
-    """Raise UnsupportedError for what the backward pass does not take, TypeError for no answer."""
+    """Raise UnsupportedError for unsupported options, TypeError for an invalid `deterministic`."""
     check_deterministic(deterministic)
     if qk_norm is not None:
         raise UnsupportedError(
@@ -242,16 +242,16 @@ def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
 
 
 class BackwardSettings(NamedTuple):
-    """What a backward pass asks for, beside arrays.
+    """Arguments of a backward pass, except arrays.
 
     Parameters
     ----------
     of_call : Settings
-        Of the forward pass, as `Settings.without_rung` returns them.
+        Settings of the forward pass, as `Settings.without_rung` returns them.
     deterministic : bool or None
     all_keys : bool
-        False: rows may have other keys elsewhere, and every lse is taken as it is. A row whose lse
-        is coarse cannot be normalised again from some of its keys.
+        False: rows may have other keys elsewhere, so every lse is used unchanged. A row with a
+        coarse lse cannot be normalised again from only some of its keys.
     """
 
     of_call: Settings
@@ -260,8 +260,9 @@ class BackwardSettings(NamedTuple):
 
 
 class BackwardAsked(NamedTuple):
-    """What a backward pass asks for, beside the arrays that its kernels read; `BackwardSettings`
-    with what its forward pass asks for so."""
+    """Arguments of a backward pass, except the arrays that its kernels read.
+
+    The same as `BackwardSettings`, with the `Asked` of its forward pass."""
 
     forward: Asked
     deterministic: bool | None
@@ -269,16 +270,16 @@ class BackwardAsked(NamedTuple):
 
 
 class BackwardSettled(NamedTuple):
-    """What a backward pass is, settled.
+    """A settled backward pass.
 
     Parameters
     ----------
     forward : AttentionProblem
-        The forward pass that it belongs to.
+        Its forward pass.
     kernel : BackwardKernel
         Form and tiles.
     places : BackwardOperands
-        Where the operands of its kernels lie.
+        Layouts of the operands of its kernels.
     all_keys : bool
         As for `BackwardSettings`.
     """
@@ -300,9 +301,9 @@ def run_backward(
     ----------
     settings : BackwardSettings
     arrays : mapping
-        Arguments of `attention_backward` or `attention_varlen_backward`, those that are given.
+        The given arguments of `attention_backward` or `attention_varlen_backward`.
     library : Library
-        That of the arrays.
+        Library of the arrays.
 
     Raises
     ------
@@ -324,7 +325,7 @@ def arguments_of_backward(
     settings, given
         As `parse_backward` returns them.
     library : Library
-        That of the arrays.
+        Library of the arrays.
     """
     of_call, deterministic, all_keys = settings
     if "qk_norm" in given or isinstance(given["q"], QuantizedQKV):
@@ -394,7 +395,7 @@ class _Backward(Operation):
         return Work((*stages, Stage(plan, names), *back), tuple(between))
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the gradients from NumPy, every sequence by itself where they are packed."""
+        """Compute the gradients with NumPy, one packed sequence at a time."""
         made = {name: np.zeros(one.shape, one.dtype) for name, one in problem.results.items()}
         forward, turned = problem.settled.forward, problem.facts[0]
         layout = "BHSD" if turned else forward.settings.layout
@@ -418,12 +419,12 @@ class _Backward(Operation):
 
 
 def _in_c_order(x: Any) -> Any:
-    """Return a copy in C order of an array, or of a tensor of torch's."""
+    """Return a copy in C order of an array or a torch tensor."""
     return x.contiguous() if hasattr(x, "contiguous") else x.copy(order="C")
 
 
 BACKWARD = _Backward()
-#: The sines by which gradients are turned back.
+#: The sines that rotate gradients back.
 _SIN_BACK = "rope_sin_back"
 
 
@@ -454,8 +455,10 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
 def _places(
     forward: AttentionProblem, operands: Mapping[str, Described], turned_back: bool
 ) -> dict[str, Operand]:
-    """Describe what the kernels of the gradients read and write: rows of q and k as they are
-    multiplied, gradients in the caller's layout unless rows are turned back in BHSD."""
+    """Describe the operands of the gradient kernels.
+
+    Rows of q and k are as multiplied. Gradients have the caller's layout, or BHSD if a pass rotates
+    their rows back."""
     read = ("q", "k", "v", "o", "d_out", *OF_SCORES, "kept_rows")
     places = {n: operands[n].place for n in read if n in operands}
     for name in "qkv":
@@ -478,14 +481,14 @@ def _rope_of(forward: AttentionProblem) -> Rope | None:
 
 
 def _inverse(rope: Rope) -> Rope:
-    """Return what turns back: gradients of turned rows become those of the rows themselves."""
+    """Return the inverse rotation: from gradients of rotated rows to gradients of rows."""
     return replace(rope, sin=-rope.sin)
 
 
 def _mirror(
     settled: BackwardSettled, arrays: Mapping[str, Any], results: dict[str, Any]
 ) -> None:
-    """Run the mirror, on every sequence by itself where they are packed."""
+    """Run the mirror, one packed sequence at a time."""
     forward = settled.forward
     settings, rope = forward.settings, _rope_of(forward)
     if rope is not None:
@@ -528,17 +531,17 @@ def parse_backward(
     Parameters
     ----------
     function : str
-        Whose arguments they are, for messages.
+        Name of the called function, for messages.
     received : (array, array, array)
         d_out, out and lse, as for `attention_backward`.
     q, k, v : array
     options : mapping
-        Its other arguments, or those of `attention_varlen_backward`.
+        Other arguments of `attention_backward` or `attention_varlen_backward`.
 
     Raises
     ------
     TypeError, UnsupportedError
-        For an argument that there is not, and for what is not offered.
+        For an unknown argument, and for an unsupported option.
     """
     options = {"variant": "fa_tc", "return_lse": True, **options}
     deterministic = options.pop("deterministic", None)
@@ -552,14 +555,14 @@ def resolved_backward(
     function: str, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     options: Mapping[str, Any],
 ) -> Problem:  # fmt: skip
-    """Check a backward pass and settle what would run, without running it.
+    """Check a backward pass and settle its kernels, without running it.
 
     Parameters
     ----------
     function : str
-        Whose arguments they are, for messages.
+        Name of the called function, for messages.
     d_out, q, k, v, out, lse
-        As for `attention_backward`; arrays, or descriptions of some.
+        As for `attention_backward`; arrays or descriptions.
     options
         As for `parse_backward`.
 

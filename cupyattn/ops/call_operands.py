@@ -15,7 +15,7 @@ from cupyattn.problem.settings import Asked, Settings
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 
-#: Arguments that codes stand for, if there are some.
+#: Arguments that the codes of a `QuantizedQKV` replace.
 _ROWS = ("q", "k", "v")
 
 
@@ -37,10 +37,10 @@ def arguments_of(
     ----------
     settings : Settings
     given : mapping
-        Its arrays and what holds some, as `cupyattn.problem.settings.parse` names them; of another
-        call descriptions of arrays.
+        Its arrays and containers of arrays, by the names of `cupyattn.problem.settings.parse`.
+        Descriptions are accepted, too.
     library : Library
-        That of the arrays.
+        Library of the arrays.
 
     Returns
     -------
@@ -48,12 +48,12 @@ def arguments_of(
     arrays : dict of str to array
         By the buffers of plans.
     facts : tuple or None
-        What the call depends on beside these; None where it is not remembered.
+        Everything else the key of the call must contain; None if the call is not remembered.
 
     Raises
     ------
     ValueError, TypeError
-        For what holds no such arrays.
+        For arguments that contain no such arrays.
     """
     q, codes, blocks = given["q"], None, (0, 0)
     if isinstance(q, QuantizedQKV):
@@ -96,7 +96,7 @@ def arguments_of(
 def scales_of(
     quant: QuantConfig, arrays: Mapping[str, Any], layout: str, library: Library = ARRAYS
 ) -> dict[str, Any]:
-    """Return the scales that a caller gives by buffer, beside q; none if they are dynamic."""
+    """Return the caller's scales by buffer, on the device of q; none if scales are dynamic."""
     if not quant.static:
         return {}
     heads, entries = 1 if layout == "BHSD" else 2, []
@@ -131,7 +131,7 @@ def _check_beside_codes(z: QuantizedQKV, given: Mapping[str, Any]) -> None:
 
 
 def with_limits(settings: Any, arrays: Mapping[str, Any], library: Library = ARRAYS) -> Any:
-    """Return settings with the longest lengths of sequences, which offsets are looked at for."""
+    """Return settings with the longest lengths of sequences, read from the offsets."""
     found: dict[str, Any] = {}
     for name in "qk":
         limit, offsets = f"max_len_{name}", f"cu_seqlens_{name}"

@@ -1,4 +1,4 @@
-"""How Q, K and V become codes, settled by descriptions: what `quantize` and `quantize_at` share."""
+"""How Q, K and V become codes, settled from descriptions, for `quantize` and `quantize_at`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Coding:
     ----------
     quant : QuantConfig
     tiles : Tiles
-        Those of the attention kernel.
+        Tiles of the attention kernel.
     parts : mapping of str to Part
-        What is done for each operand; empty on the mirror.
+        How each operand is quantised; empty on the mirror.
     sequences : Sequences or None
-        Of descriptions.
+        Packed sequences, as descriptions.
     preparation : Preparation or None
-        What happens to the rows of Q and K first.
+        Normalisation and rotation of the rows of Q and K.
     """
 
     quant: QuantConfig
@@ -48,8 +48,7 @@ class Coding:
 
 
 class Made(NamedTuple):
-    """What `QuantizedQKV` is told beside arrays, the head_dim that its rows of codes hold, and V
-    where it stays as it is."""
+    """Arguments of `QuantizedQKV` except arrays, its head_dim, and V if it is unchanged."""
 
     group_q: int
     group_kv: int
@@ -63,7 +62,7 @@ class Made(NamedTuple):
 
 
 def read_beside(coding: Coding) -> dict[str, Described]:
-    """Return what is read beside q, k and v: offsets, tables and weights."""
+    """Return the operands besides q, k and v: offsets, tables and weights."""
     found = {} if coding.preparation is None else dict(coding.preparation.buffers)
     return found if coding.sequences is None else found | coding.sequences.offsets
 
@@ -71,7 +70,7 @@ def read_beside(coding: Coding) -> dict[str, Described]:
 def given_scales(
     coding: Coding, rows: Mapping[str, Described], arrays: Mapping[str, Described]
 ) -> dict[str, Described]:
-    """Return given scales by buffer, in the shapes of dynamic ones; none where they are dynamic."""
+    """Return given scales by buffer, in the shapes of dynamic scales; empty if they are dynamic."""
     if not coding.quant.static:
         return {}
     count = None if coding.sequences is None else coding.sequences.batch
@@ -103,7 +102,7 @@ def tiles_of(
 
 
 def check_rows_of(tiles: Tiles) -> None:
-    """Raise unless tiles that are given for quantising are those of some INT8 kernel."""
+    """Raise unless the caller's tiles for quantising fit some INT8 kernel."""
     check_kind(tiles)
     if tiles.block_q % 16 or tiles.block_kv % 16:
         raise ValueError(
@@ -119,10 +118,10 @@ def coding_problem(
     scales: Mapping[str, Described],
     chosen: Mapping[str, Described] | None = None,
 ) -> Problem:
-    """Settle how the kernels of ``quantize*.cu`` make codes of arrays where they lie.
+    """Settle how the kernels of ``quantize*.cu`` make codes of arrays in place.
 
-    With `chosen`, of the rows of k alone that its ``k_places`` name, as many as v has, and with the
-    mean of ``k_partial_sum`` as in `quantize_at`.
+    With `chosen`, only the rows of k named by ``k_places`` become codes, as many as v has. Their
+    mean comes from ``k_partial_sum``, as in `quantize_at`.
     """
     quant, tiles, sequences = coding.quant, coding.tiles, coding.sequences
     preparation, chosen = coding.preparation, chosen or {}
@@ -157,8 +156,10 @@ def coding_problem(
 def _results(
     found: Mapping[str, Part], given_scales: Mapping[str, Described], *, packed: bool
 ) -> dict[str, Result]:
-    """Return what the kernels make, and what is there before: scales that are given, zeros between
-    packed sequences, and what no keys and a group of zeros have."""
+    """Return the results of the kernels, with their first contents.
+
+    These are given scales, zeros between packed sequences, and the values for zero keys and for a
+    group of zeros."""
     results = {}
     for name, part in found.items():
         empty = not all(part.x.shape)

@@ -1,4 +1,4 @@
-"""Says what a call would do, without doing it."""
+"""Descriptions of the kernels and launches of a call, without running it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
     Returns
     -------
     str
-        Rung and why, where it runs, what a pass before the rung leaves to it with sizes in bytes,
-        and for every plan: form, tiles, features, launches with grid and block, workspace bytes.
+        The rung and the reason, its device, and the results of earlier passes with their sizes in
+        bytes. For every plan: form, tiles, features, launches with grid and block, workspace bytes.
 
     Raises
     ------
@@ -56,9 +56,9 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
 
 
 def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[str]:
-    """Say what happens to the scores and to what makes them, in a line each where anything does.
+    """Describe changes of the scores and of the rows of Q and K, a line each.
 
-    `options` are those of the call.
+    `options` are the options of the call.
     """
     call, said = problem.call, []
     if call.causal or call.window:
@@ -119,8 +119,8 @@ def kernel_form(
     -------
     dict
         ``form``, a str, and ``tiles``, a `Tiles`: keywords of `cupyattn.testing.judge` and
-        `cupyattn.bounds.attention`, which otherwise take one of the portable forms. `explain` says
-        why it is this form. With ``variant="auto"`` `judge` finds both by itself.
+        `cupyattn.bounds.attention`, whose default is a portable form. `explain` says why this form
+        runs. With ``variant="auto"``, `judge` finds both itself.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
     Returns
     -------
     str
-        The form and why, what happens to the scores, and the plan: tiles, launches, workspace.
+        The form and the reason, changes of the scores, and the plan: tiles, launches, workspace.
 
     Raises
     ------

@@ -53,8 +53,8 @@ def int8_gemm(
 ) -> Array:
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
 
-    With a gated linear unit, such as ``activation="swiglu"``, b has two halves of rows: first those
-    of the gate g, then u; with ``"swiglu_gate_last"`` first u, then g. The result is
+    With a gated linear unit, such as ``activation="swiglu"``, b has two halves of rows: first the
+    gate g, then u. With ``"swiglu_gate_last"`` u comes first. The result is
     ``silu(a g^T + bias_g) (a u^T + bias_u)``.
     With `residual` and `gate`: ``residual + gate activation(a b^T + bias)``.
 
@@ -64,28 +64,29 @@ def int8_gemm(
         Codes of activations, as `act_quant` makes them. NumPy, CuPy, or anything with DLPack.
         Leading axes that do not follow each other evenly in memory are copied.
     a_scales : array, (..., ceil(k / 128)) or (..., 1), float32
-        Of blocks, or with ``strategy="channel"`` of rows; `b_scales` must be of the same strategy.
+        Scales of blocks, or with ``strategy="channel"`` of rows; `b_scales` must have the same
+        strategy.
     b : array, (n, k), int8
         Codes of a weight, as `weight_quant` makes them.
     b_scales : array, (ceil(n / 128), ceil(k / 128)) or (n, 1), float32
     out_dtype : {"float16", "bfloat16", "float32"}
     bias : array, (n,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
-        `cupyattn.reference.gemm.activate` defines them. With the last three, gated linear units,
-        and with ``"_gate_last"`` behind these names, the result has n / 2 columns, as have
-        `residual`, `gate` and `out`.
+        `cupyattn.reference.gemm.activate` defines them. The last three are gated linear units, and
+        their names may end in ``"_gate_last"``. With these the result has n / 2 columns, and so
+        have `residual`, `gate` and `out`.
     outliers : (array, array), optional
         (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
-        quantised. They go with scales of blocks.
+        quantised. They require scales of blocks.
     residual : array, (..., n), out_dtype, optional
-        What the result is added to; not modified.
+        Added to the result; not modified.
     gate : array, (n,) or (groups, n), out_dtype or float32, optional
-        Factors of the result before it is added to `residual`, which it needs. Every group has as
-        many rows, one after the other: those of a sample, whose modulation the factors are.
+        Factors of the result before `residual` is added, which is then required. All groups have
+        the same number of consecutive rows, such as the tokens of a sample with its modulation.
     tiles : GemmTiles, optional
-        Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``. Where
-        several blocks share a tile (`GemmTiles.splits`, `GemmTiles.tail_splits`), the bits follow
-        from that number, too.
+        Chosen by the shape when omitted; for the portable form, unless `arch` is ``"sm_90a"``. If
+        several blocks share a tile (`GemmTiles.splits`, `GemmTiles.tail_splits`), the bits depend
+        on that number, too.
     arch : str, optional
         Architecture to compile for, which decides the form: ``"sm_90a"`` names the Hopper form.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -96,31 +97,31 @@ def int8_gemm(
     Returns
     -------
     array, (..., n), out_dtype
-        `out` where it is given, else a new one of the kind of a. A NaN scale makes the
-        elements NaN that it belongs to.
+        `out` if given, otherwise a new array of the kind of a. Elements whose scale is NaN are
+        NaN.
 
     Raises
     ------
     TypeError, ValueError
-        For arrays that do not fit together, unknown names, and `tiles` that are shared by more
-        blocks than k has slices of 128.
+        For arrays that do not fit together, unknown names, and `tiles` that more blocks share than
+        k has slices of 128.
     UnsupportedError
-        For `tiles` of the Hopper form and operands that it does not take, for tiles that are
-        shared on an architecture without clusters, and for a shared last wave in the portable form;
-        with scales of channels for outliers, and for k past 131,071, which int32 cannot sum.
+        For `tiles` of the Hopper form and operands that it does not take; for shared tiles on an
+        architecture without clusters; for a shared last wave in the portable form. With scales of
+        channels, also for outliers, and for k past 131,071, whose sums overflow int32.
 
     Notes
     -----
-    The Hopper form runs on compute capability 9.0 with more than 32 rows, or more than 16 of a wide
-    layer (`cupyattn.problem.gemm_form.on_hopper`), where addresses and rows are multiples of 16
-    bytes; where they are not, the portable form runs, and the logger ``cupyattn`` says why. At
-    level DEBUG it says form, tiles and launches of every new call.
+    The Hopper form runs on compute capability 9.0 with more than 32 rows, or with more than 16 rows
+    of a wide layer (`cupyattn.problem.gemm_form.on_hopper`). Addresses and rows must be multiples
+    of 16 bytes. Otherwise the portable form runs, and the logger ``cupyattn`` says why. At level
+    DEBUG it prints form, tiles and launches of every new call.
 
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
-    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows, and in the last wave
+    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order. With few rows, and in the last wave
     of many, the blocks of a cluster may share the slices of a tile, and add up their sums in order.
-    So the bits of a result depend on the sizes of the product, the form and `tiles`, and on nothing
-    else. With scales of channels the sum over all of k is exact, and scaled once:
+    So the bits of a result depend only on the sizes of the product, the form and `tiles`. With
+    scales of channels the sum over all of k is exact and scaled once:
     ``c = fl(fl(sum) fl(a_scale b_scale))``. Its bits do not depend on form and tiles.
     `cupyattn.quant.gemm_error` bounds the result element by element.
 
@@ -149,7 +150,7 @@ def int8_gemm(
 
 
 class GemmSettings(NamedTuple):
-    """What a product asks for, beside arrays: arguments of `int8_gemm`."""
+    """Arguments of `int8_gemm`, except arrays."""
 
     out_dtype: str
     activation: str
@@ -250,7 +251,7 @@ GEMM = _Gemm()
 
 
 def _check_sum(operands: Mapping[str, Described], out_dtype: str, n: int) -> None:
-    """Raise unless what a product is added to, and its factors, fit the result."""
+    """Raise unless residual and gate of a product fit its result."""
     rows = math.prod(operands["a"].shape[:-1])
     if "gate" in operands and "residual" not in operands:
         raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
@@ -274,7 +275,7 @@ def _check_sum(operands: Mapping[str, Described], out_dtype: str, n: int) -> Non
 
 
 def _other_strategy(name: str, operands: Mapping[str, Described]) -> str:
-    """Say what scales that fit no strategy together may be short of; "" for other arrays."""
+    """Return the shapes that scales of channels need, for a message; "" for other arrays."""
     if not name.endswith("_scales"):
         return ""
     a, n = operands["a"], operands["b"].shape[0]

@@ -23,22 +23,22 @@ def attention(
     callback: Callable[[Stop], object] | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Profile]:
-    """Run attention in the interpreter and count, trace or stop on the way.
+    """Run attention in the interpreter and count, trace or stop at instructions.
 
     Parameters
     ----------
     q, k, v, **options
-        As for `cupyattn.attention`: NumPy arrays, `variant` and so on. `backend` and `return_lse`
-        are this function's own.
+        As for `cupyattn.attention`: NumPy arrays, `variant` and so on. This function sets `backend`
+        and `return_lse`.
     profile : Profile, optional
-        One to add to; a new one when omitted.
+        The profile to add to; a new one when omitted.
     trace : Trace or path, optional
         Writes the instructions of block 0, warp 0, with the values of lane 0, or as the `Trace`
         says.
     break_at : (str, int), optional
         File and line to stop at, for example ``("attn_fa.cu", 83)``.
     callback : callable, optional
-        Takes a `Stop` each time.
+        Called with a `Stop` each time.
 
     Returns
     -------
@@ -52,8 +52,8 @@ def attention(
     KernelFault
         At a kernel's first hazard.
     ValueError
-        For `break_at` without `callback`, a line of which there are no instructions, and what
-        `cupyattn.attention` says.
+        For `break_at` without `callback`, for a line without instructions, and as for
+        `cupyattn.attention`.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def attention(
     >>> seen[0].kernel, profile.kinds["fma"] > 0
     ('attn_fa', True)
     """
-    # NOTE: api stands above this package, and imports it when it is asked for this backend.
+    # NOTE: imported here, because `cupyattn.ops.attention` imports the interpreter, too.
     from cupyattn.ops import attention as api
 
     if (break_at is None) != (callback is None):

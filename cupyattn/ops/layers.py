@@ -16,12 +16,12 @@ from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
 #: The first architecture on which launches overlap.
 OVERLAPPING = "sm_90"
-#: What quantising makes, as products call it.
+#: Results of quantising, by their names in products.
 _CODES = {"codes": "a", "scales": "a_scales"}
 
 
 class LayersSettings(NamedTuple):
-    """What layers ask for, beside arrays: the activation of each, and arguments of `int8_gemm`."""
+    """Settings of several layers: the activation of each, and arguments of `int8_gemm`."""
 
     out_dtype: str
     activations: tuple[str, ...]
@@ -32,9 +32,9 @@ class LayersSettings(NamedTuple):
 class _Layers(Operation):
     """Activations to codes, once, and their products with the weights of all layers.
 
-    Its arrays are "x", and those of each product with the number of its layer behind their names:
-    "b0", "b_scales0", and so on; "c0" receives the result, if it is given. Codes and their scales
-    lie in scratch memory between the launches.
+    Its arrays are "x", and the arrays of each product, whose names end in the number of the layer:
+    "b0", "b_scales0", and so on. If given, "c0" receives the result. Between the launches, codes
+    and their scales are in scratch memory.
     """
 
     name = "int8_layers"
@@ -69,7 +69,8 @@ class _Layers(Operation):
             }
             received |= {f"{name}{number}": array for name, array in product.received.items()}
             results |= {f"{name}{number}": result for name, result in product.results.items()}
-        # NOTE: of few rows, some layers alone have the Hopper form; what has not runs there, too.
+        # NOTE: with few rows, only some layers have the Hopper form; the portable form runs there,
+        # too.
         arch = next((one.arch for one in products if one.arch), None)
         return replace(
             codes, what=self.name, arch=arch, operands=operands, results=results,
@@ -77,7 +78,7 @@ class _Layers(Operation):
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
-        """Return the launch that quantises, and that of each product."""
+        """Return the launch that quantises, and one launch for each product."""
         codes, products = problem.settled
         (quantise,) = ACT_QUANT.plan(codes).stages
         stages = [Stage(quantise.plan, _CODES)]
@@ -97,7 +98,7 @@ class _Layers(Operation):
         )
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the products from NumPy, those that no array receives."""
+        """Compute the products with NumPy; return those that no array receives."""
         codes, products = problem.settled
         made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes, arrays).items()}
         results: dict[str, Any] = {}
@@ -108,7 +109,7 @@ class _Layers(Operation):
         return results
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> list[Any]:
-        """Return the results, in the arrays that received them where there are such."""
+        """Return the results, each in the array that received it, if there is one."""
         return [x for name, x in {**results, **arrays}.items() if name.startswith("c")]
 
 
@@ -143,7 +144,7 @@ def interpret_layer(
     out_dtype, activation, out, **operands
         As for `cupyattn.int8_gemm`.
     arch : str, optional
-        The first architecture on which launches overlap, where none is named.
+        Defaults to the first architecture on which launches overlap.
 
     Returns
     -------

@@ -30,7 +30,7 @@ Float64 = npt.NDArray[np.float64]
 
 #: Types of scales that a layer takes; it keeps float32.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-#: Magnitude from which on an activation counts as an outlier (Dettmers et al. 2022, LLM.int8).
+#: Least magnitude of an activation that counts as an outlier (Dettmers et al. 2022, LLM.int8).
 OUTLIER_THRESHOLD = 6.0
 
 
@@ -40,20 +40,20 @@ class Int8Linear:
     Parameters
     ----------
     codes : array, (out, in), int8
-        Of W, as `weight_quant` makes them. NumPy, CuPy, or anything with DLPack; the layer keeps
-        NumPy or CuPy arrays of the same memory.
+        Codes of W, as `weight_quant` makes them. NumPy, CuPy, or anything with DLPack; the layer
+        keeps NumPy or CuPy arrays of the same memory.
     scales : array, (ceil(out / 128), ceil(in / 128)) or (out, 1)
-        Of blocks, or of channels: then x gets a scale for each row, and outliers have no place. Of
-        any float type; the layer keeps float32.
+        Scales of blocks, or of channels. With channels, x gets one scale for each row, and outliers
+        are not supported. Any float type; the layer keeps float32.
     bias : array, (out,), float16, bfloat16 or float32, optional
-        Parameters of torch are taken without their gradients, here and in `from_weight`.
+        torch parameters are detached from their gradients, here and in `from_weight`.
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
-        The last three are gated linear units: W has the rows of the gate, then as many others. With
-        ``"_gate_last"`` behind these names the gate's rows come second, as in diffusers. The result
+        The last three are gated linear units: the first half of W's rows is the gate. With
+        ``"_gate_last"`` at the end of the name the gate comes second, as in diffusers. The result
         has ``out / 2`` columns.
     outlier_columns : sequence of int
-        Columns of x, each once, that are not quantised but multiplied in 16 bits; what `codes` has
-        of them is multiplied by zeros.
+        Columns of x, each once, that are multiplied in 16 bits instead of being quantised. Their
+        codes in `codes` are multiplied by zeros.
     outlier_weight : array, (out, outliers), float16 or bfloat16, optional
         These columns of W.
     block_size : int
@@ -70,10 +70,10 @@ class Int8Linear:
 
     Notes
     -----
-    `strategy`, ``"block"`` or ``"channel"``, says what shares a scale. A call takes two launches:
-    codes and dynamic scales of x, then the product, in which outliers, bias and activation are.
-    Which columns are outliers has to be known beforehand: to look for them in every call would take
-    a wait for the device. `outlier_columns` finds them in samples.
+    `strategy`, ``"block"`` or ``"channel"``, names the group that shares a scale. A call has two
+    launches: one makes codes and dynamic scales of x, and one multiplies, including outliers, bias
+    and activation. Outlier columns must be known in advance, because a search in every call would
+    synchronise with the device. `outlier_columns` finds them in samples.
 
     Examples
     --------
@@ -135,19 +135,19 @@ class Int8Linear:
         arch: str | None = None,
         backend: str | None = None,
     ) -> Int8Linear:
-        """Quantise a weight, but for its outlier columns, which are 0 to the scales of the others.
+        """Quantise a weight, except its outlier columns, which count as 0 in the scales.
 
         Parameters
         ----------
         weight : array, (out, in), float16, bfloat16 or float32
             NumPy, CuPy, or anything with DLPack. Not modified.
         strategy : {"block", "channel"}
-            What shares a scale: 128 x 128 of the weight and 128 channels of a row of x, or an
-            output channel and a row of x.
+            The group that shares a scale: 128 x 128 elements of the weight and 128 channels of a
+            row of x, or an output channel and a row of x.
         bias, activation, outlier_columns
             As for `Int8Linear`.
         outlier_dtype : {"float16", "bfloat16"}, optional
-            What outliers are kept in; the weight's own type, bfloat16 for float32.
+            Type of outliers; by default that of the weight, or bfloat16 for float32.
         arch, backend
             As for `Int8Linear`.
 
@@ -194,8 +194,8 @@ class Int8Linear:
         Parameters
         ----------
         x : array, (..., in), float16, bfloat16 or float32
-            NumPy, CuPy, or anything with DLPack, where the weight lies. With outliers in 16 bits,
-            of their type or float32.
+            NumPy, CuPy, or anything with DLPack, on the device of the weight. With outliers in 16
+            bits, x has their type or float32.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
             The type of x when omitted.
         residual, gate : array, optional
@@ -240,10 +240,10 @@ class Int8Linear:
         Parameters
         ----------
         x : array, (..., in)
-            Finite, as are the layer's own arrays. Arrays of a device are copied to the host, which
+            Finite, as the layer's arrays must be. Arrays on a device are copied to the host, which
             computes the bound.
         weight : array, (out, in)
-            What the layer was made of.
+            The weight that the layer was made from.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
         residual, gate : array, optional
             As for the call.
@@ -257,10 +257,10 @@ class Int8Linear:
 
         Notes
         -----
-        With Δ the error of a code [L14], or of 16 bits in a column that is kept: the operands are
-        off by ``|x| Δw + Δx (|w| + Δw)``, summed over k, of which an activation passes on its
-        slope, and a gated linear unit `gated_error` of both halves; the product adds `gemm_error`.
-        docs/MATH_REFERENCE.md [L42].
+        Let Δ be the error of a code [L14], or of 16 bits in an outlier column. The errors of the
+        operands contribute ``|x| Δw + Δx (|w| + Δw)``, summed over k. An activation multiplies this
+        by its slope; a gated linear unit changes it to `gated_error` of both halves. The product
+        adds `gemm_error`. docs/MATH_REFERENCE.md [L42].
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)
@@ -320,7 +320,7 @@ class Outliers(NamedTuple):
 
     #: Their numbers, on the host.
     columns: npt.NDArray[np.int32]
-    #: What `cupyattn.ops.act_quant.places` makes of them, where the weight lies.
+    #: Result of `cupyattn.ops.act_quant.places` for the outlier columns, on the weight's device.
     places: Array
     #: (out, columns rounded up to `KEPT_PAD`), float16 or bfloat16, zeros at the end.
     weight: Array
@@ -370,7 +370,7 @@ def quantised_product(
     )
 
 
-# ---- checks, by shapes and types alone ----------------------------------------------------------
+# ---- checks of shapes and types -----------------------------------------------------------------
 
 
 #: How a layer of a weight is made, for the message of `check_given`.
@@ -462,7 +462,7 @@ def check_input(x: Any, codes: Any, outlier_weight: Any) -> None:
 
 
 def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]:
-    """Return the columns of activations in which some magnitude reaches a threshold.
+    """Return the columns of activations in which a magnitude reaches a threshold.
 
     Parameters
     ----------
@@ -488,7 +488,7 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
 
 
 def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
-    """Return columns as an array; TypeError or ValueError for what names none."""
+    """Return columns as an array; raise TypeError or ValueError for invalid columns."""
     numbers = as_host_array("outlier_columns", columns)
     if numbers.size and numbers.dtype.kind not in "iu":
         raise TypeError(

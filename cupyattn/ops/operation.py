@@ -1,4 +1,4 @@
-"""What an operation is, and the one way that all of them run."""
+"""The interface of operations, and the common steps of all calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("cupyattn")
 
 
 class Operation:
-    """All that is said of an operation: how its calls are kept and launched, it does not know.
+    """An operation. It does not know how its calls are cached and launched.
 
     A problem is a `cupyattn.problem.problem.Problem`.
     """
@@ -34,7 +34,7 @@ class Operation:
     receives: tuple[str, ...] = ()
 
     def resolve(self, settings: Any, arrays: Mapping[str, Described]) -> Any:
-        """Check a call, and settle what runs: return its problem, which nothing else decides."""
+        """Check a call and settle its kernels; return its problem, the only place of decisions."""
         raise NotImplementedError
 
     def plan(self, problem: Any) -> Work:
@@ -44,38 +44,35 @@ class Operation:
     def mirror(self, problem: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results from NumPy, with the kernels' blocks and rounding points.
 
-        `arrays` are those of the problem, by buffer (`Problem.bound`).
+        `arrays` are the arrays of the problem, by buffer (`Problem.bound`).
         """
         raise NotImplementedError
 
     def restore(self, facts: Any, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:
-        """Return results as the caller of such arrays gets them: by buffer, where nothing else is
-        said."""
+        """Return results in the form that the caller receives; by default, by buffer."""
         return results
 
 
 class Library(Protocol):
-    """The adapter of a library of arrays: all in which its calls differ from other calls."""
+    """The adapter of an array library: everything in which its calls differ from other calls."""
 
     def forms_of(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
-        """Return what a call depends on of its arrays beside their values, and where they lie; no
-        forms where they have to be imported."""
+        """Return the forms and addresses of a call's arrays; no forms if they must be imported."""
 
     def described(self, arrays: Mapping[str, Any], forms: Any) -> dict[str, Described]:
         """Describe arrays of these forms; raise for arrays that go in no call together."""
 
     def imported(self, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-        """Return arrays as NumPy or CuPy has them, of the same memory, and the way back."""
+        """Return NumPy or CuPy arrays of the same memory, and the converter of results."""
 
     def beside(self, array: Any) -> Any:
-        """Return an array of NumPy or CuPy that lies where another does; described, a described
-        one."""
+        """Return a NumPy or CuPy array, or a description, on the device of another array."""
 
     def read(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return arrays of NumPy or CuPy with the same numbers, which are there to be read."""
 
     def on_device_of(self, array: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which arrays are made, and kernels run, as the library does it."""
+        """Return a context that allocates arrays and runs kernels as the library does."""
 
     def launch(
         self, ready: Ready, arrays: Mapping[str, Any], addresses: dict[str, int]
@@ -122,16 +119,16 @@ def run(
     ----------
     operation : Operation
     settings : tuple
-        Its own; hashable where the call is to be remembered.
+        Settings of the operation; hashable if the call is to be remembered.
     arrays : mapping of str to array
-        The caller's, by the buffers of the plan. Results are of the kind of the first.
+        The caller's arrays, by the buffers of the plan. Results have the kind of the first.
     facts : tuple, optional
-        What the call depends on beside settings and forms of arrays; None for a call that is not to
-        be remembered.
+        Everything else the key of the call must contain, besides settings and forms of arrays; None
+        for a call that is not to be remembered.
     as_given : callable
-        Turns a result into the kind of array that the caller's are, where they do not say it.
+        Converts a result to the kind of the caller's arrays, if they do not show it.
     library : Library
-        That of the arrays.
+        Library of the arrays.
     """
     given = arrays
     forms, addresses = library.forms_of(arrays)
@@ -176,7 +173,7 @@ def _run_new(
 
 
 def problem_of(operation: Operation, settings: Any, arrays: Mapping[str, Any]) -> Any:
-    """Check a call and settle what runs: for all who run, prepare, explain or share one.
+    """Check a call and settle its kernels, to run, prepare, explain or share it.
 
     Arrays, of NumPy or CuPy, may be descriptions of some.
     """
@@ -192,7 +189,7 @@ def make_ready(problem: Any, work: Work) -> Ready:
 
 
 def receiver_of(problem: Any) -> Receiver | None:
-    """Return where the caller receives a result, None where he gets a new array."""
+    """Return the caller's array that receives a result, or None for a new array."""
     for name, out in problem.received.items():
         return Receiver(name, meetings(out, problem.operands))
     return None
@@ -226,7 +223,7 @@ def _run_on_host(
 
 
 def needed(problem: Any, work: Work | None) -> Memory:
-    """Say which memory a call needs beside its operands."""
+    """Describe the memory that a call needs in addition to its operands."""
     sizes = {
         name: math.prod(result.shape) * np.dtype(result.dtype).itemsize
         for name, result in problem.results.items()

@@ -1,4 +1,4 @@
-"""Rungs of a user's own: `register` compiles a source and adds it, `unregister` takes it away."""
+"""Registered rungs: `register` compiles a user's source and adds it, `unregister` removes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cupyattn.kernels.ladder import Variant
 from cupyattn.ops.attention import ATTENTION, resolved
 from cupyattn.plans.records import Launch
 
-#: Head size that a source is compiled for as it is registered.
+#: Head size for which `register` compiles a source.
 HEAD_DIM = 64
 
 _log = logging.getLogger("cupyattn")
@@ -28,22 +28,22 @@ _log = logging.getLogger("cupyattn")
 def register(
     variant: Variant, source: str | Path, *, replace: bool = False, head_dim: int = HEAD_DIM
 ) -> Variant:
-    """Add a rung from a ``.cu`` file of your own, and compile it at once.
+    """Add a rung from your ``.cu`` file, and compile it at once.
 
-    On NumPy arrays the rung runs in the interpreter. Without NVRTC it is registered all the same,
-    and a warning says that nothing was compiled.
+    On NumPy arrays the rung runs in the interpreter. Without NVRTC it is registered without being
+    compiled, and a warning says so.
 
     Parameters
     ----------
     variant : Variant
-        Its name, idea, family and tiles. Entry points must have the names of its
-        family: ``attn_<name>``, or for a family of several kernels these with their suffixes.
+        Its name, idea, family and tiles. The entry point must be ``attn_<name>``; if the family has
+        several kernels, each of them adds its suffix.
     source : path
         The ``.cu`` file; it may include ``prims/*.cuh``.
     replace : bool
-        Take the place of a rung that was registered under this name.
+        Replace a rung that was registered under this name.
     head_dim : int
-        Head size that it is compiled for now. Calls compile it for theirs.
+        Head size to compile for now. Calls compile the rung for other head sizes.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def unregister(name: str) -> Variant:
     Raises
     ------
     ValueError
-        If there is no such rung, or it is one of the library.
+        If there is no such rung, or it belongs to the library.
     """
     variant = ladder.lookup(name)
     if variant.source is None:
@@ -135,7 +135,7 @@ def own_launches(variant: Variant, head_dim: int = HEAD_DIM) -> Iterator[Launch]
 
 
 def _compile(variant: Variant, head_dim: int) -> None:
-    """Compile a rung and look its entry points up, or warn that there is no compiler."""
+    """Compile a rung and find its entry points, or warn that there is no compiler."""
     launches = list(own_launches(variant, head_dim))
     try:
         nvrtc.headers(nvrtc.load())

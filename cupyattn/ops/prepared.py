@@ -17,7 +17,7 @@ from cupyattn.problem.settings import Settings
 from cupyattn.problem.support import PADDED_BIAS
 from cupyattn.quant.quantized import QuantizedQKV
 
-#: Arrays beside q, k and v that a call may replace.
+#: Arrays that a call may replace, besides q, k and v.
 _REPLACED = ("mask", "bias", *SEQUENCES, *LENGTHS)
 
 
@@ -25,19 +25,19 @@ class Prepared:
     """One call of `cupyattn.attention`, ready to run: what `cupyattn.plan` returns.
 
     Call it with arrays of the form that it was planned for: same shapes, strides, dtypes and
-    addresses modulo 16. Where the same addresses come again, its launches are one launch of a CUDA
-    graph, which costs the host less and changes nothing else. Its scratch memory is its own, so a
-    CUDA graph may capture the call and replay it as long as the object lives, and two calls, or two
-    graphs of it, must not run at the same time on different streams: their results would be wrong,
-    and blocks that wait for numbers of the other call might wait for ever.
+    addresses modulo 16. If the same addresses repeat, its launches become one launch of a CUDA
+    graph, which only saves host time. It owns its scratch memory, so a CUDA graph may capture the
+    call and replay it while the object exists. Two calls, or two graphs, of one object must not run
+    at the same time on different streams: their results would be wrong, and blocks that wait for
+    numbers of the other call might never end.
 
     Parameters
     ----------
     operation : Operation
-        That of attention.
+        The operation of attention.
     settings : Settings
     arrays : mapping
-        Its arguments, as `cupyattn.problem.settings.parse` tells them apart.
+        Its array arguments, as `cupyattn.problem.settings.parse` returns them.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Prepared:
         self._work = operation.plan(problem)
         self._forms, _ = forms_of(given)
         self._codes = asked.codes
-        #: Arguments beside q, k, v and out, which every call has again, and their arrays by buffer.
+        #: Arguments besides q, k, v and out, which every call uses again, and their arrays by
+        #: buffer.
         self._others = {n: a for n, a in arrays.items() if n not in ("q", "k", "v", "out")}
         own = {"q", "k", "v", "o", *(problem.quantized.buffers if problem.quantized else ())}
         self._beside = {n: a for n, a in by_buffer.items() if n not in own}
@@ -95,8 +96,8 @@ class Prepared:
             Receives O; given if and only if the call was planned with one.
         **others : array
             ``mask``, ``bias``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``lengths_q`` and ``lengths_kv``
-            in place of those that the call was planned with. No sequence may be longer than the
-            call was planned for.
+            in place of the arrays that the call was planned with. No sequence may be longer than
+            planned.
 
         Returns
         -------
@@ -108,9 +109,9 @@ class Prepared:
         ValueError
             For arrays of another form; the message says what differs.
         TypeError
-            For others that it does not take.
+            For other arguments that it does not take.
         DeviceMemoryError
-            If results and scratch memory do not fit; nothing was launched then.
+            If results and scratch memory do not fit. Nothing was launched.
         """
         replaced = _replaced(others) if others else others
         arrays = {"q": q, "k": k, "v": v}
@@ -133,8 +134,9 @@ class Prepared:
         return self._operation.restore(None, arrays, made)
 
     def _otherwise(self, given: Mapping[str, Any]) -> Any:
-        """Run on codes, and on arrays that are looked at, copied or imported before they have the
-        forms that the call was planned for; ValueError for others."""
+        """Run on codes, or on arrays that must first be checked, copied or imported.
+
+        Raise ValueError for arrays of another form."""
         (asked, by_buffer, _), q = arguments_of(self._settings, given), given["q"]
         arrays, own_way = imported(by_buffer)
         problem: AttentionProblem = problem_of(self._operation, asked, arrays)
@@ -194,7 +196,7 @@ class Prepared:
 
 
 def _replaced(others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays that a call has in place of those that it was planned with."""
+    """Return the arrays of a call that replace arrays of the plan."""
     for name in others.keys() - {*_REPLACED}:
         raise TypeError(f"a prepared call takes {', '.join(_REPLACED)} and out, got {name!r}")
     return {name: a for name, a in others.items() if a is not None}

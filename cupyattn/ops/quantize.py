@@ -1,4 +1,4 @@
-"""`quantize`: from three arrays to the operands of INT8 attention, on whatever device they lie."""
+"""`quantize`: from three arrays to the operands of INT8 attention, on any device."""
 
 from __future__ import annotations
 
@@ -76,44 +76,44 @@ def quantize(
         float16, bfloat16 or float32; any strides; NumPy, CuPy, or anything with DLPack. Not
         modified. Packed (total_q, heads, head_dim).
     k, v : array, (batch, heads_kv, len_kv, head_dim)
-        Of the same type; packed (total_k, heads_kv, head_dim). With ``pv="16bit"`` V is kept
-        as it is, float32 as float16: past 65504 it becomes infinite.
+        Of the same type; packed (total_k, heads_kv, head_dim). With ``pv="16bit"`` V is unchanged,
+        except that float32 becomes float16, with infinity for magnitudes past 65504.
     quant : QuantConfig, optional
-        How; ``QuantConfig()`` when omitted.
+        How to quantise; ``QuantConfig()`` when omitted.
     tiles : Tiles, optional
-        Tiles of the attention kernel, whose sizes granularity "block" takes; fa_int8's own for
-        this head_dim when omitted, in the form that runs (of V in 8 bits: in the portable form).
+        Tiles of the attention kernel, whose sizes granularity "block" uses. By default those of
+        fa_int8 for this head_dim, in the form that runs (for V in 8 bits: in the portable form).
     arch : str, optional
-        ``"sm_90a"``: that is the Hopper form; anything else: it is not. The device's own when
-        omitted.
+        ``"sm_90a"`` for the Hopper form, anything else for the portable form; the architecture of
+        the device when omitted.
     backend : {"cuda", "mirror", "interpret"}, optional
         ``cuda`` for CuPy arrays, ``mirror`` or ``interpret`` for NumPy arrays, as for
         `cupyattn.attention`.
     cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k
         As for `cupyattn.attention_varlen`, which takes the result: operands are packed sequences.
-        Means, scales and groups of rows are those of a sequence; given scales go with granularity
-        "tensor" and "head", and are those of a batch of so many entries.
+        Each sequence has separate means, scales and groups of rows. Given scales need granularity
+        "tensor" or "head" and have one entry for each sequence.
     rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps
-        As for `cupyattn.attention`: rows of Q and K are normalised and turned in the launches that
-        quantise them, in float32, and then have codes, means and scales. With ``quant.fused`` they
-        are rounded to their type before, as `attention` does.
+        As for `cupyattn.attention`. The launches that quantise rows of Q and K first normalise and
+        rotate them in float32. With ``quant.fused`` the rows are rounded to their type between, as
+        `attention` does.
 
     Returns
     -------
     QuantizedQKV
-        Codes of 4 bits two to a byte. Its arrays are NumPy's or CuPy's, on the device of q; what
-        `cupyattn.attention` makes of it is of the kind of q. The codes and scales of all backends
-        agree bit for bit where the means do.
+        Codes of 4 bits are stored two to a byte. Its arrays are NumPy or CuPy arrays on the device
+        of q; results of `cupyattn.attention` have the kind of q. Codes and scales of all backends
+        agree bit for bit if their means agree.
 
     Raises
     ------
     ValueError, TypeError
-        For arrays that do not fit together, a backend that does not take them, or tiles that 8-bit
-        values do not take.
+        For arrays that do not fit together, a backend that does not take them, or tiles that do not
+        support 8-bit values.
     UnsupportedError
-        For a head_dim past 256, and what `QuantConfig` says.
+        For a head_dim past 256, and as for `QuantConfig`.
     DeviceMemoryError
-        If what is made does not fit; nothing was launched then.
+        If the results do not fit in memory. Nothing was launched.
 
     Notes
     -----
@@ -169,7 +169,7 @@ def check_described(
     arch: str | None,
     backend: str | None,
 ) -> None:
-    """Raise as `quantize` for operands of which only descriptions are at hand."""
+    """Raise as `quantize` does, for descriptions of operands."""
     settings = QuantizeSettings(quant, tiles, arch, backend)
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
     if quant is not None and quant.static:
@@ -188,8 +188,9 @@ def _with_scales(
 def _prepared_first(
     arrays: dict[str, Array], settings: QuantizeSettings
 ) -> tuple[dict[str, Array], QuantizeSettings, tuple[str, ...]]:
-    """Return a call whose rows of Q and K are prepared already, and what happened to them: the
-    kernel that quantises by itself takes them so. On the mirror the call stays as it is."""
+    """Return a call with prepared rows of Q and K, and their preparation.
+
+    A kernel that quantises itself needs prepared rows. On the mirror the call is unchanged."""
     problem: Problem = problem_of(QUANTIZE, settings, arrays)
     how, packed = problem.settled.preparation, problem.settled.sequences is not None
     if problem.backend == "mirror":
@@ -211,7 +212,7 @@ def _with_q(self: QuantizedQKV, q: Array, **options: Any) -> QuantizedQKV:
     return found
 
 
-# NOTE: the record stands above this package, so it cannot call what makes codes.
+# NOTE: the record stands above this package, so it cannot call the functions that make codes.
 QuantizedQKV.with_q = _with_q  # type: ignore[method-assign]
 
 
@@ -249,12 +250,12 @@ def quantize_kv(
         float16, bfloat16 or float32; any strides; NumPy, CuPy, or anything with DLPack. Not
         modified. Packed (total_k, heads_kv, head_dim).
     quant, tiles, arch, backend
-        As for `quantize`. Given scales of Q are held to the queries when they come.
+        As for `quantize`. Given scales of Q are checked when the queries are given.
     cu_seqlens_k, max_len_k
         As for `quantize`: keys and values are packed sequences. `QuantizedQKV.with_q` then takes
         ``cu_seqlens_q`` and ``max_len_q``.
     rope, rope_interleaved, qk_norm, qk_norm_eps
-        As for `quantize`: what happens to the rows of K first. Give `QuantizedQKV.with_q` the same
+        As for `quantize`: the preparation of the rows of K. Give `QuantizedQKV.with_q` the same
         for the queries.
 
     Returns
@@ -270,8 +271,8 @@ def quantize_kv(
 
     Notes
     -----
-    For keys that meet queries again and again, as in cross-attention to a text. The mean that is
-    subtracted from the keys is theirs alone, so their codes do not depend on the queries.
+    Use it for keys that serve many calls, as in cross-attention to a text. The mean that is
+    subtracted depends only on the keys, so their codes do not depend on the queries.
 
     Examples
     --------
@@ -308,7 +309,7 @@ def quantize_kv(
 
 
 class QuantizeSettings(NamedTuple):
-    """What `quantize` asks for, beside arrays: its arguments."""
+    """Arguments of `quantize`, except arrays."""
 
     quant: QuantConfig | None = None
     tiles: Tiles | None = None
@@ -379,7 +380,7 @@ class _Quantize(Operation):
         return Work.of(plan)
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """Return what a `QuantizedQKV` holds, from NumPy."""
+        """Compute the contents of a `QuantizedQKV` with NumPy."""
         coding, (q, k, v) = problem.settled, (arrays[name] for name in "qkv")
         quant, tiles, how = coding.quant.with_scales(arrays), coding.tiles, coding.preparation
         how = how and how.with_arrays(arrays)
@@ -411,7 +412,7 @@ def quantize_at(
     settings: QuantizeSettings,
     key_sums: Array | None = None,
 ) -> QuantizedQKV:
-    """Quantise some keys of many from where they lie, as `quantize` does keys that were moved.
+    """Quantise some of many keys in place, as `quantize` does after they were moved together.
 
     Parameters
     ----------
@@ -420,22 +421,21 @@ def quantize_at(
     v : array, (batch, heads_kv, count, head_dim)
         Rows that were moved together.
     places : array, int32, (batch, heads_kv, count), contiguous
-        Of the keys that these values belong to, below len_kv: that is not checked.
+        Indices of the keys of these values, below len_kv, which is not checked.
     settings : QuantizeSettings
-        As for `quantize`, but for ``fused``, which quantises in the attention kernel; on a device
-        or in the interpreter.
+        As for `quantize`, on a device or in the interpreter, but without ``fused``, which would
+        quantise in the attention kernel.
     key_sums : array, float32, (batch, heads_kv, parts, head_dim), contiguous, optional
-        Sums of all len_kv keys, in parts. What smoothing subtracts is then the mean of all of them,
-        which any vector may stand for, and no key is read for its mean. A scale for each whole
-        head, which takes a read before the codes anyway, goes with the mean of the keys at
-        `places` all the same.
+        Sums of all len_kv keys, in parts. Smoothing may subtract any vector; it then subtracts the
+        mean of all keys, without reading them again. A scale for each whole head needs a read
+        before the codes in any case, so it uses the mean of the keys at `places`.
 
     Returns
     -------
     QuantizedQKV
-        The bits of `quantize` on those keys moved together, to places aligned as those of k are:
-        the order in which a mean is summed goes by the width of accesses. With `key_sums` the bits
-        of codes with that mean, which is its ``k_mean``.
+        The bits of `quantize` on these keys, moved together with the alignment of k: the order in
+        which a mean is summed depends on the width of accesses. With `key_sums`, the bits of codes
+        with that mean, which is its ``k_mean``.
 
     Raises
     ------
@@ -476,7 +476,7 @@ QUANTIZE_AT = _QuantizeAt()
 def _gathered(
     facts: Made, arrays: Mapping[str, Any], results: dict[str, Any]
 ) -> QuantizedQKV:
-    """Return the results of kernels, and V where it stays as it is, as operands of attention."""
+    """Return the results of kernels, and V if it is unchanged, as operands of attention."""
     of_facts = facts._asdict()
     v, sequences, head_dim = (of_facts.pop(name) for name in ("v", "sequences", "head_dim"))
     kept = results | {name: results[name][..., :head_dim] for name in ("q_codes", "k_codes")}
@@ -485,6 +485,6 @@ def _gathered(
     if sequences is not None:
         kept |= {name: x.bound(arrays[name]) for name, x in sequences.offsets.items()}
         of_facts |= {"max_len_q": sequences.max_len_q, "max_len_k": sequences.max_len_k}
-    if "q_zero" in kept and "k_zero" in kept:  # whose codes are added up when it is made
+    if "q_zero" in kept and "k_zero" in kept:  # whose constructor adds up its codes
         return QuantizedQKV(**of_facts, **{"v": None, **kept})
     return QuantizedQKV.of_buffers(CodeFacts(**of_facts), kept)

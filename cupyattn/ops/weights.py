@@ -49,23 +49,23 @@ def weight_quant(
     Parameters
     ----------
     w : array, (out, in) or (out, in, ...), float16, bfloat16 or float32
-        NumPy, CuPy, or anything with DLPack, parameters of torch as well. A convolution's weight is
-        taken as (out, in * height * width).
+        NumPy, CuPy, or anything with DLPack, including torch parameters. A convolution's weight is
+        treated as (out, in * height * width).
     block_size : int
         Blocks at the ends of rows and columns may be smaller. Only with ``strategy="block"``.
     strategy : {"block", "channel"}
-        What shares a scale.
+        The group that shares a scale.
     backend : {"cuda", "mirror", "interpret"}, optional
-        As for `cupyattn.attention`. The kernels, one launch, take rows and blocks of up to 128;
-        larger blocks take CuPy's own functions on a device, which flush float32 numbers below
-        2^-126 to zero.
+        As for `cupyattn.attention`. The kernels, one launch, support rows and blocks of up to 128.
+        On a device, larger blocks run CuPy's functions, which flush float32 numbers below 2^-126 to
+        zero.
 
     Returns
     -------
     codes : array, as w, int8
         -127 to 127. Both of the kind of w.
     scales : array, (out blocks, in blocks) or (out, 1), float32
-        NaN for a block or channel that holds a NaN or an infinity, whose codes are 0.
+        NaN for a block or channel that contains a NaN or an infinity; its codes are 0.
 
     Raises
     ------
@@ -78,9 +78,9 @@ def weight_quant(
 
     Notes
     -----
-    Error as of `act_quant`; `weight_error` bounds the way there and back. Beside `w` and what is
-    returned it takes a few megabytes at most; a `w` whose last axis is not contiguous is copied for
-    the kernel.
+    The error is that of `act_quant`; `weight_error` bounds quantising and dequantising. Besides `w`
+    and the results it needs at most a few megabytes. A `w` whose last axis is not contiguous is
+    copied for the kernel.
 
     Examples
     --------
@@ -103,7 +103,7 @@ def weight_dequant(
     strategy: str = "block",
     backend: str | None = None,
 ) -> Array:
-    """Return the weight that codes and scales stand for: every code times the scale of its block.
+    """Return the weight of codes and scales: every code times the scale of its block.
 
     With ``strategy="channel"`` the scale of its row.
 
@@ -114,10 +114,10 @@ def weight_dequant(
     scales : array, (out blocks, in blocks) or (out, 1), float32
     block_size : int
     out_dtype : {"float32", "bfloat16", "float16"}
-        The product is rounded to float32, and that to this type.
+        The product is rounded to float32, then to this type.
     strategy : {"block", "channel"}
     backend : {"cuda", "mirror", "interpret"}, optional
-        As for `weight_quant`; channels take CuPy's own functions on a device, as larger blocks do.
+        As for `weight_quant`; on a device, channels run CuPy's functions, as larger blocks do.
 
     Returns
     -------
@@ -142,7 +142,7 @@ def weight_dequant(
 
 
 class WeightSettings(NamedTuple):
-    """What quantising a weight, or the way back to `out_dtype`, asks for beside arrays."""
+    """Arguments of quantising a weight, or of dequantising it to `out_dtype`, except arrays."""
 
     block_size: int
     backend: str | None
@@ -183,14 +183,14 @@ class _WeightQuant(Operation):
         return _work(self.name, w.place, codes, w.dtype.name, size, problem)
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """Return codes and scales by the functions of the array's own library."""
+        """Compute codes and scales with the functions of the array's library."""
         size, strategy = problem.settled.block_size, problem.settled.strategy
         codes, scales = quantize_blocks(arrays["w"], size, strategy)
         return {"codes": codes, "scales": scales}
 
 
 class _WeightDequant(Operation):
-    """The weight that codes and scales stand for, as an operation."""
+    """Dequantising of codes and scales to a weight, as an operation."""
 
     name = "weight_dequant"
 
@@ -225,7 +225,7 @@ class _WeightDequant(Operation):
         return _work(self.name, w, codes.place, dtype, size, problem)
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """Return the weight by the functions of the arrays' own library."""
+        """Compute the weight with the functions of the arrays' library."""
         size, _, dtype, strategy = problem.settled
         codes, scales = (arrays[name] for name in ("codes", "scales"))
         return {"w": dequantize_blocks(codes, scales, size, dtype, strategy)}
@@ -235,7 +235,7 @@ WEIGHT_QUANT, WEIGHT_DEQUANT = _WeightQuant(), _WeightDequant()
 
 
 def _takes_kernel(backend: str, block_size: int) -> bool:
-    """Whether blocks of this size go to the kernel; raise where they have to and cannot."""
+    """Whether the kernel supports blocks of this size; raise if only the kernel may run."""
     check_block_size(block_size)
     if backend == "interpret" and block_size > MOST_BLOCK:
         raise UnsupportedError(

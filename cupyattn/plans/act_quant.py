@@ -18,12 +18,12 @@ from cupyattn.quant.blocks import BLOCK_SIZE
 #: Warps of a block, and bytes that a lane holds.
 _NUM_WARPS, _LANE_BYTES = 4, 64
 
-#: Columns that are kept are padded with zeros to a multiple of this: 16 bytes.
+#: Columns kept in 16 bits are padded with zeros to a multiple of this number, 16 bytes.
 KEPT_PAD = 8
 
 
 def padded(outliers: int) -> int:
-    """Return how many columns hold so many outliers.
+    """Return the padded number of columns for a number of outliers.
 
     Examples
     --------
@@ -44,9 +44,9 @@ def plan_act_quant(x: Operand, dtype: str, outliers: int = 0, kept: str = "") ->
     dtype : {"float16", "bfloat16", "float32"}
         Its storage type.
     outliers : int
-        Channels that are kept, in the buffer ``"kept"``, by the buffer ``"place"``.
+        Number of channels kept in 16 bits, in the buffer ``"kept"``; ``"place"`` has their indices.
     kept : {"", "float16", "bfloat16"}
-        Type that they are kept in; "": none is.
+        Type that they are kept in; "" if none is kept.
 
     Returns
     -------

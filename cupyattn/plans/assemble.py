@@ -86,14 +86,14 @@ def _persistent(
 ) -> tuple[int, tuple[Any, ...], tuple[Workspace, ...], tile_pieces.Pieces]:
     """Return blocks, further parameters, workspace, and pieces of a form that takes `count` tiles.
 
-    Boxes are buffer, dtype, operand and rows of what the copy engine moves.
+    A box has the buffer, dtype, operand and rows of one copy of the copy engine.
     """
     uneven = (call.causal and not call.stack) or call.window
     uneven = uneven or call.own_lengths is not None or call.block_mask != (0, 0)
     uneven = uneven or bool(features.mask_kind) or features.bias_kind == "dense"
     cuts = form.pieces and not uneven
     steps = -(-call.len_kv // tiles.block_kv)
-    sharing = HOPPER_BLOCKS if cuts else 1  # one block cuts nothing
+    sharing = HOPPER_BLOCKS if cuts else 1  # a single block cuts no tiles
     cut = tile_pieces.share_out(count, steps, sharing, tiles.block_kv)
     structs: tuple[Any, ...] = tuple(tensor_map_of(*box) for box in boxes)
     structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
@@ -107,7 +107,7 @@ def _persistent(
 def _merge_pieces(
     spec: ModuleSpec, tiles: Tiles, cut: tile_pieces.Pieces, structs: tuple[Any, ...]
 ) -> tuple[Launch, ...]:
-    """Plan what brings the pieces of tiles together, a warp to a query row; () without any."""
+    """Plan the kernel that merges pieces of tiles, a warp for each query row; () without pieces."""
     if not cut.cut:
         return ()
     grid = -(-cut.cut * tiles.block_q // tiles.num_warps)
@@ -121,7 +121,7 @@ def _merge_pieces(
 def clear_padding(
     call: AttentionSpec, o: Operand, params: Mapping[str, Any]
 ) -> tuple[Launch, ...]:
-    """Plan what writes the rows past the queries of padded entries; () where all rows count."""
+    """Plan the kernel that clears padded query rows; () without padding."""
     if call.padded is None or not call.padded.of_q:
         return ()
     features = Features(

@@ -37,14 +37,14 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     Parameters
     ----------
     kernel : Kernel
-        One that takes the operands: `cupyattn.problem.form.check_kernel` says so. With
-        codes, the form ``"fused"`` runs, which makes these codes of q and k itself.
+        A kernel that takes the operands (`cupyattn.problem.form.check_kernel`). With codes, the
+        form ``"fused"`` runs, which makes the codes of q and k itself.
     operands : Operands
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs,
-        ``"mask"``, ``"bias"`` and ``"kept_blocks"`` where the call has them; with rope also
-        ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.row_preparation.Rope` has them, and
-        of a packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, of a padded one ``"lengths_q"``
-        and ``"lengths_kv"``, int32.
+        ``"mask"``, ``"bias"`` and ``"kept_blocks"`` if the call has them. With rope also
+        ``"rope_cos"`` and ``"rope_sin"`` (`cupyattn.problem.row_preparation.Rope`). A packed call
+        also reads ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, a padded call ``"lengths_q"`` and
+        ``"lengths_kv"``, int32.
 
     Returns
     -------
@@ -97,15 +97,15 @@ def plan_fused(
     ----------
     kernel, features, spec
     operands : Operands
-        As the kernel is launched for them.
+        Operands as the kernel is launched for them.
     structs : tuple
-        Its parameters, attention's first.
+        Its parameter structs, the one of attention first.
     merged : tuple
-        What the kernel that brings pieces of tiles together gets of them.
+        Parameter structs of the kernel that merges pieces of tiles.
     boxes : sequence of (buffer, dtype, operand, rows)
-        What the copy engine moves, in a Hopper form.
+        Copies of the copy engine in a Hopper form.
     unit : float
-        What a Hopper form multiplies a bias by.
+        Factor by which a Hopper form multiplies a bias.
     """
     call, tiles, params = kernel.launched, kernel.tiles, structs[0][1]
     grid = math.prod(kernel.blocks["attention"])
@@ -129,7 +129,7 @@ def plan_fused(
 def _plan_split(
     kernel: Kernel, features: Features, spec: ModuleSpec, params: dict[str, Any]
 ) -> Plan:
-    """Plan the slices of the keys and what brings them together."""
+    """Plan the slices of the keys, and the kernel that merges them."""
     variant, call, tiles, cut = kernel.variant, kernel.call, kernel.tiles, kernel.cut
     rows = splits.shared_rows(call.heads, call.heads_kv, call.len_q)
     own, grid = splits.MERGE_TILES, math.prod(kernel.blocks["attention"])

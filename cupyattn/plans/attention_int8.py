@@ -20,8 +20,8 @@ from cupyattn.problem import support
 from cupyattn.problem.form import Kernel, kernel_features, module_spec
 from cupyattn.problem.operands import Codes, Operands
 
-#: Of Hopper forms that make codes of Q by themselves: how many rows may share a scale, and the
-#: largest head_dim that shared memory has room for.
+#: Limits of Hopper forms that make the codes of Q: rows that may share a scale, and the largest
+#: head_dim that fits in shared memory.
 QUANTIZED_ROWS, QUANTIZED_HEAD_DIM = 2, 192
 
 
@@ -34,13 +34,13 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
     kernel : Kernel
         With codes; as for `cupyattn.plans.attention.plan_attention`.
     operands : Operands
-        Codes of Q and K, the buffers ``"q_codes"`` and ``"k_codes"``; v is 16-bit, or the buffer
-        ``"v_codes"`` where the codes have `Codes.values`. The others are those of
+        Codes of Q and K, the buffers ``"q_codes"`` and ``"k_codes"``. v is 16-bit, or the buffer
+        ``"v_codes"`` if the codes have `Codes.values`. The other operands are as for
         `cupyattn.plans.attention.plan_attention`.
     scales : Scales
-        Where its `numbers` have 16 bits, and a Hopper form runs with tiles of its own, the kernel
-        makes the codes of Q by itself: ``features.quantize_q`` of the plan says so, ``"q_codes"``
-        and ``"q_scale"`` are not read.
+        If its `numbers` have 16 bits and a Hopper form runs with its default tiles, the kernel
+        itself makes the codes of Q. ``features.quantize_q`` of the plan is then True, and
+        ``"q_codes"`` and ``"q_scale"`` are not read.
 
     Returns
     -------
@@ -85,7 +85,7 @@ def plan_int8(kernel: Kernel, operands: Operands, scales: Scales) -> Plan:
 
 
 def _numbers(kernel: Kernel, codes: Codes, scales: Scales) -> Operand | None:
-    """Return what the kernel makes codes of Q of by itself; None where it reads them."""
+    """Return the numbers of Q that the kernel quantises itself; None if it reads codes."""
     call, numbers = kernel.call, scales.numbers
     # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys, and zero points
     # take the sums of codes.

@@ -26,20 +26,20 @@ from cupyattn.problem.form import features_of
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128
-#: COARSE_ROWS of it: rows that share a flag.
+#: COARSE_ROWS of ``backward_coarse.cu``: rows that share a flag.
 COARSE_ROWS = 16
 #: Of the passes over query rows: ``backward_delta.cu``, ``backward_coarse.cu`` and
 #: ``backward_sums.cu``.
 _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 #: Blocks of the first of them for ROW_PAD rows.
 _PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
-#: Rows and columns that lie together in the sums of dQ of the Hopper form.
+#: Rows and columns of a contiguous patch in the Hopper form's sums of dQ.
 SUM_ROWS = SUM_COLUMNS = 64
 
 
 @dataclass(frozen=True)
 class BackwardOperands:
-    """Where the arrays of a backward pass lie: the buffers of these names when a plan runs.
+    """Layouts of the arrays of a backward pass, which are the buffers of these names in a plan.
 
     Parameters
     ----------
@@ -74,16 +74,16 @@ def plan_backward(
     ----------
     kernel : BackwardKernel
     at : BackwardOperands
-        The plan also reads the buffer ``"lse"``, contiguous, and of a packed call
+        The plan also reads the buffer ``"lse"``, contiguous, and for a packed call
         ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
     all_keys : bool
-        Whether the rows attend to no keys but these. False takes every lse as it is; True
-        normalises rows again whose lse is too coarse to give P.
+        Whether the rows attend only to these keys. True normalises rows again if their lse is too
+        coarse to give P. False uses every lse unchanged.
 
     Returns
     -------
     Plan
-        Its tiles are those of the kernel ``backward_keys``. Without launches where all results are
+        Its tiles are those of the kernel ``backward_keys``. It has no launches if all results are
         empty.
 
     Raises
@@ -96,7 +96,7 @@ def plan_backward(
     in_order = dq_of_keys == SUMS_DQ_IN_ORDER
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
-    if call.packed is not None:  # one entry, in which every sequence begins at a multiple
+    if call.packed is not None:  # one entry, in which every sequence starts at a multiple
         total = call.packed.total_q
         lists, rows = call.heads, (total // ROW_PAD + call.batch) * ROW_PAD
     gradients = {
@@ -153,14 +153,14 @@ def plan_backward(
 
 @dataclass(frozen=True)
 class _Kernels:
-    """What the launches of a plan share."""
+    """Parameters that the launches of a plan share."""
 
     features: Features
     structs: tuple[Any, ...]
     folder: str = ""
 
     def fed(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
-        """Return the Hopper kernels, for which the copy engine brings so many rows of operands."""
+        """Return the Hopper kernels, with copies of so many rows of each operand."""
         call, grad = self.structs
         dtype = self.features.dtype
         maps = (tensor_map_of(name, dtype, x, rows) for name, (x, rows) in boxes.items())
@@ -169,9 +169,9 @@ class _Kernels:
     def launch(
         self, name: str, tiles: Tiles, *counts: int, dq: int | None = None
     ) -> tuple[Launch, ...]:
-        """Return one launch, none where it has nothing to do.
+        """Return one launch, or none if there is no work.
 
-        `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for the kernels that ask for it.
+        `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for kernels with ``CFG_DQ``.
         """
         shared = name in ("keys", "queries")
         wide = shared and bool(self.folder) and self.features.head_dim > SUMMED

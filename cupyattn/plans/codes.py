@@ -1,4 +1,4 @@
-"""How a kernel reads codes: the structs of their scales and zero points, and what fills them."""
+"""How a kernel reads codes: the structs of their scales and zero points, and their fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupyattn.problem.operands import ValueCodes
 
 @dataclass(frozen=True)
 class ZeroPoints:
-    """What goes with the zero points of Q and K, the buffers ``"q_zero"`` and ``"k_zero"``.
+    """Operands for the zero points of Q and K, the buffers ``"q_zero"`` and ``"k_zero"``.
 
     These have the shapes and strides of the scales.
 
@@ -28,19 +28,19 @@ class ZeroPoints:
 
 @dataclass(frozen=True)
 class Scales:
-    """What lies beside codes of Q and K.
+    """Scales, means and zero points of the codes of Q and K.
 
     Parameters
     ----------
     q_scale, k_scale : Operand
         Scales (batch or 1, heads or 1, groups), the buffers ``"q_scale"`` and ``"k_scale"``.
     smoothed : bool
-        Whether a buffer ``"k_mean"`` was subtracted from the keys.
+        Whether the mean in the buffer ``"k_mean"`` was subtracted from the keys.
     zeros : ZeroPoints, optional
-        Where the codes have zero points.
+        Given if the codes have zero points.
     numbers : Operand, optional
-        What the codes of Q are made of, the buffer ``"q"``, where nothing but the attention kernel
-        reads these codes.
+        The numbers that the codes of Q are made from, the buffer ``"q"``, if only the attention
+        kernel reads these codes.
     """
 
     q_scale: Operand
@@ -68,9 +68,9 @@ class Scales:
 
 
 def value_box(v_codes: Operand, head_dim: int) -> tuple[str, str, Operand, int]:
-    """Return what the copy engine moves of codes of V: buffer, dtype, operand, channels at a time.
+    """Return the copies of codes of V: buffer, dtype, operand, channels of one copy.
 
-    As many channels as the Hopper form has columns of O, its ``O_COLS``.
+    A copy has as many channels as the Hopper form has columns of O, its ``O_COLS``.
     """
     return "v_codes", "int8", v_codes, 64 if head_dim <= 64 else -(-head_dim // 32) * 32
 

@@ -35,7 +35,7 @@ _log = logging.getLogger("cupyattn")
 
 @dataclass(frozen=True)
 class GemmFeatures:
-    """What one compiled product does beside multiplying.
+    """Compile-time features of a product, besides the multiplication.
 
     Parameters
     ----------
@@ -46,19 +46,19 @@ class GemmFeatures:
     vec : {1, 2, 4, 8}
         Elements of C per access.
     bias : {"", "float16", "bfloat16", "float32"}
-        Storage type of what is added to every row; "": nothing.
+        Storage type of the bias, which is added to every row; "" for none.
     activation : str
         "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
     outliers : {"", "float16", "bfloat16"}
-        Storage type of columns that are no codes; "": there are none.
+        Storage type of the outlier columns, which are not codes; "" for none.
     residual : bool
         Whether the result is added to a matrix.
     gate : {"", "float16", "bfloat16", "float32"}
-        Storage type of factors of each column, by which it is multiplied before; "": none.
+        Storage type of the factors by which columns are multiplied before that; "" for none.
     straddles : bool
         Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
     neighbours : bool
-        Whether the copy engine orders rows of B so that a lane has eight columns of C side by side.
+        Whether the copy engine orders rows of B so that a lane has eight adjacent columns of C.
     """
 
     out_dtype: str
@@ -95,22 +95,22 @@ class GemmFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """A call turned into launches, one after the other: what an executor runs."""
+    """The launches of a call, in order, as an executor runs them."""
 
     launches: tuple[Launch, ...] = ()
     workspace: tuple[Workspace, ...] = ()
 
     @functools.cached_property
     def on_devices(self) -> dict[Any, Any]:
-        """What an executor keeps of this plan, by device."""
+        """The executor's data for this plan, by device."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneLaunch(Launches):
-    """A call turned into a launch, or none.
+    """The only launch of a call, or none.
 
-    `features` is what was compiled in.
+    `features` are the compile-time features.
     """
 
     features: GemmFeatures
@@ -120,8 +120,8 @@ class OneLaunch(Launches):
 class GemmPlan(OneLaunch):
     """A product turned into a launch, as `cupyattn.plans.records.Plan` is of attention.
 
-    `alone` and `shared` are how many tiles have a block of their own and how many a cluster shares.
-    `note` says why the Hopper form was left out, where it was.
+    `alone` is the number of tiles with one block, and `shared` the number that clusters share.
+    `note` says why the Hopper form does not run, if it does not.
     """
 
     form: str
@@ -139,11 +139,10 @@ class GemmPlan(OneLaunch):
 
 @dataclass(frozen=True)
 class ProductOperands:
-    """Where codes, scales and result lie: the buffers of these names when a plan runs.
+    """Layouts of codes, scales and result, which are the buffers of these names in a plan.
 
-    All have two axes, but for `bias` (n,), the last one contiguous. `residual` (m, n) and `gate`
-    (groups of rows, n) are of the type of c, where there are any; the gate may be float32 beside
-    any c.
+    All have two axes, the last one contiguous, except `bias` (n,). `residual` (m, n) and `gate`
+    (groups of rows, n) have the type of c; the gate may also be float32.
     """
 
     a: Operand
@@ -157,13 +156,13 @@ class ProductOperands:
 
     @property
     def strategy(self) -> str:
-        """What shares a scale: one of `cupyattn.quant.blocks.STRATEGIES`."""
+        """The groups that share a scale: one of `cupyattn.quant.blocks.STRATEGIES`."""
         return strategy_of(self.a, self.a_scales, self.b, self.b_scales)
 
 
 @dataclass(frozen=True)
 class OutlierOperands:
-    """Where columns in 16 bits lie that are multiplied beside the codes.
+    """Layouts of the columns in 16 bits that are multiplied in addition to the codes.
 
     Parameters
     ----------
@@ -198,13 +197,13 @@ def plan_gemm(
     out_dtype : {"float16", "bfloat16", "float32"}
         Storage type of c.
     bias : {"", "float16", "bfloat16", "float32"}
-        Storage type of the buffer ``"bias"``, contiguous; "": there is none.
+        Storage type of the buffer ``"bias"``, contiguous; "" for none.
     activation : str
         "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
     outliers : OutlierOperands, optional
     blocks : int, optional
-        Of the Hopper form, that a device runs at a time: `cupyattn.kernels.limits.HOPPER_BLOCKS`
-        when omitted.
+        Number of Hopper blocks that a device runs at a time;
+        `cupyattn.kernels.limits.HOPPER_BLOCKS` when omitted.
 
     Returns
     -------
@@ -225,10 +224,11 @@ def plan_gemm(
         return GemmPlan(features=features, form=form, tiles=tiles, note=kernel.note)
     alone = tiles_alone(m, n, tiles, blocks)
     shared = tile_count(m, n, tiles) - alone
-    if not shared:  # then nothing is launched in clusters, whose blocks a grid would have to fill
+    if not shared:  # then no clusters are launched, whose blocks a grid would have to fill
         tiles = replace(tiles, tail_splits=1)
     grid = alone + shared * tiles.cluster
-    # NOTE: a block that stays goes on to a part past the last, whose number is an int as well.
+    # NOTE: a persistent block counts on to a part past the last, whose number must fit in an int,
+    # too.
     if grid > INT32_MAX - HOPPER_BLOCKS:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
     defines = {**tiles.defines(), **features.defines()}
@@ -238,7 +238,7 @@ def plan_gemm(
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
         maps = _maps(at, outliers, features, tiles)
-        # In blocks without outliers their maps are not looked at, and say something that holds.
+        # Blocks without outliers do not read these maps, which must be valid nevertheless.
         structs += tuple(maps if outliers or kernel.strategy == "channel" else maps * 2)
         grid = min(grid, blocks_at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
     launch = Launch(spec, kernel.entry, grid, tiles.num_threads, True, structs)
@@ -269,7 +269,7 @@ def _features(
     activation: str,
     outliers: OutlierOperands | None,
 ) -> GemmFeatures:
-    """Return what is compiled in, with the widest accesses that all operands allow."""
+    """Return the compile-time features, with the widest accesses that all operands allow."""
     n, halves = at.b.shape[0], 2 if activation in GLU else 1
     gate = at.gate and ("float32" if at.gate.itemsize == 4 else out_dtype)
     straddles = halves_straddle(n, kernel.strategy, activation)
@@ -290,7 +290,7 @@ def _features(
 def _params(
     at: ProductOperands, features: GemmFeatures, outliers: OutlierOperands | None
 ) -> dict[str, Any]:
-    """Return the fields of GEMM_PARAMS, but for how many tiles have a block of their own."""
+    """Return the fields of GEMM_PARAMS, except the number of tiles that have one block each."""
     (m, k), n = at.a.shape, at.b.shape[0]
     params: dict[str, Any] = {
         "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
@@ -342,7 +342,7 @@ def _map_of(name: str, dtype: str, x: Operand, halves: int, rows: int) -> Tensor
 
 
 def _map_of_neighbours(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
-    """Describe a weight, whose rows 8 t + 2 f + e of 32 come as rows 8 f + 2 t + e.
+    """Describe a weight whose rows 8 t + 2 f + e of 32 are loaded as rows 8 f + 2 t + e.
 
     Strides of its axes do not grow from the fastest on: the driver takes that, seen on an H200.
     """
@@ -355,9 +355,9 @@ def _map_of_neighbours(name: str, dtype: str, x: Operand, rows: int) -> TensorMa
 
 
 def _takes_neighbours(at: ProductOperands, columns: int, bias: str) -> bool:
-    """Whether eight columns of a row of C lie side by side in all that is read and written.
+    """Whether every array of the product allows access to eight adjacent columns of C.
 
-    Not if there is a bias, and at does not say where it lies.
+    False if there is a bias whose layout `at` does not give.
     """
     if bias and at.bias is None:
         return False

@@ -20,7 +20,7 @@ from cupyattn.problem.row_preparation import Preparation
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
-#: What kernels do, for messages.
+#: Names of the kernels' work, for messages.
 _DOES = {"rope": "turning", "normalise": "normalising"}
 
 
@@ -39,10 +39,10 @@ def plan_rotation(
     pairs : {"half_split", "interleaved"}
         Which channels make a pair.
     position : int
-        Of row 0.
+        Position of row 0.
     packed : (int, int), optional
-        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
-        end where the buffer ``"cu_seqlens"`` says. Each has positions of its own.
+        Number of packed sequences in x, which is then one batch entry, and their largest length.
+        The buffer ``"cu_seqlens"`` has their offsets. Positions start again in each sequence.
 
     Returns
     -------
@@ -69,9 +69,9 @@ def _plan_pass(
     own: dict[str, Any],
     packed: tuple[int, int] | None,
 ) -> Plan:
-    """Plan the kernel of that name, whose struct has fields of its own beside those of the rows.
+    """Plan the kernel of that name, whose struct has further fields beside those of the rows.
 
-    `asked` is what `Features` has of it.
+    `asked` are its fields of `Features`.
     """
     _, heads, total, head_dim = x.shape
     batch, length = (x.shape[0], total) if packed is None else packed
@@ -92,18 +92,19 @@ def _plan_pass(
 
 @dataclass(frozen=True)
 class Prepares:
-    """What kernels do to the rows of Q or of K before anything else, as `Preparation` says it.
+    """Preparation of the rows of Q or of K by kernels, as in `Preparation`.
 
     Parameters
     ----------
     name : {"q", "k"}
         The operand, whose weights are the buffer ``"q_norm_weight"`` or ``"k_norm_weight"``.
     rope : {"", "half_split", "interleaved"}
-        Which channels are turned as a pair; "": none.
+        Which channels are rotated as a pair; "" for none.
     position : int
-        Of row 0.
+        Position of row 0.
     vectors : int
-        Of weights: one for all heads, or one for each; 0: rows are not normalised.
+        Number of weight vectors: one for all heads, or one for each head; 0: rows are not
+        normalised.
     eps : float
         Added to the mean square of a row.
     """
@@ -116,7 +117,7 @@ class Prepares:
 
     @property
     def features(self) -> dict[str, Any]:
-        """What `Features` has of it."""
+        """Its fields of `Features`."""
         return {"rope": self.rope, "qk_norm": self.vectors > 0}
 
     def params(self, head_dim: int) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def plan_preparation(
 
 
 def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
-    """Return what a call asks for of Q and of K, by name; empty where it asks for nothing."""
+    """Return the preparation of Q and of K in a call, by name; empty without any."""
     if preparation is None:
         return {}
     rope, norm = preparation.rope, preparation.norm

@@ -28,63 +28,62 @@ from cupyattn.quant.quantizers import (
     rows_of_mean,
 )
 
-#: Fields of QUANTIZE_PARAMS that are buffers of an operand, beside the operand itself.
+#: Fields of QUANTIZE_PARAMS that are buffers of an operand, except the operand itself.
 _BUFFERS = (
     "codes", "scale", "static_scale", "absmax", "partial_sum", "extrema", "mean", "zero",
     "code_sum",
 )  # fmt: skip
 
-#: Fields of `Part` that say that batch entries have lengths of their own.
+#: Fields of `Part` for batch entries of different lengths.
 _OWN_LENGTHS = ("packed", "padded")
 
 #: ``enum class Step`` of kernels_cu/prims/config.cuh, in its order.
 STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values", "value_reach")
 
-#: Slices of a head that are summed side by side: so short, where they are no more than that; but
-#: about two in all for every SM of an H200, where heads are few. None is shorter than what a block
-#: holds.
+#: Length and number of the slices of a head that are summed in parallel. If there are few heads, a
+#: launch has about two slices for every SM of an H200. No slice is shorter than the rows of a
+#: block.
 _SLICE_ROWS, _SLICES, _ALL_SLICES, _MAX_SLICES = 256, 32, 264, 64
-#: Pieces of work between a slice and codes of its head, for every block of rows in the slice and
-#: one: about as many as an H200 has begun when the slice is summed. With more of them rows would
-#: have left the L2 cache.
+#: Pieces of work between the sum of a slice and the codes of its head: this many for every block of
+#: rows in the slice, and one. An H200 has begun about as many when the slice is summed. With more
+#: of them, the rows would have left the L2 cache.
 _AHEAD = 264
 
 
 @dataclass(frozen=True)
 class Part:
-    """What becomes of one operand.
+    """How one operand is quantised.
 
     Parameters
     ----------
     x : Operand
         Shape (batch, heads, length, head_dim), contiguous last axis.
     group : int
-        Rows that share a scale; of V, keys that share the scale of a channel: 32, 64, 128 or
+        Rows that share a scale. For V, keys that share the scale of a channel: 32, 64, 128 or
         GROUP_ALL.
     per_tensor : bool
-        One scale for all heads and batch entries; of V each channel has it.
+        One scale for all heads and batch entries; for V, for all channels as well.
     smooth : bool
-        The mean of the rows `cupyattn.quant.quantizers.of_mean` is subtracted.
+        The mean of some rows (`cupyattn.quant.quantizers.of_mean`) is subtracted.
     static : bool
         Scales are given.
     zero_points : bool
-        Codes have zero points, which go with dynamic scales.
+        Codes have zero points. Scales are then dynamic.
     packed : (int, int), optional
-        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
-        end where offsets say. Means, scales and groups of rows are those of a sequence;
-        `cupyattn.quant.packed` says where.
+        Number of packed sequences in x, which is then one batch entry, and their largest length.
+        Means, scales and groups of rows belong to a sequence (`cupyattn.quant.packed`).
     padded : bool
-        Batch entries of the call have lengths of their own: means and scales, one scale for all
-        heads as well, are those of the rows of an entry that count.
+        Batch entries have different lengths. Means and scales, including one scale for all heads,
+        depend only on the valid rows of an entry.
     lengths : str, optional
-        The buffer that says how many these are; None: all.
+        The buffer with the numbers of valid rows; None if all rows are valid.
     prepares : Prepares, optional
-        Rows of Q or K are normalised and turned first.
+        Rows of Q or K are normalised and rotated first.
     gathered : bool
-        Of K: the rows are those at ``places`` of an array that has more, with the strides of x.
+        For K: rows are read at ``places`` of a larger array, with the strides of x.
     summed : (int, int), optional
-        The mean is that of rows that were summed before, in so many slices, so many rows in all:
-        ``partial_sum`` is given. For a part of which `sums_apart`.
+        The mean comes from given sums, the buffer ``partial_sum``: number of slices, and number of
+        rows in all. Only if `sums_apart`.
     """
 
     x: Operand
@@ -102,7 +101,7 @@ class Part:
 
     @property
     def sums_apart(self) -> bool:
-        """Whether rows are read for the sums of a mean alone, so that given ones spare the read."""
+        """Whether a separate read of the rows computes the sums of a mean; given sums avoid it."""
         return self.smooth and (self.static or self.per_tensor or self.group != GROUP_ALL)
 
     @property
@@ -111,7 +110,7 @@ class Part:
         return self.packed or (self.x.shape[0], self.x.shape[2])
 
     def groups(self, group: int) -> int:
-        """Return how many groups of so many rows a head has."""
+        """Return the number of groups of a head."""
         total = self.x.shape[2]
         return (
             packed_groups(total, self.packed[0], group)
@@ -120,10 +119,10 @@ class Part:
         )
 
     def buffers(self, name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of what a plan makes of the operand `name`, by names of buffers.
+        """Return shape and dtype of the buffers that a plan makes from the operand `name`.
 
-        Given scales are among them, beside the copy of them that is made. Of a row of codes of Q
-        or K the first head_dim are codes.
+        They include given scales, which are copied. In a row of codes of Q or K, the first head_dim
+        elements are codes.
         """
         batch, heads, length, head_dim = self.x.shape
         shape: tuple[int, ...] = (batch, heads, length, padded_columns(head_dim))
@@ -155,20 +154,20 @@ def operand_parts(
     prepares: Mapping[str, Prepares] | None = None,
     padded: Mapping[str, str | None] | None = None,
 ) -> dict[str, Part]:
-    """Return what becomes of "q", "k" and, where it gets codes, of "v".
+    """Return the `Part` of "q", "k" and, if V becomes codes, of "v".
 
     Parameters
     ----------
     quant : QuantConfig
     tiles : Tiles
-        Those of the attention kernel.
+        Tiles of the attention kernel.
     operands : mapping of str to Operand
     packed : mapping of str to (int, int) or None
         As for `Part`, by operand.
     prepares : mapping of str to Prepares, optional
-        The same.
+        As for `Part`, by operand.
     padded : mapping of str to (str or None), optional
-        `Part.lengths` by operand where batch entries have lengths of their own.
+        `Part.lengths` by operand, if batch entries have different lengths.
     """
     prepares = prepares or {}
     rows: dict[str, Any] = {"static": quant.static, "zero_points": quant.zero_points}
@@ -205,9 +204,9 @@ def plan_quantize(
 ) -> Plan:
     """Plan the quantisation of operands, all of them in the same launches.
 
-    One launch is enough: codes that depend on a mean, or on the reach of a whole head, wait in it
-    for these. Groups that span blocks without being a head, one scale for all of the array or tiles
-    of an unusual size, take one more launch, and one more again with a mean.
+    One launch is enough: blocks whose codes depend on a mean, or on the range of a whole head, wait
+    for it. A second launch is needed if groups span blocks without being a head, if the whole array
+    has one scale, or if tiles have an unusual size. With a mean, these need a third launch.
 
     Parameters
     ----------
@@ -215,17 +214,17 @@ def plan_quantize(
         Their storage type.
     q, k, v : Part, optional
     p_type : {"", "u8", "s8", "e4m3", "16bit"}
-        P beside codes of V: V's are INT8, or e4m3 as well.
+        Type of P for codes of V. V's codes are INT8, or e4m3 if P is e4m3.
     qk_bits : {8, 4}
-        Bits of a code of Q or K, which takes a byte all the same.
+        Bits of a code of Q or K, which is stored in a byte in either case.
 
     Returns
     -------
     Plan
-        Without launches where all operands are empty. It names the buffers ``"q"``, ``"k"`` and
-        ``"v"``, those of `Part.buffers` and `Part.lengths`, the offsets ``"cu_seqlens_q"`` and
-        ``"cu_seqlens_k"``, ``"k_places"``, int32, (batch, heads, length), and of parts that were
-        summed before ``"k_partial_sum"``, float32, (batch, heads, slices, head_dim).
+        It has no launches if all operands are empty. Its buffers are ``"q"``, ``"k"`` and ``"v"``,
+        `Part.buffers` and `Part.lengths`, the offsets ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``,
+        ``"k_places"``, int32, (batch, heads, length), and for given sums ``"k_partial_sum"``,
+        float32, (batch, heads, slices, head_dim).
 
     Raises
     ------
@@ -246,7 +245,7 @@ def plan_quantize(
     launches = []
     for now in steps:
         of_now = {name: work[name] for name in now}
-        # What is done with slices depends neither on groups nor on codes.
+        # The work on slices depends neither on groups nor on codes.
         coded = {n: work[n] for n, step in now.items() if step not in ("sums", "extrema")}
         block_q, block_kv = (coded[n].rows if n in coded else 1 for n in "qk")
         tiles = Tiles(block_q, block_kv, blocks.num_warps)
@@ -268,7 +267,7 @@ def _blocks_of(parts: Mapping[str, Part]) -> Blocks:
 
 
 def _workspace(work: Mapping[str, _Work], first: Mapping[str, str]) -> tuple[Workspace, ...]:
-    """Return what the launches, and the blocks of the last one, leave to one another."""
+    """Return the scratch memory through which launches, and blocks of the last one, communicate."""
     found = [w for one in work.values() for w in one.workspace]
     if first:
         found.append(Workspace("next_piece", (1,), "int32", zeros=True))
@@ -278,9 +277,9 @@ def _workspace(work: Mapping[str, _Work], first: Mapping[str, str]) -> tuple[Wor
 
 
 def _shared_out(work: Mapping[str, _Work]) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """Return the steps of each launch, by operand, and those that the last one does before.
+    """Return the steps of each launch, by operand, and the earlier steps within the last launch.
 
-    The last steps of all operands go together, and so do those before them.
+    The last steps of all operands share a launch, and so do the steps before them.
     """
     steps = {name: one.steps for name, one in work.items()}
     first: dict[str, str] = {}
@@ -310,14 +309,14 @@ def _features_of(
 
 
 def _preparing(now: Mapping[str, _Work]) -> Prepares | None:
-    """Return how a launch normalises and turns rows; None: it does not."""
+    """Return how a launch normalises and rotates rows; None if it does neither."""
     return next((one.part.prepares for one in now.values() if one.part.prepares), None)
 
 
 def _defines(
     now: Mapping[str, str], first: Mapping[str, str], work: Mapping[str, _Work], qk_bits: int
 ) -> dict[str, int]:
-    """Return the macros of a launch, but for those of its tiles and features."""
+    """Return the macros of a launch, except those of its tiles and features."""
     defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
     defines |= {f"CFG_FIRST_{n.upper()}": STEPS.index(first.get(n, "none")) for n in "qkv"}
     defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
@@ -347,10 +346,10 @@ def _launch(
 
 @dataclass(frozen=True)
 class _Turns:
-    """Which work a launch does in which order, in `rounds` as quantize_turns.cuh has them.
+    """The order of work in a launch, in the `rounds` of quantize_turns.cuh.
 
-    Codes are made `lag` rounds after the sums of their head. One round is all of a launch in which
-    nothing waits for anything. `fields` are those of QUANTIZE_PARAMS that say so, by operand.
+    Codes are made `lag` rounds after the sums of their head. A launch without waits has one round.
+    `fields` are the fields of QUANTIZE_PARAMS for this order, by operand.
     """
 
     rounds: int
@@ -361,7 +360,7 @@ class _Turns:
     def of(
         cls, work: Mapping[str, _Work], now: Mapping[str, str], first: Mapping[str, str]
     ) -> _Turns:
-        """Share out what `work` takes for the steps `now`, which come after those of `first`."""
+        """Divide the work of the steps `now`, which follow the steps `first`, into rounds."""
         rounds = math.gcd(*(one.heads for one in work.values())) if first else 1
         fields = {
             name: {
@@ -396,10 +395,10 @@ def _pieces(fields: Mapping[str, Mapping[str, Any]]) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the launches do for one operand, of which a block takes so many rows.
+    """The work of the launches for one operand, and the number of its rows for each block.
 
-    `held` are the rows that a block holds whatever their groups, `columns` those of V that a block
-    transposes.
+    `held` is the number of rows that fit in a block, regardless of groups. `columns` is the number
+    of columns of V that a block transposes.
     """
 
     name: str
@@ -432,9 +431,10 @@ class _Work:
 
     @functools.cached_property
     def slices(self) -> tuple[int, int]:
-        """Into how many slices the rows of a head, or those of its mean, are cut that are summed
-        side by side, and the rows of one: a multiple of those that a block holds, so that its loads
-        are all under way together.
+        """Number of slices that are summed in parallel, and the rows of a slice.
+
+        Slices cover the rows of a head, or those of its mean. The rows of a slice are a multiple of
+        the rows of a block, so all loads of a block overlap.
         """
         _, length = self.part.entries
         if "extrema" not in self.steps:
@@ -461,7 +461,7 @@ class _Work:
 
     @functools.cached_property
     def workspace(self) -> tuple[Workspace, ...]:
-        """What the steps leave to one another."""
+        """Scratch memory through which the steps communicate."""
         name, part, found = self.name, self.part, []
         shape = (part.entries[0], part.x.shape[1], self.slices[0])
         if {"sums", "extrema"} & {*self.steps}:
@@ -479,7 +479,7 @@ class _Work:
 
     @functools.cached_property
     def params(self) -> dict[str, Any]:
-        """The fields of QUANTIZE_PARAMS, but for the blocks of a launch."""
+        """The fields of QUANTIZE_PARAMS, except the number of blocks of a launch."""
         name, part = self.name, self.part
         made = part.buffers(name)
         named = {*made, *(w.name for w in self.workspace)}

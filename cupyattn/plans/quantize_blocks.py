@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from cupyattn.arrays.operand import Operand
 from cupyattn.quant.quantizers import VALUES_PAD
 
-#: Warps of a block, and registers of a thread that hold rows, in the order in which they are tried:
-#: the first that holds whole groups reads the operands once. Rows that are prepared become floats,
-#: for which 64 registers leave no room.
+#: Warps of a block, and registers of a thread for rows, in the order in which they are tried. The
+#: first pair with room for whole groups reads the operands once. Prepared rows become floats, which
+#: do not fit beside 64 registers.
 _BLOCKS = ((8, 32), (8, 64), (16, 32))
 _PREPARED_REGISTERS = _VALUE_REGISTERS = 32
 _PASS_REGISTERS = 4  # of a row, or more
@@ -45,7 +45,7 @@ class Blocks:
         return next((one for one in (first, *further) if one.holds(groups)), first)
 
     def holds(self, groups: Collection[int]) -> bool:
-        """Whether a block has registers for its rows, and takes whole groups of so many."""
+        """Whether the rows of a block fit in its registers and form whole groups."""
         fits = not self.pairs or self.registers <= _PREPARED_REGISTERS
         return fits and all(self.rows(group) % group == 0 for group in groups)
 
@@ -104,7 +104,7 @@ def block_rows(
 def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
     """Return how many columns of VALUES_PAD keys a thread block transposes.
 
-    No more than 128: with those of 256, codes, ends and zero points would not fit in 48 KB.
+    At most 128: codes, ranges and zero points of 256 columns would not fit in 48 KB.
 
     Parameters
     ----------

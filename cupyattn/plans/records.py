@@ -1,4 +1,4 @@
-"""What a call comes to, pure data: kernels, grids, parameters, workspace.
+"""The launches of a call as pure data: kernels, grids, parameters, workspace.
 
 A plan holds no array and needs no device. An executor binds names of buffers to addresses and runs
 it: `cupyattn.runtime.launches` on a device, `cupyattn.interpret.executor` on NumPy.
@@ -23,11 +23,10 @@ from cupyattn.plans.structs import pack, pointers
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory of a plan, zero beforehand where it says so.
+    """Scratch memory of a plan, which may have to be zeroed first.
 
-    `cast_of` names an operand that is converted to it beforehand, and `cast_strides` says where
-    its elements lie, by how many of them; `copy_of` names an operand in C order of which it is a
-    copy; "": none.
+    `cast_of` names an operand that is first converted into it, with strides `cast_strides` in
+    elements. `copy_of` names an operand in C order that is first copied into it. "" means none.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel parameter that tells the Hopper copy engine where a buffer lies.
+    """A kernel parameter that describes a buffer to the Hopper copy engine.
 
     Parameters
     ----------
@@ -55,7 +54,7 @@ class TensorMap:
     dtype : str
     shape : tuple of int
     strides : tuple of int
-        Bytes, of every axis but the last, which is contiguous.
+        In bytes, for every axis but the last, which is contiguous.
     box : tuple of int
         Extents of one copy.
     swizzle : int
@@ -85,11 +84,11 @@ class Launch:
     dynamic_shared : bool
         Whether the kernel uses the shared storage whose size its module states.
     params : tuple of (numpy.dtype, mapping) or TensorMap
-        The structs that it takes by value; a string is the name of a buffer, its address to be
+        The structs that it takes by value. A string is the name of a buffer, whose address is
         filled in when the plan runs (None: a null pointer).
     awaits : tuple of str
-        Buffers that the launch before it makes, where it may begin before that has ended: the
-        kernel waits by itself before it reads these or writes (``griddepcontrol``, from sm_90 on).
+        Buffers that the previous launch writes, if this launch may start before that one ends. The
+        kernel itself waits before it reads them or writes (``griddepcontrol``, from sm_90 on).
     """
 
     module: ModuleSpec
@@ -102,7 +101,7 @@ class Launch:
 
     @functools.cached_property
     def templates(self) -> tuple[tuple[np.ndarray, tuple[tuple[int, str], ...]] | TensorMap, ...]:
-        """The parameters as they are passed: structs packed but for the addresses of buffers.
+        """The packed parameter structs, in which only the addresses of buffers are missing.
 
         Each comes with (index of the 64-bit word, name of the buffer) for every address.
         """
@@ -117,9 +116,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """A call turned into launches: what `cupyattn.explain` prints and an executor runs.
+    """The launches of a call, which `cupyattn.explain` prints and an executor runs.
 
-    `note` says why a faster form was left out, where one was, and how a call was split.
+    `note` says why a faster form does not run, if there is one, and how a call is split.
     """
 
     variant: str
@@ -140,7 +139,7 @@ class Plan:
 
 
 class Runnable(Protocol):
-    """What an executor needs of a plan of whatever kind."""
+    """The members that an executor needs of any plan."""
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -157,7 +156,7 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """One plan of a call, and what its buffers are called in the call where they differ."""
+    """One plan of a call, and the names of its buffers in the call, if they differ."""
 
     plan: Any
     names: Mapping[str, str] = field(default_factory=dict)
@@ -172,29 +171,29 @@ class Work:
 
     @classmethod
     def of(cls, plan: Runnable) -> Work:
-        """Return the work of one plan alone."""
+        """Return the work of a single plan."""
         return cls((Stage(plan),))
 
     @property
     def plans(self) -> list[Any]:
-        """The plans alone."""
+        """The plans, without names of buffers."""
         return [stage.plan for stage in self.stages]
 
     @property
     def names(self) -> list[dict[str, str]]:
-        """For each plan, what the call calls those of its buffers that have other names there."""
+        """For each plan, the names in the call of buffers that have another name in the plan."""
         return [
             {**stage.names, **{work.name: self._outer(i, work) for work in stage.plan.workspace}}
             for i, stage in enumerate(self.stages)
         ]
 
     def _outer(self, number: int, work: Workspace) -> str:
-        """Return what the call calls a buffer of the plan of that number alone."""
+        """Return the call's name of a buffer of the plan of that number."""
         return work.name if len(self.stages) == 1 else f"{number}.{work.name}"
 
     @property
     def memory(self) -> list[str]:
-        """What is between the plans, a line each: its extents, which make its size."""
+        """The buffers between the plans, a line each, with the extents that give their size."""
         return [
             f"{work.name} {' x '.join(map(str, work.shape))} {work.dtype}, {work.nbytes:,} bytes"
             for work in self.between
@@ -220,7 +219,7 @@ def described(plan: Any, title: str, tiles: Any, features: Any, **more: str) -> 
         With ``launches``, ``workspace`` and ``note``.
     title : str
     tiles, features : dataclass
-        Of tiles all fields are shown, of features those that differ from their defaults.
+        All fields of tiles are shown, and the fields of features that differ from their defaults.
     **more : str
         Further lines by name.
     """

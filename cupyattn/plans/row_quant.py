@@ -17,8 +17,8 @@ from cupyattn.plans.structs import ROW_QUANT_PARAMS
 #: Accesses that a lane keeps at most; the most warps that share a row, and of a thread block with
 #: short ones.
 _MOST_HELD, _MOST_WARPS, _WARPS = 16, 8, 4
-#: Accesses of a lane to a row that one warp cannot hold. With few rows, up to `_FEW_ROWS`, latency
-#: decides, so that more lanes share a row; with many, lanes that are idle at the end of a row.
+#: Accesses of a lane to a row that does not fit in one warp. With at most `_FEW_ROWS` rows, latency
+#: decides, so more lanes share a row. With more rows, idle lanes at the end of a row decide.
 _FEW_ROWS, _ACCESSES, _ACCESSES_OF_MANY = 512, 4, 8
 
 
@@ -38,8 +38,7 @@ def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
     Returns
     -------
     OneLaunch
-        Without launches where there are no rows. It names the buffers ``"codes"`` and ``"scales"``,
-        too.
+        It has no launches if there are no rows. Its other buffers are ``"codes"`` and ``"scales"``.
 
     Raises
     ------

@@ -28,14 +28,14 @@ WARP = 32
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """What softcap, bias and mask add to a plan.
+    """Additions to a plan for softcap, bias and mask.
 
     Parameters
     ----------
     passes : tuple of Launch
-        Before the kernel.
+        Launches before the kernel.
     structs : tuple
-        What the kernel takes beside its other parameters, last of all.
+        Further parameters of the kernel, after all others.
     workspace : tuple of Workspace
     """
 
@@ -61,17 +61,17 @@ def plan_scores(
     call : AttentionSpec
     operands : Operands
     features : Features
-        Those of the kernel, `score_features` among them.
+        Features of the kernel, including `score_features`.
     tiles : Tiles
-        Those of the kernel: a mask is packed for them.
+        Tiles of the kernel, for which a mask is packed.
     spec : ModuleSpec
-        The kernel's, whose macros the passes take.
+        Module of the kernel, whose macros the passes use.
     params : mapping
         Its ``struct AttnParams``.
     unit : float
-        A natural unit of scores in the units that the kernel's scores have.
+        One natural unit of scores, in the units of the kernel's scores.
     unread : TensorMap
-        Passed where no bias is copied.
+        Placeholder that is passed if no bias is copied.
     """
     if not features.scored:
         return ScorePlan()
@@ -104,7 +104,7 @@ def plan_scores(
 
 
 def _narrowed(x: Operand) -> Operand:
-    """Return a broadcast array as it lies in memory: one entry where all are the same."""
+    """Return a broadcast array as it is stored: one entry along each broadcast axis."""
     shape = tuple(1 if step == 0 else n for n, step in zip(x.shape, x.steps, strict=True))
     return replace(x, shape=shape)
 
@@ -112,7 +112,7 @@ def _narrowed(x: Operand) -> Operand:
 def _packed_mask(
     call: AttentionSpec, mask: Operand, kept_blocks: Operand | None, kind: str, tiles: Tiles
 ) -> tuple[dict[str, Any], tuple[Workspace, ...]]:
-    """Return where the bits of a mask and the lists of its steps lie."""
+    """Return the layouts of a mask's bits and of the lists of its steps."""
     q_tiles, key_tiles = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
     batches, heads = _narrowed(mask).shape[:2]
     rows = q_tiles if kind == "rows" else 1

@@ -1,4 +1,4 @@
-"""What a call consists of: plans that run one after the other, and what lies between them."""
+"""The stages of a call: plans that run one after another, and the buffers between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cupyattn.quant.quantizers import padded_columns
 def stages(problem: AttentionProblem) -> Work:
     """Plan a call from shapes and strides alone.
 
-    First come the passes that turn and quantise the operands, where there are such, then attention.
+    First come passes that rotate and quantise the operands, if needed, then attention.
     """
     z: Any = problem.quantized
     if problem.prepares_before:
@@ -42,7 +42,7 @@ def stages(problem: AttentionProblem) -> Work:
 
 
 def _unpacking_stages(z: Any) -> Work:
-    """Plan what makes INT8 of codes that lie two to a byte; nothing where they have one each."""
+    """Plan the kernel that unpacks codes of 4 bits to INT8; no stages for 8-bit codes."""
     stages, between = [], []
     for name in ("q_codes", "k_codes") if z.has_nibbles else ():
         x, result = getattr(z, name).place, f"{name}_unpacked"
@@ -69,7 +69,7 @@ def _preparing_stages(problem: AttentionProblem) -> Work:
 
 
 def _packed(call: AttentionSpec, name: str) -> tuple[int, int] | None:
-    """Return how many packed sequences an operand consists of, and the longest; None where none."""
+    """Return the number and largest length of an operand's packed sequences; None without any."""
     if call.packed is None:
         return None
     return call.batch, call.len_q if name == "q" else call.len_kv
@@ -85,8 +85,9 @@ def _quantising_stages(problem: AttentionProblem) -> Work:
     lengths = call.lengths_in
     padded = None if call.padded is None else {**lengths, "v": lengths["k"]}
     found = operand_parts(quant, tiles, given, packed, prepares_of(problem.preparation), padded)
-    # No launch makes the mean of no keys, nor what lies behind codes of packed sequences and padded
-    # entries, which meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
+    # No launch writes the mean of zero keys, or the memory past the codes of packed sequences and
+    # padded entries. These values meet weights of 0, and a float among them might be NaN. Given
+    # scales are in other buffers.
     filled = {f"{name}_mean" for name, part in found.items() if not all(part.x.shape)}
     filled |= {"v_codes"} if call.own_lengths and quant.value_p_type == "e4m3" else set()
     between = [
@@ -118,7 +119,7 @@ def _quantising_stages(problem: AttentionProblem) -> Work:
 
 
 def _given_scale(buffer: str) -> str:
-    """Return the scales of the caller's that a buffer gets a copy of; "" where it holds no scales.
+    """Return the name of the given scales that are copied to a buffer; "" if it has no scales.
 
     Quantising may write NaN over the copy.
 
@@ -131,6 +132,6 @@ def _given_scale(buffer: str) -> str:
 
 
 def _numbers(quant: QuantConfig, part: Part) -> Operand | None:
-    """Describe Q where a kernel that sees some rows alone could make its codes; None elsewhere."""
+    """Describe Q if a kernel that sees only some rows could make its codes; otherwise None."""
     of_rows = quant.granularity_q in ("thread", "token") and not quant.static
     return part.x if of_rows and quant.qk_bits == 8 and part.prepares is None else None

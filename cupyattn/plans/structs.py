@@ -177,7 +177,7 @@ WEIGHT_PARAMS = _struct([
     ("scales_stride", "i8"), ("rows", "i4"), ("columns", "i4"),
 ])  # fmt: skip
 
-# ---- keys that are left out ----------------------------------------------------------------------
+# ---- pruned keys ---------------------------------------------------------------------------------
 
 #: ``struct ImportanceParams`` of kernels_cu/pruning/key_importance.cu.
 IMPORTANCE_PARAMS = _struct([
@@ -228,7 +228,7 @@ def pack(
 
 
 def pointers(struct: np.dtype[Any], values: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """Yield which word of a packed struct is the address of which buffer."""
+    """Yield the words of a packed struct that are addresses, each with the name of its buffer."""
     offsets: Mapping[str, Any] = struct.fields or {}
     for name, value in values.items():
         if isinstance(value, str):

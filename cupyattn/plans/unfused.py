@@ -1,4 +1,4 @@
-"""Plans the unfused rung: its three kernels one after the other, or one of them by itself."""
+"""Plans of the unfused rung: its three kernels in order, or one of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS
 from cupyattn.problem.form import Kernel, features_of, module_spec
 
-#: Kernels of the unfused rung, in order; each can be planned alone.
+#: Kernels of the unfused rung, in order; each can be planned separately.
 UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 
 
 def _unfused_launch(
     step: str, kernel: Kernel, spec: ModuleSpec, params: Mapping[str, Any]
 ) -> tuple[Launch, ...]:
-    """Return the launch of one step of the unfused rung; none where it has nothing to write."""
+    """Return the launch of one step of the unfused rung, or none if its result is empty."""
     grid, threads = math.prod(kernel.blocks[step]), kernel.tiles.num_threads
     if grid == 0:
         return ()
@@ -36,7 +36,7 @@ def plan_unfused(
     params: dict[str, Any],
     before: tuple[Launch, ...],
 ) -> Plan:
-    """Plan the three kernels, with S in scratch memory, behind what goes before them."""
+    """Plan the three kernels, with S in scratch memory, after any passes before them."""
     variant, call, params = kernel.variant, kernel.call, {**params, "S": "S"}
     steps = (
         launch
@@ -49,18 +49,18 @@ def plan_unfused(
 
 
 def plan_unfused_step(step: str, kernel: Kernel, operands: Mapping[str, Operand]) -> Plan:
-    """Plan one kernel of the unfused rung by itself.
+    """Plan one kernel of the unfused rung.
 
     Parameters
     ----------
     step : {"scores", "softmax", "weighted_sum"}
         S = scale Q K^T; P = softmax(S), in place; O = P V.
     kernel : Kernel
-        Of a variant of the family ``"unfused"``.
+        Kernel of a variant of the family ``"unfused"``.
     operands : mapping of str to Operand
-        Those of ``"q"``, ``"k"``, ``"v"``, ``"o"``, ``"mask"``, ``"bias"``, ``"kept_blocks"`` that
-        the step uses. It also uses a buffer ``"S"``, float32 ``(batch, heads, len_q, len_kv)`` in C
-        order, and ``"lse"`` where the call asks for it.
+        The operands of the step, from ``"q"``, ``"k"``, ``"v"``, ``"o"``, ``"mask"``, ``"bias"``
+        and ``"kept_blocks"``. The step also uses a buffer ``"S"``, float32
+        ``(batch, heads, len_q, len_kv)`` in C order, and ``"lse"`` if the call returns it.
 
     Returns
     -------

@@ -23,7 +23,7 @@ _NUMBERS, _ACCESSES = 64, 16
 def plan_weight_blocks(
     entry: str, w: Operand, codes: Operand, scales: Operand, dtype: str, block_size: int
 ) -> OneLaunch:
-    """Plan the way from a weight to codes and scales, or back.
+    """Plan the kernel that converts a weight to codes and scales, or back.
 
     Parameters
     ----------

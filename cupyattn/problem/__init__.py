@@ -1,1 +1,1 @@
-"""What is asked: options, checks, masks, rotations; resolved to one record."""
+"""The description of a call: options, checks, masks, rotations; resolved to one record."""

@@ -1,5 +1,4 @@
-"""A call of attention, checked and settled: what plans and kernels are given, and what mirror,
-bounds and judge take."""
+"""A checked and settled call of attention, for plans and kernels, and for mirror, bounds, judge."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, padded_length
 
-#: Operands that say what happens to the scores.
+#: Operands that change or mask the scores.
 OF_SCORES = ("mask", "bias", "kept_blocks")
 #: A value of `AttentionProblem.prepared_when`.
 BEFORE = "in a pass before"
@@ -60,23 +59,24 @@ _DEFAULT = QuantConfig()
 class AttentionProblem(Problem):
     """One call, resolved.
 
-    Its operands are in layout BHSD with a contiguous last axis, codes where the caller brought
+    Its operands are in layout BHSD with a contiguous last axis. If the caller gave codes, they are
     codes. Packed sequences are one batch entry. Mask and bias are broadcast to (batch, heads,
-    len_q, len_kv), of packed sequences to the longest lengths.
+    len_q, len_kv), with the longest lengths of packed sequences.
 
     Parameters
     ----------
     settings : Settings
-        The caller's; layout, limits of lengths and how it quantises as they were settled.
+        The caller's settings, with layout, limits of lengths and quantisation as settled.
     variant : Variant
         The rung that runs.
     why : str
-        Why this one.
+        Why this rung was chosen.
     call : AttentionSpec
     preparation : Preparation or None
-        What happens to the rows of Q and K first, with weights and tables as the kernels read them.
+        Normalisation and rotation of the rows of Q and K, with weights and tables as kernels read
+        them.
     quantized : QuantizedQKV or None
-        Descriptions of what the caller brought already quantised.
+        Descriptions of operands that the caller has already quantised.
     """
 
     settings: Settings
@@ -97,12 +97,12 @@ class AttentionProblem(Problem):
 
     @property
     def of_scores(self) -> dict[str, Described]:
-        """What says what happens to the scores, of `OF_SCORES`."""
+        """The operands in `OF_SCORES`, which change or mask the scores."""
         return self._those(OF_SCORES)
 
     @property
     def sequences(self) -> dict[str, Described]:
-        """What says where packed sequences lie, or how long entries are."""
+        """The operands that give the offsets of packed sequences, or the lengths of entries."""
         return self._those((*SEQUENCES, *LENGTHS))
 
     def _those(self, names: tuple[str, ...]) -> dict[str, Described]:
@@ -110,7 +110,7 @@ class AttentionProblem(Problem):
 
     @property
     def long_run(self) -> str:
-        """What a call says that runs in the interpreter by default, and for long; "" otherwise."""
+        """The warning of a call that would run long in the interpreter, by default; else ""."""
         call, name = self.call, self.variant.name
         if self.variant.source is None or self.settings.backend:
             return ""
@@ -124,7 +124,7 @@ class AttentionProblem(Problem):
         )
 
     def needs_none_fused(self, work: Any) -> bool:
-        """Whether the rung's fused form would need none of the scratch memory of its work."""
+        """Whether the fused form of the rung would avoid the scratch memory of this form."""
         quant, (*passes, last) = self.settings.quant, work.plans
         codes = any(plan.variant == "quantize" for plan in passes)
         whole = quant is None or quant.qk_bits == 8
@@ -133,8 +133,7 @@ class AttentionProblem(Problem):
 
     @property
     def prepared_when(self) -> str:
-        """When rows of Q and K are normalised and turned, if they are: `BEFORE` in a pass of its
-        own."""
+        """When rows of Q and K are prepared, if at all; `BEFORE`: in a separate pass."""
         quant = self.settings.quant
         if self.variant.family == "int8" and not (quant and quant.fused):
             return "as they are quantised"
@@ -144,7 +143,7 @@ class AttentionProblem(Problem):
 
     @property
     def prepares_before(self) -> bool:
-        """Whether a pass of its own prepares rows of Q and K."""
+        """Whether a separate pass prepares rows of Q and K."""
         return self.preparation is not None and self.prepared_when == BEFORE
 
     @functools.cached_property
@@ -163,9 +162,9 @@ class AttentionProblem(Problem):
 
     @functools.cached_property
     def architecture(self) -> str | None:
-        """The architecture to plan for: the caller's, or that of the device of the arrays.
+        """The architecture to plan for: the caller's, or that of the arrays' device.
 
-        Tiles that a caller names are those of the portable form, unless ``"sm_90a"`` is named too.
+        A caller's tiles mean the portable form, unless ``"sm_90a"`` is named too.
         """
         settings = self.settings
         if settings.arch is not None or settings.tiles is not None:
@@ -174,7 +173,7 @@ class AttentionProblem(Problem):
 
     @property
     def limited_by(self) -> str:
-        """The architecture whose limits hold where there is no device."""
+        """The architecture whose limits hold if there is no device."""
         kernel = self.kernel
         features = kernel_features(kernel, self.places)
         spec = module_spec(kernel.variant, features, kernel.tiles, kernel.form)
@@ -182,18 +181,18 @@ class AttentionProblem(Problem):
 
     @functools.cached_property
     def scale_tiles(self) -> Tiles:
-        """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
+        """The tiles whose sizes granularity "block" uses: the caller's, or the variant's."""
         arch, head_dim = self.architecture, self.call.head_dim
         return self.settings.tiles or scale_tiles(self.variant, head_dim, self.quant, arch)
 
     @functools.cached_property
     def given_places(self) -> dict[str, Operand]:
-        """Where q, k and v lie."""
+        """Layouts of q, k and v."""
         return places_of(self.rows)
 
     @functools.cached_property
     def places(self) -> Operands:
-        """Where the operands of the attention kernel lie: the caller's, or those made of them."""
+        """Layouts of the kernel's operands: the caller's arrays, or arrays made from them."""
         call, z = self.call, self.quantized
         q, k, v = self.given_places.values()
         if z is not None:
@@ -219,7 +218,7 @@ class AttentionProblem(Problem):
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        """The attention kernel, settled when it is first asked for: the last plan is its.
+        """The attention kernel, settled at first use; the last plan launches it.
 
         ValueError or UnsupportedError, with the reason, if it does not take the call.
         """
@@ -242,7 +241,7 @@ class AttentionProblem(Problem):
 
     @property
     def _made_codes(self) -> Codes:
-        """The codes that passes make of a caller's arrays, or the kernel by itself."""
+        """The codes of a caller's arrays, which passes or the kernel itself make."""
         call, quant, tiles, values = self.call, self.quant, self.scale_tiles, None
         if quant.has_value_codes:
             batch, heads, keys, head_dim = self.rows["v"].shape
@@ -260,8 +259,7 @@ class AttentionProblem(Problem):
 
 
 def results_of(call: AttentionSpec, layout: str, *, receives: bool) -> dict[str, Result]:
-    """Return what is made, in the caller's layout: O, unless an ``out`` receives it, and lse if
-    asked."""
+    """Return the results in the caller's layout: O, unless ``out`` receives it, and any lse."""
     found = {}
     if not receives:
         batch, heads, rows, head_dim = call.output_shape
@@ -288,23 +286,22 @@ def _value_codes(v: Operand, call: AttentionSpec) -> Operand:
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A kernel and the arrays of its call: what mirror, bounds and judge take.
+    """A kernel and the arrays of its call, as mirror, bounds and judge receive them.
 
-    Nothing is launched, so arrays may lie anywhere, and no device here need run the form.
+    Nothing is launched, so arrays may lie on any device, and no device is needed.
 
     Parameters
     ----------
     kernel : Kernel
     settings : Settings
-        Of them those count that say what is computed.
+        Only settings that change the result matter.
     arrays : mapping
-        By name, in layout (batch, heads, len, head_dim): q, k and v, None where only the
-        `quantized` operands are known, and those of ``mask``, ``bias`` and ``block_mask`` that
-        there are.
+        By name, in layout (batch, heads, len, head_dim): q, k and v, which are None if only the
+        `quantized` operands are known; and ``mask``, ``bias`` and ``block_mask``, if given.
     quantized : QuantizedQKV, optional
         The INT8 operands that the kernel reads in place of arrays.
     preparation : Preparation, optional
-        What happens to rows of q and k first.
+        Normalisation and rotation of rows of q and k.
     """
 
     kernel: Kernel
@@ -320,7 +317,7 @@ class KernelCall:
 
     @functools.cached_property
     def scores(self) -> dict[str, Any]:
-        """What changes and masks scores (`Settings.scores`)."""
+        """The options that change and mask scores (`Settings.scores`)."""
         return self.settings.scores(self.arrays)
 
     @functools.cached_property
@@ -337,16 +334,16 @@ def kernel_call(
     quantized: Quantized | None = None,
     form: str | None = None,
 ) -> KernelCall:
-    """Settle the kernel of arrays or quantised operands, wherever they lie.
+    """Settle the kernel of arrays or quantised operands, on any device.
 
     Parameters
     ----------
     settings : Settings
-        With the name of a rung; of the others those count that say what is computed, and the tiles.
+        With the name of a rung. Of the other settings, only tiles and those that change the result
+        matter.
     arrays : mapping
-        q, k and v of layout (batch, heads, len, head_dim), not looked at where `quantized` is
-        given, and of the others of `cupyattn.problem.settings.ARRAYS` those that change scores or
-        rows.
+        q, k and v of layout (batch, heads, len, head_dim), ignored if `quantized` is given; and the
+        arrays in `cupyattn.problem.settings.ARRAYS` that change scores or rows.
     quantized : QuantizedQKV, optional
         Operands that are quantised already.
     form : str, optional
@@ -382,7 +379,7 @@ def kernel_call(
 
 
 def kernel_call_of(arguments: Mapping[str, Any]) -> KernelCall:
-    """Settle the kernel of what a mirror or a bound is given.
+    """Settle the kernel from the arguments of a mirror or a bound.
 
     Parameters
     ----------
@@ -404,8 +401,7 @@ def kernel_call_of(arguments: Mapping[str, Any]) -> KernelCall:
 
 
 def in_every_form(one: KernelCall) -> list[KernelCall]:
-    """Return a call with each kernel that this version runs, on any architecture, for arrays that
-    were allocated for it; the portable kernel comes first."""
+    """Return the call with each kernel that may run it, on any architecture, portable first."""
     kernel, z = one.kernel, one.quantized
     call = kernel.call
     q, k, v = one.rows

@@ -1,5 +1,4 @@
-"""A backward pass: what its arrays must satisfy, and which kernels make the gradients: form and
-tiles, settled here and nowhere else."""
+"""A backward pass: checks of its arrays, and the form and tiles of its kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import AttentionSpec, check_dtype
 from cupyattn.problem.support import Support, reach
 
-#: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
+#: Values of ``CFG_DQ``: how ``backward_keys.cu`` computes dQ.
 NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
 
 
@@ -31,18 +30,18 @@ class BackwardKernel:
     Parameters
     ----------
     call : AttentionSpec
-        What they are the gradients of, with ``return_lse``.
+        The forward call of these gradients, with ``return_lse``.
     form : str
-        In ``"atomic"`` blocks of keys add up dQ in float32 in memory; ``"deterministic"`` has a
-        kernel for dQ, with the same bits on every run. ``"sm90_atomic"`` and
-        ``"sm90_deterministic"`` are the Hopper forms; the latter adds up in one order, up to
-        head_dim 128.
+        In ``"atomic"``, blocks of keys add up dQ in float32 in memory. ``"deterministic"`` has a
+        separate kernel for dQ, with the same bits on every run. ``"sm90_atomic"`` and
+        ``"sm90_deterministic"`` are the Hopper forms. Up to head_dim 128, the latter adds up dQ in
+        one order.
     dq : int
-        What ``backward_keys.cu`` does for dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
+        How ``backward_keys.cu`` computes dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
     keys_tiles, queries_tiles : Tiles
-        Of the kernel that keeps keys, and of the one that keeps query rows.
+        Tiles of the kernel whose blocks own keys, and of the kernel whose blocks own query rows.
     note : str
-        Why a Hopper form was left out, where it was.
+        Why no Hopper form runs, if none does.
     """
 
     call: AttentionSpec
@@ -61,7 +60,7 @@ class BackwardKernel:
 def check_backward_shapes(
     d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
 ) -> tuple[int, int, int, int, int, int]:
-    """Return what `check_shapes` does of q, k and v, the others having the shapes that q asks for.
+    """Check q, k and v as `check_shapes` does, and that the other arrays match q.
 
     `out` and `lse` may be None.
     """
@@ -105,12 +104,12 @@ def settle_backward(
     ----------
     call : AttentionSpec
     operands : mapping of str to Operand
-        Where q, k, v, d_out, dq, dk and dv lie; others are not looked at.
+        Layouts of q, k, v, d_out, dq, dk and dv; others are ignored.
     deterministic : bool or None
         Whether the same call gives the same bits on every run; None: the faster form.
     arch : str, optional
-        Architecture that it will run on: on ``"sm_90a"`` a Hopper form runs where it takes the
-        call, past head_dim 128 always the deterministic one.
+        Architecture that it will run on. On ``"sm_90a"`` a Hopper form runs if it takes the call;
+        past head_dim 128 it is always the deterministic form.
 
     Returns
     -------
@@ -149,7 +148,8 @@ def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Su
     ----------
     call : AttentionSpec
     operands : mapping of str to Operand
-        Those that the copy engine reads, and the gradients, which are written 16 bytes at a time.
+        Operands that the copy engine reads, and the gradients, which are written in 16-byte
+        stores.
     """
     if 0 in (call.len_kv, call.len_q):
         return Support(False, "there is nothing for the copy engine")

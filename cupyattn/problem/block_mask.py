@@ -22,7 +22,7 @@ BLOCK_SIZES = (64, 128)
 
 
 class Blocks(NamedTuple):
-    """What is known of a block mask without its values: sizes of a block, and how many there are.
+    """Description of a block mask without its values: size and number of its blocks.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
     shape: tuple[int, ...]
 
     def check_lengths(self, len_q: int, len_kv: int) -> None:
-        """Raise ValueError unless the blocks are those of these lengths."""
+        """Raise ValueError unless the number of blocks fits these lengths."""
         rows, keys = self.blocks
         wanted = -(-len_q // rows), -(-len_kv // keys)
         if self.shape[2:] != wanted:
@@ -76,9 +76,9 @@ class BlockMask:
 
     Notes
     -----
-    A NumPy mask goes with NumPy and CuPy operands, a CuPy mask with CuPy operands. What the kernels
-    read of it, for each block of rows how many blocks of keys are kept and which, is made at
-    the first call on a device, which waits for it, and kept for the calls that follow.
+    A NumPy mask goes with NumPy and CuPy operands, a CuPy mask with CuPy operands. Kernels read a
+    list made from it: for each block of rows, the number of kept blocks of keys and their indices.
+    The first call on a device makes this list, waits for it, and stores it for later calls.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class BlockMask:
         object.__setattr__(self, "mask", mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the blocks alone: what kernels read of them is made anew."""
+        """Copy and pickle only the blocks; the lists that kernels read are made again."""
         return BlockMask, (self.mask, self.block_q, self.block_kv)
 
     @classmethod
@@ -122,8 +122,8 @@ class BlockMask:
         Parameters
         ----------
         mask : array, bool, (..., len_q, len_kv)
-            Two to four axes, those before the lengths being batch or 1 and heads or 1. To attend to
-            no more than this mask admits, give it to the call as `mask`, too.
+            Two to four axes; the axes before the lengths are batch or 1 and heads or 1. To mask
+            single scores as well, give this mask to the call as `mask`, too.
         block_q, block_kv : {64, 128}
 
         Examples
@@ -171,7 +171,7 @@ class BlockMask:
         Raises
         ------
         TypeError, ValueError
-            For lengths, a window or blocks that are none.
+            For invalid lengths, windows or blocks.
 
         Examples
         --------
@@ -205,7 +205,7 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """Share of the blocks that are kept; 1 where there are none (waits for the device)."""
+        """Share of the blocks that are kept; 1 if there are no blocks (waits for the device)."""
         return float(self.mask.mean()) if self.mask.size else 1.0
 
     def to_dense(self, len_q: int, len_kv: int) -> Array:
@@ -215,7 +215,7 @@ class BlockMask:
         return rows.repeat(self.block_kv, axis=3)[..., :len_kv]
 
     def corner(self, entry: int, len_q: int, len_kv: int) -> BlockMask:
-        """Return the part of one batch entry whose lengths are less: its blocks at the top left.
+        """Return the blocks at the top left, for one batch entry of smaller lengths.
 
         Examples
         --------
@@ -229,7 +229,7 @@ class BlockMask:
 
     @property
     def form(self) -> Blocks:
-        """What is known of it without its values."""
+        """Its description without values."""
         return Blocks(self.blocks, tuple(self.mask.shape))
 
     def check(self, shape: tuple[int, ...]) -> None:
@@ -238,7 +238,7 @@ class BlockMask:
 
     @classmethod
     def of_kept(cls, kept: np.ndarray, blocks: tuple[int, int]) -> BlockMask:
-        """Return the mask of blocks of which `kept_blocks` made lists.
+        """Return the mask of blocks from the lists of `kept_blocks`.
 
         Examples
         --------
@@ -272,7 +272,7 @@ class BlockMask:
         return self.mask
 
     def kept_blocks(self, array: Array) -> Array:
-        """Return what the kernels read, beside an operand.
+        """Return the lists that kernels read, on the device of an operand.
 
         Parameters
         ----------
@@ -282,8 +282,8 @@ class BlockMask:
         Returns
         -------
         array, int32, (batch or 1, heads or 1, q_blocks, 1 + kv_blocks)
-            For each block of rows the number n of blocks of keys that are kept, and these n in
-            rising order; what follows them means nothing.
+            For each block of rows the number n of kept blocks of keys, and their n indices in
+            rising order. Later elements are undefined.
         """
         if isinstance(array, Described):
             *shape, blocks = self.mask.shape

@@ -13,10 +13,9 @@ from cupyattn.errors import UnsupportedError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: What other libraries call what, by what to do here: their names, the arguments of ours that take
-#: their place (none where there are none), and the way out. They are those of torch with its
-#: FlexAttention, flash-attn 2 and 3, xformers, SageAttention, diffusers, transformers, JAX, cuDNN
-#: and FlashInfer, and of the founding notes.
+#: Arguments of other libraries: their names, our arguments that replace them (if any), and advice.
+#: The names come from torch with its FlexAttention, flash-attn 2 and 3, xformers, SageAttention,
+#: diffusers, transformers, JAX, cuDNN and FlashInfer, and from the founding notes.
 _BORROWED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "query key value", ("q", "k", "v"), "give q=, k= and v=, or the three arrays in this order",
@@ -238,11 +237,11 @@ _BORROWED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "mode='precision' for 16 bits throughout",
     ),
 )  # fmt: skip
-#: What to do in place of an argument of another library.
+#: Advice for each argument of another library.
 NOT_OFFERED = {name: do for names, _, do in _BORROWED for name in names.split()}
 #: The arguments of ours that take its place.
 _OURS = {name: ours for names, ours, _ in _BORROWED for name in names.split()}
-#: Arguments of `attention` that functions like it do not have, and what to do there.
+#: Arguments that `attention` has and similar functions do not have, each with advice.
 _OF_ATTENTION = dict.fromkeys(
     ("lengths_q", "lengths_kv"),
     "call it for each entry, cut to its rows, or give it the entries packed, or with a mask, where "
@@ -253,16 +252,16 @@ _UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'")
 
 
 def instead_of(name: str, function: str, taken: tuple[str, ...] | None = None) -> str:
-    """Return one sentence that says what to give in place of an argument of another library.
+    """Return one sentence that says how to replace an argument of another library.
 
     Parameters
     ----------
     name : str
         One of `NOT_OFFERED`.
     function : str
-        What was called.
+        Name of the called function.
     taken : tuple of str, optional
-        Its arguments; None: those of `attention`.
+        Its arguments; None for the arguments of `attention`.
 
     Examples
     --------
@@ -277,13 +276,13 @@ def instead_of(name: str, function: str, taken: tuple[str, ...] | None = None) -
 
 
 def points_to_our_names(function: Callable[P, R]) -> Callable[P, R]:
-    """Let arguments that only other libraries have raise UnsupportedError with the way out."""
+    """Make arguments that only other libraries have raise UnsupportedError with advice."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except TypeError as error:  # looked into here alone: calls that are right pay nothing
+        except TypeError as error:  # checked only after a failure, so valid calls pay nothing
             unknown = _UNKNOWN.search(str(error))
             known = (NOT_OFFERED.keys() | _OF_ATTENTION.keys()) & kwargs.keys()
             if unknown is None or unknown[1] not in known:
@@ -298,7 +297,7 @@ def points_to_our_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _arguments(function: Callable[..., object]) -> tuple[str, ...] | None:
-    """Return the names of a function's arguments, None where it takes those of another."""
+    """Return the names of a function's arguments; None if it forwards them to another."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return None

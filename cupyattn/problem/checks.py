@@ -1,7 +1,6 @@
 """A call of attention: its sizes and options, with no array, and one function for each contract.
 
-The checks work on shapes, dtypes and addresses alone, so that they serve NumPy, CuPy and foreign
-arrays alike.
+The checks read only shapes, dtypes and addresses, so they serve NumPy, CuPy and foreign arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NAMES = {dtype: name for name, dtype in STORAGE.items()}
 
 @dataclass(frozen=True)
 class Packed:
-    """What is known beforehand of sequences packed without padding.
+    """Facts about sequences packed without padding, known before their offsets are read.
 
     Parameters
     ----------
@@ -65,50 +64,51 @@ class AttentionSpec:
     Parameters
     ----------
     batch, heads, heads_kv, len_q, len_kv, head_dim : int
-        Sizes; ``heads_kv`` divides ``heads``. Of packed sequences the longest lengths.
+        Sizes; ``heads_kv`` divides ``heads``. For packed sequences, the longest lengths.
     dtype : str
         Storage type of Q, K, V and O as the caller sees them.
     scale : float
         Softmax scale, natural units.
     causal : bool
-        Whether row i attends key j only where ``j <= i + causal_shift``: a causal mask, or the
-        right side of a window.
+        Whether row i attends key j only if ``j <= i + causal_shift``: a causal mask, or the right
+        side of a window.
     causal_shift : int
-        ``len_kv - len_q`` (bottom-right alignment) or 0 (top-left), plus the keys to the right that
-        a window leaves.
+        ``len_kv - len_q`` (bottom-right alignment) or 0 (top-left), plus the keys to the right in a
+        window.
     return_lse : bool
-        Whether the log-sum-exp is wanted too.
+        Whether the call returns the log-sum-exp, too.
     window : bool
-        Whether row i attends key j only where ``j >= i + window_shift``: the left side of a window.
+        Whether row i attends key j only if ``j >= i + window_shift``: the left side of a window.
     window_shift : int
-        The alignment less the keys to the left that a window leaves.
+        The alignment minus the keys to the left in a window.
     softcap : float
-        ``s -> softcap * tanh(s / softcap)``; 0: none.
+        ``s -> softcap * tanh(s / softcap)``; 0 for none.
     mask : bool
         Whether there is a boolean mask.
     bias : str
-        Storage type of the additive bias; "": none.
+        Storage type of the additive bias; "" for none.
     block_mask : (int, int)
-        Rows and keys of a block of the block mask; (0, 0): there is none.
+        Rows and keys of a block of the block mask; (0, 0) without one.
     rope : str
-        Which columns of Q and K a rotary embedding turns as a pair (`Features.rope`); "": none.
+        Which columns of Q and K a rotary embedding rotates as a pair (`Features.rope`); "" for
+        none.
     rope_offset_q : int
         Query row i has the position ``i + rope_offset_q``, key j the position j.
     qk_norm : bool
         Whether rows of Q and K are divided by their root mean square first.
     stack : int
-        Rows of each of the query heads that share a key head, where these are stacked as the rows
-        of one; 0: they are not.
+        Rows of each query head, if the query heads that share a key head are stacked as the rows of
+        one head; 0 otherwise.
     packed : Packed, optional
         Batch entries are sequences of different lengths, packed without padding; Q and O are then
         arrays of shape (1, heads, total_q, head_dim), K and V of (1, heads_kv, total_k, head_dim).
     padded : Padded, optional
-        Batch entries have lengths of their own, up to ``len_q`` and ``len_kv``.
+        Each batch entry has its lengths, up to ``len_q`` and ``len_kv``.
 
     Attributes
     ----------
     own_lengths : Packed or Padded or None
-        What is known of batch entries with lengths of their own; None where all have one.
+        `packed` or `padded`, if lengths differ between batch entries; None otherwise.
     output_shape : (int, int, int, int)
         Shape of O: ``(batch, heads, len_q, head_dim)``, packed ``(1, heads, total_q, ...)``.
     """
@@ -148,7 +148,7 @@ class AttentionSpec:
 
     @property
     def lengths_in(self) -> dict[str, str | None]:
-        """The buffers that say where a sequence lies, or how long an entry is, for Q and for K."""
+        """The buffers of the offsets of sequences, or the lengths of entries, for Q and for K."""
         if self.packed is not None:
             return {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
         of_q, of_kv = (self.padded.of_q, self.padded.of_kv) if self.padded else (False, False)
@@ -172,7 +172,7 @@ class AttentionSpec:
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:
-        """Shape of S, ``(batch, heads, len_q, len_kv)``: what mask and bias broadcast to."""
+        """Shape of S, ``(batch, heads, len_q, len_kv)``: to which mask and bias broadcast."""
         return (self.batch, self.heads, self.len_q, self.len_kv)
 
     @property
@@ -188,7 +188,7 @@ def check_dtype(q: Any, k: Any, v: Any) -> str:
 
 def check_one_dtype(**arrays: Any) -> str:
     """Return the common dtype name of operands."""
-    # NOTE: NumPy takes microseconds to name a dtype; comparing two of them takes none.
+    # NOTE: NumPy takes microseconds to name a dtype, but compares two dtypes at once.
     names = {n: _NAMES.get(x.dtype) or str(x.dtype) for n, x in arrays.items()}
     first, *others = names.values()
     if first not in DTYPES or any(other != first for other in others):
@@ -226,7 +226,7 @@ def check_causal(causal_align: str, len_q: int, len_kv: int) -> int:
 
 
 def check_window(window: Any) -> tuple[int, int]:
-    """Return (left, right), how many keys beside its own place a row attends to; -1: no limit."""
+    """Return (left, right), the number of keys on each side of a row's position; -1: no limit."""
     try:
         left, right = map(operator.index, window if isinstance(window, (tuple, list)) else ())
     except (TypeError, ValueError):
@@ -246,8 +246,7 @@ def check_limits(
 ) -> tuple[int | None, int | None]:
     """Return (first, last): row i attends key j only where ``i + first <= j <= i + last``.
 
-    None where there is no such limit. Limits that no row or key reaches are cut to what 32 bits
-    hold.
+    None means no limit. Limits that no row or key reaches are cut to fit in 32 bits.
 
     Examples
     --------
@@ -265,7 +264,7 @@ def check_limits(
 
 
 def check_softcap(softcap: Any) -> float:
-    """Return the bound that tanh gives the scores, 0.0 for none."""
+    """Return the softcap, the largest score after tanh; 0.0 for none."""
     if not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap must be a number, got {shown(softcap)}")
     value = as_float(softcap)
@@ -277,7 +276,7 @@ def check_softcap(softcap: Any) -> float:
 
 
 def check_smoothing(softcap: float, k_mean: Any) -> None:
-    """Raise where a softcap meets keys whose mean was subtracted.
+    """Raise if a call has a softcap and keys whose mean was subtracted.
 
     Without a softcap the mean shifts all scores of a row, which a softmax does not feel.
     """
@@ -344,11 +343,11 @@ def check_options(
     ----------
     sizes : (batch, heads, heads_kv, len_q, len_kv, head_dim)
     dtype : str
-        That of the output.
+        Dtype of the output.
     scale, return_lse
         As for `cupyattn.attention`.
     scores : mapping
-        What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
+        Options that change and mask scores (`cupyattn.problem.settings.Settings.scores`).
     """
     batch, heads, _, len_q, len_kv, head_dim = sizes
     first, last = check_limits(
@@ -397,16 +396,16 @@ def check_packed(
     Parameters
     ----------
     call : AttentionSpec
-        As of batch entries that all have those lengths.
+        The call, as if all batch entries had the longest lengths.
     totals : (int, int)
-        Rows of all sequences together: of q, and of k and v.
+        Total rows of all sequences: of q, and of k and v.
     causal, causal_align, window
         Options of the call.
 
     Raises
     ------
     ValueError
-        If so many sequences of those lengths cannot have so many rows.
+        If the totals do not fit the number of sequences and their limits.
     """
     for name, longest, total in zip("qk", (call.len_q, call.len_kv), totals, strict=True):
         if call.batch * longest < total:
@@ -422,7 +421,7 @@ def check_packed(
 def check_padded(
     call: AttentionSpec, given: tuple[bool, bool], *, causal: bool, causal_align: str, window: Any
 ) -> AttentionSpec:
-    """Return a call whose batch entries have numbers of queries and of keys of their own.
+    """Return a call in which each batch entry has its numbers of queries and keys.
 
     Parameters
     ----------
@@ -441,10 +440,10 @@ def check_padded(
 def _with_own_shifts(
     call: AttentionSpec, *, bottom_right: bool, causal: bool, window: Any
 ) -> AttentionSpec:
-    """Return a call with the shifts of batch entries that have lengths of their own."""
-    # NOTE: shifts count from the alignment, which every entry has for itself. What a window may
-    # be cut to, so that shifts stay within 32 bits, is counted from there too: bottom-right, a row
-    # has at most len_kv keys to its left and len_q to its right.
+    """Return a call with the shifts of batch entries whose lengths differ."""
+    # NOTE: shifts count from the alignment of each entry. The limits of a window, cut to keep
+    # shifts within 32 bits, count from there, too: with bottom-right alignment, a row has at most
+    # len_kv keys to its left and len_q to its right.
     lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
     first, last = check_limits(causal, "top-left", window, *lengths)
     return replace(call, causal_shift=last or 0, window_shift=first or 0)

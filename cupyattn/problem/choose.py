@@ -1,10 +1,10 @@
 """Which rung ``variant="auto"`` takes: the fastest that an accuracy class allows, as measured.
 
 `cupyattn.kernels.measured_times` holds the times, written from committed records by
-``python -m experiments.tuning.fastest``. Where nothing was measured a rule decides, and
-`Choice.why` says so. Quantising has to be paid back, by every row that attends to a key and by
-every key that a row attends to: 8 bits are taken where a call of no more queries and no more keys
-was measured to gain by them (`supporting`).
+``python -m experiments.tuning.fastest``. If nothing was measured, a rule decides, and `Choice.why`
+says so. The gain of 8 bits must exceed the cost of quantising, and it grows with both lengths. So a
+call uses 8 bits if a measured call, with no more queries and no more keys, gained from them
+(`supporting`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.measured_times import MEASURED, MEASURED_8_BIT, RECORD, RECORD_8_BIT, Rows
 from cupyattn.quant.config import QuantConfig
 
-#: Families of kernels in the input's own 16/32-bit arithmetic, the one that the rule prefers first.
+#: Families of kernels in the 16/32-bit arithmetic of the input; the rule prefers the first.
 FULL = ("tensor_core", "float32", "unfused")
 #: How the other accuracy classes quantise: "balanced" in INT8 Q.K^T and 16-bit P.V, "aggressive" in
 #: 8-bit P.V too. A scale of K for a tile, and one for a channel of V, as its Hopper form asks.
@@ -26,7 +26,7 @@ QUANT = {
     "balanced": QuantConfig(granularity_k="block"),
     "aggressive": QuantConfig("token", "block", pv="int8", granularity_v="channel"),
 }
-#: Accuracy classes: each allows what those before it allow.
+#: Accuracy classes. Each also allows the arithmetic of the classes before it.
 CLASSES = ("full", *QUANT)
 
 
@@ -44,8 +44,8 @@ class Measurement:
         Number of queries, and of keys.
     causal : bool
     microseconds : mapping of str to float
-        Of every rung, in the form that it takes by itself; or of `MEASURED_8_BIT`, of fa_tc and of
-        fa_int8 as the classes of `QUANT` quantise, that included.
+        Times of every rung, in its default form. In `MEASURED_8_BIT`: of fa_tc, and of fa_int8 as
+        the classes of `QUANT` quantise, including the time to quantise.
     """
 
     capability: int
@@ -65,7 +65,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Choice:
-    """A rung, why it was chosen, in one clause, and how it quantises, None in 16 or 32 bits."""
+    """A rung, a clause that says why, and its quantisation, which is None in 16 or 32 bits."""
 
     variant: str
     why: str
@@ -90,21 +90,21 @@ def choose(
         Storage type of the operands.
     head_dim : int
     len_kv : int
-        Number of keys, or of those that a row attends to.
+        Number of keys, or of keys that a row attends to.
     causal : bool
     capability : int, optional
-        Compute capability of the device times ten; None where the call runs on none.
+        Compute capability of the device times ten; None if the call runs on no device.
     len_q : int, optional
         Number of queries; as many as keys when omitted.
 
     Returns
     -------
     Choice
-        The rung with the least time in one measurement of this capability and dtype: of class
-        "full" in that which is `nearest`; of the others in that which is `supporting`, and fa_tc
-        where none is. Where this device or type was not measured: of class "full" tensor cores
-        before FMA, fewer passes over memory before more, in the order of `FULL`, later rungs first;
-        of the others fa_int8 in the class's own bits.
+        The fastest rung in one measurement of this capability and dtype. Class "full" uses the
+        measurement that is `nearest`. The other classes use the measurement that is `supporting`;
+        without one, they choose fa_tc. If this device or type was not measured, class "full"
+        prefers tensor cores to FMA and fewer passes over memory, in the order of `FULL`, later
+        rungs first. The other classes then choose fa_int8 with the bits of the class.
 
     Raises
     ------
@@ -177,8 +177,9 @@ def _full_rungs(dtype: str) -> list[str]:
 
 
 def _measured(rows: Rows, dtype: str, capability: int | None) -> list[Measurement]:
-    """Return what this device and type have. float16 stands for bfloat16, whose instructions take
-    the same time."""
+    """Return the measurements of a device and type.
+
+    Those in float16 also serve bfloat16, whose instructions take the same time."""
     measured_as = "float16" if dtype == "bfloat16" else dtype
     return [Measurement(*row) for row in rows if row[:2] == (capability, measured_as)]
 
@@ -203,16 +204,15 @@ def supporting(
 ) -> Measurement | None:
     """Return the largest measurement that asks no more of a call than the call has.
 
-    It has the head_dim that is next, and no more queries nor keys than the call. What quantising
-    costs by the product that it serves falls with either length, so that a longer call gains what
-    that one gained. A causal call answers for causal calls alone. One without a mask has twice the
-    products of a causal one, and counts for causal calls of twice its lengths: there a row meets as
-    many keys on average.
+    It has the nearest head_dim, and no more queries or keys than the call. The relative cost of
+    quantising falls with either length, so a longer call gains at least as much. A causal
+    measurement supports only causal calls. A measurement without a mask supports causal calls of
+    twice its lengths, in which a row attends to as many keys on average.
 
     Returns
     -------
     Measurement or None
-        None where all that was measured at that head_dim is longer in queries or in keys.
+        None if all measurements at that head_dim have more queries or more keys.
     """
     next_to = min((m.head_dim for m in measured), key=lambda d: _apart(d, head_dim))
 

@@ -1,5 +1,4 @@
-"""Which kernel takes a call: variant, form and tiles, settled here and nowhere else; what it is
-compiled for, and whether it takes its tiles, its codes and its size.
+"""The kernel of a call: variant, form and tiles; what it is compiled for; checks of its limits.
 
 Plans, the mirror, bounds and the judge all read one record, `Kernel`.
 """
@@ -38,7 +37,7 @@ from cupyattn.problem.support import Offer, choose_form, no_kernel
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import padded_columns
 
-#: Architectures that have forms of their own; None has the portable ones.
+#: Architectures with separate forms; None stands for the portable forms.
 FORM_ARCHITECTURES = (None, "sm_90a")
 
 
@@ -50,25 +49,25 @@ class Kernel:
     ----------
     variant : Variant
     call : AttentionSpec
-        What is computed, with as many heads and rows as the caller has.
+        The call, with the caller's heads and rows.
     form : str
-        Which form of the variant.
+        Name of the variant's form.
     tiles : Tiles
     codes : Codes, optional
         How its operands are quantised.
     own_tiles : bool
-        Whether the tiles are the variant's own, not the caller's.
+        Whether the tiles are the defaults of the variant, not the caller's.
     stacks : bool
         Whether query heads that share a key head are stacked as the rows of one.
     note : str
-        Why a faster form was left out, where one was, and how a call is split.
+        Why a faster form does not run, if there is one, and how the call is split.
 
     Attributes
     ----------
     row : Form
-        The form as the variant has it.
+        The variant's `Form` of that name.
     launched : AttentionSpec
-        The call as the kernel is launched for it, heads stacked where they are.
+        The call as the kernel is launched for it, with heads stacked if `stacks`.
     """
 
     variant: Variant
@@ -112,7 +111,7 @@ class Kernel:
         return splits.split(sizes, call.limits, self.tiles)
 
     def numerics(self, quant: Any = None) -> Numerics:
-        """Return where it rounds; `quant` is the configuration of its codes."""
+        """Return its rounding points; `quant` is the configuration of its codes."""
         call = self.call
         return compose_numerics(
             self.variant.family, self.form, call.dtype, quant, softcap=bool(call.softcap),
@@ -138,16 +137,16 @@ def settle(
     variant : Variant
     call : AttentionSpec
     operands : Operands, optional
-        Where the operands lie. Without them no Hopper form is chosen, only taken by name.
+        Layouts of the operands. Without them a Hopper form runs only if it is named.
     codes : Codes, optional
-        How they are quantised, on a rung that takes codes.
+        How they are quantised, if the rung takes codes.
     tiles : Tiles, optional
-        The caller's; by default the variant's own.
+        The caller's tiles; by default those of the variant.
     arch : str, optional
-        Architecture that it will run on: on ``"sm_90a"`` a Hopper form runs where there is one that
-        takes the call, and the note says why where there is none.
+        Architecture that it will run on. On ``"sm_90a"`` a Hopper form runs if one takes the call;
+        otherwise the note says why.
     form : str, optional
-        A form by its name, whether or not calls of this kind take it by themselves.
+        Name of a form, even one that this call would not choose.
 
     Returns
     -------
@@ -156,10 +155,10 @@ def settle(
     Raises
     ------
     UnsupportedError
-        For codes on a rung without a kernel for them, or if no form takes such a head size.
+        If the rung has no kernel for codes, or no form takes the head size.
     ValueError
-        If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
-        block mask.
+        If the form does not exist or does not take the head size, or if tiles do not divide the
+        blocks of a block mask.
     """
     found = choose_form(variant, Offer(call, operands, codes, tiles, arch), form)
     kernel = Kernel(
@@ -179,22 +178,22 @@ def settle_each(
     asked: Sequence[tuple[Codes | None, str | None, str | None]],
     tiles: Tiles | None = None,
 ) -> list[Kernel]:
-    """Settle each kernel that may run a call, wherever its operands lie.
+    """Settle each kernel that may run a call, whatever the layouts of its operands.
 
     Parameters
     ----------
     variant, call, tiles
         As for `settle`.
     places : sequence of Operands
-        Where the operands may lie.
+        Possible layouts of the operands.
     asked : sequence of (Codes or None, str or None, str or None)
         Codes, form and architecture, as for `settle`.
 
     Returns
     -------
     list of Kernel
-        One for each form and its tiles, in the order in which they are asked for. Whether a device
-        has room for tiles of a portable form is not looked at, since its own limits are not known.
+        One for each form and its tiles, in the order of `asked`. Portable tiles are not compared
+        with the limits of a device, because these are not known.
 
     Raises
     ------
@@ -231,7 +230,7 @@ def code_rows(x: Operand) -> Operand:
 
 
 def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str | None) -> Tiles:
-    """Return the tiles whose sizes granularity "block" takes: the variant's own, as it runs there.
+    """Return the tiles whose sizes granularity "block" uses: the variant's, for that device.
 
     A step of the Hopper form then meets one scale of K.
 
@@ -252,7 +251,7 @@ def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str |
 
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:
-    """Raise ValueError if codes of V are asked for and tiles of these sizes have none."""
+    """Raise ValueError if V is to be codes and tiles of these sizes do not support that."""
     hopper = arch == "sm_90a" and quant.granularity_v != "block" and tiles.block_kv % 32 == 0
     if quant.has_value_codes and tiles.block_kv not in (32, 64, 128) and not hopper:
         raise ValueError(
@@ -272,19 +271,19 @@ def _kind(quant: QuantConfig) -> str:
     return "int8 by group" if quant.granularity_v == "block" else "int8"
 
 
-# ---- what it is compiled for ---------------------------------------------------------------------
+# ---- macros and features it is compiled for ------------------------------------------------------
 
 
 def module_spec(
     variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
 ) -> ModuleSpec:
-    """Return what to compile for a variant with these features and tiles."""
+    """Return the module to compile for a variant with these features and tiles."""
     defines = {**tiles.defines(), **features.defines()}
     return ModuleSpec(variant.forms[form].source, tuple(sorted(defines.items())))
 
 
 def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
-    """Return what kernels of a call are compiled for; `quantised` names fields of `Features`."""
+    """Return the features of a call's kernels; `quantised` gives further fields of `Features`."""
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
         softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
@@ -294,15 +293,15 @@ def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
 
 
 def kernel_features(kernel: Kernel, operands: Operands, *, quantize_q: bool = False) -> Features:
-    """Return what the kernel of a call is compiled for.
+    """Return the features of a call's kernel.
 
     Parameters
     ----------
     kernel : Kernel
     operands : Operands
-        As the caller has them, heads not stacked.
+        The caller's operands, with heads not stacked.
     quantize_q : bool
-        Whether it makes the codes of Q by itself.
+        Whether the kernel itself makes the codes of Q.
     """
     call, codes, given = kernel.launched, kernel.codes, launched_operands(kernel, operands)
     q, k, v, o = given[:4]
@@ -317,7 +316,7 @@ def kernel_features(kernel: Kernel, operands: Operands, *, quantize_q: bool = Fa
 
 
 def launched_operands(kernel: Kernel, operands: Operands) -> Operands:
-    """Return the operands as the kernel is launched for them, heads stacked where they are."""
+    """Return the operands as the kernel is launched for them, with stacked heads if it stacks."""
     return stacked_operands(kernel.call, operands) if kernel.stacks else operands
 
 
@@ -339,7 +338,7 @@ def _score_features(call: AttentionSpec, operands: Operands) -> dict[str, Any]:
 
 
 def _score_kind(x: Operand | None, whole: str) -> str:
-    """Return of what kind a mask or bias is: `whole`, or what it is the same for all others of."""
+    """Return the kind of a mask or bias: `whole`, or the axis along which it is constant."""
     if x is None:
         return ""
     _, _, by_row, by_key = x.steps
@@ -348,7 +347,7 @@ def _score_kind(x: Operand | None, whole: str) -> str:
     return "keys" if by_row == 0 else whole
 
 
-# ---- whether it takes its tiles, its codes and its size ------------------------------------------
+# ---- checks of its tiles, its codes and its size -------------------------------------------------
 
 
 def check_kernel(
@@ -362,11 +361,10 @@ def check_kernel(
     operands : Operands
         As for `cupyattn.plans.attention.plan_attention`.
     arch : str, optional
-        The architecture that the call names.
+        The architecture that the caller named.
     on_device : bool
-        Whether a device is there, whose own limits the launch is held to. Otherwise the limits are
-        those of the architecture that the call resolves for: the one that it names, or the least
-        that its kernel is compiled for.
+        Whether there is a device, whose limits hold. Otherwise the limits are those of the named
+        architecture, or of the oldest one that its kernel supports.
 
     Raises
     ------
@@ -389,7 +387,7 @@ def check_kernel(
             _check_shared_memory(spec, arch or spec.least_arch, kernel)
     for counts in kernel.blocks.values():
         check_grid(kernel.variant.name, *counts)
-        if kernel.row.on_hopper:  # every block goes on to a tile past the last, an int as well
+        if kernel.row.on_hopper:  # every block counts to a tile past the last, an int as well
             check_grid("the Hopper form", *counts, limit=INT32_MAX - HOPPER_BLOCKS)
 
 

@@ -36,33 +36,33 @@ HOPPER_TILES = (
     *(GemmTiles(64, 64, num_warps=8, num_stages=5, splits=s) for s in (2, 4)),
     *(GemmTiles(128, 128, num_warps=12, num_stages=6, splits=s) for s in (2, 4)),
 )
-#: Portable tiles whose k the blocks of a cluster share, on devices that have clusters: by the most
-#: rows, then by how many blocks.
+#: Portable tiles whose k the blocks of a cluster share, on devices with clusters: by the largest
+#: number of rows, then by the number of blocks.
 _SHARED_TILES = {
     16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
     32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
 }
 #: Operands that the copy engine brings to the Hopper form.
 COPIED = ("a", "b", "a_16", "b_16")
-#: The kernels, by what shares a scale.
+#: The kernels by strategy, the groups that share a scale.
 ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
-#: Rows of A up to which tiles of 64 rows are shared; and up to which the portable form, with tiles
-#: of 16, is the faster on Hopper, too, unless there are more than 16 and no room for pairs of
-#: blocks. Raced: experiments/results/gemm_few_rows.json.
+#: Rows of A up to which blocks share tiles of 64 rows; and up to which the portable form, with
+#: tiles of 16, is faster on Hopper, too, unless there are more than 16 rows and no room for pairs
+#: of blocks. Raced: experiments/results/gemm_few_rows.json.
 FEW_ROWS, PORTABLE_ROWS = 64, 32
-#: Slices of a part from which tiles of 128 rows are shared, and tiles of 64 rows by more blocks
-#: than there are SMs: with fewer, meeting takes longer than it saves
+#: Least number of slices of a part for which blocks share tiles of 128 rows, and for which more
+#: blocks than SMs share tiles of 64 rows. With fewer slices, merging costs more than it saves
 #: (experiments/results/gemm_few_rows_512.json and gemm_few_rows_channel_512.json).
 _LEAST_SLICES = 24
-#: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
-#: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
-#: cores multiply 4096 pairs of codes. Tiles are chosen by these.
+#: Model of a device, by which tiles are chosen: thread blocks that run at a time; such blocks in
+#: clusters, which lie in groups of 8 SMs; and bytes of A and B that a block gets from the L2 cache
+#: while its tensor cores multiply 4096 pairs of codes.
 _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
-#: Blocks up to which those that share a tile are the faster with an SM for each; more of them are
-#: faster two to an SM, where their clusters find places (experiments/results/gemm_few_rows.json and
-#: gemm_few_rows_channel.json). One of these has as many stages as an SM has room for.
+#: Number of blocks up to which blocks that share a tile are faster with one SM each. More blocks
+#: are faster two to an SM, if their clusters fit (experiments/results/gemm_few_rows.json and
+#: gemm_few_rows_channel.json). A block alone on its SM has as many stages as fit.
 _ONE_TO_AN_SM, _ALL_STAGES = 96, 12
-#: What a cluster takes to begin, meet and add up, in times of 4096 pairs for a slice: about 1 us.
+#: Time of a cluster to start, synchronise and add up, in units of a slice's 4096 pairs: about 1 us.
 _MEETING = 14
 #: How much longer whole waves take of a kernel that is launched in clusters, which they do not need
 #: (experiments/results/gemm_tails.json).
@@ -76,13 +76,13 @@ class GemmKernel:
     Parameters
     ----------
     strategy : {"block", "channel"}
-        What shares a scale.
+        The groups that share a scale.
     form : {"portable", "sm90"}
     tiles : GemmTiles
     arch : str, optional
         Architecture to compile for; the device's own when None.
     note : str
-        Why the Hopper form was left out, where it was.
+        Why the Hopper form does not run, if it does not.
     """
 
     strategy: str
@@ -116,19 +116,19 @@ def settle_gemm(
     Parameters
     ----------
     operands : mapping of str to Operand
-        Where those of `COPIED` lie that there are, with two axes each; others are not looked at.
+        Layouts of the operands in `COPIED` that exist, with two axes each; others are ignored.
     strategy : {"block", "channel"}
-        What shares a scale.
+        The groups that share a scale.
     activation : str
-        Of a gated linear unit whose halves straddle blocks of scales, tiles have at most 128
+        If the halves of a gated linear unit do not end at blocks of scales, tiles have at most 128
         columns.
     tiles : GemmTiles, optional
-        The caller's; chosen by the sizes when omitted.
+        The caller's tiles; chosen by the sizes when omitted.
     arch : str, optional
-        The caller's architecture: on ``"sm_90a"`` the Hopper form runs where it takes the operands.
+        The caller's architecture. On ``"sm_90a"`` the Hopper form runs if it takes the operands.
     on_hopper_device : bool
-        Whether neither `tiles` nor `arch` is given and the device is a Hopper one, whose form and
-        tiles are then chosen.
+        Whether the device is a Hopper GPU and neither `tiles` nor `arch` is given. The Hopper form
+        and its tiles are then chosen.
 
     Returns
     -------
@@ -137,8 +137,8 @@ def settle_gemm(
     Raises
     ------
     UnsupportedError
-        For `tiles` of the Hopper form and operands that it does not take, and for more codes of a
-        channel than int32 sums.
+        If `tiles` belong to the Hopper form and it does not take the operands, or if a channel has
+        so many codes that int32 would overflow.
     ValueError
         For `tiles` that the form does not take.
     """
@@ -181,7 +181,7 @@ def halves_straddle(rows: int, strategy: str, activation: str) -> bool:
 
 
 def tiles_alone(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> int:
-    """Return how many tiles of an (m, n) product, the first ones, have a block of their own.
+    """Return how many tiles of an (m, n) product have one block each; they come first.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def tiles_alone(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> 
 
     Notes
     -----
-    With `GemmTiles.tail_splits` all but those of the last wave, if that leaves enough blocks idle.
+    With `GemmTiles.tail_splits`: all but the last wave, if that wave leaves enough blocks idle.
 
     Examples
     --------
@@ -247,10 +247,10 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
 
     Notes
     -----
-    By count: tiles are worked off in waves, one to each SM, and a slice of a tile takes as long as
-    its products or as its operands take to arrive, whichever is longer. With few tiles each may be
-    split, with many those of the last wave: more blocks with fewer slices each, which then meet. So
-    the choice, and with it every bit of the result, depends on the sizes of a product alone.
+    A model counts the time. Tiles run in waves, one on each SM. A slice takes the time of its
+    products or of its loads, whichever is longer. If there are few tiles, each may be split among
+    blocks; if there are many, only the last wave. Split tiles have fewer slices a block, and a
+    merge. The choice, hence every bit of the result, depends only on the sizes of a product.
 
     Examples
     --------
@@ -305,9 +305,9 @@ def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
     Returns
     -------
     arch : str or None
-        ``"sm_90a"``: the Hopper form is the faster one.
+        ``"sm_90a"`` if the Hopper form is faster.
     tiles : GemmTiles or None
-        None: those that `choose_tiles` finds for the form.
+        None for the tiles that `choose_tiles` chooses for the form.
 
     Examples
     --------
@@ -359,9 +359,9 @@ def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None, strategy: str = "
     ----------
     tiles : GemmTiles
     k : int
-        Codes of a row. Every block that shares a tile needs a slice of them.
+        Codes of a row. Every block that shares a tile needs at least one slice of them.
     arch : str or None
-        On ``"sm_90a"`` the tiles are those of the Hopper form.
+        ``"sm_90a"`` if the tiles belong to the Hopper form.
     strategy : {"block", "channel"}
     """
     _check_form(tiles, "sm90" if arch == "sm_90a" else "portable", ENTRIES[strategy])

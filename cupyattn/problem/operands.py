@@ -1,5 +1,6 @@
-"""Operands of an attention kernel, without the arrays: where they lie, how they are quantised, and
-query heads that share a key head, stacked as the rows of one in forms whose tiles are large."""
+"""Operands of an attention kernel, without the arrays: layouts, quantisation, stacked heads.
+
+Forms with large tiles stack the query heads that share a key head as the rows of one head."""
 
 from __future__ import annotations
 
@@ -13,24 +14,23 @@ from cupyattn.kernels.splits import shared_rows
 from cupyattn.problem.checks import AttentionSpec
 from cupyattn.quant.operand_protocol import Quantized
 
-#: Rows from which on stacking query heads pays: up to 32 the split form reads K and V as fast as
-#: memory gives them.
+#: Least number of rows for which stacking query heads pays. Up to 32 rows, the split form reads K
+#: and V at the speed of memory.
 LEAST_STACKED_ROWS = 64
 
 
 class Operands(NamedTuple):
-    """Where the operands of a kernel lie.
+    """Layouts of the operands of a kernel.
 
     Parameters
     ----------
     q, k, v, o : Operand
-        Those that the kernel reads and writes, codes where it takes codes: of V by channel,
-        (batch, heads_kv, head_dim, keys), of Q and K with padded rows.
+        The arrays that the kernel reads and writes. If they are codes, V has shape (batch,
+        heads_kv, head_dim, keys), and rows of Q and K are padded.
     mask, bias : Operand, optional
-        Of shape (batch, heads, len_q, len_kv), where the call has them; stride 0 where they are
-        broadcast.
+        Of shape (batch, heads, len_q, len_kv), with stride 0 along broadcast axes.
     kept_blocks : Operand, optional
-        What `cupyattn.problem.block_mask.BlockMask.kept_blocks` makes, where the call has a block
+        The lists of `cupyattn.problem.block_mask.BlockMask.kept_blocks`, if the call has a block
         mask.
     """
 
@@ -59,9 +59,9 @@ class ValueCodes:
     group : int
         Keys that share the scale of a channel.
     p_type : {"u8", "s8", "e4m3", "16bit"}
-        P beside them.
+        Type of P in the product with V.
     smoothed : bool
-        Whether a buffer ``"v_mean"`` was subtracted from V.
+        Whether the mean in the buffer ``"v_mean"`` was subtracted from V.
     zero_points : bool
         Whether there is a buffer ``"v_zero"``, with the shape and the strides of the scales.
     """
@@ -86,7 +86,7 @@ class Codes:
     values : ValueCodes, optional
         V is codes as well.
     fused : bool
-        The kernel makes the codes by itself: q, k and v are arrays of 16 or 32 bits.
+        Whether the kernel itself makes the codes; q, k and v then have 16 or 32 bits.
     """
 
     group_q: int
@@ -165,7 +165,7 @@ def can_be_stacked(operands: Operands) -> bool:
 
 
 def stacked_operands(call: AttentionSpec, operands: Operands) -> Operands:
-    """Return the operands of a call with heads of q and o stacked, where that is possible."""
+    """Return the operands of a call with heads of q and o stacked, if that is possible."""
     group, shape = heads_of_one(call), stacked_call(call).score_shape
     scores: dict[str, Operand] = {}
     for name in ("mask", "bias"):

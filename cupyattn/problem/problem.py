@@ -1,4 +1,4 @@
-"""A call that was checked and settled: what plans, kernels and mirror are given."""
+"""A checked and settled call, as plans, kernels and the mirror receive it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from cupyattn.arrays.described import Described, bound_to
 
 
 class Result(NamedTuple):
-    """An array that a call makes, contiguous, and what is in it before: None for anything, a
-    number, or the buffer whose numbers it gets."""
+    """A contiguous array that a call makes, and its first contents.
+
+    They are None (undefined), a number, or the name of a buffer to copy."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -19,7 +20,7 @@ class Result(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A look at the values of arrays, before a launch: what it refuses, it raises.
+    """A check of the values of arrays before a launch; it raises if it refuses them.
 
     Parameters
     ----------
@@ -36,29 +37,29 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call of an operation, settled: what follows from settings and forms, with no array.
+    """One settled call of an operation: all that follows from settings and forms, without arrays.
 
     Parameters
     ----------
     what : str
-        Who needs memory, for the message where it cannot be had.
+        Name of the operation, for the message if memory cannot be allocated.
     backend : {"cuda", "interpret", "mirror"}
-        Where it runs.
+        The backend that runs it.
     arch : str, optional
         Architecture to compile for; the device's own when None.
     operands : mapping of str to Described
-        What is read, by the buffers of the plan, in its layout; all on one device. Views and copies
-        of the caller's arrays are made by `bound`.
+        Arrays that are read, by the buffers of the plan, in its layout, all on one device. `bound`
+        makes the views and copies of the caller's arrays.
     results : mapping of str to Result
-        What is made, by the buffers of the plan, in the caller's layout.
+        Arrays that are made, by the buffers of the plan, in the caller's layout.
     received : mapping of str to Described
-        What the caller gives to be written to, by the buffers of the plan, in its layout.
+        The caller's arrays that are written to, by the buffers of the plan, in its layout.
     looks : tuple of Look
-        What is looked at before the launch. A call that looks is not remembered.
+        Checks of values before the launch. A call with such checks is not remembered.
     facts : object
-        What `restore` of the operation wants to know.
+        Facts for the operation's `restore`.
     settled : object
-        What the operation's `plan` and `mirror` want to know.
+        The settled record for the operation's `plan` and `mirror`.
     """
 
     what: str
@@ -72,11 +73,11 @@ class Problem:
     settled: Any = field(default=None, hash=False)
 
     def bound(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is read and written to, by buffer, of the caller's arrays by name."""
+        """Return the arrays to read and write, by buffer, from the caller's arrays by name."""
         return bound_to({**self.operands, **self.received}, arrays)
 
     def look(self, arrays: Mapping[str, Any]) -> None:
-        """Look at the values of the caller's arrays; raise for what the call does not take."""
+        """Check the values of the caller's arrays; raise if the call does not accept them."""
         for one in self.looks:
             one.check(*(x.bound(arrays[x.name]) for x in one.arrays), *one.arguments)
 
@@ -87,14 +88,14 @@ class Problem:
 
     @property
     def like(self) -> str:
-        """The name of a caller's array that lies where the call runs."""
+        """Name of one of the caller's arrays on the device of the call."""
         return next(iter(self.operands.values())).name
 
     @property
     def long_run(self) -> str:
-        """What a call says before it runs in the interpreter for long; "" if it need not."""
+        """The warning before a long run in the interpreter; "" if none is due."""
         return ""
 
     def needs_none_fused(self, work: Any) -> bool:
-        """Whether a form of the rung would need none of the scratch memory of its work."""
+        """Whether another form of the rung would avoid the scratch memory of this form."""
         return False

@@ -1,4 +1,4 @@
-"""From what a caller asks for to an `AttentionProblem`: checked, and settled by descriptions."""
+"""Resolve the settings and descriptions of a call to a checked and settled `AttentionProblem`."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _with_scales(
     call, rows = problem.call, problem.rows
     scales = described_scales(
         quant, arrays, rows, problem.scale_tiles, sequences=call.batch if call.packed else None,
-        entries=1 if call.padded is None else call.batch,  # a kernel may write NaN over one alone
+        entries=1 if call.padded is None else call.batch,  # a kernel may write NaN over one only
     )  # fmt: skip
     if problem.backend == "mirror":
         scales = {name: arrays[name] for name in scales}
@@ -219,7 +219,7 @@ def _of_codes(
 def _padded(
     call: AttentionSpec, q: Described, settings: Settings, arrays: Mapping[str, Described]
 ) -> tuple[AttentionSpec, dict[str, Described]]:
-    """Return a call with the lengths of its batch entries, and these; the call as it is without."""
+    """Return a call with the lengths of its batch entries, and their operands, if there are any."""
     lengths = describe_lengths(q, arrays)
     if lengths:
         of_q, of_kv = (name in lengths for name in LENGTHS)
@@ -233,7 +233,7 @@ def _backend(settings: Settings, variant: ladder.Variant, q: Described) -> str:
 
 
 def _sequences_of(z: QuantizedQKV, settings: Settings) -> Sequences | None:
-    """Return the sequences of quantised operands, whose limits a caller may only raise."""
+    """Return the sequences of quantised operands; a caller may only raise their limits."""
     if z.cu_seqlens_q is None:
         if (settings.max_len_q, settings.max_len_k) != (None, None):
             raise ValueError(
@@ -259,7 +259,7 @@ def _check_options(
 ) -> tuple[AttentionSpec, dict[str, Described]]:
     """Return the call, and mask, bias and lists of blocks as the kernels take them.
 
-    `sizes` are those of the arrays, packed or not.
+    `sizes` are the sizes of the arrays, packed or not.
     """
     totals, settings = sizes[3:5], asked.of_call
     if sequences is not None:
@@ -299,7 +299,7 @@ def _tidy(arrays: Mapping[str, Described]) -> dict[str, Described]:
 
 
 def to_bhsd(array: Any, layout: str) -> Any:
-    """Return a view with heads before length, or back: the exchange is its own inverse."""
+    """Return a view with heads and length exchanged; the same call restores the layout."""
     return array.swapaxes(1, 2) if layout == "BSHD" and array.ndim == 4 else array
 
 
@@ -355,7 +355,7 @@ def check_finite(array: Any, *others: Any) -> None:
     ----------
     array : array, (batch, heads, length, head_dim)
     *others
-        How many rows of an entry count, where they do not all; and what callers call the array.
+        Number of valid rows of each entry, or None for all; and the caller's name of the array.
     """
     *counts, name = others
     xp = array_namespace(array)

@@ -1,9 +1,9 @@
-"""What becomes of Q and K before attention: rows normalised, then turned by their positions.
+"""Preparation of Q and K before attention: rows normalised, then rotated by their positions.
 
-`Preparation` holds what one call asks for: `Norm`, and `Rope`, whose tables turn pairs of channels
-by the angles of their position. `Preparation.in_float32` is the mirror of
-``kernels_cu/prims/io/prepare.cuh`` and `Rope.turned` that of ``rope.cuh``, bit for bit; `exact` of
-either is the definition, in float64.
+`Preparation` has the options of one call: `Norm`, and `Rope`, whose tables rotate pairs of channels
+by angles that depend on the position. `Preparation.in_float32` mirrors
+``kernels_cu/prims/io/prepare.cuh`` bit for bit, and `Rope.turned` mirrors ``rope.cuh``. The method
+`exact` of each class is the definition in float64.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import INT32_MAX, as_float
 
-#: Alignment of the tables on the device: that of four floats, read at once.
+#: Alignment in bytes of the tables on the device: one load reads four floats.
 _ALIGNMENT = 16
-#: Least `qk_norm_eps`, the smallest normal float32: what underflows in a sum of squares is then a
-#: rounding of it.
+#: Least `qk_norm_eps`, the smallest normal float32. Underflow in a sum of squares is then no larger
+#: than a rounding error.
 EPS_MIN = 2.0**-126
-#: Arguments of calls that say what happens to rows, and the arrays that kernels read for it.
+#: Arguments of calls that prepare rows, and the arrays that kernels read for them.
 OPTIONS = ("rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps")
-#: What their arrays are called in messages, of those that are a pair of arrays.
+#: Names for messages, for arguments that are a pair of arrays.
 PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 BUFFERS = ("rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight")
-#: Those of each option.
+#: Buffers of each option.
 BUFFERS_OF = {"rope": BUFFERS[:2], "qk_norm": BUFFERS[2:]}
-#: What is added to a mean square unless the caller says otherwise.
+#: Default of `qk_norm_eps`, which is added to a mean square.
 EPS = 1e-6
 
 
@@ -70,7 +70,7 @@ class Rope:
     def of(
         cls, rope: Any, interleaved: Any, offset_q: Any, len_q: int, len_kv: int, head_dim: int
     ) -> Rope | None:
-        """Check the options of a call on operands of these sizes; None where `rope` is.
+        """Check the options of a call on operands of these sizes; return None if `rope` is None.
 
         Parameters
         ----------
@@ -84,10 +84,10 @@ class Rope:
         Raises
         ------
         TypeError
-            For tables that are no such arrays, or options of another type.
+            If tables are not such arrays, or options have another type.
         ValueError
-            For an odd head_dim, tables of another width or too few positions, and options that
-            mean nothing.
+            If head_dim is odd, tables have another width or too few positions, or an option has no
+            effect.
         """
         if not isinstance(interleaved, (bool, np.bool_)):
             raise TypeError(f"rope_interleaved must be True or False, got {shown(interleaved)}")
@@ -175,7 +175,7 @@ class Rope:
         return self._turn_exact(q, self.offset_q), self._turn_exact(k, 0)
 
     def angles(self, length: int, position: int) -> tuple[Array, Array]:
-        """Return cosines and sines of so many rows from a position on: (length, head_dim / 2)."""
+        """Return cosines and sines of `length` rows from a position on: (length, head_dim / 2)."""
         rows = slice(position, position + length)
         return self.cos[rows], self.sin[rows]
 
@@ -219,7 +219,7 @@ class Norm:
     Parameters
     ----------
     q_weight, k_weight : (heads or 1, head_dim) array or Described, float32
-        What channels are multiplied by, for each head or for all. Contiguous, aligned to 16 bytes.
+        Factors of the channels, for each head or for all. Contiguous, aligned to 16 bytes.
     eps : float
         Added to the mean square of a row; a float32.
     """
@@ -230,7 +230,7 @@ class Norm:
 
     @classmethod
     def of(cls, qk_norm: Any, eps: Any, heads: int, heads_kv: int, head_dim: int) -> Norm | None:
-        """Check the options of a call on operands of these sizes; None where `qk_norm` is.
+        """Check the options of a call on operands of these sizes; return None if `qk_norm` is None.
 
         Parameters
         ----------
@@ -283,7 +283,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a call does to the rows of Q and K first: `norm`, then `rope`; None: it is left out."""
+    """Preparation of the rows of Q and K in one call: `norm`, then `rope`, each optional."""
 
     rope: Rope | None = None
     norm: Norm | None = None
@@ -294,7 +294,7 @@ class Preparation:
         options: Any,
         sizes: tuple[int, int, int, int, int],
     ) -> Preparation | None:
-        """Check the options of a call; None where they ask for nothing.
+        """Check the options of a call; return None if they change no rows.
 
         Parameters
         ----------
@@ -333,7 +333,7 @@ class Preparation:
         )
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> Preparation:
-        """Return the same with arrays by buffer in the place of descriptions."""
+        """Return the same with arrays, by buffer, in place of descriptions."""
         rope, norm = self.rope, self.norm
         if rope is not None:
             rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
@@ -372,9 +372,9 @@ class Preparation:
             r = 1 / sqrt(sum of squares / head_dim + eps)    x = fl(fl(x r) w)
             x' = fl(fl(x c) - fl(y s))                       y' = fl(fl(y c) + fl(x s))
 
-        The squares of the two members of a pair are added first (those of `rope`, or of both
-        halves), then neighbours among these sums, then neighbours of the results, with zeros past
-        the last. A sum that is not finite makes its row NaN.
+        The squares of the two members of a pair are added first; pairs are those of `rope`, or one
+        channel of each half. Then neighbouring sums are added, level by level, with zeros past the
+        last. A sum that is not finite makes its row NaN.
         """
         q, k = (x.astype(np.float32) for x in (q, k))
         if self.norm is not None:
@@ -415,11 +415,11 @@ class Preparation:
 
 
 def _by_head(weight: Array) -> Array:
-    """Return weights (heads or 1, head_dim) beside an operand."""
+    """Return weights (heads or 1, head_dim) on the device of an operand."""
     return weight[:, None]
 
 
-#: Pairs where no rope says which: a channel of either half.
+#: Pairs without rope: one channel of each half.
 _HALVES = Rope(None, None)
 
 

@@ -14,11 +14,11 @@ from cupyattn.arrays.interchange import on_host
 from cupyattn.kernels import limits
 from cupyattn.problem.problem import Look
 
-#: Operands that say where packed sequences lie.
+#: Operands with the offsets of packed sequences.
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 #: Operands that say how many rows of padded batch entries count.
 LENGTHS = ("lengths_q", "lengths_kv")
-#: Those of q, k and v.
+#: Operands with the offsets of q, k and v.
 LENGTHS_OF = dict(zip("qkv", (*LENGTHS, LENGTHS[1]), strict=True))
 
 
@@ -29,9 +29,9 @@ class Sequences:
     Parameters
     ----------
     cu_seqlens_q, cu_seqlens_k : Described or array, int32, (batch + 1,)
-        Sequence i is the rows from element i up to element i + 1; beside the operands.
+        Sequence i has the rows from element i up to element i + 1. On the device of the operands.
     max_len_q, max_len_k : int
-        No sequence is longer.
+        Largest length of a sequence.
     """
 
     cu_seqlens_q: Any
@@ -46,7 +46,7 @@ class Sequences:
 
     @property
     def offsets(self) -> dict[str, Any]:
-        """Where they begin and end, by buffer."""
+        """Offsets at which sequences begin and end, by buffer."""
         return {name: getattr(self, name) for name in SEQUENCES}
 
     def packed(self, name: str) -> tuple[int, int]:
@@ -71,9 +71,9 @@ def longest(name: str, offsets: Any, total: int | None) -> int:
     name : {"q", "k"}
         Whose rows they are.
     offsets : array
-        NumPy or CuPy, which is waited for.
+        NumPy or CuPy; a CuPy array causes a synchronisation.
     total : int, optional
-        Rows of all sequences, to check the offsets by.
+        Rows of all sequences, to check the offsets against.
     """
     check_offsets(f"cu_seqlens_{name}", offsets)
     found = on_host(offsets)
@@ -84,7 +84,7 @@ def longest(name: str, offsets: Any, total: int | None) -> int:
 
 
 def check_offsets(name: str, offsets: Any) -> None:
-    """Raise ValueError for what is no array of offsets."""
+    """Raise ValueError unless an array is a valid array of offsets."""
     if offsets.ndim != 1 or offsets.shape[0] < 1 or str(offsets.dtype) not in ("int32", "int64"):
         raise ValueError(
             f"{name} must be int32 or int64 of shape (batch + 1,), "
@@ -104,7 +104,7 @@ def describe_sequences(
     *,
     look: bool = False,
 ) -> tuple[Sequences, tuple[Look, ...]]:
-    """Return a caller's sequences beside an operand, and what is looked at before a launch.
+    """Return a caller's sequences on the device of an operand, and checks to run before a launch.
 
     Parameters
     ----------
@@ -112,16 +112,16 @@ def describe_sequences(
     totals : (int, int)
         Rows of q, and of k and v.
     arrays : mapping
-        Of them ``cu_seqlens_q`` and ``cu_seqlens_k`` count, of int32 or int64.
+        Only ``cu_seqlens_q`` and ``cu_seqlens_k`` are read, of int32 or int64.
     most : (int, int)
-        Upper limits of the lengths (`longest`, where the caller has none).
+        Upper limits of the lengths (`longest`, if the caller gave none).
     look : bool
-        Check offsets that lie on a device, which waits for it. Those on the host always are.
+        Check offsets on a device, which synchronises. Offsets on the host are always checked.
 
     Raises
     ------
     ValueError, TypeError
-        For offsets that are none, and for limits that are too low.
+        For invalid offsets, and for limits that are too low.
     """
     offsets: dict[str, Any] = {}
     limit: dict[str, Any] = {}
@@ -145,20 +145,20 @@ def describe_sequences(
 
 
 def describe_lengths(q: Described, arrays: Mapping[str, Described]) -> dict[str, Described]:
-    """Return how many rows of each padded batch entry count, int32 beside an operand.
+    """Return the number of valid rows of each padded batch entry, int32, on an operand's device.
 
     Parameters
     ----------
     q : Described
         Of shape (batch, heads, len_q, head_dim).
     arrays : mapping
-        The caller's; of them those of ``lengths_q`` and ``lengths_kv`` that there are.
+        The caller's arrays. Only ``lengths_q`` and ``lengths_kv`` are read, if given.
 
     Raises
     ------
     ValueError
-        For arrays that are not int32 or int64 of shape (batch,). Their values are not looked at:
-        kernels cut them to 0 and to the length of the arrays.
+        For arrays that are not int32 or int64 of shape (batch,). Their values are not checked:
+        kernels clip them to 0 and to the length of the arrays.
     """
     found = {}
     for name in LENGTHS:

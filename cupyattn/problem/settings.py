@@ -1,5 +1,4 @@
-"""What a call of attention asks for: keyword arguments, as types for functions that take them as
-``**options``; settings, which can be compared; and arrays by name."""
+"""The arguments of a call of attention: types of options, comparable settings, arrays by name."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ from cupyattn.quant.quantized import CodeFacts
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack
 else:
-    Unpack = Any  # annotations are not evaluated, and Python 3.10 has none
+    Unpack = Any  # annotations are not evaluated, and Python 3.10 lacks the name
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Arguments of `cupyattn.attention` and `attention_varlen` that are arrays or hold some, beside
-#: q, k and v.
+#: Arguments of `cupyattn.attention` and `attention_varlen`, other than q, k and v, that are or
+#: contain arrays.
 ARRAYS = (
     "mask", "bias", "rope", "qk_norm", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "lengths_q",
     "lengths_kv", "out",
@@ -42,7 +41,7 @@ PLACES = ("causal", "causal_align", "window")
 #: How many calls are remembered (`cupyattn.runtime.recent`), and settings of such calls.
 MOST_REMEMBERED = 1024
 
-#: The window of a call whose rows attend to keys at any distance.
+#: The window of a call without a limit of distance.
 NO_WINDOW = (-1, -1)
 
 
@@ -73,29 +72,29 @@ class Settings(NamedTuple):
     def types(self) -> tuple[type, ...]:
         """Types of the settings and of the window's sides, which `interned` ones have compared.
 
-        Settings of other types may be equal and mean something else: 1 is True, yet ``causal=1`` is
-        refused. What remembers calls by their settings takes these types beside them.
+        Settings of other types may be equal and yet differ in meaning: 1 == True, but ``causal=1``
+        is refused. Caches of calls therefore include these types in their keys.
         """
         sides = self.window if isinstance(self.window, tuple) else ()
         return (*map(type, self), *map(type, sides))
 
     @property
     def places(self) -> dict[str, Any]:
-        """Those of `PLACES`."""
+        """The settings named in `PLACES`."""
         return {name: getattr(self, name) for name in PLACES}
 
     def scores(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what changes and masks scores, all of `MaskedOptions` but their scale."""
+        """Return the options that change and mask scores: `MaskedOptions` without the scale."""
         given = {name: arrays.get(name) for name in ("mask", "bias", "block_mask")}
         return {**self.places, "softcap": self.softcap, **given}
 
     def rows(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what happens to rows of Q and K first, `OPTIONS` of `row_preparation` by name."""
+        """Return the options that prepare rows of Q and K: `row_preparation.OPTIONS`, by name."""
         return {n: arrays.get(n) if n in PAIRS else getattr(self, n) for n in OPTIONS}
 
     @property
     def without_rung(self) -> Settings:
-        """The same scores for the gradients, which have a rung of their own and read lse."""
+        """Return the same scores for the gradients, which have a separate kernel and read lse."""
         return self._replace(
             variant="fa_tc", accuracy="full", quant=None, tiles=None, check_finite=False,
             return_lse=True, qk_norm_eps=EPS,
@@ -103,15 +102,15 @@ class Settings(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a call of attention asks for, beside the arrays that its kernels read.
+    """The arguments of a call of attention, except the arrays that its kernels read.
 
     Parameters
     ----------
     of_call : Settings
     codes : CodeFacts, optional
-        Of operands that are quantised already.
+        Facts about operands that are already quantised.
     blocks : (int, int)
-        Rows and keys of a block of the block mask; (0, 0): there is none.
+        Rows and keys of a block of the block mask; (0, 0) without one.
     """
 
     of_call: Settings
@@ -147,7 +146,7 @@ class _Interned(Settings):
     Attributes
     ----------
     given : tuple
-        Values that `interned` was called with, by which `accept` files them.
+        Arguments of `interned`, under which `accept` stores the settings.
     """
 
     given: tuple[Any, ...]
@@ -164,8 +163,8 @@ class _Interned(Settings):
 def interned(*values: Any) -> Settings:
     """Return the settings that `accept` was given of equal values and the same types.
 
-    A call that comes again then finds its settings by one look-up, which compares types too. Until
-    they are accepted, every call gets settings of its own: nothing of a refused call is kept.
+    A repeated call then finds its settings by one look-up, which compares types, too. Settings are
+    stored only after they are accepted, so nothing of a refused call is kept.
 
     Parameters
     ----------
@@ -239,7 +238,7 @@ def parse(
     Parameters
     ----------
     function : str
-        Whose arguments they are, for the message.
+        Name of the called function, for the message.
     q, k, v : array, or q a QuantizedQKV and k, v None
     options : mapping
         Keyword arguments of `cupyattn.attention` or `attention_varlen`.
@@ -248,12 +247,12 @@ def parse(
     -------
     settings : Settings
     arrays : dict
-        ``q``, ``k``, ``v`` and those of `ARRAYS` that are given.
+        ``q``, ``k``, ``v`` and the given arrays named in `ARRAYS`.
 
     Raises
     ------
     TypeError
-        For an argument that there is not.
+        For an unknown argument.
 
     Examples
     --------
@@ -283,7 +282,7 @@ def check_attention(q: Any, k: Any, v: Any, **options: Any) -> AttentionSpec:
     k, v : array, (batch, heads_kv, len_kv, head_dim)
         float16, bfloat16 or float32, all of the same dtype.
     **options
-        As for `cupyattn.attention`, of which those count that change or mask scores.
+        As for `cupyattn.attention`; only options that change or mask scores matter.
 
     Returns
     -------
@@ -294,10 +293,9 @@ def check_attention(q: Any, k: Any, v: Any, **options: Any) -> AttentionSpec:
     TypeError
         For another or a mixed dtype.
     ValueError
-        For shapes that do not fit together, or a scale, alignment, window or softcap that means
-        nothing.
+        If shapes do not fit together, or a scale, alignment, window or softcap is invalid.
     UnsupportedError
-        For sizes that the kernels do not take.
+        For sizes that the kernels do not support.
     """
     settings, arrays = parse("check_attention", q, k, v, options)
     sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
@@ -313,8 +311,8 @@ def of_arguments(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     Parameters
     ----------
     arguments : mapping
-        ``q``, ``k``, ``v``, options of `cupyattn.attention` by their names or under ``options``,
-        and others, which are left out: ``locals()`` of a function with them in its signature.
+        ``locals()`` of a function with ``q``, ``k``, ``v`` and options of `cupyattn.attention` in
+        its signature, by name or under ``options``. Other names are ignored.
 
     Examples
     --------
@@ -360,13 +358,13 @@ class PositionOptions(TypedDict, total=False):
 
 
 class TurnedOptions(MaskedOptions, PositionOptions, total=False):
-    """Options of scores whose queries and keys may be turned by their positions."""
+    """Options of scores, with rotary embedding of queries and keys."""
 
     rope: Any
 
 
 class RowOptions(TypedDict, total=False):
-    """Options that say how rows lie, and what is added to their mean squares."""
+    """Options for the layout of rows and for their normalisation."""
 
     qk_norm_eps: float
     layout: str
@@ -388,7 +386,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class KernelOptions(RunOptions, total=False):
-    """Options that choose the kernel, and what it returns."""
+    """Options that choose the kernel and its results."""
 
     variant: str
     accuracy: str
@@ -416,7 +414,7 @@ class CallOptions(AttentionOptions, total=False):
 class ModuleOptions(
     PlaceOptions, KernelOptions, BlockOptions, PositionOptions, RowOptions, total=False
 ):
-    """Options of `cupyattn.interop.torch.Attention`, of arrays the block mask alone."""
+    """Options of `cupyattn.interop.torch.Attention`; its only array is the block mask."""
 
 
 class ShardedGradientOptions(PlaceOptions, RunOptions, total=False):

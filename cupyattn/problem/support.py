@@ -1,7 +1,7 @@
-"""Which form takes a call, in which tiles, and why another does not.
+"""Which form takes a call, with which tiles, and why other forms do not.
 
-A form says what it takes in plain values (`cupyattn.kernels.forms.Takes`); here they are compared
-with a call. Operands of Hopper forms are moved by the copy engine, which has its own conditions.
+`cupyattn.kernels.forms.Takes` lists the conditions of a form as plain values. This module compares
+them with a call. The copy engine moves the operands of Hopper forms and sets further conditions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from cupyattn.problem.operands import (
     stacking_pays,
 )
 
-#: A softcap in the units of scores, in the Hopper forms: powers of it up to the eighth stay in
-#: float32.
+#: Limits of a softcap in the units of scores, in the Hopper forms: its powers up to the eighth do
+#: not overflow float32.
 LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
-#: The largest head_dim for which the shared memory of fa_tc has room for both.
+#: The largest head_dim for which both fit in the shared memory of fa_tc.
 MOST_MASKED_BIAS = 192
 LOG2E = math.log2(math.e)
 #: How a caller allocates a bias that the copy engine moves.
@@ -48,7 +48,7 @@ class Support(NamedTuple):
     ----------
     supported : bool
     reason : str
-        Why not, in words for the caller; "" where it is supported.
+        Why not, in words for the caller; "" if it is supported.
     """
 
     supported: bool
@@ -56,7 +56,7 @@ class Support(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What a plan of the portable form says about it; "" where the form takes the call."""
+        """The note in a plan of the portable form; "" if this form takes the call."""
         return "" if self.supported else f"portable form: {self.reason}"
 
 
@@ -64,23 +64,23 @@ SUPPORTED = Support(True)
 
 
 def options_of(call: AttentionSpec) -> tuple[str, ...]:
-    """Return those of `cupyattn.kernels.forms.OPTIONS` that a call has."""
+    """Return the `cupyattn.kernels.forms.OPTIONS` that a call has."""
     given = call.softcap, call.mask, call.bias, call.block_mask != (0, 0), call.own_lengths
     return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value)
 
 
 class Offer(NamedTuple):
-    """A call, as it is offered to forms.
+    """A call with the facts that forms decide by.
 
     Parameters
     ----------
     call : AttentionSpec
     operands : Operands, optional
-        Where the operands lie, which no Hopper form goes without.
+        Layouts of the operands, which every Hopper form needs.
     codes : Codes, optional
         How they are quantised.
     tiles : Tiles, optional
-        The caller's.
+        The caller's tiles.
     arch : str, optional
         The architecture that the call runs on, if it is known.
     """
@@ -98,7 +98,7 @@ class Offer(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Those of `cupyattn.kernels.forms.OPTIONS` that it has."""
+        """The `cupyattn.kernels.forms.OPTIONS` that it has."""
         return options_of(self.call)
 
 
@@ -108,10 +108,10 @@ class Choice(NamedTuple):
     Parameters
     ----------
     form : str
-        Its name.
+        Name of the form.
     tiles : Tiles
     note : str
-        Why a Hopper form was left out, where one was, or that heads are stacked.
+        Why no Hopper form runs, if none does, or that heads are stacked.
     stacks : bool
         Whether query heads that share a key head are stacked as the rows of one.
     """
@@ -130,8 +130,8 @@ def choose_form(variant: Variant, offer: Offer, form: str | None = None) -> Choi
     UnsupportedError
         If no form takes the call.
     ValueError
-        If there is no such form, it takes no such head size, or tiles do not divide the blocks of a
-        block mask.
+        If the form does not exist or does not take the head size, or if tiles do not divide the
+        blocks of a block mask.
     """
     variant.check_form(form)
     if form is not None:
@@ -155,7 +155,7 @@ def choose_form(variant: Variant, offer: Offer, form: str | None = None) -> Choi
 
 
 def _tiles(variant: Variant, form: str, offer: Offer, launched: AttentionSpec) -> Tiles:
-    """Return the tiles of a form, whose heads may be stacked as it is launched."""
+    """Return the tiles of a form, whose launch may stack heads."""
     call = offer.call
     lengths = launched.mean_lengths if offer.codes is None else (call.len_q, call.len_kv)
     return variant.tiles_for(
@@ -225,12 +225,12 @@ def takes(name: str, form: Form, offer: Offer) -> Support:
 
 
 def _runs_on_hopper(form: Form, offer: Offer) -> bool:
-    """Whether a Hopper form runs where a call does, and it is known where the operands lie."""
+    """Whether the call runs on Hopper and the layouts of its operands are known."""
     return offer.arch == form.takes.arch and offer.operands is not None
 
 
 def _called(name: str, form: Form) -> str:
-    """Return what messages call a form: to users the Hopper forms of a rung are one."""
+    """Return the name of a form for messages, in which the Hopper forms of a rung are one."""
     return "the Hopper form" if form.on_hopper else f"the {name} form"
 
 
@@ -302,7 +302,7 @@ def _of_options(form: Form, offer: Offer) -> str:
 
 
 def _lengths_of(call: AttentionSpec) -> str:
-    """Return what messages call batch entries with lengths of their own."""
+    """Return the words for batch entries of different lengths, for messages."""
     return "packed sequences" if call.padded is None else "entries with lengths of their own"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-#: What may follow a product, by name: nothing, GELU by erf or by tanh, SiLU.
+#: Activations that may follow a product, by name: none, GELU by erf or by tanh, SiLU.
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "silu")
 
 _GATE_FIRST = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
@@ -14,9 +14,9 @@ _GATE_FIRST = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 #: Gated linear units whose gate is the second half of a weight's rows, as in diffusers.
 GATE_LAST = {f"{name}_gate_last": kind for name, kind in _GATE_FIRST.items()}
 
-#: Gated linear units (Shazeer 2020), by name: of a weight's two halves of rows one is the gate,
-#: whose sums pass this activation and multiply those of the other. It is the first half unless the
-#: name is one of `GATE_LAST`.
+#: Gated linear units (Shazeer 2020), by name, with the activation of the gate. One half of a
+#: weight's rows is the gate: its activated sums multiply the sums of the other half. The gate is
+#: the first half unless the name is in `GATE_LAST`.
 GLU = _GATE_FIRST | GATE_LAST
 
 #: [L41] Largest slope of each of these; of both forms of GELU it is below 1.129.
@@ -65,7 +65,7 @@ def gate_and_other(halves: Any, activation: str) -> tuple[Any, Any]:
 
 
 def columns_of(rows: int, activation: str) -> int:
-    """Return how many columns a result has whose weight has so many rows.
+    """Return the number of columns of a result, from the number of rows of its weight.
 
     Examples
     --------

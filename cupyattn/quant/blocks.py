@@ -1,9 +1,9 @@
-"""INT8 of weights and activations, in blocks or channels: what shares a scale, how it is cut.
+"""INT8 weights and activations: groups that share a scale, in blocks or channels.
 
-In blocks a weight has one float32 scale for each block of 128 x 128, an activation one for each 128
-adjacent channels of a row, so that a matrix product of codes meets one pair of scales in each step
-of 128. With one scale for each row of both, it meets a pair for each element, at the end.
-Scale and code are those of `cupyattn.quant.quantizers.quantize_symmetric`.
+With blocks, a weight has a float32 scale for each 128 x 128 elements, and an activation for each
+128 adjacent channels of a row. A product of codes applies one pair of scales in each step of 128.
+With one scale for each row of both, it applies one pair to each element, at the end. Scales and
+codes are defined in `cupyattn.quant.quantizers.quantize_symmetric`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cupyattn.errors import UnsupportedError
 
 Array = Any
 
-#: Rows and columns that share a scale where nothing is said.
+#: Default number of rows and columns that share a scale.
 BLOCK_SIZE = 128
-#: What shares a scale: 128 x 128 of a weight and 128 adjacent channels of an activation's row, or
-#: an output channel of a weight (a row) and a row of activations.
+#: Groups that share a scale: 128 x 128 elements of a weight and 128 adjacent channels of an
+#: activation's row, or an output channel of a weight (a row) and a row of activations.
 STRATEGIES = ("block", "channel")
 #: In a configuration: chosen for each model by `cupyattn.checkpoints.choosing`.
 AUTO = "auto"
@@ -35,13 +35,13 @@ FALLBACK_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Int8Config:
-    """Which weights of a model become INT8, and what becomes of the others.
+    """Which weights of a model become INT8, and which types the others get.
 
     Parameters
     ----------
     block_size : int
         Rows and columns of a weight that share a scale: 128, the size that `cupyattn.int8_gemm` and
-        `cupyattn.Int8Linear` take.
+        `cupyattn.Int8Linear` support.
     min_elements_for_int8 : int
         Weights with fewer elements are not quantised.
     max_outlier_ratio : float
@@ -49,22 +49,22 @@ class Int8Config:
         Outliers are elements beyond `cupyattn.checkpoints.OUTLIER_RMS` times the root mean square
         of their block.
     symmetric : bool
-        Codes -127 to 127 without zero points; nothing else is offered for blocks.
+        Codes -127 to 127 without zero points, the only choice for blocks.
     fallback_dtype : {"bf16", "fp16"}
-        What float32 weights become that may lose bits but are not quantised.
+        Type of float32 weights that may lose bits but are not quantised.
     fp32_patterns : sequence of str
-        Shell patterns of names whose weights are left as they are, ``"blocks.0.*"``; a ``*`` stands
-        for any number of characters, dots too.
+        Shell patterns of names whose weights stay unchanged, such as ``"blocks.0.*"``. ``*`` stands
+        for any number of characters, including dots.
     min_sqnr_db : float
-        Least ratio of the signal without outliers to quantisation noise, decibels, that such a
-        weight may have: a few enormous outliers are no share of it, and yet fill the range of their
-        blocks.
+        Least ratio, in decibels, of the signal without outliers to quantisation noise that a weight
+        to be quantised may have. A few enormous outliers do not add to this signal, but fill the
+        range of their blocks.
     strategy : {"auto", "block", "channel"}
-        What shares a scale: a block, or a row of a weight, which is an output channel; activations
-        have a scale for each 128 channels of a row, or for each row. Channels are faster, and err
-        more where activations have channels of outliers. "auto" takes them for a model whose
-        activations are given and allow it or, without any, one of a family that was measured to
-        allow it; blocks otherwise.
+        The group that shares a scale: a block, or a row of a weight, which is an output channel.
+        Activations have a scale for each 128 channels of a row, or for each row. Channels are
+        faster, but err more if some channels of the activations are outliers. "auto" chooses
+        channels if given activations allow it or, without activations, if measurements of the
+        model's family allow it; otherwise blocks.
 
     Raises
     ------
@@ -213,7 +213,7 @@ def panels(
 
 
 def row_strips(shape: tuple[int, ...], elements: int = 2**17) -> Iterator[slice]:
-    """Cut the rows of a matrix into parts of about so many elements.
+    """Cut the rows of a matrix into parts of about equal numbers of elements.
 
     Examples
     --------
@@ -229,7 +229,7 @@ def by_line(part: Array, block_size: int) -> Array:
 
 
 def block_max(magnitudes: Array, block_size: int) -> Array:
-    """Return the largest of each `block_size` numbers along the last axis; NaN where one is."""
+    """Return the largest of each `block_size` numbers along the last axis; NaN if one is NaN."""
     xp = array_namespace(magnitudes)
     length = magnitudes.shape[-1]
     block_size = min(block_size, max(length, 1))
@@ -243,14 +243,14 @@ def block_max(magnitudes: Array, block_size: int) -> Array:
 
 
 def row_max(magnitudes: Array) -> Array:
-    """Return the largest number of each row, of an empty row 0; NaN where one is."""
+    """Return the largest number of each row; 0 for an empty row, NaN if a number is NaN."""
     if magnitudes.shape[-1] == 0:
         return array_namespace(magnitudes).zeros((*magnitudes.shape[:-1], 1), np.float32)
     return magnitudes.max(axis=-1, keepdims=True)
 
 
 def strategy_of_weight(shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> str:
-    """Return what shares a scale of a weight (out, in), by the shape of its scales.
+    """Return the strategy of a weight (out, in), from the shape of its scales.
 
     Returns
     -------
@@ -268,7 +268,7 @@ def strategy_of_weight(shape: tuple[int, ...], scales_shape: tuple[int, ...]) ->
 
 
 def strategy_of(a: Array, a_scales: Array, b: Array, b_scales: Array) -> str:
-    """Return what shares a scale of a product's codes, by the shapes of its scales.
+    """Return the strategy of a product's codes, from the shapes of its scales.
 
     Parameters
     ----------
@@ -291,11 +291,11 @@ def by_column(scales: Array, block_size: int, columns: int) -> Array:
 
 
 def rounded_codes(values: Array, inverse: Array) -> Array:
-    """Return the codes of float32 numbers, which are overwritten; 0 where they are not finite."""
+    """Return the codes of float32 numbers, which are overwritten; 0 unless they are finite."""
     xp = array_namespace(values)
     values *= inverse
     xp.rint(values, out=values)
-    if xp is np and inverse.all():  # 0 alone is the inverse of a scale that is not finite
+    if xp is np and inverse.all():  # only a scale that is not finite has the inverse 0
         return values.astype(np.int8)
     return xp.where(xp.isnan(values), np.float32(0), values).astype(np.int8)
 
@@ -325,7 +325,7 @@ def check_codes(codes: Array, scales: Array, block_size: int, strategy: str = "b
 
 
 def check_strategy(strategy: str) -> None:
-    """Raise ValueError for a name that is none of `STRATEGIES`."""
+    """Raise ValueError for a name that is not in `STRATEGIES`."""
     if strategy not in STRATEGIES:
         names = " or ".join(map(repr, STRATEGIES))
         raise ValueError(f"strategy must be {names}, got {strategy!r:.40}")

@@ -1,4 +1,4 @@
-"""Scales and zero points that a caller hands over with codes of his own, in full."""
+"""Scales and zero points that a caller gives with codes, expanded to full shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupyattn.quant.quantizers import group_count
 
 
 def _as_array(xp: Any, name: str, scale: Any, axes: int) -> Any:
-    """Return a given scale as it is, a single float as an array with so many axes."""
+    """Return a given scale unchanged; a single float becomes an array of `ndim` axes."""
     if hasattr(scale, "shape"):
         return scale
     if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
@@ -23,7 +23,7 @@ def _as_array(xp: Any, name: str, scale: Any, axes: int) -> Any:
 def given_scale(
     xp: Any, name: str, scale: Any, group: int | None, thread: int
 ) -> tuple[Array, int, str]:
-    """Return a given scale as an array, its rows per scale, and what that granularity is called."""
+    """Return a given scale as an array, its rows per scale, and the name of that granularity."""
     scale = _as_array(xp, name, scale, 3)
     if scale.ndim != 3:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Every choice of INT8 arithmetic beside the default, one at a time, and what goes together."""
+"""Every choice of INT8 arithmetic, each a single change of the default, and valid combinations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from cupyattn.quant.config import GRANULARITIES
 
-#: Fields of QuantConfig that differ from the default, by what is chosen and by what it is called.
+#: Fields of QuantConfig that differ from the default, by the subject and the name of a choice.
 CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "granularity": {
         **{f"Q per {g}": {"granularity_q": g} for g in GRANULARITIES if g != "thread"},

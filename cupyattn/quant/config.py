@@ -23,13 +23,13 @@ from cupyattn.kernels.tiles import Tiles
 #: Rows of Q, and keys, that share a scale at granularity "thread".
 THREAD_ROWS_Q, THREAD_ROWS_K = 2, 16
 
-#: What P may be by the arithmetic of P.V; the first where nothing is said.
+#: Types of P for each arithmetic of P.V; the first is the default.
 P_TYPES_OF = {"16bit": ("16bit",), "int8": ("u8", "s8", "16bit"), "fp8": ("e4m3",)}
 
 #: Smallest scale, the smallest normal float32: its inverse is finite.
 SCALE_MIN = np.float32(2.0**-126)
 
-#: What plans call given scales of Q and K.
+#: Names of given scales of Q and K in plans.
 SCALE_BUFFERS = "q_static_scale", "k_static_scale"
 
 GRANULARITIES = ("tensor", "head", "block", "thread", "token")
@@ -42,51 +42,52 @@ class QuantConfig:
     Parameters
     ----------
     granularity_q, granularity_k : {"tensor", "head", "block", "thread", "token"}
-        Which rows share a scale: all of the array, those of one (batch, head), one tile of the
-        attention kernel in the form that runs (of P and V in e4m3: in the portable form), 2
-        adjacent rows of Q or 16 adjacent keys, or one row.
+        Rows that share a scale: all rows of the array, all rows of a (batch, head), the rows of a
+        tile of the attention kernel in the form that runs (with P and V in e4m3: in the portable
+        form), 2 adjacent rows of Q or 16 adjacent keys, or one row.
     granularity_v : {"none", "tensor", "channel", "block"}, optional
         V in 16 bits has no scale. V in 8 bits has one for the array ("tensor"), for each channel of
-        a (batch, head), or for each channel of a tile of keys ("block"). P in 16 bits takes no
-        "block". When omitted: "none", or "block", or "channel" beside P in 16 bits.
+        a (batch, head), or for each channel of a tile of keys ("block"). P in 16 bits does not
+        support "block". Default: "none" for V in 16 bits, "channel" for V in 8 bits with P in 16
+        bits, otherwise "block".
     symmetric : bool
-        True: codes -127 to 127 without zero points. False: codes -128 to 127, which the range of a
-        group fills whatever side of 0 it lies on, and a zero point beside every scale, the code
-        of 0; V's INT8 codes have them too where P is codes, 8-bit floats have none. Needs dynamic
+        True: codes -127 to 127 without zero points. False: codes -128 to 127, filled by the range
+        of a group even if it is not centred at 0. Every scale then has a zero point, the code of 0.
+        V's INT8 codes have zero points, too, if P is codes; 8-bit floats have none. Needs dynamic
         scales.
     smooth_k : bool
-        Subtract from the keys a mean over the length, per (batch, head, channel): of all keys, or
-        of 32 of every 128 where there are 1,024 and more. The softmax does not change; a bias that
-        all keys share no longer eats the range of the codes.
+        Subtract from the keys a mean over the length, per (batch, head, channel): the mean of all
+        keys, or, from 1,024 keys on, of 32 of every 128. The softmax does not change, and an offset
+        that all keys share no longer uses up the range of the codes.
     smooth_v : bool, optional
-        The same for V in 8 bits: the output gets the mean back. When omitted: where V has 8 bits.
+        The same for V in 8 bits; the output gets the mean back. Default: True if V has 8 bits.
     qk_bits : {8, 4}
-        Bits of a code of Q or K. 4: codes -7 to 7, which `QuantizedQKV` keeps two to a byte; the
-        kernels multiply INT8 all the same. It goes without zero points and without `fused`.
+        Bits of a code of Q or K. 4: codes -7 to 7, which `QuantizedQKV` stores two to a byte; the
+        kernels still multiply INT8. Excludes zero points and `fused`.
     pv : {"16bit", "int8", "fp8"}
         Arithmetic of P.V: both in 16 bits; V as INT8 codes and P of `p_type`; or both as 8-bit
         floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
-        Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
-        or a float32 array ``(batch or 1, heads or 1, groups)`` of any library. It keeps copies,
-        read-only on the host; those on a device must not be changed. Values past 127 scales
-        saturate. V's scales are always dynamic.
+        Scales from the maxima of each call, or given scales: a positive float (granularity
+        "tensor") or a float32 array ``(batch or 1, heads or 1, groups)`` of any library. The record
+        stores copies, which are read-only on the host and must not be changed on a device. Values
+        past 127 scales saturate. V's scales are always dynamic.
     p_type : {"16bit", "u8", "s8", "e4m3"}, optional
-        P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
-        the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
-        "u8" for "int8". "16bit" beside V in INT8 halves V's memory and leaves P as it is.
+        P as an operand: 16 bits; codes 0 to 255 or 0 to 127, of which the largest stands for the
+        largest exponential of a tile; or e4m3 up to 448. Default: the type for `pv`, "u8" for
+        "int8". "16bit" with V in INT8 halves V's memory and leaves P unchanged.
     fused : bool
-        Q and K become codes inside the attention kernel, and are written nowhere; otherwise a pass
-        before it makes them. The result is the same, bit for bit, with tiles of the same sizes. It
-        takes what a tile of rows has at hand: granularity "block", "thread" or "token", dynamic
-        scales, ``smooth_k=False`` and ``pv="16bit"``.
+        True: the attention kernel makes the codes of Q and K, and does not store them. False: a
+        pass before the kernel makes them. With tiles of the same sizes, the results have the same
+        bits. Only for scales that depend on one tile of rows: granularity "block", "thread" or
+        "token", dynamic scales, ``smooth_k=False`` and ``pv="16bit"``.
 
     Raises
     ------
     ValueError
-        For a value that is none of these.
+        For an invalid value.
     UnsupportedError
-        For values that are not offered together.
+        For values that are not supported together.
 
     Notes
     -----
@@ -152,7 +153,7 @@ class QuantConfig:
         if isinstance(self.scales, str):
             _one_of("scales", self.scales, ("dynamic",))
         else:
-            if isinstance(self.scales, tuple):  # plans keep what was given, hence a copy
+            if isinstance(self.scales, tuple):  # plans store these scales, hence a copy
                 own = tuple(_kept(name, x) for name, x in zip("qk", self.scales, strict=False))
                 object.__setattr__(self, "scales", own + self.scales[2:])
             self._check_static_scales()
@@ -161,7 +162,7 @@ class QuantConfig:
             self._check_fused()
 
     def _check_fused(self) -> None:
-        """Raise unless a tile of rows has at hand what its codes depend on."""
+        """Raise unless the codes of a tile depend only on its rows."""
         for name, value, taken in (
             ("granularity_q", self.granularity_q, ("block", "thread", "token")),
             ("granularity_k", self.granularity_k, ("block", "thread", "token")),
@@ -206,7 +207,7 @@ class QuantConfig:
         return not isinstance(self.scales, str)
 
     def of_entry(self, number: int) -> QuantConfig:
-        """Return how one batch entry is quantised: given scales may be its own."""
+        """Return how one batch entry is quantised, with its part of given scales."""
         if not self.static:
             return self
         each = (getattr(x, "shape", (1,))[0] > 1 for x in self.scales)
@@ -215,7 +216,7 @@ class QuantConfig:
 
     @property
     def largest_code(self) -> int:
-        """The largest code of Q and K where there are no zero points."""
+        """The largest code of Q and K without zero points."""
         return 127 if self.qk_bits == 8 else 7
 
     @property
@@ -245,7 +246,7 @@ class QuantConfig:
 
     @property
     def value_p_type(self) -> str:
-        """Type of P where V is codes, as `Features` has it; "" where it is not."""
+        """Type of P if V is codes, as in `Features`; "" otherwise."""
         return str(self.p_type) if self.has_value_codes else ""
 
     def group_q(self, tiles: Tiles) -> int:
@@ -257,12 +258,12 @@ class QuantConfig:
         return _group(self.granularity_k, tiles.block_kv, THREAD_ROWS_K)
 
     def group_v(self, tiles: Tiles) -> int:
-        """Return how many adjacent keys share the scale of a channel of V; 0 where it has none."""
+        """Return the number of adjacent keys per scale of a channel of V; 0 without scales."""
         return {"none": 0, "block": tiles.block_kv}.get(str(self.granularity_v), GROUP_ALL)
 
     @functools.cached_property
     def described(self) -> QuantConfig:
-        """The same with descriptions of given scales in their place: what a call depends on."""
+        """The same with descriptions in place of given scales, as the key of a call needs it."""
         if not self.static:
             return self
         scales = (
@@ -285,9 +286,11 @@ class QuantConfig:
         Parameters
         ----------
         array : array or Described
-            Of NumPy or CuPy: where they are to lie; described, so are they.
+            NumPy or CuPy; the scales are returned on its device. For a description, they are
+            descriptions.
         entries : pair of (int, int)
-            Batch and heads, which scales that are not of whole tensors are repeated to; of Q and K.
+            Batch and heads of Q and of K, to which scales are repeated, except scales of whole
+            tensors.
 
         Returns
         -------

@@ -46,7 +46,7 @@ def packed(codes: Array) -> Array:
 
 
 def unpacked(nibbles: Array, head_dim: int) -> Array:
-    """Return what `packed` packed, in rows as the kernels lay them: the inverse.
+    """Undo `packed`, with rows padded as the kernels store them.
 
     Parameters
     ----------

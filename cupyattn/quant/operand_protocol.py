@@ -1,4 +1,4 @@
-"""Quantised operands as mirror and reference read them: what they consist of, codes as numbers."""
+"""Quantised operands as mirror and reference read them: their members, and codes as numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupyattn.arrays.kinds import Array
 
 @runtime_checkable
 class Quantized(Protocol):
-    """What the mirror reads of quantised operands; `cupyattn.quant.QuantizedQKV` says more."""
+    """Members of quantised operands that the mirror reads (see `cupyattn.quant.QuantizedQKV`)."""
 
     @property
     def q_codes(self) -> Array: ...  # (batch, heads, len_q, head_dim), int8 once unpacked
@@ -65,7 +65,7 @@ def check_queries(quantized: Quantized) -> None:
 
 
 def check_one_sequence(quantized: Quantized) -> None:
-    """Raise ValueError where operands are packed sequences, whose scales lie otherwise."""
+    """Raise ValueError if operands are packed sequences, whose scales have another layout."""
     if quantized.cu_seqlens_q is not None:
         raise ValueError(
             "mirror and bounds take the operands of one sequence at a time: those that "

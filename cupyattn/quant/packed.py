@@ -1,9 +1,10 @@
-"""How the quantised operands of packed sequences lie: where each sequence has its codes and scales.
+"""Layout of the quantised operands of packed sequences: where each has its codes and scales.
 
-Groups of rows begin with each sequence. What there is one of for each group, scales above all, lies
-in one axis for all sequences, those of sequence i from ``first // group + i`` on, `first` being its
-first row: room for the groups of all sequences before, whatever their lengths. Codes of V, whose
-channels are padded, are such groups of VALUES_PAD keys.
+Groups of rows start again with each sequence. Arrays with one element for each group, such as
+scales, have one axis for all sequences. The elements of sequence i start at ``first // group + i``,
+where `first` is its first row: this leaves room for the groups of all sequences before, for any
+lengths. Codes of V, whose channels are padded, are laid out in the same way, in groups of
+VALUES_PAD keys.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cupyattn.quant.quantizers import VALUES_PAD, group_count, in_padded_rows
 
 
 def packed_groups(total: int, batch: int, group: int) -> int:
-    """Return how many scales a head of packed sequences has: as many as any lengths need.
+    """Return the number of scales of a head of packed sequences, enough for any lengths.
 
     Examples
     --------
@@ -64,7 +65,7 @@ def rows_of_sequences(rows: Array, cu_seqlens: Array) -> Array:
 
 
 def check_sequences(z: Any) -> None:
-    """Raise ValueError unless a record has offsets for Q and for K, of so many rows, or neither."""
+    """Raise ValueError unless a record has valid offsets for both Q and K, or for neither."""
     longest = z.max_len_q, z.max_len_k
     if z.cu_seqlens_q is None or z.cu_seqlens_k is None:
         if z.cu_seqlens_q is not z.cu_seqlens_k or longest != (0, 0):
@@ -132,7 +133,7 @@ def _of_record(z: Any, ends_q: Sequence[int], ends_k: Sequence[int]) -> dict[str
 def cut_entry(z: Any, number: int, len_q: int, len_kv: int) -> Any:
     """Return the record of the first rows of one entry of a padded batch: views of its arrays.
 
-    Scales stay those of whole groups, rows that are cut off among them.
+    Scales stay the scales of whole groups, which may include rows that are cut off.
     """
     sizes = {
         "q_codes": len_q, "k_codes": len_kv, "v": len_kv, "q_code_sum": len_q,
@@ -144,7 +145,7 @@ def cut_entry(z: Any, number: int, len_q: int, len_kv: int) -> Any:
     found = {}
     for name in (*sizes, "v_codes", "k_mean", "v_mean"):
         if (array := getattr(z, name)) is not None:
-            one = array[min(number, array.shape[0] - 1)][None]  # or what all entries share
+            one = array[min(number, array.shape[0] - 1)][None]  # or the only entry, which all share
             if name == "v_codes":
                 one = one[..., : group_count(len_kv, VALUES_PAD) * VALUES_PAD]
             found[name] = one[:, :, : sizes[name]] if name in sizes else one
@@ -154,7 +155,7 @@ def cut_entry(z: Any, number: int, len_q: int, len_kv: int) -> Any:
 def split(z: Any) -> Iterator[Any]:
     """Yield the record of every sequence of a packed `QuantizedQKV`: views of its arrays.
 
-    Offsets on a device are waited for.
+    Offsets on a device cause a synchronisation.
     """
     ends = (z.cu_seqlens_q, z.cu_seqlens_k)
     ends_q, ends_k = ((a if isinstance(a, np.ndarray) else a.get()).tolist() for a in ends)
@@ -171,13 +172,13 @@ def split(z: Any) -> Iterator[Any]:
 
 
 def join(records: Sequence[Any], template: Any, sequences: Any) -> Any:
-    """Return the record of packed sequences, given that of each, on NumPy.
+    """Return the record of packed sequences from a record of each, for NumPy arrays.
 
     Parameters
     ----------
     records : sequence of QuantizedQKV
     template : QuantizedQKV
-        One like them, where there may be none.
+        A similar record, because `records` may be empty.
     sequences : cupyattn.problem.sequences.Sequences
     """
     ends = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)

@@ -1,4 +1,4 @@
-"""`QuantizedQKV`: what INT8 attention runs on."""
+"""`QuantizedQKV`: the operands of INT8 attention."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BUFFERS = (
 
 
 class CodeFacts(NamedTuple):
-    """What a `QuantizedQKV` is beside its arrays: arguments of it."""
+    """The arguments of a `QuantizedQKV`, except its arrays."""
 
     group_q: int
     group_kv: int
@@ -62,59 +62,58 @@ class QuantizedQKV:
     q_codes : array, (batch, heads, len_q, head_dim), int8
     k_codes : array, (batch, heads_kv, len_kv, head_dim), int8
         Contiguous along the last axis. Codes made here have rows of a multiple of 16 bytes, as the
-        Hopper forms want them: what pads them is nobody's. With ``config.qk_bits=4`` they may be
-        uint8, (..., ceil(head_dim / 2)), two codes to a byte: `in_nibbles`, and back `unpacked`.
+        Hopper forms need; the padding is undefined. With ``config.qk_bits=4`` they may be uint8,
+        (..., ceil(head_dim / 2)), two codes to a byte: `in_nibbles`, and back `unpacked`.
     v : array, (batch, heads_kv, len_kv, head_dim), float16 or bfloat16, or None
-        The caller's own array where that has 16 bits. None where V is codes.
+        The caller's array if it has 16 bits. None if V is codes.
     q_scale : array, (batch or 1, heads or 1, groups), float32
-        Row i of Q is ``q_codes[..., i, :] * q_scale[..., i // group_q]``, the zero point
-        ``q_zero[..., i // group_q]`` taken off the codes first where there is one.
+        Row i of Q is ``q_codes[..., i, :] * q_scale[..., i // group_q]``. If there are zero points,
+        ``q_zero[..., i // group_q]`` is first subtracted from the codes.
     k_scale : array, (batch or 1, heads_kv or 1, groups), float32
-        Likewise for K, without its mean.
+        The same for K, without its mean.
     group_q, group_kv : int
-        Rows per scale; GROUP_ALL (2**30) where one scale serves a whole head or array.
+        Rows per scale; GROUP_ALL (2**30) if a whole head or array has one scale.
     config : QuantConfig
-        What was asked for.
+        The configuration of the codes.
     out_dtype : {"float16", "bfloat16", "float32"}
         Type of the attention output.
     k_mean : array, (batch, heads_kv, head_dim), float32, optional
         Subtracted from the keys before they were quantised.
     q_zero, k_zero : array, as q_scale and k_scale, int32, optional
-        Zero points, -128 to 128: the codes that stand for 0. Both or neither.
+        Zero points, -128 to 128: the codes of the number 0. Give both or neither.
     v_codes : array, (batch, heads_kv, head_dim, padded), int8, optional
         V as codes, keys along the last axis, up to a multiple of 128 and in the order of
         `cupyattn.quant.quantizers.stored_values`.
     v_scale : array, (batch, heads_kv, groups, head_dim), float32, optional
-        Of channel d at key j ``v_scale[..., j // group_v, d]``: see `centred_values`.
+        The scale of channel d at key j is ``v_scale[..., j // group_v, d]``; see `centred_values`.
     v_mean : array, (batch, heads_kv, head_dim), float32, optional
         Subtracted from V before it was quantised.
     group_v : int
-        Keys per scale of V; 0 where V is not codes.
+        Keys per scale of V; 0 if V is not codes.
     v_zero : array, as v_scale, int32, optional
         Zero points of V; given if and only if V and P are integer codes and Q and K have zero
         points.
     q_code_sum, k_code_sum : array, (batch, heads or heads_kv, len_q or len_kv), int32, optional
-        Sums of the codes of each row, which go with zero points; computed when omitted.
+        Sums of the codes of each row, needed with zero points; computed when omitted.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
-        Operands are packed sequences: sequence i is rows ``cu_seqlens_q[i]`` up to
-        ``cu_seqlens_q[i + 1]`` of Q, and likewise of K and V. Means then have `batch` entries, all
-        else has one; where in it a sequence has its scales and its codes of V, `sequences` knows.
+        Given if operands are packed sequences. Sequence i has rows ``cu_seqlens_q[i]`` up to
+        ``cu_seqlens_q[i + 1]`` of Q, and the same of K and V. Means then have `batch` entries, and
+        all other arrays have one, which `sequences` cuts into sequences.
     max_len_q, max_len_k : int
-        No sequence is longer; 0 where none are packed.
+        Largest length of a sequence; 0 without packed sequences.
     prepared : tuple of str
-        What happened to the rows of Q and K first, of ``"rope"`` and ``"qk_norm"``: other queries
-        need the same (`with_q`).
+        Preparation of the rows of Q and K, from ``"rope"`` and ``"qk_norm"``: other queries need
+        the same (`with_q`).
     has_queries : bool
-        False where there are keys and values alone, as `cupyattn.quantize_kv` makes them: attention
-        refuses such a record, and `with_q` gives it queries.
+        False if there are only keys and values, as from `cupyattn.quantize_kv`. Attention refuses
+        such a record, and `with_q` adds queries.
     as_given : callable
-        Turns a result into the kind of array that the queries were.
+        Converts a result to the kind of array of the queries.
 
     Raises
     ------
     ValueError
-        If shapes or dtypes do not fit together, or (on NumPy, where looking costs nothing) a zero
-        point is past 128.
+        If shapes or dtypes do not fit together, or, for NumPy arrays, if a zero point is past 128.
     """
 
     q_codes: Array
@@ -171,7 +170,7 @@ class QuantizedQKV:
         self._check_shapes()
 
     def _groups(self, length: int, group: int) -> int:
-        """Return how many scales there are for so many rows."""
+        """Return the number of scales for a number of rows."""
         if self.cu_seqlens_q is None:
             return group_count(length, group)
         return packed_groups(length, self.batch, group)
@@ -215,7 +214,7 @@ class QuantizedQKV:
         self._check_zeros()
 
     def _check_zeros(self) -> None:
-        """Q and K have zero points, and V's INT8 codes with them, or none has."""
+        """Raise unless Q, K and V's INT8 codes all have zero points, or none of them has."""
         q_zero, k_zero, v_zero = (getattr(self, name) for name in _ZEROS)
         coded = self.v_codes is not None and self.config.value_p_type in ("u8", "s8")
         of_v = q_zero is not None and coded
@@ -266,7 +265,7 @@ class QuantizedQKV:
 
     @property
     def facts(self) -> CodeFacts:
-        """What it is beside its arrays."""
+        """Its arguments, except arrays."""
         return CodeFacts(
             self.group_q, self.group_kv, self.config, self.out_dtype, self.group_v,
             self.max_len_q, self.max_len_k, self.prepared, self.has_queries,
@@ -296,7 +295,7 @@ class QuantizedQKV:
 
     @property
     def has_nibbles(self) -> bool:
-        """Whether codes of Q and K lie two to a byte."""
+        """Whether codes of Q and K are stored two to a byte."""
         return str(self.q_codes.dtype) == "uint8"
 
     def with_q(self, q: Array, **options: Any) -> QuantizedQKV:
@@ -305,25 +304,25 @@ class QuantizedQKV:
         Parameters
         ----------
         q : array, (batch, heads, len_q, head_dim), out_dtype
-            NumPy, CuPy, or anything with DLPack, where the codes lie; not modified. Any number of
-            rows, and any multiple of `heads_kv` heads. For packed keys (total_q, heads, head_dim).
+            NumPy, CuPy, or anything with DLPack, on the device of the codes; not modified. Any
+            number of rows, and any multiple of `heads_kv` heads. For packed keys (total_q, heads,
+            head_dim).
         **options
             ``backend``, ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and
-            ``qk_norm_eps`` as for `cupyattn.quantize`: what K had, at the position of these rows.
+            ``qk_norm_eps`` as for `cupyattn.quantize`: as for K, at the positions of these rows.
             For packed keys ``cu_seqlens_q`` and ``max_len_q``; those of this record when omitted.
 
         Returns
         -------
         QuantizedQKV
-            Its arrays of K and V are those of this record. Attention gives back the kind of q.
+            Its arrays of K and V are those of this record. Attention returns arrays of q's kind.
 
         Raises
         ------
         ValueError, TypeError
-            For queries that do not fit the keys, are of another type, or are not what given scales
-            of Q are for.
+            For queries that do not fit the keys or the given scales of Q, or have another type.
         UnsupportedError
-            For zero points beside given scales.
+            For zero points with given scales.
 
         Examples
         --------
@@ -387,12 +386,12 @@ class QuantizedQKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays together, without what pads rows of codes."""
+        """Bytes of all arrays together, without the padding of rows of codes."""
         arrays = (getattr(self, name) for name in _ARRAYS)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
     def dequantize(self, dtype: str = "float32") -> tuple[Array, Array, Array]:
-        """Return the operands that the codes stand for, as attention of any kind takes them.
+        """Return the operands as numbers, which any attention takes.
 
         Parameters
         ----------
@@ -449,9 +448,9 @@ class QuantizedQKV:
         return q, k, v
 
     def sequences(self) -> Iterator[QuantizedQKV]:
-        """Yield the operands of every packed sequence as a record of its own, views of these.
+        """Yield a record of each packed sequence, with views of these arrays.
 
-        Offsets on a device are waited for. Operands that are not packed are their own.
+        Offsets on a device cause a synchronisation. Without packing, yield this record.
         """
         return iter((self,)) if self.cu_seqlens_q is None else split(self)
 
@@ -469,7 +468,7 @@ class QuantizedQKV:
         return numbers - zero.astype(np.float32)
 
     def centred_values(self, dtype: str = "float64") -> Array:
-        """Return V as the second product takes it: without its mean, where one was subtracted.
+        """Return V as in the second product: without its mean, if a mean was subtracted.
 
         Parameters
         ----------
@@ -480,7 +479,7 @@ class QuantizedQKV:
         array, (batch, heads_kv, len_kv, head_dim)
         """
         if self.v is not None:
-            # NOTE: bfloat16 goes to float64 by way of float32, which holds all of it.
+            # NOTE: bfloat16 is converted to float64 through float32, which is exact.
             return self.v.astype(np.float32).astype(dtype)
         scale: Any = self.v_scale
         scale = value_scale_of_key(scale.astype(dtype), self.group_v, self.len_kv)
@@ -509,38 +508,38 @@ class QuantizedQKV:
     ) -> QuantizedQKV:
         """Wrap INT8 arrays that were quantised elsewhere.
 
-        Arrays are NumPy's, CuPy's, or anything with DLPack; none is modified.
+        Arrays are NumPy, CuPy, or anything with DLPack; none is modified.
 
         Parameters
         ----------
         q_codes, k_codes : array, int8
-            (batch, heads, len, head_dim). Attention gives back the kind of q_codes.
+            (batch, heads, len, head_dim). Attention returns arrays of the kind of q_codes.
         v : array, float16 or bfloat16, or int8 or float8_e4m3fn
-            Values, not quantised; or codes, (batch, heads_kv, len_kv, head_dim), with `v_scale`:
-            int8 may hold the bits of e4m3, too, with ``p_type="e4m3"``.
+            Values, not quantised; or codes, (batch, heads_kv, len_kv, head_dim), with `v_scale`.
+            With ``p_type="e4m3"``, int8 may contain the bits of e4m3.
         q_scale, k_scale : float or array
             One positive scale for all, or float32 ``(batch or 1, heads or 1, groups)``. The codes
             are *multiplied* by it.
         q_zero, k_zero : int or array of integers, optional
-            Zero points, which are taken off the codes first: one for all, or an array that
-            broadcasts to the shape of the scale, or whose shape the scale broadcasts to.
+            Zero points, which are subtracted from the codes first: one for all, or an array that
+            broadcasts to the shape of the scale, or to whose shape the scale broadcasts.
         group_q, group_kv : int, optional
-            Rows per scale; needed where there is more than one group.
+            Rows per scale; required if there is more than one group.
         k_mean : array, (batch, heads_kv, head_dim), float32, optional
-            What was subtracted from the keys.
+            Mean that was subtracted from the keys.
         out_dtype : str, optional
-            Type of the attention output; that of v when omitted, float16 where v is codes.
+            Type of the attention output; that of v when omitted, or float16 if v is codes.
         v_scale : float or array, optional
             With codes of V: one positive scale for all, or float32
             ``(batch or 1, heads_kv or 1, groups, head_dim or 1)``.
         v_mean : array, (batch, heads_kv, head_dim), float32, optional
-            What was subtracted from V.
+            Mean that was subtracted from V.
         group_v : int, optional
-            Keys per scale of V, a multiple of the attention kernel's ``block_kv``; needed where
+            Keys per scale of V, a multiple of the attention kernel's ``block_kv``; required if
             there is more than one group.
         p_type : {"u8", "s8", "e4m3", "16bit"}, optional
-            P beside codes of V; "u8" when omitted, or "e4m3" where V is that. "16bit" goes with
-            INT8 codes that have one scale for each channel and no zero points.
+            Type of P for codes of V; "u8" when omitted, or "e4m3" if V is e4m3. "16bit" requires
+            INT8 codes with one scale for each channel and without zero points.
         v_zero : int or array of integers, optional
             The same for INT8 codes of V.
 
@@ -630,7 +629,7 @@ class QuantizedQKV:
         FileNotFoundError
             If there is no such file.
         ValueError
-            If it is damaged, or something else, or of another version; the message has its name.
+            If it is damaged, another kind of file, or of another version; the message names it.
         """
         try:
             return cls(**quantized_file.read(path, namespace))

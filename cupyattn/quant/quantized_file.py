@@ -1,4 +1,4 @@
-"""How a `QuantizedQKV` is kept in a file: NumPy's ``.npz``, its arrays and a header in JSON."""
+"""File format of a `QuantizedQKV`: NumPy's ``.npz`` with its arrays and a header in JSON."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ARRAYS = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean", "v_codes",
     "v_scale", "v_mean", "v_zero", "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
-#: Its other fields, beside its configuration, that the header has.
+#: Its other fields in the header, except its configuration.
 _PLAIN = (
     "out_dtype", "group_q", "group_kv", "group_v", "max_len_q", "max_len_k", "prepared",
     "has_queries",
 )  # fmt: skip
-#: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
+#: Exceptions of NumPy, zipfile, json and the record's checks for a damaged or foreign file.
 UNREADABLE = (
     ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
     UnsupportedError,

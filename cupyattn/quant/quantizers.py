@@ -1,4 +1,4 @@
-"""INT8 quantisation in NumPy: what kernels_cu/prepare/quantize*.cu compute, bit for bit.
+"""INT8 quantisation in NumPy, bit for bit as in kernels_cu/prepare/quantize*.cu.
 
 A group of rows shares one float32 scale; row r of an operand has ``scale[..., r // group]``, for
 every granularity. All arithmetic is float32, each operation rounded once, to nearest, ties to even.
@@ -26,9 +26,10 @@ HALF_CODES = np.float32(127.5)
 #: Largest number of e4m3, the 8-bit float of 4 exponent and 3 fraction bits.
 E4M3_MAX = np.float32(448)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-#: Keys of V's codes are padded to a multiple of this, as prims/config.cuh has it.
+#: Keys of V's codes are padded to a multiple of this number, which prims/config.cuh defines, too.
 VALUES_PAD = 128
-#: Rows of codes of Q and K lie so many bytes apart, or a multiple: the Hopper copy engine's steps.
+#: The stride of rows of Q's and K's codes is a multiple of this, because the Hopper copy engine
+#: requires it. In bytes.
 CODES_PAD = 16
 
 
@@ -43,16 +44,16 @@ def group_count(length: int, group: int) -> int:
     return 1 if group == GROUP_ALL else -(-length // group)
 
 
-#: Rows of a head from which on its mean is that of a part of them, and of so many the first rows:
-#: kernels_cu/prims/codes/quant.cuh has the same.
+#: Least number of rows of a head for which the mean uses only some rows: the first few of each
+#: period. kernels_cu/prims/codes/quant.cuh has the same numbers.
 MANY_ROWS, MEAN_ROWS, MEAN_PERIOD = 1024, 32, 128
 
 
 def rows_of_mean(length: int) -> int:
     """Return how many rows of a head smoothing takes the mean of.
 
-    A quarter of many rows, all of few. Any vector may be subtracted that all rows share, and
-    a mean of some rows lies between the ends of every channel as that of all does.
+    A quarter of many rows, or all of few. Any vector that all rows share may be subtracted, and the
+    mean of some rows is within the range of every channel, like the mean of all rows.
 
     Parameters
     ----------
@@ -80,7 +81,7 @@ def of_mean(x: Array) -> Array:
     Returns
     -------
     array, (batch, heads, rows_of_mean(length), head_dim)
-        x itself where it is all of them.
+        x itself if all rows are used.
     """
     length = x.shape[2]
     if length < MANY_ROWS:
@@ -89,7 +90,7 @@ def of_mean(x: Array) -> Array:
 
 
 def channel_mean(k: Array) -> Float32:
-    """Return what smoothing subtracts: the mean of each channel over the rows `of_mean`.
+    """Return the vector that smoothing subtracts: the mean of each channel over the rows `of_mean`.
 
     Parameters
     ----------
@@ -99,13 +100,13 @@ def channel_mean(k: Array) -> Float32:
     Returns
     -------
     array, (batch, heads_kv, head_dim), float32
-        0 for a channel whose sum is not finite, and where there are no keys.
+        0 for a channel whose sum is not finite, and without keys.
 
     Notes
     -----
-    Subtracting any vector that all keys share leaves the softmax as it is, so the order of the sum
-    does not matter, and the kernel's differs. Likewise 0 is as right as any other number where
-    a NaN would otherwise reach every key of the head.
+    Subtracting any vector that all keys share does not change the softmax. So the order of the sum
+    does not matter, and the kernel has another order. For the same reason 0 may replace a NaN,
+    which would otherwise spread to every key of the head.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         rows = of_mean(k).astype(np.float32)
@@ -117,7 +118,7 @@ def channel_mean(k: Array) -> Float32:
 
 
 def numbers_of(codes: Array, e4m3: bool) -> Array:
-    """Return what codes stand for before their scale, float32.
+    """Return codes as float32 numbers, before their scale.
 
     Parameters
     ----------
@@ -169,8 +170,8 @@ def coding_of_range(
     Parameters
     ----------
     above, below : array, float32
-        Largest number and magnitude of the least one, 0 where there is none on that side; NaN or
-        infinite where a group holds such a value.
+        Largest positive number and largest magnitude of a negative number, 0 if there is none; NaN
+        or infinite if a group contains such a value.
 
     Returns
     -------
@@ -193,7 +194,7 @@ def coding_of_range(
 
 
 def code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
-    """Return the codes of numbers in units of their scale; 0 where that is NaN."""
+    """Return the codes of numbers in units of their scale; 0 if the scale is NaN."""
     xp = array_namespace(scaled)
     codes = xp.clip(xp.rint(scaled) + zero, -128, 127)
     found: npt.NDArray[np.int8] = xp.where(xp.isnan(codes), np.float32(0), codes).astype(np.int8)
@@ -201,7 +202,7 @@ def code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
 
 
 def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
-    """Return scale and inverse of given scales: NaN and 0 where one is no number from 2^-126 up."""
+    """Return given scales and their inverses; NaN and 0 unless a scale is finite and normal."""
     usable = np.isfinite(static) & (static >= SCALE_MIN)
     inverse = np.float32(1) / np.where(usable, static, np.float32(1))
     return np.where(usable, static, np.float32(np.nan)), np.where(usable, inverse, np.float32(0))
@@ -306,9 +307,9 @@ def quantize_values_affine(
 def stored_values(codes: Array) -> Array:
     """Return codes (batch, heads_kv, head_dim, len_kv) as kernels read them.
 
-    Zeros go up to a multiple of VALUES_PAD, and of every 16 keys key 8 n + 2 t + j lies at place
-    4 t + 2 n + j: a lane of a matrix product has the scores of keys 2 t, 2 t + 1, 8 + 2 t and
-    9 + 2 t, and their values must then be neighbours.
+    Zeros pad the keys to a multiple of VALUES_PAD. Among every 16 keys, key 8 n + 2 t + j is stored
+    at place 4 t + 2 n + j. A lane of a matrix product has the scores of keys 2 t, 2 t + 1, 8 + 2 t
+    and 9 + 2 t, so their values become neighbours.
 
     Parameters
     ----------
@@ -331,7 +332,7 @@ def stored_values(codes: Array) -> Array:
 
 
 def values_by_key(stored: Array, length: int) -> Array:
-    """Return the first `length` codes of what `stored_values` returned, in the order of keys."""
+    """Undo `stored_values`: return the first `length` codes in the order of keys."""
     of_16 = (*stored.shape[:3], stored.shape[3] // 16)
     by_key = stored.reshape(*of_16, 4, 2, 2).swapaxes(-2, -3)  # t, n, j as n, t, j
     return by_key.reshape(stored.shape)[..., :length]
@@ -371,7 +372,7 @@ def in_padded_rows(codes: Array) -> Array:
 
 
 def padded_length(length: int) -> int:
-    """Return how many codes a channel of V has for so many keys.
+    """Return the padded number of codes in a channel of V, for a number of keys.
 
     Examples
     --------
@@ -405,7 +406,7 @@ def quantize_symmetric(
     static_scale : array, (batch or 1, heads or 1, groups), float32, optional
         Scales to use in place of those from the data.
     largest : int
-        The largest code: 127, or 7 of 4 bits.
+        The largest code: 127, or 7 for 4 bits.
 
     Returns
     -------
@@ -422,13 +423,14 @@ def quantize_symmetric(
 
     *No clipping is needed*: ``|x| <= A``, so the product is at most 127 (1 + u)^2 < 127.5.
 
-    *Error*: ``|x - s code| <= s/2 (1 + 2^-15)``. A mantissa m in [1, 2) of s has the relative error
-    u/m at most, and that of 127/A has 2/m, hence u m/2: together 3u/2 at most, of at most 127 s.
+    *Error*: ``|x - s code| <= s/2 (1 + 2^-15)``. Let m in [1, 2) be the mantissa of s. The relative
+    error of s is at most u/m, and that of 127/A, whose mantissa is 2/m, at most u m/2. Their sum is
+    at most 3u/2, of at most 127 s.
     The product, below 128, adds 2^-18 = 64 u in units of s; rint adds 1/2. In units of s:
     1/2 + 254.5 u, and 509 u = 2^-15.008. docs/MATH_REFERENCE.md [L14].
 
-    A static scale may saturate; the error is then ``max(s/2 (1 + 2^-15), |x| - 127 s)``. With
-    codes of 4 bits 7 stands for 127 throughout, and the products are smaller.
+    A static scale may saturate; the error is then ``max(s/2 (1 + 2^-15), |x| - 127 s)``. For codes
+    of 4 bits, 7 replaces 127 throughout, and the products are smaller.
     """
     most = np.float32(largest)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -475,7 +477,7 @@ def quantize_affine(
 
     clipped to -128 and 127; x is ``s (code - z)``, and 0 is code z exactly.
 
-    *Error*: ``|x - s (code - z)| <= s/2 (1 + 2^-12)``, also where it was clipped: docs/
+    *Error*: ``|x - s (code - z)| <= s/2 (1 + 2^-12)``, even if the code was clipped: docs/
     MATH_REFERENCE.md [L15].
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

@@ -34,7 +34,7 @@ def of_call(
     Parameters
     ----------
     z : QuantizedQKV
-        What the queries are for.
+        The record of keys and values.
     q : array
     options : mapping
         Keywords of `QuantizedQKV.with_q`.
@@ -91,7 +91,7 @@ def with_codes(z: Any, coded: Any, as_given: Callable[[Any], Any]) -> Any:
 
 
 def _check(z: Any, rows: Any) -> None:
-    """Raise unless queries fit the keys, and are of the type of what was quantised."""
+    """Raise unless queries fit the keys and have the type of the quantised arrays."""
     multiple = f"a multiple of {z.heads_kv}"
     names, wanted = "(total_q, heads, head_dim)", ["*", multiple, z.head_dim]
     if z.cu_seqlens_q is None:
@@ -112,7 +112,7 @@ def _check(z: Any, rows: Any) -> None:
 
 
 def _packed_as_before(z: Any, rows: Any) -> dict[str, Any]:
-    """Return the offsets of the queries that a record has, for as many rows."""
+    """Return the offsets of a record's queries, for the same number of rows."""
     if rows.shape[0] != z.len_q:
         raise ValueError(
             f"q has {rows.shape[0]} rows, and these codes are of {z.len_q} packed rows: give "

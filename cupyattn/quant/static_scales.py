@@ -16,7 +16,7 @@ from cupyattn.quant.quantizers import group_count
 
 
 def check_packed_quant(quant: QuantConfig) -> None:
-    """Raise UnsupportedError unless entries with lengths of their own can be quantised so."""
+    """Raise UnsupportedError unless entries of different lengths can be quantised so."""
     granularities = quant.granularity_q, quant.granularity_k
     if quant.static and not {*granularities} <= {"tensor", "head"}:
         raise UnsupportedError(
@@ -71,7 +71,7 @@ def wanted_scales(
 ) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
     """Yield for Q and K the name, the scales that are given, and the shape of dynamic ones.
 
-    None stands for scales of queries that are yet to come.
+    None stands for scales of queries that will be given later.
     """
     for name, given, shape, group in (
         ("q", quant.scales[0], q, quant.group_q(tiles)),
@@ -81,12 +81,12 @@ def wanted_scales(
         granularity = getattr(quant, f"granularity_{name}")
         wanted = scale_shape((batch, *shape[1:]), group, granularity)
         if name == "q" and not shape[2] and not _fits(_shape(given), wanted):
-            given = None  # keys alone: queries that come later are held to the scales
+            given = None  # only keys: queries are checked against the scales when they are given
         yield name, given, wanted
 
 
 def _shape(given: Any) -> tuple[int, ...]:
-    """Return the shape of given scales, where a number stands for one scale."""
+    """Return the shape of given scales; a number counts as one scale."""
     return tuple(given.shape) if hasattr(given, "shape") else (1, 1, 1)
 
 
@@ -100,7 +100,7 @@ def _fits(have: tuple[int, ...], wanted: tuple[int, int, int]) -> bool:
 def static_scales(
     quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles
 ) -> dict[str, Array | None]:
-    """Return the given scales of Q and K in the shapes of dynamic ones, None where dynamic.
+    """Return the given scales of Q and K in the shapes of dynamic scales; None if dynamic.
 
     Parameters
     ----------
@@ -140,15 +140,15 @@ def described_scales(
     ----------
     quant : QuantConfig
     arrays : mapping of str to Described
-        With those of `QuantConfig.scales_beside`.
+        Includes the scales of `QuantConfig.scales_beside`.
     rows : mapping of str to Described
         Q and K.
     tiles : Tiles
     sequences : int, optional
-        How many are packed in the operands: scales are given for a batch of so many, and returned
-        as (1, heads or 1, sequences).
+        Number of packed sequences: scales are given for a batch of this size, and returned as
+        (1, heads or 1, sequences).
     entries : int
-        How many scales one of all batch entries becomes.
+        Number of copies of a scale that all batch entries share.
 
     Raises
     ------

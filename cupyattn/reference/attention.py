@@ -244,7 +244,7 @@ def _slices(
 
 
 def _together(partials: Sequence[tuple[Float32, RowState]]) -> tuple[Float32, RowState]:
-    """Bring together what parts of the keys came to; one by itself stays what it is."""
+    """Merge partial results over parts of the keys; a single part stays unchanged."""
     O, first = partials[0]
     if len(partials) == 1:
         return O, first

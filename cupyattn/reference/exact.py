@@ -244,9 +244,9 @@ def attention_exact(
               lse_i = \log \sum_j e^{S_{ij}}
 
     over the keys j that row i attends to; without a softcap c the score is σ q·k + b. A score of
-    -inf is a masked key. What is masked has no influence, not even a NaN; a NaN among the keys that
-    a row attends to makes the row NaN. Beside the result and K, V of a few heads in float64, about
-    100 to 200 MB are used at a time.
+    -inf is a masked key. Masked keys have no influence, even if they are NaN. A NaN among the
+    unmasked keys of a row makes the row NaN. Beside the result and K, V of a few heads in float64,
+    about 100 to 200 MB are used at a time.
 
     Examples
     --------

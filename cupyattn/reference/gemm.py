@@ -1,6 +1,6 @@
 """What a product of INT8 codes is, how the kernels round it, and how far that may be off.
 
-All of it on NumPy arrays. The tags G1 to G7 are those of the kernels and of docs/MATH_REFERENCE.md.
+All of it on NumPy arrays. The kernels and docs/MATH_REFERENCE.md use the same tags G1 to G7.
 """
 
 from __future__ import annotations

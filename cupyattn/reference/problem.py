@@ -26,7 +26,7 @@ OF_NUMBERS = ("mask", "bias")
 
 
 def run_mirror(problem: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a call on the mirror; return what it makes, in the caller's layout.
+    """Run a call on the mirror; return the results in the caller's layout.
 
     The caller's ``out`` receives O. `arrays` are those of the problem, by buffer.
     """
@@ -85,7 +85,7 @@ def corner_of(
 def _sequences(
     problem: AttentionProblem, whole: KernelCall, arrays: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[slice, ...], KernelCall]]:
-    """Yield every packed sequence: its place in O, and its operands as a call of its own."""
+    """Yield every packed sequence: its place in O, and its operands as a separate call."""
     pairs = zip(*(pairwise(arrays[name]) for name in SEQUENCES), strict=True)
     coded = None if whole.quantized is None else list(whole.quantized.sequences())
     for number, (q_ends, k_ends) in enumerate(pairs):

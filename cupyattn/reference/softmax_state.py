@@ -1,4 +1,4 @@
-"""What the mirror carries from step to step: a row's running softmax; and what it traces."""
+"""The state of the mirror between steps, a row's running softmax; and its trace."""
 
 # ruff: noqa: E741  (l is the paper's letter)
 

@@ -1,7 +1,7 @@
 """Runs plans on a CuPy device, with as little to do for a launch as there can be.
 
-What does not change from call to call (module, kernel, all of the parameters but addresses) is
-looked up and laid out once for each launch and device.
+Module, kernel and all parameters except addresses are the same in every call. They are looked up
+and laid out once for each launch and device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyattn.switches import is_on
 
 #: Alignment of every parameter in the buffer that the driver reads: a tensor map's.
 _ALIGNMENT = 128
-#: Addresses of a tensor map that a launch remembers: those of every layer's weight, for example.
+#: Number of addresses of a tensor map that a launch remembers, for example of every layer's weight.
 _MAX_ENCODED = 4096
 
 
@@ -140,7 +140,7 @@ class ReadyLaunch:
     def _describe(
         self, words: memoryview[int], described: list[int], addresses: Sequence[int]
     ) -> None:
-        """Fill in the tensor maps of arrays that lie elsewhere than those of the last launch."""
+        """Update the tensor maps of arrays at other addresses than in the last launch."""
         for number, ((where, x), address) in enumerate(zip(self._maps, addresses, strict=True)):
             if described[number] == address:
                 continue

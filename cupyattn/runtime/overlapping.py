@@ -57,7 +57,7 @@ def _launch() -> Any:
 def launch(
     function: int, grid: int, block: int, shared_bytes: int, stream: int, parameters: int
 ) -> int:
-    """Launch a kernel that may begin while what is before it on the stream ends.
+    """Launch a kernel that may begin before the previous work on the stream has ended.
 
     Parameters
     ----------

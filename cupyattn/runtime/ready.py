@@ -18,7 +18,7 @@ from cupyattn.runtime import replay
 from cupyattn.runtime.launches import ReadyLaunch
 from cupyattn.runtime.scratch import Layout, Memory
 
-#: Takes some addresses, in its order, from those of all buffers.
+#: Selects some addresses, in its order, from the addresses of all buffers.
 Pick = Callable[[Mapping[str, int]], tuple[int, ...]]
 
 
@@ -31,7 +31,7 @@ class Receiver:
     meetings: Mapping[str, tuple[int, int]]
 
     def check(self, addresses: Mapping[str, int]) -> None:
-        """Raise ValueError where it shares memory with what is read."""
+        """Raise ValueError if it shares memory with an array that is read."""
         out = addresses[self.buffer]
         for name, (first, last) in self.meetings.items():
             if first < out - addresses[name] < last:
@@ -137,7 +137,7 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
 
 
 class Ready:
-    """A call on one device, compiled, loaded and laid out: what is left is memory, and launches.
+    """A call on one device, compiled, loaded and laid out: it only needs memory and launches.
 
     At addresses that come again its launches are one launch of a graph (`cupyattn.runtime.replay`).
     It keeps no array of its caller's alive, and belongs to the device that is current when it is

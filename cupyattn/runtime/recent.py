@@ -1,7 +1,7 @@
 """Calls that were made last, of every operation, found by what they depend on.
 
-Checking, planning and laying out parameters depend on settings and on the forms of the arrays
-alone: a call that is found needs none of it again.
+Checks, plans and the layout of parameters depend only on settings and on the forms of arrays, so a
+known call does not repeat them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ graph of the same work at the same addresses computes what the launches would, w
 by then.
 
 The first time, work is launched; the second time it is recorded; from then on the record is
-launched. Every thread has graphs of its own, since the driver lets no two threads use one at once.
+launched. Every thread has separate graphs, because two threads must not use one at the same time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Recorded:
 
 
 class Graphs:
-    """The calls of one thread on one device that are recorded, and those that came once."""
+    """The recorded calls of one thread on one device, and the calls that came once."""
 
     def __init__(self) -> None:
         import cupy

@@ -69,7 +69,7 @@ class Memory:
     fused: bool = False
 
     def error(self, *, on_device: bool) -> DeviceMemoryError:
-        """Return what is raised where it cannot be had on the current device, or on the host."""
+        """Return the error for memory that the current device or the host cannot allocate."""
         free = free_bytes() if on_device else None
         return memory_error(self.what, self.needed, free, fused=self.fused)
 

@@ -37,7 +37,7 @@ def modules(folder: Path) -> Iterator[tuple[str, str, str]]:
         raw = path.read_bytes()
         entry = json.JSONDecoder().raw_decode(raw[raw.index(b'{"arch"') :].decode(errors="replace"))
         found: dict[str, Any] = entry[0]
-        source = re.search(r'\.file\s+\d+ "[^"]*/kernels_cu/([^"]+\.cu)"', found["ptx"])
+        source = re.search(r'\.file\s+\d+ "[^"]*/kernels(?:_cu)?/([^"]+\.cu)"', found["ptx"])
         if source:
             yield found["arch"], source[1], digest(found["ptx"])
 
@@ -74,7 +74,7 @@ def compare(before: Path, after: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare two caches; exit status 1 where a module differs."""
+    """Compare two caches; exit status 1 if a module differs, or if there is none to compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         record = {"experiment": "same_ptx", "environment": device.environment(), **found}
         output.write_json(args.json, record)
-    return 1 if found["other"] else 0
+    return 0 if found["same"] and not found["other"] else 1
 
 
 if __name__ == "__main__":

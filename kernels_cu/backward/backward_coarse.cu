@@ -1,12 +1,12 @@
 // backward_coarse -- second pass of the gradients: rows whose log-sum-exp is too coarse for P.
 //
 // Idea         A float32 log-sum-exp of large magnitude has lost the logarithm of the sum. A warp
-//              that has such a row computes its scores again, in the arithmetic of the kernels that
-//              follow: first their maximum M, then the sum of 2^(score - M), whose inverse is the
-//              row's factor. Two passes over the keys, so that no sum is rescaled.
+//              with such a row computes its scores again, in the arithmetic of the later kernels.
+//              It finds their maximum M, then the sum of 2^(score - M), whose inverse is the row's
+//              factor. With two passes over the keys, no sum is rescaled.
 // Kept simple  Coarse rows are rare: fragments come from global memory, with no barrier. Without
-//              them a warp reads 16 numbers, writes one flag and ends. A launch of its own costs
-//              less than the registers of these scores would cost backward_delta.
+//              them a warp reads 16 numbers, writes one flag and ends. A separate launch costs less
+//              than the registers of these scores would cost in backward_delta.
 // Rounding     R9 M, the sum and its inverse
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/score/gradient.cuh"

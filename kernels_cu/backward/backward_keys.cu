@@ -1,16 +1,16 @@
-// backward_keys -- gradients of K and V: a block of keys stays, the query rows come by.
+// backward_keys -- gradients of K and V: a block of keys stays, the query rows pass.
 //
-// Idea         attn_fa_tc with its operands exchanged. S and dP are multiplied as their transposes,
-//              K Q^T and V dO^T, so that rows of fragments are keys: P^T and dS^T then stand in
-//              registers as the products dV += P^T dO and dK += dS^T Q take them, and neither ever
-//              leaves. All query heads of a key head pass one after the other: no two blocks add to
-//              one element of dK or dV, and every run has the same bits.
-// Differs from attn_fa_tc: P needs no running maximum, since the log-sum-exp of a row is known; two
-//              products more. SUMS_DQ: dQ += dS K, too. Its sum runs over the keys, which are other
-//              blocks': dS goes through shared memory, and blocks add what they have in float32 in
-//              memory, in whatever order they come. Without it backward_queries.cu makes dQ.
-// Kept simple  Past 128 columns two warps share their keys: both work out S and dP, and each has
-//              half of the columns of dK and dV, which would not fit into registers else.
+// Idea         attn_fa_tc with its operands exchanged. S and dP are computed as their transposes, K
+//              Q^T and V dO^T, so rows of fragments are keys. P^T and dS^T are then already in
+//              registers as operands of dV += P^T dO and dK += dS^T Q. All query heads of a key
+//              head pass in order: no two blocks add to one element of dK or dV, so every run has
+//              the same bits.
+// Differs from attn_fa_tc: P needs no running maximum, because the log-sum-exp of a row is known.
+//              There are two more products. SUMS_DQ: dQ += dS K, too. Its sum runs over the keys of
+//              other blocks as well, so dS goes through shared memory, and blocks add in float32 in
+//              memory, in any order. Without SUMS_DQ, backward_queries.cu computes dQ.
+// Kept simple  Past 128 columns two warps share their keys. Both compute S and dP, and each has
+//              half of the columns of dK and dV, which would otherwise not fit in registers.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound

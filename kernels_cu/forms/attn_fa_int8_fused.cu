@@ -1,17 +1,16 @@
-// attn_fa_int8_fused -- fa_int8 that quantises by itself: one kernel, codes never leave the block.
+// attn_fa_int8_fused -- fa_int8 that quantises itself: one kernel, codes never leave the block.
 //
-// Idea         No pass before. The block turns its rows of Q into codes as it begins, and each
-//              tile of K as it arrives: a group of rows lies whole in a tile, so its scale is at
-//              hand. Codes and scales go to shared memory alone; nothing is written beside O and
-//              lse.
-// Differs from attn_fa_int8: S1 and S2 quantise what they load, S2 in every block anew, which a
-//              pass before saves; and the next tile does not arrive during this one. S3 to S6 are
-//              the same, but that no mean comes back: that of the keys would need all of them.
+// Idea         No pass before the kernel. The block quantises its rows of Q when it begins, and
+//              each tile of K when it arrives. A group of rows is within a tile, so its scale is
+//              known. Codes and scales stay in shared memory; only O and lse are written.
+// Differs from attn_fa_int8: S1 and S2 quantise the rows that they load; every block repeats S2,
+//              which a pass would avoid. The next tile does not arrive during this one. S3 to S6
+//              are the same, without a mean of the keys, which would need all of them.
 //              (diff attn_fa_int8.cu forms/attn_fa_int8_fused.cu)
 // Kept simple  the same bits as quantize.cu and attn_fa_int8 with the same tiles.
-// Rounding     R1 by quantize_tile.cuh, then as in attn_fa_int8: R3 the factor of both
-//              scales, within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core
-//              over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
+// Rounding     R1 by quantize_tile.cuh, then as in attn_fa_int8: R3 the factor of both scales,
+//              within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core over
+//              keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/codes/key_parts.cuh"

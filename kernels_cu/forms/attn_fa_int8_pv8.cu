@@ -1,30 +1,22 @@
 // attn_fa_int8_pv8 -- fa_int8 with P and V in 8 bits too: both products over codes.
 //
-// Idea         The second product at the rate of the first. V is codes with a scale per channel, P
-//              is rounded to codes of steps of its own tile's largest exponential, and the tiles'
-//              products, exact integers, are added up in float32 with the factor of each tile.
-// Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
-//              neighbours along the keys, in such an order that the scores of a lane are neighbours
-//              already (quantize.cu); S4 subtracts the maximum of the tile, not of the row,
-//              in units of code 1, so that the exponentials are codes but for their rounding, and
-//              where a tile has one scale of K takes that into the row's and finds the maximum
-//              among integers, and has l of codes and lse's of weights; S5 is two levels of sums,
-//              and takes V's zero points off the first; S6 multiplies by V's scale where a channel
-//              has one, and gives back the mean of V.
-//              The factors of rows lie in shared memory, and loads work out their thread anew: that
-//              leaves the loop the registers it needs.
-//              (diff attn_fa_int8.cu forms/attn_fa_int8_pv8.cu)
-//              The diff is the longest of all since S4 has little in common: there M lags behind
-//              all tiles, here each has its own.
-// Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
-//              value V_scale[key / GROUP_V][channel].
+// Idea         The second product runs at the rate of the first. V is codes, one scale per channel.
+//              P is rounded to codes, in steps of the largest exponential of its tile. The product
+//              of a tile is an exact integer; float32 adds the tiles, each with its factor.
+// Differs from attn_fa_int8 in S4 above all, hence the longest diff: there M lags behind all tiles,
+//              here each tile subtracts its own maximum. Scores are in units of code 1, so a code
+//              is a rounded exponential. If one scale of K serves the tile, it joins the row's
+//              factor, and the maximum is found among integers. l sums codes, lse sums weights. S2
+//              loads V by channels, because 8-bit fragments need neighbours along the keys, in an
+//              order that makes the scores of a lane neighbours (quantize.cu). S5 adds twice: in a
+//              tile, less V's zero points, then over tiles. S6 applies V's scale per channel and
+//              adds V's mean. Row factors lie in shared memory and loads recompute their thread, to
+//              leave registers to the loop. (diff attn_fa_int8.cu forms/attn_fa_int8_pv8.cu)
+// Kept simple  The scale of a row is scale[row / GROUP], of a value V_scale[key /
+//              GROUP_V][channel].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
 //              and exp2, R5 P to 8 bits, R6 alpha, beta, the sum over tiles and l, of integer codes
 //              exact within a tile, R7 V's scale, times 1/l, plus the mean, and store
-//              (cupyattn/kernels/numerics.py)
-// Tried, lost  Sums of codes that start at 1.5 * 2^23, and so are floats as they come: 1.04 times
-//              as fast, but the offset rounds the maximum of a tile up by 1.5 units of Q K^T, and
-//              codes of P are no longer what they are defined to be (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/codes/head_scales.cuh"

@@ -1,18 +1,18 @@
 // attn_fa_int8_pv8_whole -- fa_int8 with P and V in 8 bits, O kept as whole numbers.
 //
-// Idea         O stays in int32 from the first key to the last. The codes of P are multiples of a
-//              power of two that follows the largest weight of each tile, so that O comes from one
-//              power to the next by a shift, and products of a tile are added up where O is: one
-//              instruction for an element of O and a tile where a conversion and an fma were two.
-// Differs from attn_fa_int8_pv8: S4 has one M for row and tile, a whole number, and l in whole
-//              numbers, too; S5 is one level of sums; S6 multiplies by V's scale and 1/l at once.
+// Idea         O stays in int32 from the first key to the last. Codes of P are multiples of a power
+//              of two that follows the largest weight of each tile. A shift moves O from one power
+//              to the next, and products of a tile are added directly to O: one instruction for
+//              each element of O and tile, in place of a conversion and an fma.
+// Differs from attn_fa_int8_pv8: S4 has one M for row and tile, an integer, and l is an integer,
+//              too. S5 has one level of sums. S6 multiplies by V's scale and 1/l at once.
 //              (diff forms/attn_fa_int8_pv8.cu forms/attn_fa_int8_pv8_whole.cu)
-//              The diff is long since the state of a row is another one, and with it what is done
-//              to O between tiles. WholeState repeats the methods of ShiftState in integers: M as
-//              the bits of a float, and l that dp4a adds to, take fewer instructions.
-// Kept simple  P in u8, V in INT8 with one scale per channel, no zero points, no softcap, no bias:
-//              the rest is left to attn_fa_int8_pv8, and so are scales of V by tile, which are more
-//              accurate. Scores below -WHOLE, some -1.2e7 in log2 units, are not told apart.
+//              The diff is long because the state of a row differs, and so do the updates of O
+//              between tiles. WholeState repeats the methods of ShiftState in integers: M as the
+//              bits of a float, and l as a sum by dp4a, take fewer instructions.
+// Kept simple  P in u8, V in INT8 with one scale per channel, no zero points, softcap or bias.
+//              attn_fa_int8_pv8 does the rest, and scales of V by tile, which are more accurate.
+//              Scores below -WHOLE, about -1.2e7 in log2 units, are not distinguished.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
 //              R5 P to 8 bits, R6 l, and what shifts drop of it and of O, R7 O to float, times the
 //              channel's scale, times 1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
@@ -60,9 +60,9 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-// What a row carries from step to step. M, a whole number, is the bits of the float M + WHOLE: they
-// have its order, a NaN's above all, and up to 2^22 differ by what numbers differ by. Past that one
-// step of M is one of float32, and below -WHOLE, where bits are negative, there is no order.
+// The state of a row. M, an integer, is the bits of the float M + WHOLE: ordered as floats, NaN
+// above all, with equal differences up to 2^22. Past that a step of M is a step of float32.
+// Below -WHOLE bits are negative and have no order.
 struct WholeState {
   int M;  // weights are in units of 2^M
   int l;  // this lane's part of the sum of codes of P
@@ -74,8 +74,8 @@ struct WholeState {
 
   __device__ __forceinline__ float M_number() const { return __int_as_float(M) - WHOLE; }
 
-  // From now on M stays so high that all of l, as it is, is below a quarter of its range: what
-  // comes until the next time is less than the rest.
+  // From now on M stays so high that the current l is below a quarter of its range. The weights
+  // until the next check are less than the rest.
   __device__ __forceinline__ void keep_in_range(int& highest) const {
     const int least_rise = exponent_of(shfl_sum<4>(float(l))) - L_BITS + 3 - SUM_BITS;
     highest = max(highest, M + least_rise + LOWER_BITS);
@@ -238,7 +238,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     }
 
     // S4 softmax
-    // NOTE: rows are found anew here; kept, they would take registers through the loop.
+    // NOTE: rows are computed again here; kept, they would take registers through the loop.
     const int first_row = q0 + (VARLEN ? thread_id_anew() / WARP_SIZE * WARP_Q : row0);
     const bool are_products = scores.are_products(first_row, WARP_Q, kv0, BLOCK_KV);
     if (!are_products) {
@@ -285,8 +285,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         M_of_step[r][h] = WholeState::M_of(largest);
         signs |= M_of_step[r][h];
       }
-    // All keys of a row that has none above -WHOLE so far have one weight, that of S: 2^7, less
-    // what l has made M rise by. Rows without any key so far come along.
+    // If a row has no score above -WHOLE so far, all its keys have the same weight: 2^7, reduced by
+    // the rises of M that l caused. Rows without any key so far come along.
     if (__any_sync(FULL_WARP, signs < 0))
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
@@ -353,7 +353,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float M = state[r][h].M_number();
-      // NOTE: the code of NaN is 0. So l is added what is 0 but for M that is not a number.
+      // NOTE: the code of NaN is 0. So l is increased by a term that is 0 unless M is NaN.
       const float codes = shfl_sum<4>(float(state[r][h].l)) * power_of_two(-L_BITS);  // R6
       const float l = fmaf(M, 0.0f, codes);
       const float inverse_l = l == 0.0f ? 0.0f : 1.0f / l;

@@ -1,15 +1,14 @@
 // act_quant -- activations to INT8 codes, with a float scale for every 128 adjacent channels of a
 //              row; with OUTLIERS, some channels are kept in 16 bits instead.
 //
-// Idea         Memory decides, as in quantize.cu, and a group is 128 numbers: it fits into the
-//              registers of LANES neighbouring lanes, one access or a few to each, so nothing is
-//              read twice and nobody meets in shared memory. A lane holds PASSES groups, 64 bytes
-//              of them, and all of its loads are under way before the first is looked at. Scales
-//              are made by a lane each: with their divisions in every lane it would wait for issue
-//              slots, not for memory.
-// Kept simple  A channel that is kept is a 0 to its group: its scale is that of the others.
-// Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh); what is kept
-//              is rounded to outlier_t
+// Idea         Memory decides, as in quantize.cu. A group of 128 numbers fits in the registers of
+//              LANES neighbouring lanes, one access or a few to each, so nothing is read twice, and
+//              shared memory is not needed. A lane holds PASSES groups, 64 bytes of them, and all
+//              its loads are in flight before it reads the first. One lane computes each scale:
+//              with divisions in every lane, issue slots would be the limit, not memory.
+// Kept simple  A channel kept in 16 bits counts as 0 in its group, so others set the scale.
+// Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh); kept channels are
+//              rounded to outlier_t
 // Mirror       cupyattn.reference.act_quant.quantize_rows, to the bit
 // Bound        docs/MATH_REFERENCE.md [L14]: half a scale
 #include "prims/config.cuh"

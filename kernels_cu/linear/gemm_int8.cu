@@ -28,7 +28,7 @@ struct SharedStorage {
   alignas(128) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
   float A_scale[NUM_STAGES][BLOCK_M];
   float B_scale[NUM_STAGES][B_SCALES];
-  // what this block's part of k comes to, for the others
+  // partial sums of this block, for the others
   alignas(16) float partial[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? NUM_THREADS : 1][4];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);

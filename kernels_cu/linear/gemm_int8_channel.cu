@@ -20,7 +20,7 @@
 struct SharedStorage {
   alignas(128) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
   alignas(128) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
-  // what this block's part of k comes to, for the others
+  // partial sums of this block's part of k, for the others
   alignas(16) int32_t partial[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? NUM_THREADS : 1][4];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);

@@ -8,8 +8,8 @@
 //              A thread keeps to one column, so that all its addresses are a few additions: dealt
 //              out over the block in one row, accesses took 17 instructions a number of bfloat16
 //              in place of 14 and up to 255 registers (SASS of sm_90).
-// Kept simple  One block of the weight to a thread block, whatever its size. What lies past the end
-//              of a row or column is a 0 that nobody stores.
+// Kept simple  One block of the weight to a thread block, whatever its size. Elements past the end
+// of a row or column are 0 and are not stored.
 // Rounding     R1 scale, inverse, code, and on the way back the product: each operation rounded
 //              once (quant.cuh); then the product to elem_t
 // Mirror       cupyattn.reference.weights.quantize_blocks and dequantize_blocks, to the bit; of a

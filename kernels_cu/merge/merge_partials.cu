@@ -1,12 +1,12 @@
-// merge_partials -- brings together what attention to some keys came to, O and lse of each row, and
-// what it came to before: partial results of ranks that hold the keys in turn.
+// merge_partials -- merges partial results (O and lse of each row) over disjoint keys, with the
+// results merged so far. The keys are on different ranks.
 //
-// Idea         Times e^(lse - the lse of both) they may be added. O so far is float32 in memory; of
-//              the first part it is what came in, and with the last one the result is written in
-//              its own type: nothing is converted by itself.
+// Idea         Times e^(lse - the lse of both) they may be added. O so far is float32 in memory,
+//              except that the first part is stored as received. With the last part the result is
+//              written in its type, so no separate conversion is needed.
 // Kept simple  The partial result plays Q's part in config.cuh: BLOCK_Q rows to a block. One thread
 //              finds the weights of a row, all threads share the columns, AT_ONCE accesses of each
-//              under way. What was and what is written may be one array: a thread reads first.
+//              under way. The old and the new O may be one array: a thread reads before it writes.
 // Rounding     R13 the weights, their sum, two products and a sum for each element, lse, the result
 // Mirror       cupyattn.distributed.merging.merge_mirror
 // Bound        cupyattn.distributed.bounds.merged

@@ -1,9 +1,8 @@
 // clear_padding -- rows of O and lse past the query rows that a padded batch entry has: 0 and -inf.
 //
-// Idea         A launch of its own, so that kernels of attention take no tile that is padding alone
-//              and store no row that nothing was computed for. It writes what they leave out and
-//              reads the lengths alone.
-// Kept simple  BLOCK_Q rows to a block; a block whose rows all count ends at once.
+// Idea         A separate launch, so kernels of attention skip tiles of only padding and store only
+//              computed rows. It writes the other rows, and reads only the lengths.
+// Kept simple  BLOCK_Q rows to a block; a block without padding ends at once.
 // Mirror       cupyattn.reference.attention_mirror, whose rows past a length are 0 and -inf
 #include "prims/config.cuh"
 #include "prims/io/rope.cuh"

@@ -1,5 +1,5 @@
-// normalise -- the rows of Q or K, each divided by its root mean square, weighed, and turned by its
-// position where the call says so, for all kernels but quantize*.cu, which do it themselves.
+// normalise -- the rows of Q or K, each divided by its root mean square, weighted, and optionally
+// rotated by its position. quantize*.cu do this themselves; all other kernels need this pass.
 //
 // Idea         A pass over memory: the lanes that share a row add up its squares among themselves,
 //              so that it is read once and stored once.

@@ -1,30 +1,23 @@
-// quantize -- Q, K and V in 16 or 32 bits to 8-bit codes. Of Q and K, GROUP rows share a float
-//             scale, of V the GROUP rows of a channel; with ZERO_POINTS a zero point goes with
-//             every scale.
+// quantize -- Q, K and V in 16 or 32 bits to 8-bit codes. In Q and K, GROUP rows share a float
+//             scale; in V, GROUP rows of a channel. With ZERO_POINTS each scale has a zero point.
 //
-// Idea         Memory decides: every byte is read once, stays in registers between the search for
-//              the largest magnitude and the coding, and leaves as a half or a quarter of itself.
-//              A block takes some rows of one operand: LANES neighbouring lanes share a row, a warp
-//              takes a few rows at a time, and rows meet their group in shared memory, at any
-//              granularity. One launch for all operands: the end of one is the beginning of the
-//              next. What codes need of a whole head, its mean or its ends, blocks of the same
-//              launch have added up a little before, so that the second read is of the L2 cache.
-// Before it    quantize_reduce.cu, where groups span blocks without being a head
-// Steps        ROWS      codes of whole groups of rows
-//              CODES     codes with scales that are given or were found before
-//              VALUES    codes of V, one scale for each channel of GROUP_V rows, transposed: so
-//                        attention reads them, and here a byte is moved anyway
-// Kept simple  One indexing for every granularity: the scale of a row is scale[row / GROUP].
-//              The maximum of bits needs no order: the same input gives the same bits on every run.
+// Idea         Memory decides. Every byte is read once, stays in registers between the search for
+//              the maximum and the coding, and is written as a half or a quarter of its size. A
+//              block takes some rows of one operand. LANES neighbouring lanes share a row, a warp
+//              takes a few rows at a time, and rows of a group meet in shared memory, at any
+//              granularity. One launch serves all operands, so one starts as another ends. Other
+//              blocks of the launch compute the mean or the range of a head a little earlier, so
+//              the second read comes from the L2 cache.
+// Before it    quantize_reduce.cu, if groups span blocks without being a head
+// Steps        ROWS    codes of whole groups of rows
+//              CODES   codes with scales that are given or were computed before
+//              VALUES  codes of V, one scale per channel of GROUP_V rows, stored transposed as
+//                      attention reads them: here each byte moves anyway
+// Kept simple  The scale of a row is scale[row / GROUP]. A maximum of bits depends on no order.
 // Rounding     R0 x - mean; R1 scale, inverse, code: each operation rounded once (quant.cuh)
-// Mirror       cupyattn.quant.quantizers: quantize_symmetric, for zero points quantize_affine, for
-//              V quantize_values and quantize_values_affine, to the bit
-// Bound        cupyattn.bounds.quantisation: half a scale, or what a given scale clips; of V half a
-//              scale, or a step of e4m3
-// Tried, lost  Holding the rows as arrays of 16-bit numbers: one register each, and the compiler
-//              then waits for the first loads before it issues the last (seen in the machine code).
-//              Coding the floats that the maxima were taken of: kept over two barriers, twice as
-//              many as the words that they come from, those of bfloat16 spill.
+// Mirror       cupyattn.quant.quantizers, to the bit: quantize_symmetric, quantize_affine (zero
+//              points), quantize_values, quantize_values_affine (V)
+// Bound        cupyattn.bounds.quantisation: half a scale, or what clips; V: or a step of e4m3
 #include "prims/schedule/quantize_turns.cuh"
 
 // Blocks hold whole groups.

@@ -1,6 +1,6 @@
-// quantize_reduce -- what the codes of Q, K and V depend on beyond the rows of a block, where
-//                    groups of rows span blocks without being a head: one scale for a whole
-//                    array, or tiles of an unusual size.
+// quantize_reduce -- reductions for the codes of Q, K and V over more rows than a block has, if
+// groups span blocks without being a head: one scale for a whole array, or tiles of an unusual
+// size.
 //
 // Idea         One launch for all operands, and one read of each: blocks add up slices side by
 //              side, or find maxima. What slices came to is added up by every block that needs it:

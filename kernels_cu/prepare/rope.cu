@@ -1,5 +1,5 @@
-// rope -- the rows of Q or K, each turned by the angles of its position, for kernels that cannot do
-// it themselves: fa_tc, whose tiles go to shared memory as they lie, and attn_fa_int8_fused.cu.
+// rope -- the rows of Q or K, each rotated by the angles of its position, for kernels that cannot
+// do it: fa_tc, whose tiles are copied to shared memory unchanged, and attn_fa_int8_fused.cu.
 //
 // Idea         A pass over memory: read once, turned in registers, stored once. A thread takes as
 //              many pairs as the widest access brings of first elements.

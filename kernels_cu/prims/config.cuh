@@ -7,7 +7,8 @@
 
 #include "prims/base.cuh"
 
-// Defaults let an editor parse a kernel on its own, and stand for what it has nothing to do with.
+// Defaults let an editor parse a kernel without macros, and replace macros that a kernel does not
+// use.
 #ifndef CFG_NUM_WARPS
 #define CFG_NUM_WARPS 4
 #define CFG_NUM_STAGES 2
@@ -178,10 +179,10 @@ enum class PType { NONE, U8, S8, E4M3, BITS_16 };
 constexpr PType P_TYPE = PType(CFG_P_TYPE);
 constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
 
-// What a launch of quantize*.cu does for an operand: sums of its slices, their minima and maxima
-// too, or in quantize_reduce.cu the maxima of groups of rows, or of all of V; in quantize.cu codes
-// of whole groups, codes with scales from elsewhere, or codes of V. cupyattn/plans/quantize.py
-// chooses.
+// The work of a launch of quantize*.cu for an operand; cupyattn/plans/quantize.py chooses it. It
+// computes sums of slices, with or without minima and maxima. quantize_reduce.cu computes maxima of
+// groups of rows, or of all of V. quantize.cu makes codes of whole groups, codes with scales from
+// elsewhere, or codes of V.
 enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES, VALUE_REACH };
 constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);

@@ -1,4 +1,4 @@
-// params.cuh -- what the host passes to every attention kernel, by value.
+// params.cuh -- the struct that the host passes to every attention kernel, by value.
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 #pragma once
 
@@ -73,7 +73,7 @@ struct PieceParams {
   int32_t whole;  // the first so many tiles are not cut
   int32_t cut;    // and so many are
   int32_t steps;  // over the keys of a tile
-  int32_t share;  // steps that a block takes of those that are cut
+  int32_t share;  // steps that a block takes of cut tiles
 };
 
 // A scored kernel appends, and so do the passes that pack its mask (prims/score/mask_bits.cuh). A
@@ -100,7 +100,7 @@ struct ScoreParams {
   int32_t bias_batch;    // 1, or 0 where the bias is the same for all batch entries
   int32_t bias_head;
   int32_t bias_once;     // 1 where no two heads share a bias: it is read once
-  float bias_factor;     // natural units to those of the scores
+  float bias_factor;     // converts natural units to units of the scores
   float tanh_factor[5];  // of S^(2 k + 1): the polynomial's coefficient / unit^(2 k)
   float largest_square;  // of an S for which the polynomial holds
   float tanh_exponent;   // 2 log2(e) / unit

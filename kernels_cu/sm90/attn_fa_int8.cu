@@ -1,43 +1,21 @@
 // attn_fa_int8 -- Hopper form: Q K^T by wgmma over INT8 codes, P V by wgmma in 16 bits.
 //
-// Idea         Issue slots. INT8 halves what Q K^T costs the tensor cores, and then the softmax
-//              decides: per score it converts, multiplies and adds, takes exp2, sums and packs, and
-//              nothing else. Both scales are one factor of the exponent's fma, worked out once for
-//              the keys that share one, best all of a step; M is lazy, so that most steps look for
-//              no maximum and rescale nothing, masked ones too; and where V leaves room for one
-//              more column, of numbers next to 1, the product with V sums the weights.
-// Differs from the Hopper form of fa_tc: S1 and S2 bring codes, and S2 leaves K's scales beside K;
-//              S3 multiplies integers, S4 applies the scales; O leaves by a place of its own, for
-//              it has twice the bytes of Q. Whether weights are small enough is asked of the
-//              largest pair of them, not of their sum.
-//              (diff attn_fa_tc.cu attn_fa_int8.cu)
-//              Q may come as numbers: the warps that multiply its rows make codes of them, where
-//              no pass before has to write what this one reads back.
-//              With zero points accumulators begin with what these take from a score
-//              (zero_points_sm90.cuh): 1.7 to 2 instructions a score more, of about 5.5, and
-//              codes of Q by the pass. Predicted from the machine code: 1.05 to 1.15 times the
-//              kernel's time, 1.1 to 1.25 times the call's. Seen on an H100: 1.11 to 1.17, and 1.10
-//              to 1.15; at head_dim 64 with a scale for every 16 keys 0.98, and 0.98.
-// Kept simple  At least 16 adjacent keys share a scale: finer ones are left to the portable form.
-//              Packed sequences and block masks as in the Hopper form of fa_tc.
-// Tried        Integers to floats before the exponentials, not among them: 0.97 at head_dim 128.
-//              Integers to floats by adding 1.5 * 2^23, on the multiplier's pipe: 0.98, and 0.91 at
-//              head_dim 64. Exponentials by turns in place of products: 0.93. 128 to 160 keys and
-//              two warpgroups: 0.8. No turns: 0.97. Descriptors whose upper halves ptxas cannot see
-//              through: 0.99. Scales of Q by a warp of the producers, a tile ahead: 0.96 to 0.99,
-//              0.91 at head_dim 64 causal. Codes of Q by the other warps of the producers, to
-//              whom a tile is known two steps before it begins: 0.90 of a call whose pass makes
-//              them, where 1.04 to 1.05 is this. Those of K, in the background: they cost 30 to
-//              60 us, and the pass 32. (experiments/results/NOTES.md)
-// Scores       With softcap or bias the integers of a step become scores in log2 units first, which
-//              score_hook.cuh changes; the softmax takes them with a factor of 1. A mask alone
-//              changes no number: its bits mask what places do not (step_bits.cuh). Those of a mask
-//              of rows are cut out of packed weights, two at a time: 5.3 instructions a score in
-//              place of 6.3, and a random mask takes 1.18 of a plain call at head_dim 64, not 1.39.
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
-//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
-//              to 16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store
-//              (cupyattn/kernels/numerics.py)
+// Idea         Issue slots. INT8 halves the tensor-core time of Q K^T, so the softmax decides. A
+//              score costs conversion, multiplication, addition, exp2, sum and pack, nothing more.
+//              Both scales are one factor in the exponent's fma, computed once for all keys of a
+//              scale, ideally of a step. M is lazy: most steps, masked ones too, need no maximum
+//              and no rescale. If V has room for a column near 1, its product sums the weights.
+// Differs from the Hopper form of fa_tc: S1 and S2 load codes, and K's scales beside K. If Q comes
+//              as numbers, its warps make the codes, so no pass writes them. S3 multiplies
+//              integers; zero points are in the accumulators from the start (zero_points_sm90.cuh).
+//              S4 applies the scales, and tests the largest pair of weights, not their sum. O has
+//              twice the bytes of Q, hence a separate place. (diff attn_fa_tc.cu attn_fa_int8.cu)
+// Kept simple  At least 16 adjacent keys share a scale. Packed sequences, block masks as in fa_tc.
+// Scores       Softcap or bias: integers become log2 units (score_hook.cuh), with factor 1. A mask
+//              alone clears bits of packed weights, two at a time (step_bits.cuh).
+// Rounding     R1 by quantize.cu, or of Q in quantize_q.cuh; R3 dot to float (exact), softcap and
+//              bias, the factor of both scales, within R4's fma; R4 exp2, R5 P to 16 bits, R6
+//              alpha, l and the tensor core over keys, R7 times 1/l and store. Tried: NOTES.md
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"

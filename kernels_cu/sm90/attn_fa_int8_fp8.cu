@@ -1,24 +1,21 @@
 // attn_fa_int8_fp8 -- Hopper form: Q K^T by wgmma over INT8 codes, P V by wgmma over e4m3.
 //
-// Idea         Two levels of sums. A product of 8-bit floats keeps 14 bits of what it adds up, the
-//              accumulators that it goes on from included: so each tile starts from nothing, P in
-//              units of its own largest weight, and what it comes to is added to O in float32 with
-//              the factor of the tile. The error of the instruction is then that of one tile.
-// Differs from the Hopper form with P in u8: S4 has the maximum of the tile, and alpha and beta in
-//              the place of shifts, S5 is two levels of sums, S6 has no whole numbers to convert.
-//              Q and K may have zero points, as in the Hopper form with V in 16 bits.
+// Idea         Two levels of sums. A product of 8-bit floats keeps 14 bits of its sum, including
+//              the accumulator that it starts from. So each tile starts from zero, with P in units
+//              of the tile's largest weight. The result is added to O in float32, with the factor
+//              of the tile. So the error of the instruction is that of one tile.
+// Differs from the Hopper form with P in u8: S4 computes the maximum of the tile, and has alpha and
+//              beta in place of shifts. S5 has two levels of sums. S6 converts no integers. Q and K
+//              may have zero points, as in the Hopper form with V in 16 bits.
 //              (diff attn_fa_int8_pv8.cu attn_fa_int8_fp8.cu)
 // Kept simple  One scale per channel of V; at least 16 adjacent keys share a scale; head_dim up to
-//              128, since past it registers hold no second level. The rest is left to the portable
-//              form. Packed sequences and block masks as in the Hopper form of fa_tc; a code of 0
-//              times codes, none of which is NaN, is 0: nothing of the next sequence has to be
-//              silenced.
+//              128, because registers hold no second level past it. The portable form does the
+//              rest. Packed sequences and block masks as in fa_tc: code 0 times a finite code is 0.
 // Scores       With softcap, bias or mask as in the form by tile (attn_fa_int8_pv8_by_tile.cu).
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
-//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 M, up, and
-//              exp2, R5 P to e4m3, R6 alpha, beta, l, the tensor core within a tile and the sum
-//              over tiles, R7 times the channel's scale and 1/l, plus the mean, and store
-//              (cupyattn/kernels/numerics.py)
+// Rounding     R1 by quantize.cu, or of Q in quantize_q.cuh; R3 dot to float (exact), softcap and
+//              bias, the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P to e4m3,
+//              R6 alpha, beta, l, the tensor core within a tile and the sum over tiles, R7 times
+//              the channel's scale and 1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"

@@ -1,38 +1,22 @@
 // attn_fa_int8_pv8 -- Hopper form: both products by wgmma over codes, O kept as whole numbers.
 //
-// Idea         O stays in int32 from the first key to the last. The codes of P are multiples of a
-//              power of two that follows the largest weight of each tile, so that bringing O from
-//              one power to the next is a shift and not a conversion, a product and a sum; and
-//              there is one set of accumulators where two levels of sums would need two.
-// Differs from the Hopper form with V in 16 bits: S2 brings V by channels, S4 finds the maximum of
-//              every tile, among integers where one scale serves it, and packs codes, S5 multiplies
-//              codes, S6 applies the scales of the channels and gives back the mean.
+// Idea         O stays in int32 from the first key to the last. Codes of P are multiples of a power
+//              of two that follows the largest weight of each tile. So O moves from one power to
+//              the next by a shift, without conversion, product and sum. One set of accumulators
+//              is enough; two levels of sums would need two.
+// Differs from the Hopper form with V in 16 bits: S2 loads V by channels. S4 finds the maximum of
+//              every tile, among integers if the tile has one scale, and packs codes. S5 multiplies
+//              codes. S6 applies the scales of the channels and adds the mean of V.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
-// Kept simple  A warpgroup does one thing after the other; while it waits, others compute. P in u8,
-//              V in INT8 with one scale per channel and no zero points; at least 16 adjacent keys
-//              share a scale. The rest is left to the portable form. Packed sequences and
-//              block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0, so
-//              that nothing of the next sequence has to be silenced.
-// Tried        At 4,096 and 16,384 keys, head_dim 128. Of three warpgroups with 128 keys a step:
-//              two of 192 keys, K of a step under way with V of the one before, 0.95 and 0.99;
-//              three of 96 keys so 0.89; P V of the first half of the keys, and the next scores of
-//              that half, under way during the exponentials of the second 0.87 and 0.86; turns that
-//              begin before the shifts 0.88, that end before the exponentials do 0.94; scales of K
-//              loaded by those who need them 0.97; scales of Q and V by a warp of the producers, a
-//              tile ahead, 0.99; O by evict_first 1.00; two of 256 keys 1.06 and 1.05, as it is
-//              now. Of those: no turns 0.80; O shifted only where a row of the warp moves 0.98;
-//              scores in halves, the first behind P V of the step before and its maximum found
-//              beside the second, 0.98 (head_dim 64 0.96, 256 0.82). A scale of K for every 16
-//              keys: all factors kept in registers 0.70 to 0.75, where 230 to 320 bytes spill. The
-//              few of 64 keys made anew, 0.99; their scales kept and not the factors, 0.88 at
-//              head_dim 256. (experiments/results/NOTES.md)
-// Scores       With softcap, bias or mask as in that form. With softcap or bias M follows the
-//              largest of the changed scores, and one that is NaN or +inf makes its row NaN by way
-//              of l.
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
-//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 exp2, R5 P
-//              to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times the channel's
-//              scale, times 1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
+// Kept simple  A warpgroup does one thing after another; others compute while it waits. P in u8, V
+//              in INT8 with one scale per channel and no zero points; at least 16 adjacent keys
+//              share a scale. Packed sequences and block masks as in fa_tc: n times code 0 is 0.
+// Scores       Softcap, bias, mask as in that form. With softcap or bias M follows the largest
+//              changed score, and a score of NaN or +inf makes its row NaN through l.
+// Rounding     R1 by quantize.cu, or of Q in quantize_q.cuh; R3 dot to float (exact), softcap and
+//              bias, the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits, R6 l, and
+//              bits of O lost in shifts, R7 O to float, times the channel's scale, times 1/l, plus
+//              the mean, and store.  Tried: experiments/results/NOTES.md
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"

@@ -1,38 +1,22 @@
 // attn_fa_int8_pv8_by_tile -- Hopper form: both products by wgmma over codes, P and V tile by tile.
 //
 // Idea         The accurate arithmetic of 8-bit P and V. Codes of P are relative to the largest
-//              weight of their own tile, so that every tile uses all 8 bits, and V has a scale for
-//              every channel and tile. Sums of a tile are exact integers; they go to O in float32,
-//              with the factor of the tile and the scales of its channels.
-// Differs from the Hopper form that keeps O in whole numbers: S2 brings the scales of V with every
-//              step, S4 has the maximum of the tile, and alpha and beta in the place of shifts, S5
-//              is two levels of sums, a few columns of O at a time: the next ones are multiplied
-//              while these are added. S6 has no scales left to apply. No tile is cut into pieces.
+//              weight of their tile, so every tile uses all 8 bits. V has a scale per channel and
+//              tile. Sums of a tile are exact integers. They are added to O in float32, with the
+//              factor of the tile and the scales of its channels.
+// Differs from the Hopper form with O in whole numbers: S2 loads V's scales with every step. S4
+//              finds the maximum of the tile, and has alpha and beta in place of shifts. S5 has two
+//              levels of sums, a few columns of O at a time: one group is added while the next is
+//              multiplied. S6 applies no scales. No tile is cut into pieces.
 //              (diff attn_fa_int8_pv8.cu attn_fa_int8_pv8_by_tile.cu)
-// Kept simple  A warpgroup does one thing after the other, as there: the scores' integers are gone
-//              before the output's come, so that registers suffice up to head_dim 256. P in u8, V
-//              in INT8 with a scale for a multiple of BLOCK_KV keys and no zero points; at
-//              least 16 adjacent keys share a scale of K. The rest is left to the portable form.
-//              What rows carry from step to step lies in shared memory, each thread's for itself:
-//              with it in registers three warpgroups of 128 keys spilled.
-// Predicted    Instructions a score in the steady loop (NVRTC 13.0), one scale of K for a tile and,
-//              in brackets, one for 16 keys: 7.8 (9.4) at head_dim 64, 10.2 (11.7) at 128, 14.7
-//              (16.2) at 256. Those of attn_fa_int8_pv8.cu: 6.2 (7.9), 6.2 (7.8), 8.8 (9.9); of
-//              attn_fa_int8_fp8.cu at 128 7.7. Of that 3.25 a step for each element of O: to float,
-//              factor, fma, a fourth of a load. By t = 0.75 t_mma + I / 128 the speed is 0.85, 0.75
-//              and 0.78 of that of attn_fa_int8_pv8.cu, 0.84 of the e4m3 form's at 128.
-// Seen         On an H100, one scale of K for a tile: 0.80 to 0.86, 0.73 to 0.79 (causal), 0.73
-//              to 0.83. One for 16 keys: 1.20, 0.97 and 0.73 of that form, whose 192 and 256 keys
-//              spill then, and 0.96 of the e4m3 form at 128. Two warpgroups at 128, with 2 or 3
-//              stages: 0.93 and 0.92 of a call.
-// Scores       With softcap, bias or mask as there: the maximum of a tile is one of the keys that
-//              are admitted, and a row that admits none of the tile has weights of 0 and a beta of
-//              0. With a mask alone M and codes are those of the integers (step_bits.cuh).
-// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to float
-//              (exact), softcap and bias, the factor of both scales, within R4's fma; R4 M, up, and
-//              exp2, R5 P to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact
-//              within a tile, and the sum over tiles, R7 1/l, plus the mean, and store
-//              (cupyattn/kernels/numerics.py)
+// Kept simple  P in u8, V in INT8 with a scale for a multiple of BLOCK_KV keys and no zero points;
+//              at least 16 adjacent keys share a scale of K. Integers of scores end before those of
+//              O begin, so registers suffice up to head_dim 256; row state lies in shared memory.
+// Scores       Softcap, bias, mask as there. A tile's maximum is over unmasked keys; a row without
+//              any has weights 0, beta 0. A mask alone: M and codes of integers (step_bits.cuh).
+// Rounding     R1 by quantize.cu, or of Q in quantize_q.cuh; R3 dot to float (exact), softcap and
+//              bias, factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P to 8 bits, R6
+//              alpha, beta times V's scale, l, the sum over tiles, R7 1/l, plus the mean, and store
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"

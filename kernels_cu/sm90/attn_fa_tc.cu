@@ -1,30 +1,22 @@
 // attn_fa_tc -- Hopper form: both products by wgmma, operands by the bulk tensor copy engine.
 //
-// Idea         Who waits for whom. One warpgroup only copies: TMA fills rings of Q, K and V tiles
-//              that mbarriers guard. Two or three only compute, 64 query rows each, and take turns:
-//              one gives both products of a step to the tensor cores, Q K^T of this step and P V of
-//              the one before; while they run, the others are in their softmax.
-// Differs from the portable form: registers move from the copying to the computing warpgroups; Q
-//              and K are read from shared memory by wgmma itself; a block takes one tile of query
-//              rows after another, the next Q already on its way; O goes out through the place of
-//              its Q; and M, lazy in both, rises for all rows of a warp at once. Tiles of the last
-//              wave that are alike are cut along the keys, that no block is idle (pieces.cuh).
-// Kept simple  Nothing of a warpgroup's own runs beside its softmax. Of packed sequences the copy
-//              engine brings rows of the next one, too, which become zeros before they count; of a
-//              block mask all warpgroups take the same blocks.
-// Tried        Softmax beside the own P V: ptxas serialises wgmma once a register that it will read
-//              is written while another is under way. No turns: 0.98 at head_dim 64 and 256, 1.00
-//              at 128. The next tile's first Q K^T before O is stored: no change. BLOCK_KV 160 at
-//              head_dim 128: 1.04 at length 16,384, 0.85 at 512; 80 in place of 64 at 256: 0.98.
-//              Waiting at once for O to have left: 0.95 at 128. Tiles dealt out beforehand under a
-//              causal mask: 0.75 to 0.9. A Q of its own for each warpgroup: no change. The next
-//              tile fetched into L2 ahead: 0.8 at length 512. (experiments/results/NOTES.md)
-// Scores       Softcap, bias and mask change S before the softmax (score_hook.cuh). The bias comes
-//              beside K; of a mask, made into bits beforehand, only steps that are neither full nor
-//              empty need them. A bias of -inf masks a NaN: it is read again where a sum is NaN.
+// Idea         Overlap. One warpgroup only copies: TMA fills rings of Q, K and V tiles, guarded by
+//              mbarriers. Two or three only compute, 64 query rows each, and take turns. One starts
+//              both products of a step, Q K^T of this step and P V of the step before; while these
+//              run, the others compute their softmax.
+// Differs from the portable form: registers move from the copying to the computing warpgroups.
+//              wgmma reads Q and K from shared memory. A block computes one tile of query rows
+//              after another, and the next Q is already being copied. O leaves through the place of
+//              Q. M is lazy in both, but here rises for all rows of a warp together. Tiles of the
+//              last wave are cut along the keys if they are alike, so no block is idle
+//              (pieces.cuh).
+// Kept simple  A warpgroup runs nothing beside its softmax. Rows of the next packed sequence are
+//              copied, too, and become zeros. Warpgroups of a block share blocks of a block mask.
+// Scores       Softcap, bias and mask change S before the softmax (score_hook.cuh). A bias comes
+//              with K. A mask is bits, read only in steps that it masks in part. A bias of -inf
+//              masks NaN: if a sum is NaN, the bias is read again.
 // Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
-//              alpha, l and the tensor core over keys, R7 times 1/l and store
-//              (cupyattn/kernels/numerics.py)
+//              alpha, l and the tensor core over keys, R7 times 1/l and store (numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cupyattn.kernels import ladder
+from docs import write_experiments
 from tests.docs.test_packaging import configuration
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,15 @@ def test_its_commands_exist() -> None:
         assert option in helped.stdout
     for module in re.findall(r"`python -m ((?:docs|experiments)[.\w]+)", PAGE):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def test_every_experiment_is_listed() -> None:
+    text = write_experiments.PAGE.read_text(encoding="utf-8")
+    for (begin, end), table in write_experiments.tables().items():
+        inside = text.split(begin)[1].split(end)[0]
+        assert inside == f"\n{table}\n", "run python -m docs.write_experiments"
+    folders = {path.parent.name for path in write_experiments.PAGE.parent.glob("*/*.py")}
+    assert folders == {*write_experiments.FOLDERS, write_experiments.SHARED, "dit"}
 
 
 def files_that_name(option: str) -> set[str]:

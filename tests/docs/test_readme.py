@@ -246,6 +246,15 @@ def test_every_command_is_named() -> None:
         assert f"`{name}`" in commands
 
 
+def test_the_output_that_the_page_of_commands_shows_is_that_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = re.search(r"^cupyattn (.*)\n```\n\n```text\n(.*?)```", page("COMMANDS.md"), re.M | re.S)
+    assert shown and cli.main(shown[1].split()) == 0
+    lines = [line for line in shown[2].splitlines() if line != "..."]
+    assert len(lines) == 3 and set(lines) <= set(capsys.readouterr().out.splitlines())
+
+
 @pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/LADDER.md"])
 def test_the_files_that_a_page_names_exist(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")

@@ -47,11 +47,37 @@ LONG = " ".join(["word"] * 26)
         ("a.py", 'x = "nobody anew"\n', {}),
         ("a.cu", "// Nobody waits.\nint x; // anew\n", {"avoided words": 2}),
         ("a.cu", "int nobody;\n", {}),
+        ("a.cu", f"// Idea         {LONG[:70]}\n// Kept simple  {LONG[:70]}\n", {}),
+        ("a.cu", f"// Idea         {LONG}\n// Rounding     {LONG}\n", {"long sentences": 1}),
     ],
 )
 def test_what_is_counted(name: str, text: str, expected: dict[str, int], tmp_path: Path) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert style.counts(tmp_path / name) == expected
+
+
+def test_pages_written_by_hand_have_at_most_so_many_words() -> None:
+    pages = style.page_words()
+    assert {"README.md", "docs/MATH_REFERENCE.md", "docs/TUTORIAL.md", "kernels_cu/README.md"} <= (
+        pages.keys()
+    )
+    assert sum(pages.values()) <= style.PAGE_WORDS, sorted(pages.items(), key=lambda item: -item[1])
+
+
+def test_words_between_marks_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "hand.md": "# Two words\n\n```py\nx = 1\n```\n\n| a | b |\n",
+        "marked.md": "One\n<!-- a: begin -->\n2 3\n<!-- a: end -->\n<!-- diff x -->4<!-- end -->",
+        "written.md": "# Title\n\nWritten by `python -m docs.write_it` from records.\n",
+        "code.py": '"""Words."""\n',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(style, "ROOT", tmp_path)
+    monkeypatch.setattr(style, "files", lambda: sorted(tmp_path.iterdir()))
+    assert style.page_words() == {"hand.md": 13, "marked.md": 1}
 
 
 def test_a_longer_list_is_not_written(

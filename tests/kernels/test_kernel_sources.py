@@ -85,6 +85,12 @@ def test_the_header_comment_is_a_lab_notebook(path: Path) -> None:
     assert places == sorted(places), "in another order"
 
 
+def test_no_header_is_longer_than_a_screen() -> None:
+    lengths = {path: header_and_body(path.read_text())[0].count("\n") for path in CUDA}
+    assert max(lengths.values()) > 10
+    assert not {path.name: count for path, count in lengths.items() if count > 20}
+
+
 @pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
 def test_rounding_tags_agree_between_header_body_and_numerics(path: Path) -> None:
     header, body = header_and_body(path.read_text())

@@ -49,7 +49,7 @@ def accelerate(
     Parameters
     ----------
     pipe_or_model : DiffusionPipeline or torch.nn.Module
-        Of a pipeline, all models that take a timestep. Modified in place.
+        For a pipeline, all models that take a timestep. Modified in place.
     accuracy : {"full", "balanced", "aggressive"}
         Class of attention, as for `cupyattn.attention`: 16 bits, INT8 Q·Kᵀ, or 8-bit P·V, too.
         Linear layers are INT8 in each class.
@@ -61,16 +61,16 @@ def accelerate(
         those that match one of `include`, and none of `exclude`. Names begin with the pipeline's
         component, ``"transformer.transformer_blocks.0.attn"``, or are the model's own.
     checkpoint : path, optional
-        Folder that `save` of an earlier handle or `cupyattn convert` wrote: its codes are taken,
-        and nothing is quantised. The codes must be of the weights that the model has.
+        Folder written by `save` of an earlier handle or by `cupyattn convert`: its codes are used,
+        and nothing is quantised. They must be codes of the model's weights.
     activations : mapping of str to Tensor, optional
-        What layers get, (..., in), by name: they decide between scales of blocks and of channels.
+        Inputs of layers, (..., in), by name. They decide between scales of blocks and of channels.
     again : bool
-        Take back first what earlier calls replaced in the models, all of it.
+        First undo all earlier replacements in the models.
     arch, backend : str, optional
         As for `cupyattn.attention`.
     log : callable, optional
-        Takes each of five lines that say what was done and what was left native; None: silent.
+        Called with each of five lines that say what was done and what stays native; None: silent.
 
     Returns
     -------
@@ -81,12 +81,12 @@ def accelerate(
     Raises
     ------
     TypeError
-        For what is neither a pipeline nor a module, and for arguments of another type.
+        For anything but a pipeline or a module, and for arguments of another type.
     ValueError
         For an unknown accuracy or way to compile, for a pattern that no name matches, for codes of
         another model, and as `replace_attention_with_int8` and `replace_linear_with_int8`.
     UnsupportedError
-        As `replace_attention_with_int8`. Whatever is raised, all models are as they were.
+        As `replace_attention_with_int8`. After any exception, all models are unchanged.
 
     Notes
     -----
@@ -138,7 +138,7 @@ def accelerate(
 
 
 def _chosen(part: Part, names: list[str], request: Request) -> list[str]:
-    """Return the attention modules of a model that are replaced; note why none is."""
+    """Return the attention modules of a model to replace; record the reason if there are none."""
     selection = request.selection
     found = [name for name in names if name in selection]
     if not found:

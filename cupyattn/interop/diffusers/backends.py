@@ -1,7 +1,7 @@
-"""An entry in diffusers' table of attention backends, for modules whose processors ask that table.
+"""An entry in diffusers' table of attention backends, for modules whose processors use it.
 
-The table, `diffusers.models.attention_dispatch`, is private, its enumeration closed. What is done
-to it here was looked at in the versions of `TESTED`, and nowhere else is it done.
+The table, `diffusers.models.attention_dispatch`, is private, and its enumeration is closed. Only
+this module changes it, in ways that were verified for the versions in `TESTED`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyattn.interop.diffusers.interception import Layer, running_layer
 
 #: The backend's name there.
 NAME = "cupyattn_int8"
-#: Versions of diffusers, major and minor, whose table was looked at.
+#: Versions of diffusers, major and minor, whose table was verified.
 TESTED = ("0.36", "0.37", "0.38", "0.39", "0.40", "0.41", "0.42")
 
 _lock = threading.Lock()
@@ -31,7 +31,7 @@ def backend() -> Any:
     Raises
     ------
     UnsupportedError
-        For a version of diffusers whose table was not looked at.
+        For a version of diffusers whose table was not verified.
     """
     version = ".".join(diffusers.__version__.split(".")[:2])
     if version not in TESTED:
@@ -64,7 +64,7 @@ def _attend(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """Run the layer whose module is being called; tensors are (batch, len, heads, head_dim)."""
+    """Run the layer of the module under call; tensors are (batch, len, heads, head_dim)."""
     layer = running_layer()
     if layer is None:
         raise ValueError(

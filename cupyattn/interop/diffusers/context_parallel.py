@@ -26,7 +26,7 @@ from cupyattn.interop.diffusers import masks
 from cupyattn.interop.torch.bridge import as_array, on_device_of
 from cupyattn.problem.settings import Settings
 
-#: What messages call these calls.
+#: Name of these calls in messages.
 WHAT = "attention of diffusers"
 #: Groups by the process group that they are on, and by mesh: models may share one differently.
 _groups: weakref.WeakKeyDictionary[Any, dict[Mesh, Group]] = weakref.WeakKeyDictionary()
@@ -34,12 +34,12 @@ _groups: weakref.WeakKeyDictionary[Any, dict[Mesh, Group]] = weakref.WeakKeyDict
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank says of its call.
+    """Facts about a rank's call, which all ranks exchange.
 
     Parameters
     ----------
     obstacle : str or None
-        Why its model's own attention is to run.
+        Why native attention must run.
     len_q, len_kv : int
         Its rows and keys.
     mask : tuple of int or None
@@ -81,7 +81,7 @@ class Ranks:
         return cls(groups[mesh], bool(config.convert_to_fp32))
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, min_length: int) -> str | None:
-        """Return why ranks do not share a call, as far as this rank knows; None where they do."""
+        """Return why ranks do not share a call, by the facts of this rank, or None."""
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if recorded and q.dtype == torch.float32:
             return "gradients in float32"
@@ -99,7 +99,7 @@ class Ranks:
         return None
 
     def agreed(self, own: Said) -> tuple[str | None, list[Said]]:
-        """Return why any rank does not take a call, None where all do, and what all have said.
+        """Return why a rank does not take the call, or None, and the facts of all ranks.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class Ranks:
     def attend(
         self, form: Mapping[str, Any], given: Mapping[str, Tensor], said: list[Said]
     ) -> tuple[ShardedCall, Tensor]:
-        """Return what ran, and O of this rank's rows.
+        """Return a description of the call, and O of this rank's rows.
 
         Parameters
         ----------
@@ -144,7 +144,7 @@ class Ranks:
         return call, o
 
     def _scores(self, masked: Mapping[str, Tensor], said: list[Said]) -> Scores:
-        """Return the mask of all keys: as it is, or brought together from all ranks."""
+        """Return the mask of all keys: unchanged, or joined from all ranks."""
         ((name, tensor),) = masked.items()
         own = as_array(tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape)))
         group = self.group
@@ -163,12 +163,12 @@ class Ranks:
         return Scores({name: xp.concatenate(parts, axis=3)})
 
 
-#: Ranks that share a call, and what they have said of it.
+#: Ranks that share a call, and their facts.
 Shared = tuple[Ranks, list[Said]]
 
 
 def said_of(obstacle: str | None, q: Tensor, k: Tensor, mask: Any) -> Said:
-    """Return what a rank says of a call on tensors (batch, heads, len, head_dim)."""
+    """Return the facts of a rank about a call on tensors (batch, heads, len, head_dim)."""
     if obstacle is not None or mask is None:
         return Said(obstacle, int(q.shape[2]), int(k.shape[2]), None)
     rows, keys = (1, *mask.shape)[-2:]
@@ -176,7 +176,7 @@ def said_of(obstacle: str | None, q: Tensor, k: Tensor, mask: Any) -> Said:
 
 
 def _misfit(said: list[Said]) -> str | None:
-    """Return why the masks of ranks fit no call of all keys, None where they do or are none."""
+    """Return why the masks of ranks do not fit a call of all keys, or None."""
     found = [one.mask for one in said]
     if found == [None] * len(found):
         return None
@@ -194,7 +194,7 @@ def _misfit(said: list[Said]) -> str | None:
 def words(call: ShardedCall) -> str:
     """Return how ranks shared a call, for reports.
 
-    A ring of ``fa_int8`` passes codes on, everything else travels as it is.
+    A ring of ``fa_int8`` passes codes on; all other arrays travel unchanged.
     """
     mesh = call.mesh
     what = "codes" if mesh.ring > 1 and call.described.variant.family == "int8" else "16 bits"

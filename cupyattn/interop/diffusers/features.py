@@ -26,15 +26,14 @@ ANY_STEPS = 2
 
 
 class Features:
-    """What a caller asks of layers, beside policies.
+    """The caller's options of layers, except policies.
 
     Parameters
     ----------
     **given
-        Options of `cupyattn.Int8Attention`, those that are not None. A mapping has names or regular
-        expressions of layers, each with a value. A layer's own name decides, then the first
-        expression that is found in it; layers without one have the default. `Calibrations` have
-        names alone.
+        Options of `cupyattn.Int8Attention` that are not None. A mapping has names or regular
+        expressions of layers, each with a value. The exact name of a layer decides, then the first
+        expression that matches it; other layers have the default. `Calibrations` have only names.
 
     Raises
     ------
@@ -111,7 +110,7 @@ def _with_calibration(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def trial(options: Mapping[str, Any]) -> Int8Attention:
     """Return attention with the options of a layer, so that they are checked before a model runs.
 
-    It has the heads of a calibration, since a layer's own heads are known once it is called.
+    It has the heads of a calibration, because the heads of a layer are known only in a call.
     """
     given = dict(options)
     heads = head_dim = 1
@@ -146,7 +145,7 @@ def follow_steps(options: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def what_follows_steps(attention: Int8Attention, options: Mapping[str, Any]) -> str:
-    """Return which of a layer's options depend on the step, whatever the policy; "" for none."""
+    """Return the options of a layer that depend on the step under any policy; "" for none."""
     adaptive = options.get("use_adaptive_scaling") is not False
     calibration = attention.calibration
     if calibration is not None and calibration.bins.count > 1 and adaptive:

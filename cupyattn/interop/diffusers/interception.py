@@ -1,9 +1,9 @@
 """Which attention module is being called, and its calls of torch's attention function.
 
 Replaced modules have a class of the same name, which sends attention to the module's layer
-(`class_of_layers`). That class is also why code that was compiled before is not used any more: its
-guards ask for the class that the module had. Hooks would not do: torch guards a hook by a number
-of its own, so that blocks could not share their graph.
+(`class_of_layers`). It also prevents the use of earlier compiled code, whose guards check for the
+original class. Hooks would not work: torch guards a hook by a unique number, so blocks could not
+share their graph.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cupyattn.interop.diffusers.context_parallel import Ranks
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 #: The attribute of a module that holds its layer.
 ATTRIBUTE = "_int8_layer"
-#: The attribute of a replaced module's class that is the module's own class.
+#: The attribute of a replaced module's class that contains the original class.
 _OWN = "_int8_own_class"
 
 
 class Layer(Protocol):
-    """What `cupyattn.interop.diffusers.layers.Layer` is for those who call it."""
+    """The interface of `cupyattn.interop.diffusers.layers.Layer` for its callers."""
 
     module: Any
     own_backend: Any
@@ -38,21 +38,21 @@ class Layer(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any],
         ranks: Ranks | None = None,
     ) -> Tensor | None:
-        """Return O; None where the model's own attention is to run."""
+        """Return O, or None if the native attention must run."""
         ...
 
     def attend_in_graph(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
     ) -> Tensor | None:
-        """Return O in a graph of torch; None where the model's own attention is to run."""
+        """Return O in a graph of torch, or None if the native attention must run."""
         ...
 
     def stays_native(self, reason: str) -> None:
-        """Count a call that the model's own attention runs."""
+        """Count a call that native attention runs."""
         ...
 
     def note(self, ran: str) -> None:
-        """Remember what the graph that torch traces has of the layer, whenever it runs."""
+        """Record the layer's part in the graph that torch traces, for each run of that graph."""
         ...
 
     def before(self) -> None:
@@ -64,7 +64,7 @@ class Layer(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the processor its own backend back."""
+        """Restore the backend of the processor."""
         ...
 
 
@@ -87,13 +87,13 @@ def open_call(layer: Layer) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def close_call(layer: Layer) -> None:
-    """End it, also where it failed or was interrupted."""
+    """End a call, even if it failed or was interrupted."""
     layer.after()
     _calls.open = [other for other in _calls.open if other is not layer]
 
 
 def running_layer() -> Layer | None:
-    """Return the layer whose module this thread calls eagerly, None outside of all."""
+    """Return the layer whose module this thread calls eagerly, or None."""
     return _calls.open[-1] if _calls.open else None
 
 
@@ -162,13 +162,13 @@ def _traced(layer: Layer, forward: Callable[..., Any], module: Any, args: Any, k
 
     def attention(*operands: Any, **options: Any) -> Any:
         nonlocal found
-        # Code that torch could not trace runs with this in place, that of other threads, too.
+        # Code that torch could not trace runs with this replacement, in other threads, too.
         if torch.compiler.is_compiling() or running_layer() is layer:
             found += 1
             o = _attend(layer.attend_in_graph, *operands, **options)
             if o is not None:
                 return o
-        # NOTE: a mask of torch's own, CausalBias, knows the function by what has its name.
+        # NOTE: torch's CausalBias identifies the function by the object that has its name.
         torch.nn.functional.scaled_dot_product_attention = own
         try:
             return own(*operands, **options)
@@ -204,7 +204,7 @@ def _between_graphs(
 
 
 def layer_of(module: Any) -> Layer | None:
-    """Return the layer of a module that is replaced, or a copy of one; None of all others."""
+    """Return the layer of a replaced module or of its copy; None for other modules."""
     layer: Layer | None = vars(module).get(ATTRIBUTE)
     return layer
 
@@ -228,8 +228,8 @@ def restore_class(module: Any) -> None:
 def class_of_layers(own: Any) -> Any:
     """Return a class of the same name, whose calls send attention to the module's layer.
 
-    ``forward`` is what torch traces of a module that is compiled by itself. ``__call__`` runs what
-    other libraries put in the place of a module's ``forward``.
+    torch traces ``forward`` of a module that is compiled alone. ``__call__`` runs replacements of
+    ``forward`` by other libraries.
     """
     # NOTE: diffusers lets torch trace no attribute of some classes.
     own_call, own_forward = own.__call__, own.forward
@@ -250,7 +250,7 @@ def class_of_layers(own: Any) -> Any:
             return _eager(layer, own_forward, self, args, kwargs)
         if _passes_keys_on(self):
             return _between_graphs(layer, own_forward, self, args, kwargs)
-        layer.release()  # of a module that is compiled by itself, the call is eager
+        layer.release()  # if the module is compiled alone, the call is eager
         return _traced(layer, own_forward, self, args, kwargs)
 
     names = {"forward": forward, "__call__": call, "__doc__": own.__doc__, _OWN: own}

@@ -32,7 +32,7 @@ _layers: weakref.WeakValueDictionary[int, HostLayer] = weakref.WeakValueDictiona
 
 
 def number_of(layer: HostLayer) -> Tensor:
-    """Return what stands for a layer in a graph, as long as it lives: int64, on the host."""
+    """Return the number of a layer in a graph, int64 on the host, valid while the layer exists."""
     _layers[id(layer)] = layer
     with torch.inference_mode(False):
         number = torch.tensor(id(layer), dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""One attention module of a model: what of it INT8 takes, and what it counted."""
+"""One attention module of a model: which of its calls run in INT8, and its counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("cupyattn")
 
 #: Why a policy that follows the noise level does not say a mode.
 UNKNOWN = "the timestep lies on the device alone, the noise level is not known"
-#: What is counted of calls in compiled code.
+#: Names of the counts of calls in compiled code.
 _COUNTED = (*MODES, "native")
 #: Types that are taken, and their names.
 _NAMES = {
@@ -47,30 +47,30 @@ _NAMES = {
 
 
 class InGraphs:
-    """What graphs of torch have of a layer: an attribute for each text, in the order of graphs.
+    """A layer's parts in graphs of torch: an attribute for each text, in the order of graphs.
 
-    Graphs set the attributes and read none of them, so that no guard follows from one. A dict would
-    be guarded by its keys, and torch would compile again once they change.
+    Graphs set the attributes and never read them, so they add no guards. torch would guard the keys
+    of a dict, and compile again after a change.
     """
 
 
 class Layer:
-    """An attention module whose calls go to INT8 where it takes them.
+    """An attention module whose calls run in INT8 if INT8 supports them.
 
     Parameters
     ----------
     name : str
     module : torch.nn.Module
-        Of diffusers, with a processor.
+        A module of diffusers with a processor.
     policy : object
-        As `cupyattn.Int8Attention` takes it.
+        As for `cupyattn.Int8Attention`.
     step : Step
-        Of the model; it changes from call to call.
+        Current step of the model.
     min_length : int
         Calls with fewer queries or keys stay native.
     **options
-        Others of `cupyattn.Int8Attention`. Without quant or a calibration an INT8 mode is an
-        accuracy class of `cupyattn.attention`, whose fastest rung runs, unless keys are pruned.
+        Other options of `cupyattn.Int8Attention`. Without `quant` or a calibration, an INT8 mode is
+        an accuracy class of `cupyattn.attention`, whose fastest rung runs, unless keys are pruned.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Layer:
         self._min_length, self._options = min_length, options
         self._schedule: Schedule | None = None
         self._attention: dict[tuple[int, int, float | None], Int8Attention] = {}
-        self._calls = self._seen = 0  # all that were counted, and those before the call that runs
+        self._calls = self._seen = 0  # all counts, and the counts before the current call
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._on_ranks: Counter[str] = Counter()
@@ -134,7 +134,7 @@ class Layer:
             self.stays_native(f"{kind} calls no attention function of torch or diffusers")
 
     def release(self) -> None:
-        """Give the processor its own backend back."""
+        """Restore the backend of the processor."""
         processor = self.module.processor
         if getattr(processor, "_attention_backend", None) == backends.NAME:
             processor._attention_backend = self.own_backend
@@ -154,11 +154,11 @@ class Layer:
         options : mapping
             ``attn_mask``, ``dropout_p`` and ``is_causal`` of torch's function.
         ranks : Ranks, optional
-            That share the sequence; q, k and v are then this rank's.
+            Ranks that share the sequence; q, k and v then belong to this rank.
 
         Returns
         -------
-        Tensor, or None where the model's own attention is to run; it is counted with the reason.
+        Tensor, or None if native attention must run, which is counted with the reason.
         """
         reason = _transform(q, k, v, options) or self._obstacle(q, k, v, options, ranks)
         mode, shared = self._choice.mode, None
@@ -183,7 +183,7 @@ class Layer:
         return None
 
     def stays_native(self, reason: str) -> None:
-        """Count a call that the model's own attention runs."""
+        """Count a call that native attention runs."""
         self._calls += 1
         self._native[reason] += 1
         level = logging.INFO if self._native[reason] == 1 else logging.DEBUG
@@ -193,7 +193,7 @@ class Layer:
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any],
         ranks: Ranks | None = None,
     ) -> str | None:
-        """Return why INT8 does not take a call, None where it does; torch may trace this."""
+        """Return why INT8 does not take a call, or None if it does; torch may trace this."""
         mask = options["attn_mask"]
         if options["is_causal"]:
             return "causal"
@@ -237,7 +237,7 @@ class Layer:
         if self._prunes:
             with on_device_of(q):
                 arrays = [as_array(given[name]) for name in "qkv"]
-                o = torch.empty_like(q)  # laid out as q is: what models do next takes no copy
+                o = torch.empty_like(q)  # in the layout of q, so what follows needs no copy
                 return o.copy_(as_tensor(attention(*arrays, sigma=at.sigma, mode=mode)))
         scores = {}
         if self._kind != "dense":
@@ -277,7 +277,7 @@ class Layer:
         head_dim: int,
         scale: float | None,
     ) -> Int8Attention:
-        """Return attention of a form of call, made anew for every schedule."""
+        """Return attention for a form of call, made again for every schedule."""
         schedule = None if noise is None else noise[0]
         if schedule is not self._schedule:
             self._fallbacks = self._all_fallbacks()
@@ -325,7 +325,7 @@ class Layer:
         return operator.attend(given, scale, self._texts[mode])
 
     def note(self, ran: str) -> None:
-        """Remember what the graph that torch traces has of this layer, now and whenever it runs.
+        """Record the layer's part in the graph that torch traces, now and for each run.
 
         Torch sets the attribute after each run, on the layer that the module has then. So layers
         know of graphs that were traced for another block, or before the module was replaced again.
@@ -362,7 +362,7 @@ class Layer:
         return sum((Counter(one.fallbacks) for one in self._attention.values()), self._fallbacks)
 
     def report(self) -> LayerReport:
-        """Return what was counted; counts on a device are waited for."""
+        """Return the counts; reading counts from a device synchronises."""
         counts = [] if self._counts is None else self._counts.tolist()
         counted = {name: n for name, n in zip(_COUNTED, counts, strict=False) if n}
         return LayerReport(
@@ -377,7 +377,7 @@ class Layer:
 
 
 def _transform(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
-    """Return why an eager call on these tensors is not one on memory, None where it is."""
+    """Return why an eager call cannot read the memory of these tensors, or None if it can."""
     if transforms.active() or transforms.forward_mode():
         return "a transform of torch.func, or forward-mode derivatives"
     given = q, k, v, options["attn_mask"]

@@ -1,6 +1,6 @@
-"""The mask of torch's attention function as the kernels take it: which keys, or a bias of scores.
+"""The mask of torch's attention function for the kernels: a mask of keys, or a bias of scores.
 
-Nothing here looks at values, so that no call waits for a device.
+This module reads no values, so no call waits for a device.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from cupyattn.interop.torch.ops import PLAIN
 
-#: Types of a bias; the kernels take each beside operands of any type.
+#: Types of a bias; the kernels support each with operands of any type.
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
-#: Bytes at a time in which Hopper forms copy a bias.
+#: Bytes of one access when Hopper forms copy a bias.
 _VECTOR = 16
 
 
 def obstacle(mask: Any, q: Tensor, k: Tensor) -> str | None:
-    """Return why the kernels do not take a mask, None where they do; torch may trace this.
+    """Return why the kernels do not take a mask, or None if they do; torch may trace this.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def obstacle(mask: Any, q: Tensor, k: Tensor) -> str | None:
 
 
 def obstacle_of_kind(mask: Any, q: Tensor) -> str | None:
-    """Return why the kernels take no mask of this class, type and place, None where they do."""
+    """Return why the kernels take no mask of this class, type and device, or None if they do."""
     if not isinstance(mask, Tensor) or type(mask) not in PLAIN:  # CausalBias is a class of tensors
         return f"attention mask of type {type(mask).__name__}"
     if mask.dtype != torch.bool and mask.dtype not in _BIASES:
@@ -51,12 +51,12 @@ def obstacle_of_kind(mask: Any, q: Tensor) -> str | None:
 
 
 def of_scores(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return mask and bias as `cupyattn.attention` takes them, one of them None, or both.
+    """Return mask and bias for `cupyattn.attention`; at least one of them is None.
 
     Parameters
     ----------
     mask : Tensor, optional
-        bool (True: attend), or added to the scores; `obstacle` has none against it.
+        bool (True: attend), or numbers that are added to the scores; accepted by `obstacle`.
     """
     if mask is None:
         return None, None
@@ -73,10 +73,10 @@ def _not_expanded(mask: Tensor) -> Tensor:
 
 
 def _in_vectors(bias: Tensor) -> Tensor:
-    """Return a bias of 16 bits whose rows of keys begin at multiples of 16 bytes, a copy if not.
+    """Return a 16-bit bias whose rows of keys begin at multiples of 16 bytes, copied if needed.
 
-    Hopper forms take such rows alone. Portable forms take others, and need two to three times as
-    long; a copy reads and writes the bias once.
+    Hopper forms require such rows. Portable forms support others, but take two to three times as
+    long. A copy reads and writes the bias once.
     """
     if bias.dtype == torch.float32 or bias.ndim == 0 or bias.shape[-1] == 1:
         return bias

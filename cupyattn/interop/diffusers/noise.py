@@ -13,11 +13,11 @@ from cupyattn.arrays.kinds import as_host_array
 from cupyattn.diffusion.schedules import Float64, noise_to_signal
 from cupyattn.errors import UnsupportedError, shown
 
-#: Schedulers whose sigmas say nothing of themselves, by how their names begin: a share of noise, or
-#: noise over signal.
+#: Schedulers whose sigmas do not show their meaning, by the start of their names: the meaning is a
+#: share of noise, or noise over signal.
 _FLOW = ("FlowMatch", "FlowMap", "LTXEulerAncestralRF")
 _EDM = ("EDM", "CosineDPM")
-#: Where noise and signal are equal: what a schedule of a single step of noise alone is held to.
+#: Equal noise and signal: the ratio used for a schedule with a single step of pure noise.
 _EVEN = 1.0
 
 
@@ -30,7 +30,7 @@ class Schedule:
     ratios : array, float64, (steps,)
         Noise-to-signal ratio of every entry of the scheduler's timesteps, in their order.
     timesteps : array, float64, (steps,), or None
-        Those timesteps, in the scheduler's units, where the host has them.
+        These timesteps in the scheduler's units, if they are on the host.
     """
 
     ratios: Float64
@@ -51,15 +51,15 @@ def kind_of(scheduler: Any) -> str:
     Returns
     -------
     {"flow", "edm", "ddpm"}
-        As for `cupyattn.diffusion.noise_to_signal`; "edm" for all whose sigmas are noise over
-        signal.
+        As for `cupyattn.diffusion.noise_to_signal`; "edm" for all schedulers whose sigmas are noise
+        over signal.
 
     Raises
     ------
     TypeError
-        For what is no scheduler of diffusers.
+        For an object that is not a scheduler of diffusers.
     UnsupportedError
-        For one that is not known.
+        For an unknown scheduler.
     """
     if not hasattr(scheduler, "config"):
         raise TypeError(f"scheduler must be one of diffusers, got {shown(scheduler)}")
@@ -86,13 +86,13 @@ class Noise:
     Parameters
     ----------
     owner : object
-        Has the attribute ``scheduler``, which is looked at anew for every step.
+        Has the attribute ``scheduler``, which is read again in every step.
 
     Notes
     -----
-    A step never waits for a device. What a run needs of the scheduler's lists is read once, which
-    waits where they lie on a device: the sigmas of flow matching in Euler's form, the timesteps of
-    DDPM's kin. Those of all others are on the host.
+    A step never waits for a device. The scheduler's lists are read once a run. This waits only if
+    they are on a device: the sigmas of flow matching in Euler's form, and the timesteps of DDPM and
+    similar schedulers. All other lists are on the host.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -110,11 +110,11 @@ class Noise:
         Parameters
         ----------
         timestep : Tensor or number
-            What the model was given.
+            The timestep that the model received.
 
         Returns
         -------
-        (Schedule, float), or None where only a device knows which step it is.
+        (Schedule, float), or None if the step is known only on a device.
         """
         scheduler = self._owner.scheduler
         schedule = self._schedule_of(scheduler)

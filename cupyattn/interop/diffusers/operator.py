@@ -1,6 +1,6 @@
 """``torch.ops.cupyattn.diffusers_attention``: a layer's attention in a graph of torch.
 
-Its result lies as its queries do, as in eager calls: what models do next then takes no copy.
+Its result has the layout of its queries, as in eager calls, so what follows needs no copy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def attend(tensors: Mapping[str, Tensor], scale: float | None, text: str) -> Ten
     Parameters
     ----------
     tensors : mapping of str to Tensor
-        "q", "k" and "v", (batch, heads, len, head_dim), and "mask" and "bias" where there are such.
+        "q", "k" and "v", (batch, heads, len, head_dim), and "mask" and "bias" if given.
     scale : float, optional
     text : str
-        Of `text_of`.
+        Result of `text_of`.
     """
     if torch.compiler.is_compiling():
         epilogues.register()
@@ -53,7 +53,7 @@ def attend(tensors: Mapping[str, Tensor], scale: float | None, text: str) -> Ten
 
 @functools.lru_cache(maxsize=256)
 def _settings(*arguments: Any) -> TensorSettings:
-    """Return the settings that the operator's arguments behind the tensors stand for."""
+    """Return the settings from the operator's arguments after the tensors."""
     return _SCHEMA.settings((*[None] * len(_SCHEMA.tensors), *arguments))
 
 

@@ -45,7 +45,7 @@ class Int8Replacement(Handle):
     """A pipeline or a model whose attention modules run in INT8, until they are restored.
 
     `replace_attention_with_int8` makes it. Calls and attributes go to the pipeline or the model;
-    `target`, `replaced`, `report` and `restore` are the handle's own. A method that returns the
+    `target`, `replaced`, `report` and `restore` belong to the handle. A method that returns the
     pipeline, such as ``to``, returns the handle. As a context manager it restores at the end.
     """
 
@@ -73,7 +73,7 @@ class Int8Replacement(Handle):
         return any(interception.layer_of(layer.module) is layer for layer in self._handle_layers)
 
     def report(self) -> Report:
-        """Return what ran where since attention was replaced."""
+        """Return the counts of calls by mode and reason since attention was replaced."""
         layers = tuple(layer.report() for layer in self._handle_layers)
         compiled = any(layer.compiled for layer in layers)
         if not compiled:
@@ -84,17 +84,17 @@ class Int8Replacement(Handle):
     __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
 
     def restore(self) -> None:
-        """Give the modules their own attention back. Counts stay; a second call does nothing."""
+        """Restore the attention of the modules. Counts stay; a second call does nothing."""
         while self._handle_hooks:
             self._handle_hooks.pop().remove()
         for layer in self._handle_layers:
             module = layer.module
-            if interception.layer_of(module) is layer:  # none of a handle that came later
+            if interception.layer_of(module) is layer:  # not those of a later handle
                 _release(module)
 
 
 def restore_attention(model: torch.nn.Module) -> None:
-    """Give all attention modules of a model their own attention back, of every handle and copy."""
+    """Restore all attention modules of a model, for every handle and copy."""
     for module in model.modules():
         for number, hook in [*module._forward_pre_hooks.items()]:
             if isinstance(hook, functools.partial) and hook.func is steps.before_model:
@@ -104,7 +104,7 @@ def restore_attention(model: torch.nn.Module) -> None:
 
 
 def _release(module: torch.nn.Module) -> None:
-    """Give an attention module its own attention back, if it is replaced."""
+    """Restore an attention module, if it is replaced."""
     layer = interception.layer_of(module)
     if layer is not None:
         layer.release()
@@ -141,32 +141,32 @@ def replace_attention_with_int8(
     Parameters
     ----------
     pipe_or_model : DiffusionPipeline or torch.nn.Module
-        Of a pipeline, all models that take a timestep. Modified in place.
+        For a pipeline, all models that take a timestep. Modified in place.
     include, exclude : str or sequence of str, optional
-        Regular expressions; a module is taken where one of `include` is found in its name (all are,
-        when omitted) and none of `exclude`. Names begin with the pipeline's component,
-        ``"transformer.transformer_blocks.0.attn"``, or are the model's own.
+        Regular expressions. A module is replaced if its name matches one of `include` (any name
+        does, when omitted) and none of `exclude`. Names begin with the pipeline's component,
+        ``"transformer.transformer_blocks.0.attn"``, or are the names in a single model.
     policy : "adaptive", a mode, a table, an object, or a mapping
-        As `cupyattn.Int8Attention` takes it, for every layer; or a mapping of regular expressions
-        to such policies: the first that is found in a layer's name decides, and layers without one
-        are "adaptive".
+        As for `cupyattn.Int8Attention`, for every layer; or a mapping of regular expressions to
+        such policies. The first expression that matches a layer's name decides; other layers are
+        "adaptive".
     scheduler : object, optional
-        Whose steps a model without a pipeline is called for. A pipeline's own is looked up at every
-        step, so that another may be set.
+        Scheduler of the steps, for a model without a pipeline. A pipeline's scheduler is read at
+        every step, so it may be replaced.
     min_length : int
         Calls of fewer queries or keys stay native.
     quant : QuantConfig, Calibration or mapping, optional
-        How the INT8 modes quantise, wherever they run; a calibration gives static scales, and what
-        `cupyattn.diffusion.calibrate` returns gives every layer its own. When omitted, a mode is an
-        accuracy class of `cupyattn.attention`: the fastest rung of the class runs, as measured on
-        that device, so 16 bits where INT8 is slower.
+        How the INT8 modes quantise. A calibration has static scales, and the result of
+        `cupyattn.diffusion.calibrate` has separate scales for every layer. When omitted, a mode is
+        an accuracy class of `cupyattn.attention`: the rung of the class that was measured to be the
+        fastest on that device runs, in 16 bits if INT8 is slower.
     backend, arch : str, optional
         As for `cupyattn.attention`.
     count_compiled : bool
         Count the calls of each layer in compiled code, too, on the device: one addition a call.
         `report` waits for the device to read them.
     again : bool
-        Take back first what earlier calls replaced in these models, all of it.
+        First undo all earlier replacements of attention in these models.
     timestep_scales, use_adaptive_scaling, attention_type, window_size, block_size, block_mask, \
     enable_pruning, pruning_ratio, pruning_threshold, pruning_rows : optional
         As for `cupyattn.Int8Attention`, at the steps of the scheduler. These and `quant`
@@ -176,44 +176,44 @@ def replace_attention_with_int8(
     Returns
     -------
     Int8Replacement
-        Used like the pipeline or the model, with `restore()` and `report()` of its own:
+        A handle to use like the pipeline or the model, with `restore()` and `report()`:
         ``pipe = replace_attention_with_int8(pipe)``, then ``pipe(prompt).images[0]``.
 
     Raises
     ------
     TypeError
-        For what is neither a pipeline nor a module, a pipeline with a handle in a model's place,
-        and patterns that are no text.
+        For anything but a pipeline or a module, a pipeline with a handle in place of a model, and
+        patterns that are not text.
     ValueError
-        For what is no regular expression or is found in no name, and if no module is chosen or one
-        is already replaced. For an empty policy, and a policy or static scales that need a noise
-        level where there is no scheduler. While the model runs: for a calibration of other heads
-        and `timestep_scales` of other steps.
+        For a pattern that is not a regular expression or matches no name, and if no module is
+        chosen or one is already replaced. For an empty policy, and for a policy or static scales
+        that need a noise level, without a scheduler. While the model runs: for a calibration of
+        other heads and `timestep_scales` of other steps.
     UnsupportedError
-        For a version of diffusers whose table of attention backends was not looked at, and a
-        scheduler whose noise is not known.
+        For a version of diffusers whose table of attention backends was not verified, and for a
+        scheduler whose noise is unknown.
 
     Notes
     -----
-    Only a hook of the model and the class of its attention modules are new, the latter by the same
-    name: weights, processors and what `save_pretrained` writes stay as they are.
-    A mask is taken as the model gives it: bool, or numbers that are added to the scores.
-    Some calls run the model's own attention, bit for bit, and are counted with the reason. They are
-    causal, or have dropout, gradients or a mask of another type; or they have too few queries or
-    keys, or heads of other sizes than 1 to 256. Local and block-sparse attention takes calls with
-    as many keys as queries alone, and pruning those without a mask. Guidance needs nothing: of a
-    batch of both branches, or of two passes, each call runs at its step's noise level. A model is
-    called from one thread at a time. With diffusers' context parallelism its ranks share a call,
-    also one with gradients in 16 bits (docs/DISTRIBUTED.md).
+    The model gets a hook, and its attention modules get a class of the same name. Weights,
+    processors and the files of `save_pretrained` stay unchanged.
+    Masks of the model are supported: bool, or numbers that are added to the scores.
+    Some calls run native attention, bit for bit, and are counted with the reason. They are causal,
+    or have dropout, gradients or a mask of another type; or they have too few queries or keys, or
+    heads of other sizes than 1 to 256. Local and block-sparse attention requires as many keys as
+    queries, and pruning requires calls without a mask. Guidance needs no setting: both branches, in
+    one batch or in two passes, run at the noise level of their step. A model is called from one
+    thread at a time. With diffusers' context parallelism its ranks share a call, even with
+    gradients in 16 bits (docs/DISTRIBUTED.md).
 
     A model may be compiled before or after: by ``torch.compile(model)``, ``model.compile()`` or
     ``compile_repeated_blocks``, with ``fullgraph=True``. Attention is an operator of the graph.
-    There is one graph for every mode that the policy takes; a step of a mode that ran before
-    compiles nothing. In a caller's own function that is compiled and calls the model, and in
-    ``torch.export``, no code of the host sees the steps. Only a policy of one mode takes calls
-    there, without scales that follow the step. With static scales, pruning and block masks the host
-    decides at each call of a graph. Inductor leaves these calls out of CUDA graphs, and an exported
-    program has none of them. The report says which layers stay native, and why.
+    There is one graph for every mode of the policy, and a step of a known mode compiles nothing. If
+    a compiled function of the caller calls the model, and in ``torch.export``, host code does not
+    see the steps. Only a policy of one mode runs there, without scales that depend on the step.
+    With static scales, pruning and block masks the host decides at each call of a graph. Inductor
+    excludes these calls from CUDA graphs, and exported programs do not have them. The report says
+    which layers stay native, and why.
 
     Examples
     --------
@@ -299,7 +299,7 @@ def replace_attention_with_int8(
 
 
 def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
+    """Return the object with a scheduler, or None, and the models by their names' prefixes."""
     if is_pipeline(pipe_or_model):
         for name, part in pipe_or_model.components.items():
             if isinstance(part, Handle):
@@ -340,13 +340,13 @@ def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _noise_of(owner: Any) -> Noise:
-    """Return the noise of what has a scheduler; raise unless that is known."""
+    """Return the noise of an object with a scheduler; raise if it is unknown."""
     kind_of(owner.scheduler)
     return Noise(owner)
 
 
 def steps_of(owner: Any) -> steps.Step:
-    """Return what knows the steps of what has a scheduler; raise unless its noise is known."""
+    """Return the steps of an object with a scheduler; raise if its noise is unknown."""
     return steps.Step(_noise_of(owner))
 
 

@@ -1,4 +1,4 @@
-"""What ran where: calls by mode, calls left to the model's own attention by reason."""
+"""Reports of calls: by mode, and native calls by reason."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class LayerReport:
     Parameters
     ----------
     name : str
-        Dotted, from the pipeline or the model on.
+        Dotted name, from the pipeline or the model on.
     modes : mapping of str to int
         Calls that cupyattn ran, by precision mode.
     native : mapping of str to int
-        Calls that the model's own attention ran, by reason.
+        Calls that native attention ran, by reason.
     fallbacks : mapping of str to int
-        Of those in `modes`, calls in an INT8 mode that ran in the input's own type, by reason.
+        Calls within `modes` that have an INT8 mode and ran in the type of the input, by reason.
     compiled : tuple of str
-        What graphs of `torch.compile` and `torch.export` have of the module, known when they are
-        traced or run: modes, and ``"native: "`` with a reason. It holds for blocks that share a
+        The module's parts in graphs of `torch.compile` and `torch.export`, known when they are
+        traced or run: modes, and ``"native: "`` with a reason. This holds for blocks that share a
         graph, and for graphs of an earlier replacement that run again.
     compiled_calls : mapping of str to int
-        Calls in compiled code, by mode or ``"native"``, where ``count_compiled=True`` asked for it.
+        Calls in compiled code, by mode or ``"native"``, with ``count_compiled=True``.
     on_ranks : mapping of str to int
-        Of those in `modes`, calls that several ranks shared, by mesh and what travelled.
+        Calls within `modes` that several ranks shared, by mesh and exchanged arrays.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Report:
     layers : tuple of LayerReport
         In the order of the model; modules that were not called have no counts.
     compiled_fallbacks : mapping of str to int
-        Calls in compiled code of this process that were of an INT8 mode and ran in the input's own
-        type, by reason. Those that a CUDA graph replays are not counted.
+        Calls in compiled code of this process that have an INT8 mode and ran in the type of the
+        input, by reason. Replays of a CUDA graph are not counted.
     compiled_obstacle : str
-        Why compiled code calls attention by torch's dispatcher, which takes the host longer; "" if
+        Why compiled code calls attention through torch's dispatcher, which costs host time; "" if
         it does not.
 
     Examples
@@ -79,12 +79,12 @@ class Report:
 
     @property
     def native(self) -> dict[str, int]:
-        """Calls that the model's own attention ran, by reason."""
+        """Calls that native attention ran, by reason."""
         return self._summed("native")
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Calls in an INT8 mode that ran in the input's own type, by reason."""
+        """Calls in an INT8 mode that ran in the type of the input, by reason."""
         return self._summed("fallbacks")
 
     @property
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def on_ranks(self) -> dict[str, int]:
-        """Calls that several ranks shared, by mesh and what travelled."""
+        """Calls that several ranks shared, by mesh and exchanged arrays."""
         return self._summed("on_ranks")
 
     def _summed(self, field: str) -> dict[str, int]:
@@ -120,7 +120,7 @@ class Report:
         return "\n".join(map(printable, lines))
 
     def _totals(self) -> str:
-        """Return calls of all layers; eager ones are left out if there are compiled ones alone."""
+        """Return calls of all layers, without the eager ones if all calls are compiled."""
         modes, native, in_graphs = self.modes, sum(self.native.values()), self.compiled_calls
         by_mode = f" ({_listed(modes)})" if modes else ""
         said = [f"{counted(sum(modes.values()), 'call')} by cupyattn{by_mode}, {native} native"]

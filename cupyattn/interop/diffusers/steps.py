@@ -22,14 +22,14 @@ class Counted(Protocol):
     """A layer whose calls in compiled code are counted."""
 
     def count_on(self, device: torch.device) -> None:
-        """Let the counts lie on a device."""
+        """Move the counts to a device."""
         ...
 
 
 class Choice:
     """The mode that a policy takes at the step that runs.
 
-    Compiled code reads `mode` alone, a string: torch compiles a graph for each mode that it meets.
+    Compiled code reads only `mode`, a string: torch compiles a graph for each mode.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Choice:
     Attributes
     ----------
     mode : str or None
-        None: the noise level is not known.
+        None if the noise level is unknown.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -65,12 +65,12 @@ class Choice:
 
 
 class Step:
-    """What the layers of one handle in one model know of the step that the model is called for.
+    """The current step of a model, for the layers of one handle.
 
     Parameters
     ----------
     source : Noise, optional
-        Where it knows it from.
+        Source of the noise level.
 
     Attributes
     ----------
@@ -81,8 +81,8 @@ class Step:
     counted : list of Layer
         Layers whose calls in compiled code are counted on the model's device.
     is_seen : bool
-        Whether `before` ran for this call of the model. It does not where a function that torch
-        compiles calls the model: no code of the host then runs between two steps.
+        Whether `before` ran for this call of the model. If a function that torch compiled calls the
+        model, it does not run, because no host code runs between two steps.
     """
 
     def __init__(self, source: Noise | None = None) -> None:
@@ -95,7 +95,7 @@ class Step:
         self.is_seen = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
-        """Return the step of a copied model, whose layers name their own policies."""
+        """Return the step of a copied model, whose layers register their policies."""
         return Step(self._source)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -126,7 +126,7 @@ class Step:
         self.set(None if at is None else self._source.at(at))
 
     def set(self, noise: tuple[Schedule, float] | None) -> None:
-        """Take a noise level, None where it is not known, and ask every policy for its mode."""
+        """Set the noise level, None if unknown, and get the mode of every policy."""
         self.noise = noise
         if noise is None:
             self.at = None

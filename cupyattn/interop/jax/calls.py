@@ -1,4 +1,4 @@
-"""What calls from JAX share: arrays as they are traced, mapped axes, and XLA's registry."""
+"""Code that all calls from JAX share: traced arrays, mapped axes, and XLA's registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cupyattn.runtime.recent import CALLS
 
 
 def as_array(name: str, x: Any) -> jax.Array:
-    """Return a JAX array, traced or not; TypeError for what is none."""
+    """Return a JAX array, traced or not; raise TypeError for other objects."""
     try:
         return jnp.asarray(x)
     except TypeError as error:
@@ -27,7 +27,7 @@ def as_array(name: str, x: Any) -> jax.Array:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise for a backend that cannot run a call, whichever platform JAX runs it on.
+    """Raise for a backend that cannot run a call, on any platform of JAX.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def check_backend(backend: str | None) -> None:
     """
     try:
         jax.devices("cuda")
-    except RuntimeError:  # arrays are NumPy's where there is no such device
+    except RuntimeError:  # without such a device, arrays are NumPy arrays
         target.choose(backend, False)
     else:
         target.check_backend(backend)
@@ -49,19 +49,19 @@ def check_backend(backend: str | None) -> None:
 def check_once(
     facts: tuple[Any, ...], operands: Mapping[str, Any], check: Callable[[dict[str, Any]], object]
 ) -> None:
-    """Check a call by shapes and types alone, unless one like it has passed before.
+    """Check a call by shapes and types, unless an equal call has passed before.
 
-    It is not resolved here: that is done where it runs, with XLA's buffers, on their device.
+    The call is resolved later, when it runs with XLA's buffers on their device.
 
     Parameters
     ----------
     facts : tuple
-        The function, and all that the check depends on beside shapes and types. Settings that are
-        numbers come with their types: equal ones of other types may be refused.
+        The function, and everything else that the check depends on, besides shapes and types.
+        Numbers come with their types, because equal numbers of other types may be refused.
     operands : mapping of str to jax.Array
         They may be traced.
     check : callable
-        Takes descriptions of the operands; what it raises is raised.
+        Called with descriptions of the operands; its exceptions propagate.
     """
     forms = tuple((name, x.shape, x.dtype) for name, x in operands.items())
     key, passed = CALLS.find(facts, forms)
@@ -108,7 +108,7 @@ def foreign(name: str, results: Any) -> Callable[..., Any]:
     ----------
     name : str
     results : jax.ShapeDtypeStruct or sequence of them
-        What it writes.
+        Results that it writes.
     """
     _finish_at_exit()
     function: Callable[..., Any] = jax.ffi.ffi_call(name, results, vmap_method="expand_dims")
@@ -117,7 +117,7 @@ def foreign(name: str, results: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Let Python end only after the calls that XLA has begun: their handlers are Python."""
+    """Delay the end of Python until calls of XLA have ended, because their handlers are Python."""
     atexit.register(_finish)
 
 

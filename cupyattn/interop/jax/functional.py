@@ -1,7 +1,7 @@
 """`attention` on JAX arrays: a custom call of XLA, under `jax.jit`, `jax.grad` and `jax.vmap`.
 
-The call is a typed FFI target (`cupyattn.interop.xla_ffi`): the kernels read XLA's own buffers, on
-the stream that XLA computes on. XLA hands over compact row-major buffers and copies others first.
+The call is a typed FFI target (`cupyattn.interop.xla_ffi`): the kernels read XLA's buffers on XLA's
+stream. XLA passes compact row-major buffers and copies other buffers first.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from cupyattn.quant.config import QuantConfig
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 _TABLES = tuple(name for names in _PAIRS.values() for name in names)
-#: Operands that are described before they run, and not read.
-#: Arguments of `cupyattn.attention` that JAX has no use for, and what to do in their place.
+#: Operands that are described before the call runs, and not read then.
+#: Arguments of `cupyattn.attention` that are not supported for JAX, each with advice.
 _NOT_IN_JAX = {
     "out": "JAX arrays are immutable: take the result",
     "check_finite": "a traced call cannot look at values: set jax_debug_nans",
 }
-#: Arguments of `cupyattn.attention`; the others are those of packed sequences.
+#: Arguments of `cupyattn.attention`, without those of packed sequences.
 _KNOWN = {
     name for name in (*ARRAYS, *Settings._fields) if not name.startswith(("cu_seqlens", "max_len"))
 }
-#: Arguments that the gradient does not take: which rung ran does not change what it is.
+#: Arguments that do not change the gradient, such as the rung of the forward pass.
 _OF_FORWARD = ("variant", "accuracy", "quant", "tiles", "qk_norm_eps")
 _FORWARD, _BACKWARD = "cupyattn_attention", "cupyattn_attention_backward"
 
@@ -67,7 +67,7 @@ class _Call:
     deterministic: bool
 
 
-#: Options by key: a process that reuses what XLA compiled in another has traced the call itself.
+#: Options by key. A process that reuses code compiled by another process has also traced the call.
 _options: dict[str, dict[str, Any]] = {}
 
 
@@ -100,11 +100,11 @@ def attention(
     rope, qk_norm : (jax.Array, jax.Array), optional
         As for `cupyattn.attention`.
     lengths_q, lengths_kv : jax.Array, (batch,), optional
-        As for `cupyattn.attention`. There is no gradient beside them.
+        As for `cupyattn.attention`. There is no gradient with them.
     layout, return_lse
         As for `cupyattn.attention`. The log-sum-exp gets no gradient.
     deterministic : bool
-        Of the gradient, as for `cupyattn.attention_backward`.
+        For the gradient, as for `cupyattn.attention_backward`.
     **options
         The other arguments of `cupyattn.attention`, constants of the trace: variant, accuracy,
         scale, causal, causal_align, window, softcap, rope_interleaved, rope_offset_q, qk_norm_eps,
@@ -120,20 +120,20 @@ def attention(
     Raises
     ------
     ValueError, TypeError, UnsupportedError
-        As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a gradient
-        that there is none of: of float32, after `qk_norm`, beside lengths, of a bias, a table or
-        weights, through the log-sum-exp.
+        As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a missing
+        gradient: of float32, after `qk_norm`, with lengths, of a bias, a table or weights, or
+        through the log-sum-exp.
     jax.errors.JaxRuntimeError
-        For what shows only when it runs, with the exception's type and message.
+        For errors that show only when it runs, with the exception's type and message.
 
     Notes
     -----
-    The gradient is `cupyattn.attention_backward`, straight through where the forward pass is INT8.
-    There is no second derivative, and no forward mode.
+    The gradient is `cupyattn.attention_backward`, straight-through if the forward pass is INT8.
+    Second derivatives and forward mode are not supported.
 
-    Under `jax.vmap` the mapped axis joins the batch: one call, as many entries. Scales of a whole
-    tensor, given scales, block masks of several entries, and mapped tables or weights belong to
-    each entry, which then runs by itself.
+    Under `jax.vmap` the mapped axis joins the batch, in one call. Scales of a whole tensor, given
+    scales, block masks of several entries, and mapped tables or weights depend on the entry. Each
+    entry then runs as a separate call.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Return operands beside q, k and v as the arguments that bring them."""
+    """Return operands other than q, k and v as arguments of the call."""
     found = {name: operands[name] for name in ("mask", "bias", *LENGTHS) if name in operands}
     for argument, names in _PAIRS.items():
         if names[0] in operands:
@@ -186,7 +186,7 @@ def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Check a call by shapes and types alone."""
+    """Check a call by its shapes and types."""
 
     def check(known: dict[str, Any]) -> None:
         check_backend(options.get("backend"))
@@ -202,8 +202,8 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
 def _constants(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of a call that descriptions on the host are checked with.
 
-    The device that runs it says how many rows share a scale of a block: given ones are looked at
-    there.
+    The number of rows that share a scale of a block depends on the device, so given scales are
+    checked there.
     """
     known = {name: x for name, x in options.items() if name != "backend"}
     quant, named = known.get("quant"), known.get("tiles") or known.get("arch")
@@ -215,11 +215,11 @@ def _constants(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a check depends on beside operands: options, and what a rung's name means."""
+    """Return everything that a check depends on besides operands: options, and the rung."""
     settings, arrays = parse("attention", None, None, None, options)
     mask, variant = arrays.get("block_mask"), settings.variant
     if isinstance(mask, BlockMask):
-        mask = mask.blocks, mask.mask.shape  # what is remembered keeps no array
+        mask = mask.blocks, mask.mask.shape  # remembered facts keep no array alive
     rung = ladder.VARIANTS.get(variant) if isinstance(variant, str) else None
     return settings, settings.types, mask, rung
 
@@ -234,7 +234,7 @@ def _remember(options: dict[str, Any], deterministic: bool) -> _Call:
     return _Call(key, options["layout"], bool(options["return_lse"]), bool(deterministic))
 
 
-# ---- what JAX transforms -------------------------------------------------------------------------
+# ---- functions that JAX transforms ---------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -295,7 +295,7 @@ def _bind_forward(
 
 
 def _check_gradient(call: _Call, operands: Mapping[str, Any], o: Any, lse: Any) -> None:
-    """Check by shapes and types alone that there is a gradient."""
+    """Check by shapes and types that there is a gradient."""
     options = _options_of_backward(_options[call.key])
 
     def check(known: dict[str, Any]) -> None:
@@ -311,7 +311,7 @@ def _options_of_backward(options: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x for n, x in options.items() if n not in _OF_FORWARD and n != "return_lse"}
 
 
-# ---- what XLA calls ------------------------------------------------------------------------------
+# ---- functions that XLA calls --------------------------------------------------------------------
 
 
 def _run_forward(
@@ -332,7 +332,7 @@ def _run_backward(
 ) -> None:
     """Run the backward pass on the buffers of a call."""
     options = _options_of_backward(_recall(attributes["call"]))
-    options["deterministic"] = attributes["deterministic"] == "True" or None  # None: the faster one
+    options["deterministic"] = attributes["deterministic"] == "True" or None  # None: the faster
     for operands, gradients in _entries(buffers, results, attributes, options):
         d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
         found = backward.attention_backward(
@@ -359,7 +359,7 @@ def _entries(
 ) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     """Yield operands by name and results, without the axes that `jax.vmap` put in front.
 
-    Those become part of the batch where one call on all of them does what calls on each would do.
+    They join the batch if one call on all entries equals separate calls.
     """
     operands = dict(zip(attributes["operands"].split(), buffers, strict=True))
     front = operands["q"].ndim - 4

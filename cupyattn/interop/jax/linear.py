@@ -1,4 +1,4 @@
-"""`Int8Linear` for JAX: a layer that is a pytree, and whose call is one foreign function of XLA."""
+"""`Int8Linear` for JAX: a layer that is a pytree; its call is one foreign function of XLA."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Call(NamedTuple):
     out_dtype: str
     arch: str
     backend: str
-    #: Of x and of the bias, "" without one: what gradients are rounded to.
+    #: Types of x and of the bias ("" without one), to which gradients are rounded.
     dtypes: tuple[str, str]
 
 
@@ -56,16 +56,17 @@ class Int8Linear:
     Parameters
     ----------
     codes : jax.Array, (out, in), int8
-        Of W, as `cupyattn.weight_quant` makes them.
+        Codes of W, as `cupyattn.weight_quant` makes them.
     scales : jax.Array, (ceil(out / 128), ceil(in / 128)) or (out, 1), any float type
-        Of blocks, or of channels: then x gets a scale for each row, and outliers have no place.
+        Scales of blocks, or of channels. With channels, x gets one scale for each row, and outliers
+        are not supported.
     bias : jax.Array, (out,), float16, bfloat16 or float32, optional
     activation : {"gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"}, optional
-        The last three are gated linear units: W has the rows of the gate, then as many others. With
-        ``"_gate_last"`` behind these names the gate's rows come second, as in diffusers. The result
+        The last three are gated linear units: the first half of W's rows is the gate. With
+        ``"_gate_last"`` at the end of the name the gate comes second, as in diffusers. The result
         has ``out / 2`` columns, which is `out_features`.
     outlier_columns : sequence of int
-        Columns of x, each once, that are not quantised but multiplied in 16 bits.
+        Columns of x, each once, that are multiplied in 16 bits instead of being quantised.
     outlier_weight : jax.Array, (out, outliers), float16 or bfloat16, optional
         These columns of W.
     block_size : int
@@ -85,8 +86,8 @@ class Int8Linear:
     `jax.lax.scan`. A call is one foreign function: codes and scales of x, then the product, on the
     stream of XLA and without a device synchronisation.
 
-    A gradient goes to x and to the bias, through the weight that the codes stand for; quantising x
-    counts as the identity. There is none with `activation` or beside `residual`.
+    x and the bias get gradients, through the dequantised weight; quantising x counts as the
+    identity. With `activation` or `residual` there are no gradients.
 
     Under `jax.vmap` mapped axes of x, residual and gate are further rows of one product. A mapped
     weight or bias takes a product for each entry.
@@ -180,7 +181,7 @@ class Int8Linear:
 
     @property
     def strategy(self) -> str:
-        """What shares a scale: "block" or "channel"."""
+        """The groups that share a scale: "block" or "channel"."""
         return strategy_of_weight(self.codes.shape, self.scales.shape)
 
     @property
@@ -203,7 +204,7 @@ class Int8Linear:
         Parameters
         ----------
         x : jax.Array, (..., in), float16, bfloat16 or float32
-            May be traced. With outliers in 16 bits, of their type or float32.
+            May be traced. With outliers in 16 bits, x has their type or float32.
         out_dtype : {"float16", "bfloat16", "float32"}, optional
             The type of x when omitted.
         residual, gate : jax.Array, optional
@@ -219,9 +220,9 @@ class Int8Linear:
         ------
         TypeError, ValueError, UnsupportedError
             As for `cupyattn.Int8Linear`, while the call is traced. `UnsupportedError` also for a
-            gradient with `activation`, beside `residual`, or of anything but x and the bias.
+            gradient with `activation` or `residual`, or of anything but x and the bias.
         jax.errors.JaxRuntimeError
-            For what shows only when it runs, with the exception's type and message.
+            For errors that show only when it runs, with the exception's type and message.
         """
         given = {name: getattr(self, name) for name in _LEAVES}
         given = {"x": x, **given, "residual": residual, "gate": gate}
@@ -254,7 +255,7 @@ class Int8Linear:
 
 
 def _moved(array: Any, as_given: Any) -> jax.Array:
-    """Return a NumPy or CuPy array as JAX's, where the weight that it was made of lies."""
+    """Return a NumPy or CuPy array as a JAX array, on the device of its weight."""
     array = as_given(array)
     if isinstance(array, (np.ndarray, jax.Array)):
         return jnp.asarray(array)
@@ -278,7 +279,7 @@ def _check_call(call: _Call, known: Mapping[str, Any]) -> None:
     check_product(asked, product)
 
 
-# ---- what JAX transforms -------------------------------------------------------------------------
+# ---- functions that JAX transforms ---------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -319,7 +320,7 @@ def _apply_fwd(call: _Call, primals: dict[str, Any]) -> tuple[jax.Array, Any]:
 
 
 def _apply_bwd(call: _Call, operands: dict[str, Any], d_y: Any) -> tuple[dict[str, Any]]:
-    """Pass a gradient through the weight that the codes stand for; quantising x is the identity."""
+    """Pass a gradient through the dequantised weight; quantising x counts as the identity."""
     of_x, of_bias = call.dtypes
     found = dict.fromkeys([*operands, "x", *(["bias"] if of_bias else [])])
     if not isinstance(d_y, SymbolicZero):
@@ -335,7 +336,7 @@ _apply.defvjp(_apply_fwd, _apply_bwd, symbolic_zeros=True)
 
 
 def _dequantised(call: _Call, operands: Mapping[str, jax.Array]) -> jax.Array:
-    """Return codes times scales in float32, and the columns that were kept in 16 bits."""
+    """Return codes times scales in float32, with the columns that were kept in 16 bits."""
     codes, scales = operands["codes"], operands["scales"]
     if strategy_of_weight(codes.shape, scales.shape) == "block":
         rows, columns = codes.shape
@@ -347,7 +348,7 @@ def _dequantised(call: _Call, operands: Mapping[str, jax.Array]) -> jax.Array:
     return weight
 
 
-# ---- what XLA calls ------------------------------------------------------------------------------
+# ---- functions that XLA calls --------------------------------------------------------------------
 
 
 def _run(buffers: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What `accelerate` is asked for, and the models that it is to make faster, with their records."""
+"""Arguments of `accelerate`, and the models that it accelerates, with their records."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Request:
     Raises
     ------
     TypeError, ValueError
-        For an unknown accuracy or way to compile, for text that is no pattern, and for what is no
-        path, no mapping of activations, or cannot be called to log.
+        For an unknown accuracy or way to compile, and for an invalid pattern, path, mapping of
+        activations or log function.
     """
 
     accuracy: str = "full"
@@ -85,27 +85,27 @@ class Request:
 
     @property
     def how(self) -> str:
-        """How models were compiled whose recorded gains hold for this request."""
+        """The way to compile of the recorded gains that apply to this request."""
         return "graphs" if self.compile == "graphs" else "blocks"
 
 
 @dataclass
 class Part:
-    """What became of one model.
+    """The state of one model.
 
     Parameters
     ----------
     prefix : str
-        Of its names: ``"transformer."`` in a pipeline, "" alone.
+        Prefix of its names: ``"transformer."`` in a pipeline, "" for a single model.
     model : Module
     record : WholeModel or None
-        The measured model that stands for it, if its device is of the kind that was measured.
+        The measured model to use in its place, if it was measured on this kind of device.
     linear : Replacement or None
     compiled : Compiled or None
     native : dict of str to str
-        Why ``"linear"`` or ``"attention"`` was left native as a whole.
+        Why ``"linear"`` or ``"attention"`` is entirely native.
     accuracy : str
-        Class of the attention that was replaced; "" without any.
+        Class of the replaced attention; "" without any.
     """
 
     prefix: str
@@ -124,10 +124,10 @@ class Part:
         return {name.removeprefix(self.prefix): x for name, x in mine.items()}
 
     def settle(self, part: str, request: Request) -> str:
-        """Return the accuracy class in which a part is replaced; "" if it is left native.
+        """Return the accuracy class in which a part is replaced; "" if it stays native.
 
-        Of attention that is the class asked for or, if the record has that no faster than native, a
-        more accurate one that is.
+        For attention this is the requested class. If the record shows no gain for it, it is a more
+        accurate class with a gain.
         """
         if self.record is None:
             return request.accuracy
@@ -145,7 +145,7 @@ class Part:
 
 
 def part_of(prefix: str, model: nn.Module) -> Part:
-    """Return a model before anything becomes of it."""
+    """Return a model before any replacement."""
     model = uncompiled(model)
     width = usual_width(layer.in_features for _, layer, _ in linear_layers(model))
     known = nearest(type(model).__name__, width)
@@ -174,7 +174,7 @@ def codes_of(
     Raises
     ------
     ValueError
-        If there is no folder of one of several models, which must not get the codes of another.
+        If one of several models has no folder; it must not get the codes of another.
     """
     if checkpoint is None:
         return None
@@ -197,7 +197,7 @@ def layer_names(part: Part) -> Iterator[str]:
 
 
 def exactly(names: Iterable[str]) -> str:
-    """Return a regular expression that is found in these names alone.
+    """Return a regular expression that matches only these names.
 
     Examples
     --------

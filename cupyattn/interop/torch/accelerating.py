@@ -34,14 +34,14 @@ from cupyattn.measure.words import printable
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `accelerate` did, and what ran since.
+    """The work of `accelerate`, and the calls since.
 
     Parameters
     ----------
     lines : tuple of str
-        What was done, in five lines.
+        Five lines that say what was done.
     layers : mapping of str to str
-        By linear layer, what it became and why.
+        The outcome for each linear layer, with the reason.
     attention : object or None
         `cupyattn.interop.diffusers.Report` of the attention modules, None if all are native.
     """
@@ -60,7 +60,7 @@ class Accelerated(Handle):
     """A pipeline or a model that `accelerate` made faster, until it is restored.
 
     Calls and attributes go to the pipeline or the model; `target`, `report`, `restore`, `save` and
-    `compare` are the handle's own. As a context manager it restores at the end.
+    `compare` belong to the handle. As a context manager it restores at the end.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class Accelerated(Handle):
     __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
 
     def report(self) -> Acceleration:
-        """Return what was done, what each linear layer became, and what attention ran since."""
+        """Return what was done, the outcome for each layer, and the calls of attention since."""
         layers: dict[str, str] = {}
         for part in self._handle_parts:
             if part.linear is not None:
@@ -104,15 +104,15 @@ class Accelerated(Handle):
                             attention)  # fmt: skip
 
     def restore(self) -> None:
-        """Give the pipeline or the model its own layers, attention and code back, to the bit.
+        """Restore layers, attention and code of the pipeline or the model, to the bit.
 
         A second call does nothing.
 
         Raises
         ------
         RuntimeError
-            If hooks that move weights stand in the way: remove the offloading hooks first. INT8
-            linear layers then stay; all else is as before.
+            If hooks that move weights prevent it: remove the offloading hooks first. INT8 linear
+            layers then stay; everything else is restored.
         """
         _undo(self._handle_parts, self._handle_attention)
         object.__setattr__(self, "_handle_is_restored", True)
@@ -136,8 +136,8 @@ class Accelerated(Handle):
         Parameters
         ----------
         folder : path
-            Of a pipeline it gets a folder for each model, of the component's name; of a model it is
-            the folder, which `load_int8` takes, too.
+            For a pipeline, it gets a folder for each model, named as the component. For a model, it
+            is the folder of the model, which `load_int8` reads, too.
         advance : callable, optional
             Called with the name of each tensor when it was written, and again when it was checked.
 
@@ -176,28 +176,28 @@ class Accelerated(Handle):
         log: Log = print,
         **call: Any,
     ) -> Comparison:
-        """Run a call native and accelerated in turns: what each part gains, and at what cost.
+        """Run a call native and accelerated in turns, to measure gain and cost of each part.
 
         Parameters
         ----------
         rounds : int
-            Runs of each way that are timed, behind one that compiles.
+            Timed runs of each way, after one run that compiles.
         record : path, optional
-            JSON, written after each run. A file that is there is gone on with.
+            JSON, written after each run. An existing file is continued.
         page : path, optional
             A page of HTML, with pictures side by side.
         seed : int
-            Of a generator that each run gets, unless the call names one.
+            Seed of each run's generator, unless the call names a generator.
         log : callable, optional
-            Takes a line after each run, with the time left; None: silent.
+            Called with a line after each run, with the remaining time; None: silent.
         **call
             Arguments of the pipeline or the model.
 
         Returns
         -------
         Comparison
-            Printed: time of a step with 95 % intervals, memory, relative L2 of latents by step,
-            PSNR and SSIM of pictures, and a verdict on each part.
+            Its text has the time of a step with 95 % intervals, memory, relative L2 error of
+            latents by step, PSNR and SSIM of pictures, and a verdict on each part.
 
         Raises
         ------
@@ -209,10 +209,10 @@ class Accelerated(Handle):
 
         Notes
         -----
-        Native is compiled as the accelerated model is, and has its own weights on the device,
-        beside the codes. A step of a pipeline is a step of its scheduler, and a step of a model is
-        a call. With a step cache, ``pipe.transformer.enable_cache(config)``, all ways have it, and
-        native is run without it, too: that gives the gain of both together.
+        The native model is compiled as the accelerated one is, and its weights are on the device,
+        too. A step of a pipeline is a step of its scheduler; a step of a model is a call. If the
+        model has a step cache, ``pipe.transformer.enable_cache(config)``, all ways have it. A
+        further native run without it shows the gain of cache and INT8 together.
         """
         if not self._handle_replaced_any():
             raise RuntimeError(
@@ -313,7 +313,7 @@ def accelerated(
         Its models.
     request : Request
     attend : callable
-        Replaces attention, and returns the handle of that, None if all stays native.
+        Replaces attention and returns its handle, or None if all attention stays native.
     """
     attention = None
     try:
@@ -347,7 +347,7 @@ def _undo(parts: Sequence[Part], attention: Any) -> None:
 
 
 def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
-    """Make the linear layers of a model INT8, unless they are slower so or there are none."""
+    """Make the linear layers of a model INT8, if there are any and the record shows a gain."""
     everything = [*layer_names(part)]
     selection = request.selection
     names = [name for name in everything if name in selection]
@@ -368,4 +368,4 @@ def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
 
 
 def _no_attention() -> None:
-    """Replace no attention: without diffusers all of it stays native."""
+    """Replace no attention, because without diffusers all of it stays native."""

@@ -1,7 +1,7 @@
 """Modules of diffusers that apply an activation to a layer: both in one product of INT8 codes.
 
-``GELU``, ``GEGLU`` and ``SwiGLU`` of diffusers hold a linear layer, ``proj``, and call torch's
-functions on its result. Outside of a compiler nothing else would move these into the product.
+``GELU``, ``GEGLU`` and ``SwiGLU`` of diffusers contain a linear layer, ``proj``, and call torch's
+functions on its result. Without a compiler, only this module moves these into the product.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.offloading import has_hooks, has_own_forward
 from cupyattn.quant.activation import GATE_LAST, GLU
 
-#: A module that was replaced: its parent, its name there, the module, and what took its place.
+#: A replaced module: its parent, its name there, the module, and its replacement.
 Place = tuple[nn.Module, str, nn.Module, "ActivatedInt8Linear"]
 
 
 class ActivatedInt8Linear(nn.Module):
-    """An INT8 layer and its activation in one product, in the place of a module of diffusers.
+    """An INT8 layer and its activation in one product; it replaces a module of diffusers.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class ActivatedInt8Linear(nn.Module):
 
     Notes
     -----
-    torch computes the activation where a gradient is wanted, where hooks read the layer's result,
-    and where something else has taken the layer's place, such as an adapter.
+    torch computes the activation if a gradient is required, if hooks read the layer's result, or if
+    another object, such as an adapter, has replaced the layer.
     """
 
     def __init__(self, proj: Int8Linear, activation: str) -> None:
@@ -66,7 +66,7 @@ class ActivatedInt8Linear(nn.Module):
 
 
 def put_activated(model: nn.Module) -> list[Place]:
-    """Put `ActivatedInt8Linear` in the places of modules of diffusers whose layer is INT8.
+    """Replace modules of diffusers whose layer is INT8 by `ActivatedInt8Linear`.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def put_activated(model: nn.Module) -> list[Place]:
 
 
 def _activation_of(module: nn.Module) -> str:
-    """Return what a module of diffusers applies to its layer; "" for any other, or with hooks."""
+    """Return the activation of a module of diffusers; "" for other modules, or with hooks."""
     # NOTE: libraries that move weights in each call replace the function of an instance.
     if has_hooks(module) or has_own_forward(module):
         return ""

@@ -1,7 +1,7 @@
-"""Adapters of PEFT around the layers of a model: what is theirs, and which layers they read.
+"""PEFT adapters around the layers of a model: their matrices, and the layers that they read.
 
-An adapter's own matrices are trained, or are too small for INT8. So of a layer with an adapter only
-the base layer may become INT8, and only if the adapter leaves its weight alone.
+The matrices of an adapter are trained, or are too small for INT8. So only the base layer may become
+INT8, and only if the adapter does not use its weight.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-#: Classes of PEFT, and the child that belongs to the model: of a layer with an adapter, of one of
-#: which a copy is trained, and of a whole model.
+#: Classes of PEFT, and the child that belongs to the model: for a layer with an adapter, for a
+#: layer whose copy is trained, and for a whole model.
 _WRAPPERS = {
     ("peft.tuners.tuners_utils", "BaseTunerLayer"): "base_layer",
     ("peft.utils.other", "AuxiliaryTrainingWrapper"): "original_module",
@@ -23,25 +23,25 @@ _WRAPPERS = {
     ("peft.tuners.adaption_prompt.model", "AdaptionPromptModel"): "model",
     ("peft.tuners.adaption_prompt.layer", "_BaseAdaptedAttention"): "model",
 }
-#: Modules of `peft.tuners` whose linear layers add to what the base layer returns, or change its
-#: input or its result. All others may read its weight in each call.
+#: Modules of `peft.tuners` whose linear layers add to the result of the base layer, or change its
+#: input or result. Layers of other modules may read its weight in each call.
 _BESIDE = {
     "adalora", "c3a", "delora", "fourierft", "gralora", "ia3", "loha", "lokr", "lora", "oft",
     "pvera", "randlora", "road", "tinylora", "unilora", "vblora", "vera", "waveft",
 }  # fmt: skip
-#: Modules of `peft.tuners` that begin with the numbers of the weight, and what for. Adapters that
-#: were trained beside 16 bits are wrong beside codes then, by more than the codes are.
+#: Modules of `peft.tuners` that start from the numbers of the weight, with the purpose. If such an
+#: adapter was trained with 16-bit weights, it errs with codes by more than the codes do.
 _NUMBERS = {
     "ln_tuning": "trains a copy of the layer",
     "osf": "begins with a decomposition of the weight",
     "psoft": "begins with a decomposition of the weight",
 }
-#: Those that begin with the weights of all their layers, before the first has its adapter.
+#: Modules that read the weights of all their layers before the first gets its adapter.
 _ALL_NUMBERS = {"frod": "begins with a decomposition of all weights"}
 
 
 def needs_numbers(module: nn.Module, *, of_all: bool = False) -> str:
-    """Say what an adapter needs the numbers of the weight for; empty if the codes will do.
+    """Say why an adapter needs the numbers of the weight; empty if it does not.
 
     Parameters
     ----------
@@ -62,13 +62,13 @@ def _kind(module: nn.Module) -> str:
 
 
 def copies_layers(module: nn.Module) -> bool:
-    """Whether a module of PEFT keeps a layer beside copies that are trained in its place."""
+    """Whether a module of PEFT contains a layer and copies that are trained in its place."""
     kind = _class("peft.utils.other", "AuxiliaryTrainingWrapper")
     return kind is not None and isinstance(module, kind)
 
 
 def inner_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the name of the child that a module of PEFT wraps; all others are PEFT's own.
+    """Return the name of the child that a module of PEFT wraps; other children belong to PEFT.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def inner_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def obstacle_of(module: nn.Module) -> str:
-    """Say why what a module holds must keep its 16 bits; empty where it may become INT8.
+    """Say why the contents of a module must keep 16 bits; empty if they may become INT8.
 
     Parameters
     ----------
@@ -112,5 +112,5 @@ def obstacle_of(module: nn.Module) -> str:
 
 
 def _class(module: str, name: str) -> Any:
-    """Return a class of PEFT; None where that was not imported, so that nothing is of it."""
+    """Return a class of PEFT; None if PEFT was not imported, so no object has this class."""
     return getattr(sys.modules.get(module), name, None)

@@ -1,10 +1,10 @@
-"""What libraries of adapters need of a model with INT8 layers, and what they cannot have.
+"""Support of a model with INT8 layers for adapter libraries, and refusals.
 
-Loading: diffusers looks up ``state_dict()["to_q.weight"]``, where there are codes by another name.
-Fusing: codes cannot take in an adapter. Layers of 16 bits would be fused before the first INT8 one
-refuses, and scaled before, so models and tuners refuse before they begin. Tuners that PEFT makes
-later are known by the model that they register. PEFT adapts parameters of modules, and leaves
-weights out that are none, so tuners refuse these, too.
+Loading: diffusers reads ``state_dict()["to_q.weight"]``, but codes have another name. Fusing: an
+adapter cannot be fused into codes. Layers of 16 bits would be scaled and fused before the first
+INT8 layer refuses, so models and tuners refuse before they begin. Tuners that PEFT makes later are
+recognised by the model that they register. PEFT adapts parameters of modules and silently skips
+weights that are not parameters, so tuners refuse these, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _State(OrderedDict[str, Any]):
     ----------
     state : mapping, optional
     model : Module, optional
-        Whose state it is.
+        The model whose state it is.
     """
 
     def __init__(self, state: Any = (), model: nn.Module | None = None) -> None:
@@ -55,7 +55,7 @@ class _State(OrderedDict[str, Any]):
         raise KeyError(name)
 
     def __reduce__(self) -> Any:
-        """Copies and files have the tensors alone, and the versions of their modules."""
+        """Copy and pickle only the tensors and the versions of their modules."""
         rest = {name: x for name, x in vars(self).items() if name != "_model"}
         return OrderedDict, (), rest, None, iter(self.items())
 
@@ -66,8 +66,8 @@ def let_adapt(model: nn.Module) -> None:
     Parameters
     ----------
     model : Module
-        Modules within it that have a method of `_FUSING`, or `_ADD`, get an attribute that hides
-        it, and a hook of their state dict.
+        Modules in it with a method named in `_FUSING`, or `_ADD`, get an attribute that hides the
+        method, and a hook of their state dict.
     """
     global _watching
     if not _watching:
@@ -94,10 +94,10 @@ def _adapt(module: nn.Module) -> None:
 
 
 def _watch(module: nn.Module, name: str, child: Any) -> Any:
-    """Let what PEFT makes fit INT8 layers, while it registers the model or a layer of it.
+    """Adapt objects of PEFT to INT8 layers, while PEFT registers the model or one of its layers.
 
-    A tuner gets what `let_adapt` gives. Layers of ``modules_to_save``, of which a copy is trained,
-    and of adapters that begin with the weight's numbers get 16 bits again.
+    Tuners are treated by `let_adapt`. Layers get 16 bits again if they are in ``modules_to_save``,
+    whose copies are trained, or if their adapters start from the weight's numbers.
     """
     if child is None or name not in ("model", "original_module", "base_layer"):
         return None
@@ -123,7 +123,7 @@ def _refuse_numbers(there: str, reason: str) -> NoReturn:
 
 
 def _in_16_bits(module: nn.Module) -> nn.Module:
-    """Return a module whose INT8 layers, or which itself, are what these replaced."""
+    """Return a module, or its original, in which INT8 layers are replaced by their originals."""
     if isinstance(module, Int8Linear):
         original = original_of(module)
         if original is not None:
@@ -159,7 +159,7 @@ def _has_codes(module: nn.Module) -> bool:
 
 
 def _answer(module: nn.Module, state: Any, prefix: str, _: Any) -> Any:
-    if prefix:  # of a module within the one whose state is asked for
+    if prefix:  # of a module within the one whose state is read
         return None
     found = _State(state, module)
     found._metadata = state._metadata  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def _fuse(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _add(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Add an adapter, unless it takes the place of a weight that is INT8: PEFT would drop it."""
+    """Add an adapter, unless it would replace an INT8 weight, which PEFT would drop."""
     targets = getattr(tuner.peft_config[adapter_name], "target_parameters", None) or ()
     for name, _ in int8_layers(model) if targets else ():
         weight = f".{name}.weight"
@@ -194,7 +194,7 @@ def _add(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: 
 
 
 def _int8_tuners(model: nn.Module, adapters: Sequence[str] | None) -> Iterator[str]:
-    """Yield the names of INT8 layers that have one of these adapters; None: an active one."""
+    """Yield the names of INT8 layers with one of these adapters; None: with an active adapter."""
     for name, module in model.named_modules():
         base: Any = module
         while inner_of(base) == ("base_layer",):

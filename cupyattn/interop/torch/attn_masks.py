@@ -1,4 +1,4 @@
-"""Masks as torch has them: causal masks that are objects, types beside q, what broadcasts."""
+"""Masks of torch: causal masks that are objects, supported types, broadcasting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupyattn.interop.torch.ops import PLAIN
 
 #: Arguments that hold a mask.
 MASKS = ("mask", "bias")
-#: Types of masks of torch's own function that kernels read.
+#: Types of masks of torch's function that kernels read.
 _DTYPES = torch.bool, torch.float16, torch.bfloat16, torch.float32
 _ALIGN = {CausalVariant.UPPER_LEFT: "top-left", CausalVariant.LOWER_RIGHT: "bottom-right"}
 
@@ -28,14 +28,14 @@ def with_causal_bias(
     ----------
     settings : TensorSettings
     tensors : dict of str to Tensor
-        Those of `cupyattn.interop.torch.calls.TENSORS` that there are.
+        The given tensors, by names in `cupyattn.interop.torch.calls.TENSORS`.
 
     Raises
     ------
     ValueError
-        Beside ``causal=True``, or lengths and offsets of sequences.
+        With ``causal=True``, or with lengths or offsets of sequences.
     RuntimeError
-        For a lower right mask of other lengths than q and k have.
+        For a lower right mask whose lengths differ from those of q and k.
     """
     for name in MASKS:
         mask = tensors.get(name)
@@ -77,8 +77,8 @@ def _check_lengths(name: str, mask: Any, tensors: dict[str, Any], axis: int) -> 
 def check_class(name: str, mask: Any) -> None:
     """Raise TypeError for a mask of a class of tensors that is not known.
 
-    Such a class says what operators of torch's own make of it, and kernels would read whatever lies
-    in its memory. Classes with a ``__torch_dispatch__`` of their own are told of our operators.
+    Such a class defines how torch's operators treat it, and kernels would read undefined memory.
+    Classes that define ``__torch_dispatch__`` receive our operators.
     """
     kind: Any = type(mask)
     if not isinstance(mask, Tensor) or kind in PLAIN:
@@ -97,7 +97,7 @@ def check_class(name: str, mask: Any) -> None:
 
 
 def of_query(mask: Tensor, query: Tensor) -> tuple[str, Tensor]:
-    """Return what a mask of torch's own function is called here, and the mask beside a query.
+    """Return the name here of a mask of torch's function, and the mask as the query needs it.
 
     Under ``torch.autocast`` a 16-bit mask gets the type of the region.
 
@@ -106,7 +106,7 @@ def of_query(mask: Tensor, query: Tensor) -> tuple[str, Tensor]:
     TypeError
         For a type that no kernel reads.
     RuntimeError
-        For a 16-bit type that is not that of the query, as in torch.
+        For a 16-bit type that differs from that of the query, as in torch.
     """
     if mask.dtype not in _DTYPES:
         advice = "attn_mask.float()" if mask.is_floating_point() else "attn_mask != 0"

@@ -37,7 +37,7 @@ def as_array(tensor: Tensor) -> Any:
     Returns
     -------
     numpy.ndarray or cupy.ndarray
-        bfloat16 as `ml_dtypes` has it.
+        bfloat16 has the type of `ml_dtypes`.
     """
     tensor = tensor.detach().resolve_conj()  # complex numbers are refused, by their type
     if tensor.is_cuda:
@@ -57,10 +57,10 @@ def as_tensor(array: Any) -> Tensor:
 
 
 def as_own_tensor(array: Any) -> Tensor:
-    """Return a result as a tensor that torch may free by itself, a copy on a device.
+    """Return a result as a tensor whose memory torch may free; on a device, a copy.
 
-    The CUDA graphs of ``torch.compile`` take back the memory of what an operator returns, and
-    refuse what another library would have to be told of.
+    The CUDA graphs of ``torch.compile`` free the memory of an operator's results, and refuse memory
+    that belongs to another library.
     """
     tensor = as_tensor(array)
     return tensor.clone() if tensor.is_cuda else tensor
@@ -70,8 +70,8 @@ def as_own_tensor(array: Any) -> Tensor:
 def on_device_of(tensor: Tensor) -> Iterator[None]:
     """Let CuPy use the tensor's device, torch's current stream there, and torch's allocator.
 
-    What is allocated within comes from the pool that a CUDA graph under capture has, and is reused
-    in the order of torch's stream.
+    Memory allocated in this context comes from the pool of a CUDA graph under capture, if there is
+    one, and is reused in the order of torch's stream.
     """
     if not tensor.is_cuda:
         yield
@@ -89,7 +89,7 @@ def on_device_of(tensor: Tensor) -> Iterator[None]:
 
 
 def _allocate(nbytes: int) -> Any:
-    """Return memory of the current device from torch's allocator, as CuPy has it."""
+    """Return memory of the current device from torch's allocator, for CuPy."""
     import cupy
 
     index = cupy.cuda.runtime.getDevice()
@@ -99,7 +99,7 @@ def _allocate(nbytes: int) -> Any:
 
 
 class Launched(NamedTuple):
-    """A call that was launched: what was ready, and its operands and results by buffer."""
+    """A launched call: its `Ready` object, and its operands and results by buffer."""
 
     ready: Ready
     tensors: Mapping[str, Any]
@@ -123,26 +123,26 @@ def noting() -> Iterator[list[Launched]]:
 
 
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a recorded graph depends on of a tensor that is copied into it."""
+    """Return the properties of a copied tensor that a recorded graph depends on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 class Tensors:
     """The adapter of tensors on CUDA devices; others are imported, as arrays of the host.
 
-    Lists of blocks and given scales lie among the tensors as arrays of CuPy's.
+    Lists of blocks and given scales are CuPy arrays among the tensors.
 
     Parameters
     ----------
     check : callable, optional
-        Takes the tensors of a call that is not known; raises for tensors that go in none together.
+        Called with the tensors of an unknown call; raises if they do not fit together.
     """
 
     def __init__(self, check: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         self._check = check
 
     def forms_of(self, tensors: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
-        """Return forms, of tensors with strides by elements, and where they lie."""
+        """Return forms and addresses of tensors, with strides in elements."""
         forms: list[tuple[Any, ...]] = []
         addresses: dict[str, int] = {}
         held = {}
@@ -170,14 +170,14 @@ class Tensors:
         return {form[0]: _described(*form) for form in forms}
 
     def imported(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-        """Return tensors as NumPy or CuPy has them, and the way back."""
+        """Return tensors as NumPy or CuPy arrays, and the function that converts results."""
         if self._check is not None:
             self._check(tensors)
         arrays = {n: x if n in _HELD else as_array(x) for n, x in tensors.items()}
         return arrays, as_tensor
 
     def beside(self, tensor: Tensor) -> Any:
-        """Return an array of nothing where a tensor lies."""
+        """Return an empty array on the device of a tensor."""
         return _nothing_on(tensor.get_device())
 
     def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Tensors:
     ) -> dict[str, Any]:
         """Launch on torch's current stream, with results and scratch memory of its allocator.
 
-        What the launches read is freed in the order of that stream.
+        Memory that the launches read is freed in the order of that stream.
         """
         device = ready.device
         # NOTE: torch.cuda.current_device first asks whether CUDA is initialised: four functions.
@@ -234,12 +234,12 @@ _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
 
 
 def no_lse(o: Tensor) -> Tensor:
-    """Return what stands for lse where it was not asked for: a schema has no optional result."""
+    """Return the placeholder for an absent lse, because a schema has no optional results."""
     return o.new_empty((0,), dtype=torch.float32)
 
 
 def no_lse_beside(o: Tensor) -> Tensor:
-    """Return the same beside a tensor with memory: on the current device by Inductor's way."""
+    """Return the same on the device of a tensor; on the current device, by Inductor's allocator."""
     if o.get_device() < 0 or o.get_device() != torch._C._cuda_getDevice():
         return no_lse(o)
     return _empty((0,), (1,), torch.float32)
@@ -261,7 +261,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-#: Arrays of CuPy's among the tensors of a call: what objects of the caller's hold for kernels.
+#: CuPy arrays among the tensors of a call: arrays for kernels from the caller's objects.
 _HELD = ("kept_blocks", "kept_rows", "q_static_scale", "k_static_scale")
 
 
@@ -296,7 +296,7 @@ def _copied(
 ) -> dict[str, Any]:
     """Return copies of the operands that a call copies, and add their addresses to the others.
 
-    They are made on torch's current stream, whose allocator reuses their memory in its order.
+    They are made on torch's current stream, in whose order their memory is reused.
     """
     with on_device_of(next(iter(tensors.values()))):
         arrays, _ = Tensors().imported({x.name: tensors[x.name] for x in ready.copies.values()})

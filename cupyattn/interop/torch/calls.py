@@ -1,4 +1,4 @@
-"""Calls on tensors, below torch's dispatcher: arrays of their memory in, tensors of torch's out."""
+"""Calls on tensors, below torch's dispatcher: from arrays of their memory to torch tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENSORS = (
 
 
 class TensorSettings(NamedTuple):
-    """What a call is beside its tensors.
+    """The settings of a call, without its tensors.
 
     Parameters
     ----------
@@ -49,13 +49,13 @@ class TensorSettings(NamedTuple):
 def forward(
     settings: TensorSettings, tensors: Mapping[str, Tensor], out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `cupyattn.attention`, or `attention_varlen` where there are offsets.
+    """Run `cupyattn.attention`, or `attention_varlen` if there are offsets.
 
     Parameters
     ----------
     settings : TensorSettings
     tensors : mapping of str to Tensor
-        Those of `TENSORS` that there are.
+        The given tensors, by names in `TENSORS`.
     out : Tensor, optional
         Receives O.
 
@@ -63,7 +63,7 @@ def forward(
     -------
     o : Tensor
     lse : Tensor or None
-        None unless the settings ask for it.
+        None unless the settings have `return_lse`.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def forward(
     """
     call, q = settings.of_call, tensors["q"]
     if out is None and q.layout is torch.strided and not q.is_contiguous():
-        out = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
+        out = torch.empty_like(q)  # in the layout of q, so what follows in a model needs no copy
     given: Mapping[str, Any] = tensors
     if settings.block_mask is not None:
         given = {**given, "block_mask": settings.block_mask}
@@ -101,7 +101,7 @@ def backward_pass(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `cupyattn.attention_backward`, or that of packed sequences.
+    """Run `cupyattn.attention_backward`, or `attention_varlen_backward`.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def backward_pass(
     given = {**tensors, "d_out": d_out, "out": out, "lse": lse}
     if settings.block_mask is not None:
         given["block_mask"] = settings.block_mask
-    # The faster form where none is asked for.
+    # The faster form is the default.
     asked = BackwardSettings(settings.of_call.without_rung, deterministic or None)
     dq, dk, dv = run_backward(asked, given, _OF_GRADIENTS)
     return dq, dk, dv

@@ -14,7 +14,7 @@ from cupyattn.interop.torch.adapters import inner_of, obstacle_of
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.offloading import has_hooks, has_own_forward
 
-#: A layer that was replaced: its parent, its name there, the layer, and what took its place.
+#: A replaced layer: its parent, its name there, the layer, and its replacement.
 LinearPlace = tuple[nn.Module, str, nn.Linear, Int8Linear]
 
 
@@ -25,8 +25,8 @@ _FLOATS = tuple(getattr(torch, name) for name in FLOATS.values())
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
     """Yield every linear layer of a model that is not INT8, once, by its first name.
 
-    Names are those of the model without compilers and adapters, and matrices of adapters are no
-    layers of it. With each layer comes why adapters keep it in 16 bits, or "".
+    Names are those of the model without compilers and adapters. Matrices of adapters are not layers
+    of the model. Each layer comes with the reason why adapters keep it in 16 bits, or "".
     """
     for name, layer, obstacle in _layers("", model, "", set()):
         if not isinstance(layer, Int8Linear):
@@ -58,7 +58,7 @@ def _layers(
 
 
 def unfit(linear: Any, kinds: tuple[type[nn.Module], ...] = (nn.Linear,)) -> str:
-    """Say why a layer cannot be replaced, whatever its numbers are; empty where it can.
+    """Say why a layer cannot be replaced, regardless of its numbers; empty if it can.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def unfit(linear: Any, kinds: tuple[type[nn.Module], ...] = (nn.Linear,)) -> str
 
 
 def put(model: nn.Module, made: dict[int, Int8Linear]) -> list[LinearPlace]:
-    """Put layers in the places of those of these identities; return places, old and new layers."""
+    """Replace the layers with these identities; return places, old and new layers."""
     places = []
     for parent in model.modules():
         for name, child in parent._modules.items():

@@ -1,4 +1,4 @@
-"""What tensors of a call must have in common; errors are of torch's types, in its words."""
+"""Checks of the tensors of a call together; errors have torch's types and words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
     Raises
     ------
     TypeError
-        For what is no tensor.
+        For an object that is not a tensor.
     RuntimeError
         For tensors on different devices, q, k and v of different types, or a last axis that is not
         contiguous.
@@ -51,7 +51,7 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
     if len({x.dtype for x in rows.values()}) > 1:
         found = " and ".join(f"{argument}.dtype: {x.dtype}" for argument, x in rows.items())
         raise RuntimeError(f"Expected q, k and v to have the same dtype, but got {found}")
-    if transforms.active():  # strides of wrapped tensors: vmap copies those that have to be
+    if transforms.active():  # strides of wrapped tensors: vmap copies tensors if necessary
         return
     for argument, x in rows.items():
         if x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -75,7 +75,7 @@ def check_strided(name: str, argument: str, x: Tensor) -> None:
 
 
 def check_device(name: str, q: Any) -> None:
-    """Raise NotImplementedError for a tensor that lies where no kernel runs, TypeError for none."""
+    """Raise NotImplementedError for a tensor on an unsupported device, TypeError for no tensor."""
     if not isinstance(q, Tensor):
         codes = ": cupyattn.attention takes it" if isinstance(q, QuantizedQKV) else ""
         raise TypeError(f"{name}(): argument 'q' must be Tensor, not {type(q).__name__}{codes}")
@@ -88,7 +88,7 @@ def check_device(name: str, q: Any) -> None:
 
 
 def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedError where a tensor requires a gradient that there is no kernel for."""
+    """Raise UnsupportedError if a tensor requires a gradient for which there is no kernel."""
     for argument, x in tensors.items():
         if argument in _ROWS:
             continue

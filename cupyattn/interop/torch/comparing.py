@@ -29,9 +29,9 @@ from cupyattn.measure.words import printable
 
 #: Runs of each way that are timed, behind one that compiles.
 ROUNDS = 7
-#: Pictures of a result that are kept.
+#: Number of pictures of a result that are kept.
 MOST_PICTURES = 4
-#: Graphs that torch keeps of a function, where blocks of all ways share one.
+#: Limit of the graphs that torch keeps for a function, which blocks of all ways share.
 _RECOMPILES = 64
 
 
@@ -87,14 +87,14 @@ def compare(
 
 
 def _silent(_: str) -> None:
-    """Say nothing."""
+    """Ignore a line of the log."""
 
 
 def _measure(
     bench: _Bench, ways: Mapping[str, Way], found: dict[str, Any], counts: tuple[int, int],
     keep: Callable[[], None], log: Callable[[str], object],
 ) -> None:  # fmt: skip
-    """Run every way once, and again until its graph is recorded; then so many rounds in turns."""
+    """Run every way until its graph is recorded, then all ways in turns for `rounds` rounds."""
     warm, rounds = counts
     native: tuple[list[Tensor], list[Any]] | None = None
     for name, way in ways.items():
@@ -147,7 +147,7 @@ def _quality(
 
 
 def _finite(x: float) -> float | None:
-    """Return a number as JSON has it, without infinities and NaN."""
+    """Return a number for JSON, which has no infinities and NaN."""
     return x if math.isfinite(x) else None
 
 
@@ -157,7 +157,7 @@ def _relative(x: Tensor, own: Tensor) -> float:
 
 
 class _Ran:
-    """What one run gave: seconds of its steps, bytes beyond the weights, latents and pictures."""
+    """Results of one run: seconds of its steps, bytes beyond the weights, latents and pictures."""
 
     def __init__(self, steps: list[float], peak: int | None) -> None:
         self.steps, self.peak = steps, peak
@@ -305,8 +305,8 @@ def pictures_of(result: Any) -> list[Any]:
     Parameters
     ----------
     result : object
-        With ``images`` or ``frames``, or a tuple with one of these first: pictures of PIL, arrays
-        or tensors of numbers from 0 to 1. Latents give none.
+        Has ``images`` or ``frames``, or is a tuple with one of these first: PIL pictures, arrays or
+        tensors of numbers from 0 to 1. Latents give no pictures.
     """
     found = getattr(result, "images", None)
     found = getattr(result, "frames", None) if found is None else found
@@ -336,7 +336,7 @@ def _flat(found: Any) -> Iterator[Any]:
 
 
 def _described(x: Any) -> str:
-    """Return what of an argument tells one call from another."""
+    """Return the part of an argument that distinguishes calls."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     if isinstance(x, bool | int | float | str | type(None)):

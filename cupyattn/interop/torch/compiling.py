@@ -1,4 +1,4 @@
-"""Compiling what a model repeats, as diffusers recommends, and taking it back."""
+"""Compiling the repeated blocks of a model, as diffusers recommends, and undoing it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupyattn.interop.torch.offloading import is_hooked
 from cupyattn.interop.torch.whole_graph import WholeGraph
 from cupyattn.measure.words import counted
 
-#: What ``compile=`` of `accelerate` may be.
+#: Values of ``compile=`` of `accelerate`.
 COMPILED: tuple[str | bool, ...] = ("blocks", "graphs", False)
 _COMPILED_CALL = "_compiled_call_impl"
 #: The attribute of a model that holds its `Compiled`, for callers without a handle.
@@ -32,14 +32,14 @@ class Compiled:
     Parameters
     ----------
     summary : str
-        What was compiled, for a line.
+        One line that says what was compiled.
     blocks : list of Substitute
     model : Module or None
-        One that was compiled as a whole.
+        A model that was compiled as a whole.
     hooked : Counter of str
-        Calls of blocks that ran their own code, by class, as hooks of diffusers were within.
+        Calls of blocks that ran uncompiled code because they contain hooks of diffusers, by class.
     limited : set of str
-        Classes of blocks that torch has compiled as often as it may.
+        Classes of blocks at torch's limit of compilations.
     graph : WholeGraph or None
         Records passes of the model.
     """
@@ -52,10 +52,10 @@ class Compiled:
     graph: WholeGraph | None = None
 
     def __reduce__(self) -> Any:
-        return _nothing, ()  # copies and files of a model have their own code
+        return _nothing, ()  # copies and files of a model run uncompiled code
 
     def said(self) -> str:
-        """Return what was compiled, and why passes ran without a graph since."""
+        """Return a text: what was compiled, and why passes ran without a graph since."""
         reasons = self.graph.reasons if self.graph is not None else {}
         without = "".join(f"; without a graph: {n} for {why}" for why, n in reasons.items())
         eager = "".join(
@@ -66,7 +66,7 @@ class Compiled:
         return f"{self.summary}{without}{eager}{full}"
 
     def warn_of_limit(self, name: str) -> None:
-        """Say once of a class of blocks that torch compiles no more forms of it."""
+        """Warn once for each class of blocks that torch compiles no more forms of it."""
         if name in self.limited:
             return
         self.limited.add(name)
@@ -78,7 +78,7 @@ class Compiled:
         )  # fmt: skip
 
     def undo(self) -> None:
-        """Let the modules run their own code again. A second call does nothing."""
+        """Let the modules run uncompiled code again. A second call does nothing."""
         if self.graph is not None:
             self.graph.undo()
             self.graph = None
@@ -90,18 +90,18 @@ class Compiled:
 
 
 def _nothing() -> None:
-    """Return what copies of a model have in the place of its `Compiled`."""
+    """Return None, which copies of a model have in place of its `Compiled`."""
 
 
 def restore_compiled(model: nn.Module) -> None:
-    """Let a model run the code that it ran before `compiled_blocks`, whoever called that."""
+    """Let a model run the code that it ran before any call of `compiled_blocks`."""
     done = vars(model).pop(_ATTRIBUTE, None)
     if done is not None:
         done.undo()
 
 
 def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
-    """Compile the blocks that a model repeats, or all of it if it names none.
+    """Compile the repeated blocks of a model, or the whole model if it names none.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
         kinds = Counter(type(module).__name__ for module in blocks)
         said = " and ".join(f"{count} {name}" for name, count in kinds.items())
         done = Compiled(f"{said} compiled with fullgraph=True")
-        # NOTE: below hooks, whose code a graph of all of a block cannot hold.
+        # NOTE: below hooks, whose code cannot be part of a graph of the whole block.
         for module in fresh:
             make = functools.partial(_Block, module, done)
             done.blocks.append(Substitute(module, make, below_hooks=True))
@@ -141,7 +141,7 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
 
 
 class _Block:
-    """A block's compiled code; its own code where torch cannot or may not compile it.
+    """A block's compiled code; its uncompiled code if torch cannot or may not compile it.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class _Block:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = type(self._module).__name__
-        if self._is_full:  # code that fits is used, and none is added
+        if self._is_full:  # existing code is used if it fits, and none is added
             with torch.compiler.set_stance("eager_on_recompile"):
                 return self._compiled(*args, **kwargs)
         if name not in self._done.hooked or not _has_hooks(self._module):

@@ -1,4 +1,4 @@
-"""`linear_convolutions`: convolutions whose windows do not overlap as linear layers of rows."""
+"""`linear_convolutions`: convolutions without overlapping windows become linear layers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LinearConvolution(nn.Module):
     Parameters
     ----------
     convolution : Conv1d, Conv2d or Conv3d
-        Its windows must not overlap, nor reach past the edge. The linear layer takes over its
-        weight, whose memory it shares, and its bias.
+        Its windows must not overlap or reach past the edge. The linear layer shares the memory of
+        its weight, and has its bias.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class LinearConvolution(nn.Module):
         ):
             if kernel == 1:
                 x = x[(slice(None),) * axis + (slice(None, None, stride),)]
-            else:  # windows lie side by side, and a rest at the end belongs to none
+            else:  # windows are adjacent; a remainder at the end belongs to none
                 x = x.narrow(axis, 0, x.shape[axis] // kernel * kernel)
         batch, channels, *sizes = x.shape
         counts = [size // kernel for size, kernel in zip(sizes, self.kernel_size, strict=True)]
@@ -152,7 +152,7 @@ class Convolutions(Handle):
     """A model some of whose convolutions are linear layers, until they are restored.
 
     `linear_convolutions` makes it. Calls and attributes go to the model; `target`, `replaced`,
-    `kept`, `report` and `restore` are the handle's own. As a context manager it restores at the
+    `kept`, `report` and `restore` belong to the handle. As a context manager it restores at the
     end.
     """
 
@@ -195,7 +195,7 @@ class Convolutions(Handle):
         Raises
         ------
         RuntimeError
-            If a layer is INT8 still: restore that first. Then nothing is put back.
+            If a layer is still INT8: restore it first. Nothing is then restored.
         """
         model = uncompiled(self.target)
         found = _places(model, (LinearConvolution,))
@@ -227,7 +227,7 @@ def linear_convolutions(
     Parameters
     ----------
     model : Module
-        Modified in place. The numbers stay the same but for the order of sums.
+        Modified in place. Results differ only by the order of sums.
     include, exclude : str or sequence of str, optional
         Regular expressions, searched in the names of convolutions: only those that match one of
         `include`, and none of `exclude`.
@@ -235,15 +235,15 @@ def linear_convolutions(
     Returns
     -------
     Convolutions
-        Used like the model, with `restore()` and `report()` of its own.
+        A handle to use like the model, with `restore()` and `report()`.
 
     Raises
     ------
     TypeError
-        If `model` is no module: give a pipeline's transformer. For patterns that are no text.
+        If `model` is not a module: give a pipeline's transformer. For patterns that are not text.
     ValueError
-        If no convolution becomes a linear layer, and for a pattern that is no regular expression or
-        is found in no name. For a model whose weights are offloaded: take the hooks off first.
+        If no convolution becomes a linear layer, and for a pattern that is not a regular expression
+        or matches no name. For a model whose weights are offloaded: remove the hooks first.
 
     Notes
     -----
@@ -296,7 +296,7 @@ def linear_convolutions(
     for _, parent, part, convolution in places:
         if convolution in made:
             parent._modules[part] = made[convolution][1]
-            convolution.weight = convolution.bias = None  # or they would stay where they are
+            convolution.weight = convolution.bias = None  # or they would stay on their device
     return Convolutions(model, tuple(name for name, _ in made.values()), kept)
 
 

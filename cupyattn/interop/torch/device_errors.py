@@ -1,7 +1,7 @@
-"""What INT8 codes do to a weight on a device, by torch's operations there, at their worst.
+"""Worst-case errors of INT8 codes for a weight on a device, computed there by torch.
 
-`cupyattn.checkpoints.weight_errors` is the same on the host. Sums of float32 numbers depend on
-their order, so the two differ in the last bits: what is returned here is on the far side of that.
+`cupyattn.checkpoints.weight_errors` computes the errors on the host. Float32 sums depend on their
+order, so the two differ in the last bits. The errors returned here are the pessimistic end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT_ORDER = ORDER / 2 + 2.0**-22
 
 
 def worst_errors(w: Tensor, codes: Tensor, scales: Tensor, strategy: str) -> WeightErrors | None:
-    """Return errors of codes that are at least those that the host would find.
+    """Return errors of codes that are at least as large as the host's.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ def worst_errors(w: Tensor, codes: Tensor, scales: Tensor, strategy: str) -> Wei
     Returns
     -------
     WeightErrors or None
-        Outliers, noise and loudness from above, the signal from below; waits for the device. None
-        where the host has to look: w is not finite, or float32 does not hold its squares.
+        Upper bounds of outliers, noise and loudness, and a lower bound of the signal; waits for the
+        device. None if the host must decide: w is not finite, or its squares overflow float32.
     """
     parts = []
     for (rows, columns), (lines, across) in panels(tuple(w.shape), BLOCK_SIZE, PART_ELEMENTS):

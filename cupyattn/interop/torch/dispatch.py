@@ -1,6 +1,6 @@
 """Which way a call takes: straight to the kernels, through autograd, or as an operator.
 
-Torch has to see an operator where those are watched or replaced: by a compiler, a mode, a
+Torch must see an operator if something observes or replaces operators: a compiler, a mode, a
 transform, or a tensor of another class.
 """
 
@@ -16,18 +16,18 @@ from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
 from cupyattn.problem.settings import check_switch
 
-#: What ``torch.autocast`` gives its own type.
+#: Operands that ``torch.autocast`` converts to its type.
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None = None) -> Any:
-    """Run attention the way that it has to go.
+    """Run attention directly, by autograd, or as an operator, as needed.
 
     Parameters
     ----------
     settings : TensorSettings
     tensors : dict of str to Tensor
-        Those of `cupyattn.interop.torch.calls.TENSORS` that there are.
+        The given tensors, by names in `cupyattn.interop.torch.calls.TENSORS`.
     out : Tensor, optional
 
     Returns
@@ -58,7 +58,7 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
             "attention(): functions with out=... arguments don't support automatic "
             "differentiation or tracing: leave it out, results come from torch's allocator"
         )
-    # A transform may differentiate tensors that do not say so: vmap wraps those of an outer grad.
+    # A transform may differentiate tensors without showing it: vmap wraps tensors of an outer grad.
     wanted = settings.of_call.return_lse
     check_switch("return_lse", wanted)
     with_lse = bool(differentiable or transforms.active() or wanted)
@@ -72,13 +72,12 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
 def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return tensors as kernels read them, q, k and v of the type of a region of autocast.
 
-    q, k and v are copied where their last axis is not contiguous, or where they are views that
-    negate.
+    q, k and v are copied if their last axis is not contiguous, or if they are negated views.
 
     Raises
     ------
     TypeError, NotImplementedError
-        For a q that is no tensor, or lies where nothing runs, and for masks of other classes.
+        For a q that is not a tensor or on an unsupported device, and for masks of other classes.
     """
     q = tensors["q"]
     check_device("attention", q)
@@ -109,7 +108,7 @@ def _are_rows(tensors: dict[str, Any]) -> bool:
 
 
 def _as_rows(x: Any) -> Any:
-    """Return a tensor as `_are_rows` asks, or a copy that is; what is refused later as it is."""
+    """Return a tensor if it satisfies `_are_rows`, else a copy; invalid tensors stay unchanged."""
     if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not x.ndim:
         return x
     x = x if torch.compiler.is_compiling() else x.resolve_neg()
@@ -117,7 +116,7 @@ def _as_rows(x: Any) -> Any:
 
 
 def _beside(out: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors of a call that writes to `out`: operators, which resolve views, write to none.
+    """Return the tensors of a call with `out`, resolved here, because operators write to no views.
 
     Raises
     ------

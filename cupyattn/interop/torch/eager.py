@@ -1,7 +1,7 @@
-"""Attention as autograd alone sees it: derivatives without the way through torch's dispatcher.
+"""Attention as an autograd function: derivatives without torch's dispatcher.
 
-An operator with a derivative costs the host about a tenth of a millisecond a call. Where nothing
-but autograd has to know of a call, a function of autograd's own is enough.
+An operator with a derivative costs the host about a tenth of a millisecond a call. If only autograd
+must know of a call, an autograd function is enough.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         o, lse, *given = ctx.saved_tensors
         tensors = dict(zip(ctx.names, given, strict=True))
-        # What watches now sees an operator; where a second derivative is wanted, that refuses it.
+        # Observers now see an operator; it refuses a second derivative.
         if torch.is_grad_enabled() or ops.watched() or not ops.has_memory(d_out):
             found = ops.backward_of(ctx.settings, tensors, d_out, o, lse)
         else:
@@ -49,7 +49,7 @@ def attend(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> tuple[Ten
     settings : TensorSettings
         With ``return_lse``.
     tensors : mapping of str to Tensor
-        Those of `cupyattn.interop.torch.calls.TENSORS` that there are; q, k and v come first.
+        The given tensors, by names in `cupyattn.interop.torch.calls.TENSORS`; q, k and v first.
     """
     o, lse = _Attention.apply(settings, tuple(tensors), *tensors.values())
     return o, lse

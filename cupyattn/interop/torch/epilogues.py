@@ -1,4 +1,4 @@
-"""What Inductor moves into products of INT8 codes: a pass over its graph after autograd.
+"""A pass over Inductor's graph that moves operations into products of INT8 codes.
 
 GELU and SiLU after a layer, of all columns or of a half that multiplies the other, and
 ``residual + gate * y`` become part of its product, which computes them in float32 before it rounds,
@@ -36,14 +36,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _GATED = {(kind, name in GATE_LAST): name for name, kind in GLU.items()}
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
-#: What takes a result apart into several.
+#: Operators that split a result.
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 #: Of nodes that are there before all others.
 _GIVEN = ("placeholder", "get_attr")
-#: Other layers that may lie between two of a group: models project two streams in turns.
+#: Number of other layers between two layers of a group, because models alternate two streams.
 _NEAR = 2
 
-#: Why this version of torch fuses nothing; "" where it does, or nothing was compiled yet.
+#: Why this version of torch fuses nothing; "" if it does, or if nothing was compiled yet.
 obstacle = ""
 _registered = False
 
@@ -91,7 +91,7 @@ def _register() -> None:
 
 @functools.cache
 def _uuid() -> str:
-    """Return what tells this pass from those of other versions."""
+    """Return a key that differs between versions of this pass."""
     here = Path(__file__)
     names = (here.name, "linear_parts.py", "inductor_calls.py", "places.py")
     sources = [here.with_name(name).read_bytes() for name in names]
@@ -102,9 +102,9 @@ def _uuid() -> str:
 
 
 class _Epilogue(NamedTuple):
-    """What follows a layer and becomes part of its product: the node that has it all, and what.
+    """Operations after a layer that become part of its product, and their last node.
 
-    The node's value is what the product makes, in its type and strides.
+    The value of the node is the result of the product, in its type and strides.
     """
 
     end: Node
@@ -114,7 +114,7 @@ class _Epilogue(NamedTuple):
 
 
 def fuse(graph: Graph) -> None:
-    """Put layers with what follows them, and calls of several, into the place of layers."""
+    """Replace layers by layers with their epilogues, and by calls of several layers."""
     rest = []
     for node in list(graph.nodes):
         if not _is_layer(node):
@@ -322,7 +322,7 @@ def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
 
 
 def _only_reader(node: Node | None) -> Any:
-    """Return what alone reads a node, None where there is no such node."""
+    """Return the only reader of a node, or None."""
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
 
@@ -331,7 +331,7 @@ def _is_conversion(node: Node | None, dtype: torch.dtype) -> bool:
 
 
 def _other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
-    """Return the other operand of a product or sum of two tensors, None for anything else."""
+    """Return the other operand of a product or sum of two tensors, or None."""
     if node is None or node.target is not target or node.kwargs:
         return None
     others = [x for x in node.args if x is not own]
@@ -339,7 +339,7 @@ def _other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
 
 
 def _narrow(node: Node, dtype: torch.dtype) -> Node:
-    """Return what a node converts from a type to float32; any other node as it is."""
+    """Return the node that is converted from a type to float32; other nodes unchanged."""
     source = node.args[0] if _is_conversion(node, torch.float32) else None
     return source if isinstance(source, Node) and _value(source).dtype == dtype else node
 
@@ -366,5 +366,5 @@ def _same(shape: Any, other: Any) -> bool:
 
 
 def _value(x: Any) -> Any:
-    """Return the fake tensor of a node; anything else as it is."""
+    """Return the fake tensor of a node; other objects unchanged."""
     return x.meta["val"] if isinstance(x, Node) else x

@@ -1,4 +1,4 @@
-"""Code that stands in the place of a module's ``forward`` until it is taken back."""
+"""Code that replaces a module's ``forward`` until it is undone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Forward = Callable[..., Any]
 
 
 class Substitute:
-    """Runs other code in the place of a module's ``forward``. Copies and files have the module's.
+    """Replaces a module's ``forward`` by other code. Copies and files have the original.
 
     Parameters
     ----------
     module : Module
     make : callable
-        Takes what is run now, and returns what is to be run.
+        Receives the current code, and returns the code to run.
     below_hooks : bool
-        Stand below the hooks of diffusers that the module has, which then decide on the host
-        whether the code runs; hooks that come later stand above it in any case.
+        Place the code below the module's hooks of diffusers, which then decide on the host whether
+        it runs. Later hooks are above it in any case.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Substitute:
 
     @property
     def is_active(self) -> bool:
-        """Whether it was not undone."""
+        """Whether it has not been undone."""
         return self._call is not self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class Substitute:
         return _own, (self._module,)
 
     def undo(self) -> None:
-        """Run the module's own code again, also where a hook calls this still."""
+        """Run the original code again, even if a hook still calls this object."""
         self._call = self._own
         place, name = _lowest(self._module)
         if place is not self._module and getattr(place, name) is self:  # a hook came later
@@ -68,7 +68,7 @@ def _own(module: nn.Module) -> Forward:
 
 
 def substitute_of(module: nn.Module) -> Substitute | None:
-    """Return what stands in the place of a module's ``forward``, below hooks of diffusers."""
+    """Return the replacement of a module's ``forward``, below hooks of diffusers."""
     found = getattr(*_lowest(module))
     return found if isinstance(found, Substitute) and found.is_active else None
 

@@ -1,4 +1,4 @@
-"""Attention on tensors: the functions that `cupyattn` has, and one with torch's own signature."""
+"""Attention on tensors: the functions of `cupyattn`, and one with torch's signature."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def attention(
     Parameters
     ----------
     q : Tensor, (batch, heads, len_q, head_dim)
-        float16, bfloat16 or float32, on a CUDA device or a CPU, of any strides: q, k and v are
-        copied where their last axis is not contiguous. Under ``torch.autocast`` they get its type
-        first.
+        float16, bfloat16 or float32, on a CUDA device or a CPU, with any strides: q, k and v are
+        copied if their last axis is not contiguous. Under ``torch.autocast`` they are first
+        converted to its type.
     k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
     mask, bias, rope, qk_norm : Tensor, or a pair of them, optional
         As for `cupyattn.attention`, on the device of q. They get no gradient. A mask or bias that
-        is a `torch.nn.attention.bias.CausalBias` stands for `causal` and `causal_align`.
+        is a `torch.nn.attention.bias.CausalBias` replaces `causal` and `causal_align`.
     lengths_q, lengths_kv : Tensor, (batch,), int32 or int64, optional
-        As for `cupyattn.attention`, on the device of q. int32 needs no copy. There is no gradient
-        beside them.
+        As for `cupyattn.attention`, on the device of q. int32 needs no copy. There are no gradients
+        with them.
     deterministic : bool
         Gradients have the same bits on every run, as after
         ``torch.use_deterministic_algorithms(True)``.
@@ -93,16 +93,15 @@ def attention(
     ------
     RuntimeError
         For tensors on different devices or of different types, a lower right `CausalBias` of other
-        lengths, and `out` where a gradient is wanted.
+        lengths, and `out` if a gradient is required.
     NotImplementedError
-        For other devices, meta among them, and for sparse and nested tensors.
+        For other devices, including meta, and for sparse and nested tensors.
     UnsupportedError
-        For what is not offered; also where float32, or anything but q, k and v, requires a
-        gradient, for forward-mode derivatives (``torch.func.jvp``, dual tensors), and for second
-        derivatives.
+        For unsupported options; if float32, or anything but q, k and v, requires a gradient; for
+        forward-mode derivatives (``torch.func.jvp``, dual tensors); and for second derivatives.
     ValueError, TypeError
-        As `cupyattn.attention`; ValueError for a `CausalBias` beside `causal` or lengths, TypeError
-        for a mask of another subclass of `torch.Tensor`, whose memory need not be a mask.
+        As `cupyattn.attention`. ValueError also for a `CausalBias` with `causal` or lengths, and
+        TypeError for a mask of another subclass of `torch.Tensor`, whose memory may be no mask.
 
     Notes
     -----
@@ -174,8 +173,8 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : Tensor, (batch + 1,), int32 or int64
         As for `cupyattn.attention_varlen`, on the device of q. int32 needs no copy.
     max_len_q, max_len_k : int, optional
-        As for `cupyattn.attention_varlen`: with both nothing waits for the offsets, which a CUDA
-        graph asks for.
+        As for `cupyattn.attention_varlen`: with both, offsets cause no synchronisation, as a CUDA
+        graph requires.
     variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope, \
     rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps, block_mask, return_lse, out, quant, \
     tiles, deterministic, arch, backend, check_finite
@@ -216,15 +215,15 @@ def attention_varlen(
 def int8_attention(
     q: Tensor, k: Tensor, v: Tensor, *, quant: QuantConfig | None = None, **options: Any
 ) -> Any:
-    """Attention whose Q.K^T is of INT8 codes, `attention` with ``variant="fa_int8"``.
+    """Attention with Q.K^T on INT8 codes: `attention` with ``variant="fa_int8"``.
 
     Parameters
     ----------
     q, k, v : Tensor
     quant : QuantConfig, optional
-        How they are quantised, P.V in 8 bits too if it says so.
+        How they are quantised; it may choose P.V in 8 bits, too.
     **options
-        As for `attention`, but for `variant` and `accuracy`.
+        As for `attention`, except `variant` and `accuracy`.
 
     Returns
     -------
@@ -265,26 +264,26 @@ def scaled_dot_product_attention(
     key, value : Tensor, (..., heads_kv, len_kv, head_dim)
     attn_mask : Tensor, optional
         bool (True: attend), or float32 or the dtype of query (added to the scores); broadcasts to
-        (..., heads, len_q, len_kv). Beside `is_causal` both hold. Also a
+        (..., heads, len_q, len_kv). It is combined with `is_causal`. It may be a
         `torch.nn.attention.bias.CausalBias`.
     dropout_p : float
         0.
     is_causal : bool
-        Query i attends key j where ``j <= i``: aligned top-left, as torch does.
+        Query i attends key j if ``j <= i``: aligned top-left, as in torch.
     scale : float, optional
         ``head_dim ** -0.5`` when omitted; may be negative, not 0.
     enable_gqa : bool
         Let key and value have fewer heads than query.
     **options
-        Further ones of `attention`: variant, accuracy, quant, backend and others.
+        Further options of `attention`: variant, accuracy, quant, backend and others.
 
     Returns
     -------
     Tensor, (..., heads, len_q, head_dim)
-        Of four axes with the strides of ``torch.empty_like(query)``, of others contiguous, as in
-        torch. Rows that may attend to nothing are 0. In Hopper forms rows of nothing but
-        ``finfo.min`` of bfloat16 are 0, too; torch gives their mean of value (`bias` of
-        `cupyattn.attention`).
+        With four axes it has the strides of ``torch.empty_like(query)``; otherwise it is
+        contiguous, as in torch. Rows without unmasked keys are 0. In Hopper forms, rows whose
+        biases are all ``finfo.min`` of bfloat16 are 0, too; torch returns the mean of value (see
+        `bias` of `cupyattn.attention`).
 
     Raises
     ------
@@ -292,7 +291,7 @@ def scaled_dot_product_attention(
         As torch: for shapes that do not broadcast, fewer heads without `enable_gqa`, and a 16-bit
         `attn_mask` of another dtype than query.
     UnsupportedError
-        For dropout, and a head_dim of value's own.
+        For dropout, and if value has another head_dim.
     RuntimeError, NotImplementedError, ValueError, TypeError
         As `attention`, for nested tensors too.
 
@@ -349,7 +348,7 @@ def scaled_dot_product_attention(
 
 
 def named(q: Any, k: Any, v: Any, **others: Any) -> dict[str, Any]:
-    """Return the tensors of a call, those that there are, as `calls.TENSORS` names them."""
+    """Return the given tensors of a call, by names in `calls.TENSORS`."""
     tensors = {"q": q, "k": k, "v": v}
     for name, x in others.items():
         if x is None:
@@ -375,7 +374,7 @@ def _leading_axes(
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Return the axes that operands have after they broadcast, before the heads, and each's heads.
 
-    Heads broadcast as the axes before them do, unless those of key and value may be fewer.
+    Heads broadcast as the axes before them do, unless key and value may have fewer heads.
     """
     operands = query, key, value
     leading = [x.shape[:-2] for x in operands]

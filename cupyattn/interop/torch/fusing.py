@@ -1,7 +1,7 @@
 """Keep projections of queries, keys and values INT8 when diffusers fuses them.
 
-``fuse_qkv_projections()`` of a model asks each attention module to make one linear layer of three.
-It would read weights that the codes stand for, and the result would have 16 bits.
+``fuse_qkv_projections()`` of a model lets each attention module make one linear layer of three. It
+would read the dequantised weights, and its result would have 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyattn.interop.torch.originals import keep_original, original_of
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 _FUSE = "fuse_projections"
-#: Layers that diffusers makes, of which layers.
+#: Fused layers of diffusers, each with the layers that it replaces.
 _PARTS = {
     "to_qkv": ("to_q", "to_k", "to_v"),
     "to_kv": ("to_k", "to_v"),
@@ -56,7 +56,7 @@ def let_fuse(model: nn.Module) -> None:
 
 
 def _projections(module: nn.Module) -> dict[str, Int8Linear]:
-    """Return the INT8 projections of an attention module, those beneath adapters as well."""
+    """Return the INT8 projections of an attention module, including those under adapters."""
     found = {}
     for name in _NAMES & module._modules.keys():
         child = module._modules[name]
@@ -91,7 +91,7 @@ def _fused_here(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def as_linear(layer: Int8Linear) -> nn.Linear:
-    """Return a linear layer of the weight that an INT8 one replaced, where that is known."""
+    """Return a linear layer with the original weight of an INT8 layer, if that is known."""
     check_readable(layer, layer.weight_codes)
     original = original_of(layer)
     module: Any = None if original is None else original.module
@@ -107,7 +107,7 @@ def as_linear(layer: Int8Linear) -> nn.Linear:
 
 
 def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Linear:
-    """Return the INT8 layer of a fused one, with the codes of its parts if those fill blocks."""
+    """Return the INT8 layer of a fused layer, with the codes of its parts if these fill blocks."""
     first = parts[0]
     by_channel = {part.strategy for part in parts} == {"channel"}
     in_blocks = {part.strategy for part in parts} == {"block"}

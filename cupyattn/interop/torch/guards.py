@@ -1,4 +1,4 @@
-"""What modules of a model get while it has INT8 layers, so that other libraries fit them."""
+"""Changes of a model's methods while it has INT8 layers, so other libraries work with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupyattn.interop.torch.saving import allow_saving, refuse_saving
 
 
 def guard(model: nn.Module) -> None:
-    """Let a model's own methods fit its INT8 layers, or refuse.
+    """Make a model's methods support its INT8 layers, or refuse.
 
     Parameters
     ----------

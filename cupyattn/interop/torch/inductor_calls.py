@@ -17,8 +17,8 @@ import torch
 OPERATORS = (
     "int8_linear", "int8_layer", "int8_layers", "diffusers_attention", "attention", "attention_qkv"
 )  # fmt: skip
-#: Why operators go by the dispatcher with this version of torch; "" where they do not, or nothing
-#: was compiled yet.
+#: Why operators use the dispatcher with this version of torch; "" if they do not, or if nothing was
+#: compiled yet.
 obstacle = ""
 
 _IMPORT = "from cupyattn.interop.torch.places import place as cupyattn_place"
@@ -106,7 +106,7 @@ def _texts(node: Any, wrapper: Any, device: Any) -> tuple[str, str]:
 
 
 class _Name:
-    """Stands for a tensor among arguments."""
+    """Placeholder of a tensor among arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -37,7 +37,7 @@ _OPERANDS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" f
 
 
 class Layer(Int8Attention):
-    """`cupyattn.Int8Attention` with what a derivative needs."""
+    """`cupyattn.Int8Attention` with the methods that a derivative needs."""
 
     def check_operator(self, tensors: Mapping[str, Tensor], *, differentiable: bool) -> None:
         """Raise UnsupportedError where a call cannot be an operator."""
@@ -55,13 +55,13 @@ class Layer(Int8Attention):
             check_differentiable("int8_attention", tensors)
 
     def with_lse(self, arrays: Mapping[str, Any], scores: Mapping[str, Any], **step: Any) -> Any:
-        """Run a call on q, k and v at a step, with what changes scores, ``return_lse``, ``out``."""
+        """Run a call on q, k and v at a step, with options of scores, ``return_lse``, ``out``."""
         q, k, v = (arrays[name] for name in "qkv")
         found, _ = self._attend(q, k, v, self.step(**step), self._settings, dict(scores))
         return found
 
     def backward_settings(self, tensors: Mapping[str, Tensor], **own: Any) -> TensorSettings:
-        """Return the settings of a backward pass: what of the scores is computed."""
+        """Return the settings of a backward pass: its options of scores."""
         q = tensors["q"]
         with on_device_of(q):
             scores = self._settings.of_scores(as_array(q), as_array(tensors["k"]), 1)
@@ -73,7 +73,7 @@ _layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 
 
 def number_of(layer: Layer) -> int:
-    """Return what stands for a layer in a schema, as long as it lives."""
+    """Return the number of a layer in a schema, valid while the layer exists."""
     _layers[id(layer)] = layer
     return id(layer)
 
@@ -102,12 +102,12 @@ def attend(
     function : callable
         A layer, or its `fused_cfg`.
     operands : sequence of str
-        The tensors that it takes by position.
+        Names of the tensors that it takes by position.
     tensors : mapping of str to Tensor
-        Those of `TENSORS` that there are, and these.
+        These tensors, and the given tensors named in `TENSORS`.
     rope_interleaved : bool
     **options
-        All others, as `cupyattn.Int8Attention` takes them.
+        All other options, as for `cupyattn.Int8Attention`.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _scores(arrays: Mapping[str, Any], rope_interleaved: bool) -> dict[str, Any]:
-    """Return what changes scores, as `cupyattn.Int8Attention` takes it."""
+    """Return the options that change scores, as for `cupyattn.Int8Attention`."""
     rope = (arrays["rope_cos"], arrays["rope_sin"]) if "rope_cos" in arrays else None
     return {"mask": arrays.get("mask"), "rope": rope, "rope_interleaved": rope_interleaved}
 

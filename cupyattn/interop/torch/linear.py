@@ -32,7 +32,7 @@ def run(
     arch: str | None,
     backend: str | None,
 ) -> Tensor:
-    """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
+    """Quantise x and multiply: the operator's kernel on a CPU or a CUDA device."""
     (y,) = multiply(x, ((weight, weight_scale, bias),), (activation,), arch, backend)
     return y
 
@@ -56,7 +56,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-    """Pass a gradient through the weight that the codes stand for; quantising x is the identity."""
+    """Pass a gradient through the dequantised weight; quantising x counts as the identity."""
     d_x = d_bias = None
     if ctx.needs_input_grad[0]:
         weight, weight_scale = ctx.saved_tensors
@@ -171,7 +171,7 @@ class Int8Linear(torch.nn.Linear):
 
     weight_codes: Tensor
     weight_scale: Tensor
-    #: The type of `weight`: of what was quantised, converted with the module.
+    #: The type of `weight`: that of the quantised weight, converted with the module.
     weight_dtype: torch.dtype
 
     def __init__(
@@ -237,7 +237,7 @@ class Int8Linear(torch.nn.Linear):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse another weight, not the own one that PEFT assigns; let accelerate move codes."""
+        """Refuse another weight, but accept the same one from PEFT; let accelerate move codes."""
         if name == "weight":
             if getattr(value, "codes", None) is not self.weight_codes:
                 refuse_write()
@@ -250,7 +250,7 @@ class Int8Linear(torch.nn.Linear):
     def from_linear(
         cls, linear: torch.nn.Linear, *, strategy: str = "block", **options: Any
     ) -> Int8Linear:
-        """Quantise the weight of a layer, where it lies; the bias is the same parameter.
+        """Quantise the weight of a layer on its device; the bias is the same parameter.
 
         Parameters
         ----------
@@ -294,7 +294,7 @@ class Int8Linear(torch.nn.Linear):
         arch: str | None = None,
         backend: str | None = None,
     ) -> Int8Linear:
-        """Quantise a weight, where it lies.
+        """Quantise a weight on its device.
 
         Parameters
         ----------
@@ -467,7 +467,7 @@ class Int8Linear(torch.nn.Linear):
         return x
 
     def extra_repr(self) -> str:
-        """Name sizes, what shares a scale, the type that codes stand for, and settings."""
+        """Name sizes, strategy of scales, type of the weight, and settings."""
         named = {
             "in_features": self.in_features, "out_features": self.out_features,
             "bias": self.bias is not None, "strategy": self.strategy,

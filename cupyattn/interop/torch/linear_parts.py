@@ -1,7 +1,7 @@
-"""A layer of INT8 codes with what follows it, and several layers of one input in one call.
+"""A layer of INT8 codes with its epilogue, and several layers of one input in one call.
 
-`cupyattn.interop.torch.epilogues` puts these operators into the place of ``int8_linear``: a call
-costs the host more than the launches that it makes. Their derivatives are refused.
+`cupyattn.interop.torch.epilogues` replaces ``int8_linear`` by these operators, because a call costs
+more host time than its launches. Their derivatives are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import run
 from cupyattn.quant.activation import columns_of
 
-#: Operands of a product beside codes and scales of x, by the names of the plan's buffers.
+#: Operands of a product, except codes and scales of x, by the names of the plan's buffers.
 OPERANDS = ("b", "b_scales", "bias", "residual", "gate")
 
 
@@ -69,14 +69,14 @@ _OF_LAYERS = Tensors()
 
 @functools.cache
 def _names(number: int) -> tuple[str, ...]:
-    """Return what a call calls the operands of its layer of a number."""
+    """Return the names of a layer's operands in a call, from the number of the layer."""
     return tuple(f"{name}{number}" for name in OPERANDS)
 
 
 def results_of(
     x: Tensor, layers: Sequence[Sequence[Tensor | None]], activations: Sequence[str]
 ) -> list[Tensor]:
-    """Return what layers are made in; of fake tensors, their forms."""
+    """Return tensors for the results of layers; for fake tensors, their forms."""
     rows = x.shape[:-1]
     weights = (layer[0] for layer in layers if layer[0] is not None)
     return [

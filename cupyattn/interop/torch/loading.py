@@ -43,30 +43,31 @@ def load_int8(
     ----------
     model : Module or class
         A module of the checkpoint's sizes, modified in place; or a class of diffusers or
-        transformers, which is made by the ``config.json`` of the folder, without memory for weights
-        of its own.
+        transformers, of which an object is made from the folder's ``config.json``, without
+        allocating weights.
     checkpoint : path
-        What `cupyattn.checkpoints.conversion` wrote, or another library in one of its two layouts.
+        Written by `cupyattn.checkpoints.conversion`, or by another library in one of its two
+        layouts.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
 
     Returns
     -------
     Module
-        The model: codes, scales and all other tensors in the types of the files, where its
-        parameters were (on the CPU where those were meta tensors). One that was made here is in
+        The model. Codes, scales and all other tensors have the types of the files and are on the
+        devices of its parameters, or on the CPU if those were meta tensors. A new model is in
         ``eval()`` mode.
 
     Raises
     ------
     OSError, ValueError
-        For a checkpoint that cannot be read, and one of other layers or shapes than the model,
-        whose layers then stay as they were.
+        For a checkpoint that cannot be read, or whose layers or shapes differ from the model's. The
+        layers of the model then stay unchanged.
     TypeError
-        For a model that is neither.
+        If `model` is neither a module nor a class.
     UnsupportedError
         For weights in groups or in blocks of another size than 128 x 128, packed codes, zero
-        points, activations with scales that are not made in each call, and several strategies.
+        points, static scales of activations, and several strategies.
 
     Notes
     -----
@@ -79,7 +80,7 @@ def load_int8(
 def _loaded(
     given: Any, checkpoint: str | PathLike[str], options: dict[str, Any]
 ) -> nn.Module:
-    """Return what `load_int8` does; options are for the layers."""
+    """Load a model as `load_int8` does; options are for the layers."""
     given = target_of(given)
     model = uncompiled(given)
     if isinstance(model, nn.Module):
@@ -136,7 +137,7 @@ def _loaded(
 
 
 def opened(path: str | PathLike[str]) -> Source:
-    """Return a checkpoint; a path that leads nowhere is told what makes one."""
+    """Return a checkpoint; if there is none, the error names the command that makes one."""
     try:
         return open_checkpoint(path)
     except FileNotFoundError as error:
@@ -149,7 +150,8 @@ def opened(path: str | PathLike[str]) -> Source:
 def codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
     """Return the weights that are codes as `Int8Linear` takes them, by name, and their parts.
 
-    In blocks of 128 x 128, by channel, or as a whole, whose scale is that of each channel.
+    Scales are of blocks of 128 x 128, of channels, or of the whole weight; the last becomes the
+    scale of each channel.
     """
     known = layout_of(source)
     found, parts = find_codes(source, known.schemes, ours=known.ours)
@@ -252,7 +254,7 @@ def _dtype_of(
 
 
 def _home(device: torch.device) -> torch.device:
-    """Return where what is loaded belongs."""
+    """Return the device for loaded tensors."""
     return torch.device("cpu") if device.type == "meta" else device
 
 

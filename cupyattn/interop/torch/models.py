@@ -1,4 +1,4 @@
-"""`replace_linear_with_int8`: INT8 layers in the places of linear layers, and the way back."""
+"""`replace_linear_with_int8`: replace linear layers by INT8 layers, and restore them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cupyattn.interop.torch.restoring import restore_linear
 from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import Int8Config
 
-#: What becomes of the weights that are replaced.
+#: Choices for the replaced weights.
 ORIGINALS = ("cpu", "device", "drop")
 
 
@@ -39,7 +39,7 @@ class Replacement(Handle):
     """A model whose linear layers are INT8, until they are restored.
 
     `replace_linear_with_int8` makes it. Calls and attributes go to the model; `target`, `replaced`,
-    `kept`, `report` and `restore` are the handle's own. A method that returns the model, such as
+    `kept`, `report` and `restore` belong to the handle. A method that returns the model, such as
     ``to`` or ``eval``, returns the handle. As a context manager it restores at the end.
     """
 
@@ -88,14 +88,14 @@ class Replacement(Handle):
     def restore(self) -> None:
         """Put back the layers that were replaced, on the devices where their codes are now.
 
-        They are found in the model as it is now, under adapters as well. A second call does
+        The INT8 layers are found in the current model, even under adapters. A second call does
         nothing.
 
         Raises
         ------
         RuntimeError
-            If they were dropped, or hooks that move weights stand in the way: remove the offloading
-            hooks first. Then nothing is put back.
+            If the originals were dropped, or if hooks that move weights prevent it: remove the
+            offloading hooks first. Nothing is then restored.
 
         Warns
         -----
@@ -104,14 +104,14 @@ class Replacement(Handle):
 
         Notes
         -----
-        Weights get the type that the model was converted to meanwhile. They are frozen, or may be
-        trained, as the layer's bias was set to meanwhile; without a bias, as all parameters were
-        that the model had. Layerwise casting of diffusers goes on with the layers that come back.
+        If the model was converted to another type since, the weights get that type. They require a
+        gradient if the layer's bias now does; without a bias, if the model's parameters do.
+        Layerwise casting of diffusers continues with the restored layers.
         """
         restore_linear(uncompiled(self.target), self._handle_call)
 
     def report(self) -> str:
-        """Return numbers, what shares a scale, and for each linear layer what it became and why."""
+        """Return counts, the strategy of scales, and the outcome for each layer with its reason."""
         lines = [
             f"{len(self.replaced)} INT8, {len(self.kept)} kept, weights "
             f"{-100 * self._handle_saved:.0f} %"
@@ -142,69 +142,68 @@ def replace_linear_with_int8(
     activations: Mapping[str, Tensor] | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Replacement:
-    """Put an `Int8Linear` in the place of linear layers of a model.
+    """Replace linear layers of a model by `Int8Linear`.
 
     Parameters
     ----------
     model : Module
         Modified in place.
     checkpoint : path, optional
-        What `cupyattn.checkpoints.conversion` wrote: its codes are taken, and of layers that it has
-        none of nothing becomes INT8. Otherwise each weight is analysed and quantised, as
-        `convert` would.
+        Written by `cupyattn.checkpoints.conversion`. Its codes are used, and only layers that it
+        contains become INT8. Without it, each weight is analysed and quantised as by `convert`.
     include, exclude : str or sequence of str, optional
         Regular expressions, searched in the names of layers: only those that match one of
         `include`, and none of `exclude`.
     config : Int8Config, optional
         Without a checkpoint: which weights become INT8.
     originals : {"cpu", "device", "drop"}
-        What becomes of the weights that are replaced: they are moved to the host, which frees
-        memory of the device, stay where they are, or are dropped, and cannot be restored. The new
-        layers keep them, so that `cupyattn.interop.restore` needs no handle.
+        The replaced weights are moved to the host, which frees memory of the device; stay on their
+        device; or are dropped and cannot be restored. The new layers store them, so
+        `cupyattn.interop.restore` needs no handle.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
     again : bool
-        Take back first what earlier calls replaced in the model, all of it.
+        First undo all earlier replacements of linear layers in the model.
     activations : mapping of str to Tensor, optional
-        What layers get, (..., in), by name: they decide between scales of blocks and of channels,
+        Inputs of layers, (..., in), by name. They decide between scales of blocks and of channels,
         unless `config` does.
     advance : callable, optional
-        Called with the name of each layer that was looked at, for a progress bar.
+        Called with the name of each examined layer, for a progress bar.
 
     Returns
     -------
     Replacement
-        Used like the model, with `restore()` and `report()` of its own; as a context manager it
+        A handle to use like the model, with `restore()` and `report()`. As a context manager it
         restores at the end.
 
     Raises
     ------
     TypeError
-        If `model` is no module: give a pipeline's transformer. For patterns that are no text.
+        If `model` is not a module: give a pipeline's transformer. For patterns that are not text.
     ValueError
-        If no layer becomes INT8 or all are replaced already, for a pattern that is no regular
-        expression or is found in no name, and for a checkpoint of other shapes. For a model whose
+        If no layer becomes INT8 or all are replaced already, for a pattern that is not a regular
+        expression or matches no name, and for a checkpoint of other shapes. For a model whose
         weights are offloaded or cast in each call: replace first, then offload.
     RuntimeError
-        With `again`, if a layer cannot be taken back: as for `Replacement.restore`.
+        With `again`, if a layer cannot be restored: as for `Replacement.restore`.
 
     Notes
     -----
-    Unless `config` has a strategy, layers get scales of channels where `activations` or a measured
+    Unless `config` has a strategy, layers get scales of channels if `activations` or a measured
     model of the family allow it, and scales of blocks otherwise; the report says which.
     Norms, embeddings, modulation, time and final layers keep their type, by their names
-    (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
-    has hooks. Of a layer with an adapter of PEFT the base layer is replaced, under the name of the
+    (`cupyattn.checkpoints.role_of`). Only objects of class `torch.nn.Linear` without hooks are
+    replaced. If a layer has an adapter of PEFT, its base layer is replaced under the name of the
     layer, unless the adapter is merged into its weight or reads it in each call.
-    A layer in several places stays one. Modules of diffusers that apply an activation to
-    such a layer, ``GELU``, ``GEGLU`` and ``SwiGLU``, are replaced too: the activation becomes part
-    of the product. In a state dict codes are ``weight_codes`` in place of ``weight``; other names
-    stay. Code that reads ``layer.weight`` gets the weight that the codes stand for, and cannot
-    write it. A model may be compiled by torch before or after.
-    `save_pretrained` is refused until the layers are restored: it would write codes as weights.
-    Layers are quantised one at a time where their weights lie, on a device by its kernels, and
-    originals that leave it do so before the next layer: beside the model there is memory for one.
-    If something fails, the layers come back, unless they were dropped: those stay INT8.
+    A layer in several places stays one layer. Modules of diffusers that apply an activation to
+    such a layer, ``GELU``, ``GEGLU`` and ``SwiGLU``, are replaced, too: the activation becomes part
+    of the product. In a state dict, ``weight_codes`` replaces ``weight``; other names stay. Code
+    that reads ``layer.weight`` gets the dequantised weight, and cannot write it. A model may be
+    compiled by torch before or after.
+    `save_pretrained` is refused until the layers are restored, because it would write codes as
+    weights. Layers are quantised one at a time on the device of their weights, so the model and one
+    more layer must fit in memory. If a call fails, the layers are restored, except dropped ones,
+    which stay INT8.
 
     Examples
     --------
@@ -308,7 +307,7 @@ def _from_checkpoint(
     options: dict[str, Any],
     advance: Callable[[str], None] | None,
 ) -> Iterator[Verdict]:
-    """Yield each name with a layer of the codes that a checkpoint has, None without, and why."""
+    """Yield each name with the layer of a checkpoint's codes, or None, and the reason."""
     source = opened(path)
     codes, _ = codes_of(source)
     found = {name: codes.get(f"{name}{WEIGHT}") for name in candidates}

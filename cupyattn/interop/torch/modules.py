@@ -1,4 +1,4 @@
-"""Attention as modules: settings kept, tensors given."""
+"""Attention as modules, which store settings and take tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cupyattn.problem.settings import ModuleOptions, Unpack, accept, interned, t
 
 
 class Attention(torch.nn.Module):
-    """`cupyattn.interop.torch.attention` with its settings kept; it has no parameters.
+    """`cupyattn.interop.torch.attention` with stored settings; it has no parameters.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Attention(torch.nn.Module):
         self._block_mask_number = None if block_mask is None else number_of(block_mask)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies have a block mask of their own."""
+        """Give copies a separate block mask."""
         super().__setstate__(state)
         self._name_block_mask()
 
@@ -138,8 +138,8 @@ class Int8Attention(torch.nn.Module):
 
     Notes
     -----
-    Gradients are those of the 16-bit operands, straight-through. Where one is wanted, or a call is
-    compiled, there is no pruning and nothing is overridden for one call.
+    Gradients are those of the 16-bit operands, straight-through. With gradients, or in compiled
+    calls, pruning and overrides for one call are not supported.
 
     Examples
     --------
@@ -178,7 +178,7 @@ class Int8Attention(torch.nn.Module):
         self._make_layer()
 
     def _make_layer(self) -> None:
-        """Make what computes, by the options and the tensors that there are now."""
+        """Make the layer that computes, from the current options and tensors."""
         norm = None
         if self.q_norm_weight is not None:
             norm = as_array(self.q_norm_weight), as_array(self.k_norm_weight)
@@ -193,7 +193,7 @@ class Int8Attention(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made of the rest."""
+        """Leave out state that is made from the rest."""
         return {n: x for n, x in self.__dict__.items() if n not in ("_layer", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -237,13 +237,13 @@ class Int8Attention(torch.nn.Module):
         q : Tensor, (batch, num_heads, len_q, head_dim)
         k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
         timestep, sigma, return_mask, mask, rope, rope_interleaved, **overrides
-            As for a call of `cupyattn.Int8Attention`. A timestep on a device would have to be
-            waited for: give the number.
+            As for a call of `cupyattn.Int8Attention`. Give a timestep as a number, because reading
+            a tensor would synchronise.
 
         Returns
         -------
         o : Tensor
-            Shape of q, or what `out_proj` makes of it.
+            Shape of q, or of the result of `out_proj`.
         kept : Tensor, bool, (batch, num_heads, len_kv)
             With `return_mask`, or ``enable_pruning=True`` in the call and no `return_mask`.
 

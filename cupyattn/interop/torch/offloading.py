@@ -35,22 +35,22 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether diffusers or accelerate hook a module; diffusers leaves an empty registry behind."""
-    home = vars(module)  # NOTE: no helper, since this is asked of all modules in each pass
+    home = vars(module)  # NOTE: no helper, because every pass checks this for all modules
     registry = home.get("_diffusers_hook")
     return "_hf_hook" in home or (registry is not None and bool(registry.hooks))
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a library put something in the place of a module's ``forward``.
+    """Whether a library replaced a module's ``forward``.
 
-    What hooks leave behind when they are removed, the method of the class itself, does not count.
+    Removed hooks leave the method of the class as an attribute, which does not count.
     """
     found = vars(module).get("forward")
     return found is not None and getattr(found, "__func__", None) is not type(module).forward
 
 
 def check_readable(layer: nn.Module, codes: Tensor) -> None:
-    """Raise if the codes of an INT8 layer lie somewhere else than in their tensor.
+    """Raise if hooks have moved the codes of an INT8 layer out of their tensor.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
 
 
 def device_of_hooks(module: nn.Module) -> torch.device | None:
-    """Return where hooks of accelerate move a module before it is called, None without one."""
+    """Return the device to which accelerate's hooks move a module before a call, or None."""
     for hook in _hooks_of_accelerate(module):
         device = getattr(hook, "execution_device", None)
         if isinstance(device, torch.device | str | int):
@@ -97,7 +97,7 @@ def device_of_hooks(module: nn.Module) -> torch.device | None:
 
 
 def offload_codes(layer: nn.Module, hook: Any) -> None:
-    """Let accelerate offload the buffers of an INT8 layer, whose codes are one, with its bias.
+    """Let accelerate offload the buffers of an INT8 layer, including its codes, with its bias.
 
     diffusers asks for hooks without ``offload_buffers``. They would keep all codes on the device
     where the layer is called.
@@ -112,7 +112,7 @@ def offload_codes(layer: nn.Module, hook: Any) -> None:
         if not getattr(one, "offload", False) or getattr(one, "offload_buffers", True):
             continue
         buffers = dict(layer.named_buffers(recurse=False))
-        if isinstance(one.weights_map, dict):  # the hook made it, of parameters alone
+        if isinstance(one.weights_map, dict):  # the hook made it from parameters only
             one.weights_map |= {name: x.to("cpu") for name, x in buffers.items()}
         if all(name in one.weights_map for name in buffers):
             one.offload_buffers = True
@@ -128,7 +128,7 @@ def check_not_offloaded(
     ----------
     model : Module
     way : str
-        What to do about offloading.
+        Advice on offloading, for the message.
 
     Raises
     ------
@@ -153,13 +153,13 @@ def check_not_offloaded(
 
 
 def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) -> None:
-    """Raise if hooks stand in the way of putting back what some layers replaced.
+    """Raise if hooks prevent restoring the originals of some layers.
 
     Parameters
     ----------
     model : Module
     layers : iterator of (str, Module)
-        Names and layers that are to be taken out of it.
+        Names and layers to remove from it.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) 
 
 
 def move_casting(layer: nn.Module, to: nn.Module) -> None:
-    """Let diffusers cast the weights of another layer as it casts those of one, if it does."""
+    """Apply the layerwise casting of one layer, if diffusers casts it, to another layer."""
     hook = hooks_of_diffusers(layer).get(CASTING)
     if hook is not None:
         from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
@@ -210,7 +210,7 @@ def move_casting(layer: nn.Module, to: nn.Module) -> None:
 
 
 def _is_placed(module: nn.Module) -> bool:
-    """Whether a hook of accelerate moves a module's own tensors or its inputs in each call."""
+    """Whether a hook of accelerate moves a module's tensors or inputs in each call."""
     return any(hasattr(one, "weights_map") for one in _hooks_of_accelerate(module))
 
 

@@ -1,8 +1,8 @@
 """``torch.ops.cupyattn``: the calls as torch's dispatcher knows them.
 
-Each operator has kernels for CPU and CUDA, one for fake tensors, which says shapes alone, and a
-derivative: `torch.compile` keeps them in its graph, and autograd and the transforms of
-``torch.func`` go through them. A forward-mode derivative is refused.
+Each operator has kernels for CPU and CUDA, a kernel for fake tensors, which computes only shapes,
+and a derivative. So `torch.compile` keeps operators in its graph, and autograd and the transforms
+of ``torch.func`` support them. A forward-mode derivative is refused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from cupyattn.interop.torch.transforms import (
     transform,
 )
 
-#: Tensors with memory of their own; those of other classes know what they do with an operator.
+#: Classes of plain tensors; other classes define how they treat an operator.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-#: Operators of every module here, and what each does.
+#: Operators of all modules here, each with its function.
 library = torch.library.Library("cupyattn", "DEF")
-#: What each operator does on a CPU or a CUDA device.
+#: The kernel of each operator on a CPU or a CUDA device.
 KERNELS: dict[Any, Any] = {}
 
 
@@ -100,16 +100,16 @@ def define(
     Parameters
     ----------
     name, arguments, results : str
-        Of its schema.
+        Parts of its schema.
     kernel, fake : callable
-        What it does on a CPU or a CUDA device, and on tensors of which only shapes are known.
+        Functions for tensors on a CPU or a CUDA device, and for fake tensors.
     host : bool
-        Whether code of the host decides at each call, so that no CUDA graph may replay it.
+        Whether host code decides at each call, so no CUDA graph may replay it.
 
     Notes
     -----
-    Kernels get operands of the strides that were traced: Inductor would pad some, which then would
-    be other calls, and results of other strides than the fake kernel said.
+    Kernels get operands with the traced strides. Inductor would pad some operands, which would
+    change the call, and its results would have other strides than those of the fake kernel.
     """
     tags = [torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides]
     tags += [torch.Tag.cudagraph_unsafe] * host
@@ -127,9 +127,9 @@ def differentiate(
 ) -> None:
     """Register the derivative of an operator, for autograd and for ``torch.func``.
 
-    The autograd kernel that torch makes of a derivative costs every call some 9 us, also where no
-    gradient is wanted: it dispatches the call a second time. A call that is neither differentiated
-    nor watched skips it and runs the kernel directly.
+    The autograd kernel that torch makes from a derivative costs every call about 9 us, even without
+    a gradient, because it dispatches the call twice. A call that is neither differentiated nor
+    observed skips it and runs the kernel directly.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
 
 
 def has_memory(gradient: Tensor) -> bool:
-    """Return whether kernels may read a gradient where it lies, without an operator."""
+    """Return whether kernels may read a gradient in place, without an operator."""
     return type(gradient) in PLAIN and not is_mapped_by_autograd(gradient)
 
 
@@ -203,7 +203,7 @@ def need_lse(ctx: Any, output: tuple[Tensor, Tensor], *, return_lse: bool) -> No
 
 
 def backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return gradients of which only shapes are known: those of q, k and v."""
+    """Return fake gradients of q, k and v."""
     return tuple(x.new_empty(x.shape) for x in arguments[:3])
 
 

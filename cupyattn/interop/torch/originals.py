@@ -1,4 +1,4 @@
-"""What INT8 layers of a model replaced: each keeps it, wherever it stands in the model by now."""
+"""Originals of INT8 layers: each layer stores its original, wherever the layer is now."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _ATTRIBUTE = "_original"
 
 @dataclass(eq=False)
 class Call:
-    """What the layers that one call of `replace_linear_with_int8` replaced have in common.
+    """Facts about all layers that one call of `replace_linear_with_int8` replaced.
 
     Parameters
     ----------
     originals : {"cpu", "device", "drop"}
-        What became of the weights.
+        The choice for the weights.
     trained : dict of Parameter to bool
         ``requires_grad`` of the model's parameters when the layers were replaced.
     missing : set of str
-        Names of the layers that were replaced and not put back yet.
+        Names of the replaced layers that are not yet restored.
     """
 
     originals: str
@@ -34,9 +34,9 @@ class Call:
     missing: set[str] = field(default_factory=set)
 
     def set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
-        """Return to what ``requires_grad`` of all these was set since replacing, None if not.
+        """Return the value to which all ``requires_grad`` were set since the replacement, or None.
 
-        Parameters that came later, as those of adapters, do not count.
+        Later parameters, such as those of adapters, do not count.
         """
         now = {p: p.requires_grad for p in parameters if p in self.trained}
         changed = any(self.trained[p] != trained for p, trained in now.items())
@@ -44,17 +44,17 @@ class Call:
 
 
 class Original:
-    """What an INT8 layer or an activation's module replaced. Copies of the layer do not have it.
+    """The original of an INT8 layer or of an activation's module. Copies of the layer lack it.
 
     Parameters
     ----------
     layer : Int8Linear or ActivatedInt8Linear
-        Copies of its scales and its bias tell later whether its memory was exchanged.
+        Copies of its scales and bias show later whether its memory was exchanged.
     call : Call
     name : str
-        Of the layer in the model.
+        Name of the layer in the model.
     module : Module, optional
-        What was replaced; None where it was dropped.
+        The replaced module; None if it was dropped.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Original:
 
 
 def version_of(x: Tensor | None) -> int | None:
-    """Return how often a tensor was written, None where torch does not count it."""
+    """Return the number of writes to a tensor, or None if torch does not count them."""
     return None if x is None or x.is_inference() else x._version
 
 
 def _nothing() -> None:
-    """Return what copies and files have in the place of an original."""
+    """Return None, which copies and files have in place of an original."""
 
 
 def original_of(layer: Any) -> Original | None:
-    """Return what a layer replaced, None of those that replaced nothing and of other modules."""
+    """Return the original of a layer; None for layers without one and for other modules."""
     if not isinstance(layer, Int8Linear | ActivatedInt8Linear):
         return None
     found: Original | None = vars(layer).get(_ATTRIBUTE)
@@ -90,7 +90,7 @@ def original_of(layer: Any) -> Original | None:
 def keep_original(
     layer: nn.Module, call: Call, name: str, module: nn.Module, *, shared: bool = False
 ) -> None:
-    """Let a layer know what it replaced; the weight moves to where the call wants it.
+    """Store the original of a layer; its weight moves to the device that the call chose.
 
     Parameters
     ----------

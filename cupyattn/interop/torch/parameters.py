@@ -1,7 +1,7 @@
 """Let ``next(module.parameters())`` find a type and a device where INT8 layers left no parameter.
 
-Libraries ask a module's first parameter for both, and the iterator of a module that has none stops
-them. INT8 layers hold buffers, so that attention without biases may be such a module.
+Libraries read both from a module's first parameter, and fail if it has none. INT8 layers have
+buffers, so attention without biases may be such a module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PARAMETERS = "parameters"
 
 
 def answer_for_parameters(model: nn.Module) -> None:
-    """Let modules of a model that hold INT8 layers have a parameter when they have none.
+    """Give a parameter to modules of a model that contain INT8 layers and no parameters.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def _first_codes(module: nn.Module) -> Int8Linear | None:
 def _parameters(
     module: nn.Module, empty: nn.Parameter, recurse: bool = True
 ) -> Iterator[nn.Parameter]:
-    """Yield a module's parameters; if it has none, the empty one, which is always the same.
+    """Yield a module's parameters, or one empty parameter, always the same, if it has none.
 
     Group offloading keeps a copy of each parameter on the host and finds it by the parameter.
     """

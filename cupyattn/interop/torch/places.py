@@ -1,9 +1,9 @@
 """Calls made for one place in Inductor's code: a call that comes again is one launch of a graph.
 
 The header of the code makes a function for each place (`place`); the code calls it with tensors.
-The function allocates results and scratch memory as Inductor does, and reads addresses. It looks
-once into a dictionary of its thread, and launches the graph that it finds. If there is none, the
-operator runs. A place is made of texts alone, so Inductor's caches hold it.
+The function allocates results and scratch memory as Inductor does, and reads addresses. It looks up
+a graph in a dictionary of its thread and launches it. If there is none, the operator runs. A place
+is made from texts only, so Inductor's caches can store it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cupyattn.interop.torch import bridge, ops
 from cupyattn.runtime import replay
 from cupyattn.runtime.ready import Ready
 
-#: Graphs that a thread finds at one place; all are forgotten when there is no room for another.
-#: A place in the code of a repeated block serves every block, with the weights of each.
+#: Largest number of graphs of a thread at one place; when it is exceeded, all are dropped. A place
+#: in the code of a repeated block serves all blocks, with the weights of each.
 MOST = 1024
 
 _DEVICE = """\
@@ -70,18 +70,18 @@ def place(
     device : (str, int)
         Type, "cpu" or "cuda", and index.
     tensors : int
-        How many tensors the function takes: t0, t1, and so on.
+        Number of tensors that the function takes: t0, t1, and so on.
     symbols : sequence of str
-        What it takes behind them: all lengths that operands, results and arguments depend on.
+        Its further arguments: all lengths that operands, results and arguments depend on.
     results : sequence of str
-        Shape, strides and type of each, as an expression of symbols.
+        Shape, strides and type of each result, as an expression of symbols.
     arguments, returned : str
         The operator's arguments and its result, as expressions of t0, ..., y0, ... and symbols.
 
     Returns
     -------
     callable
-        Takes the tensors and the symbols; returns what the operator does.
+        Takes the tensors and the symbols; returns the operator's result.
     """
     kind, index = device
     own = Place(operator, index if kind == "cuda" else None)
@@ -113,8 +113,8 @@ class _Here(threading.local):
 class _Known(NamedTuple):
     """A call of a form: its launches, and the number of each buffer among tensors and results.
 
-    There are no numbers before a second call found the same launches, and none if a call does more
-    than launch.
+    Numbers exist after a second call had the same launches, and never if a call does more than
+    launch.
     """
 
     ready: Ready
@@ -175,7 +175,7 @@ class Place:
         returned: Any,
         arguments: Sequence[Any],
     ) -> Any:
-        """Run a call that no graph of this thread stands for, or into a graph of the caller's.
+        """Run a call without a graph of this thread, or into a graph that the caller captures.
 
         Parameters
         ----------

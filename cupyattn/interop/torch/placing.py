@@ -1,4 +1,4 @@
-"""INT8 layers put in the places of a model's own as they are made, one at a time."""
+"""Replacing a model's layers by INT8 layers as they are made, one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.originals import Call, keep_original
 
-#: A layer's name, what takes its place or None where it stays, and why.
+#: A layer's name, its replacement or None, and the reason.
 Verdict = tuple[str, Int8Linear | None, str]
 
 
@@ -25,7 +25,7 @@ def put_each(
     ----------
     model : Module
     layers : dict of str to Linear
-        The layers by name; those that are dropped are taken out of it.
+        The layers by name; dropped layers are removed from it.
     made : iterator of Verdict
     call : Call
 
@@ -37,8 +37,8 @@ def put_each(
     Raises
     ------
     BaseException
-        Whatever `made` raises. All layers are in their places again then, but for dropped ones: the
-        error has a note of how many of those are INT8 by now.
+        Any exception of `made`. All layers are then restored, except dropped ones; a note of the
+        error says how many of these are INT8.
     """
     parents = _parents(model)
     replaced: dict[str, str] = {}

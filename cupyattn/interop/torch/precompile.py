@@ -30,13 +30,13 @@ def begin(
     arch: str | None,
     backend: str | None,
 ) -> None:
-    """Begin to compile what a call of `cupyattn.interop.torch.linear_parts.multiply` launches.
+    """Begin to compile the kernels of a call of `cupyattn.interop.torch.linear_parts.multiply`.
 
     Parameters
     ----------
     x, layers, activations, arch, backend
-        As for that; fake tensors, whose forms alone are looked at. Of few rows, and of lengths that
-        are symbols, nothing is begun: their first call compiles.
+        As for that function; fake tensors, of which only forms are read. Calls with few rows or
+        symbolic lengths are compiled when they first run.
     """
     tensors = named(x, layers)
     known = all(isinstance(n, int) for tensor in tensors.values() for n in tensor.shape)
@@ -51,7 +51,7 @@ def begin(
 
 @functools.lru_cache(maxsize=1024)
 def _begin(*call: Any) -> None:
-    # NOTE: whatever is wrong with a call is said when it is made.
+    # NOTE: the call itself reports its errors.
     with contextlib.suppress(TypeError, ValueError, UnsupportedError, MemoryError):
         ahead.begin(sources(*call))
 
@@ -62,7 +62,7 @@ def sources(
     arch: str | None,
     capability: int,
 ) -> list[tuple[ModuleSpec, str]]:
-    """Return what a device compiles for layers of these forms, and for which architectures.
+    """Return the modules that layers of these forms need, with their architectures.
 
     Parameters
     ----------

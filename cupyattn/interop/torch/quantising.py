@@ -1,7 +1,7 @@
-"""Linear layers of a model as INT8, one at a time, where their weights lie.
+"""Quantising linear layers of a model, one at a time, on the devices of their weights.
 
-On a device codes are made and judged there. Verdicts are those of `cupyattn.checkpoints.analyze`:
-where rounding could decide, and where a weight is kept, the host looks at it as `analyze` does.
+A device makes and judges codes itself. Verdicts equal those of `cupyattn.checkpoints.analyze`: if
+rounding could decide, or if a weight is not quantised, the host analyses it as `analyze` does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cupyattn.quant.blocks import AUTO, Int8Config
 _NAMES = {text: short for short, text in FLOATS.items()}
 _OTHER = "F64"
 
-#: Codes and scales, where the weight lies.
+#: Codes and scales, on the device of the weight.
 Made = tuple[Tensor, Tensor]
 
 
@@ -48,7 +48,7 @@ def with_strategy(
     layers: Mapping[str, nn.Linear] | None = None,
     activations: Mapping[str, Tensor] | None = None,
 ) -> tuple[Int8Config, Choice]:
-    """Return a configuration whose strategy is chosen, and why.
+    """Return a configuration with a chosen strategy, and the reason.
 
     Parameters
     ----------
@@ -56,14 +56,14 @@ def with_strategy(
     model : str
         Class of the model.
     widths : iterable of int
-        Channels that its linear layers take.
+        Input channels of its linear layers.
     layers, activations : mapping, optional
-        What layers get, (..., in), by the names of `layers`.
+        Inputs of layers, (..., in), by the names of `layers`.
 
     Raises
     ------
     ValueError
-        For activations of a layer that there is not, or of another width.
+        For activations of an unknown layer, or of another width.
     """
     config, errors = config or Int8Config(), {}
     for name, x in (activations or {}).items():
@@ -110,7 +110,7 @@ def quantised(
 
     Notes
     -----
-    Memory beside the codes: on a device less than a large layer, on the host a few megabytes.
+    Additional memory: on a device less than a large layer, on the host a few megabytes.
     """
     config, _ = with_strategy(config, model, (layer.in_features for layer in layers.values()))
     check_patterns(config, [f"{name}{WEIGHT}" for name in layers])
@@ -130,10 +130,10 @@ def quantised(
 def coded(
     name: str, w: Tensor, config: Int8Config, model: str = ""
 ) -> tuple[TensorReport, Made | None]:
-    """Return the verdict on a weight, and its codes and scales where that is INT8.
+    """Return the verdict on a weight, and its codes and scales if that is INT8.
 
-    The report has no hash, and of a weight on a device whose codes were good at their worst it has
-    figures of that.
+    The report has no hash. If a device accepted the codes by their worst-case errors, it has those
+    errors.
     """
     dtype = _NAMES.get(str(w.dtype).removeprefix("torch."), _OTHER)
     info = TensorInfo(dtype, tuple(w.shape))
@@ -166,7 +166,7 @@ def coded(
 def _on_device(
     w: Tensor, config: Int8Config, judged: Callable[[WeightErrors], TensorReport]
 ) -> tuple[TensorReport, Made] | None:
-    """Return the verdict INT8 and codes; None where the host has to look at the weight."""
+    """Return the verdict INT8 and the codes, or None if the host must analyse the weight."""
     with on_device_of(w):
         codes, scales = map(as_tensor, weight_quant(as_array(w), strategy=config.strategy))
     errors = worst_errors(w, codes, scales, config.strategy)

@@ -1,7 +1,7 @@
-"""`ReadOnlyWeight`: the weight that INT8 codes stand for, as a tensor that is made when it is read.
+"""`ReadOnlyWeight`: the dequantised weight of an INT8 layer, computed when it is read.
 
-Other libraries read ``layer.weight``: its type and device, or its numbers. They also write to it,
-which would be lost, since the codes are what a layer computes with. So every write is refused.
+Other libraries read ``layer.weight``: its type and device, or its numbers. They also write to it.
+Such a write would be lost, because the layer computes with its codes, so every write is refused.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree
 
-#: What a write is told.
+#: Error message for a write.
 _WRITE = (
     "the weight of an Int8Linear cannot be written, since the layer computes with INT8 codes: call "
     "restore(), then write it or fuse the adapter, then replace_linear_with_int8 again"
 )
-#: What is told to those who ask for gradients.
+#: Error message for a request of gradients.
 _TRAIN = (
     "the weight of an Int8Linear cannot be trained, since the layer computes with INT8 codes: "
     "train an adapter or the bias, or a copy, weight.clone()"
 )
-#: What is told to those who ask where the numbers lie.
+#: Error message for a request of the data pointer.
 _MEMORY = (
     "the weight of an Int8Linear has no memory, since it is made of INT8 codes when it is read: "
     "take a copy, weight.clone()"
@@ -34,9 +34,9 @@ _MEMORY = (
 
 
 class ReadOnlyWeight(Tensor):
-    """A tensor whose numbers are made each time when an operator reads them.
+    """A tensor whose numbers are computed each time an operator reads them.
 
-    Views of it are such tensors, too; results of all other operators are plain tensors.
+    Its views are such tensors, too; results of other operators are plain tensors.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class ReadOnlyWeight(Tensor):
     _like: Tensor
     _device: torch.device
     _read: Callable[[], Tensor]
-    #: The codes of a whole weight, which tell whose it is; None for views of it.
+    #: The codes of a whole weight, which identify its layer; None for views.
     codes: Tensor | None = None
 
     @staticmethod
@@ -120,7 +120,7 @@ class ReadOnlyWeight(Tensor):
         return func(*args, **kwargs)
 
     def _view(self, function: Callable[[Tensor], Any]) -> Any:
-        """Return the views that a function makes of a tensor, none of them read."""
+        """Return the views that a function makes of a tensor, without reading numbers."""
         found = function(self._like)
         if isinstance(found, Tensor):
             return type(self)(found, self.device, lambda: function(self._read()))
@@ -136,7 +136,7 @@ class CompiledWeight(Tensor):
     Parameters
     ----------
     numbers : Tensor
-        The dequantised weight, or a view of it. A compiler leaves it out where nothing reads it.
+        The dequantised weight, or a view of it. A compiler removes it if nothing reads it.
     """
 
     _numbers: Tensor
@@ -165,7 +165,7 @@ class CompiledWeight(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: None, size: Any, stride: Any
     ) -> Tensor:
-        """Make the tensor of what is within."""
+        """Make the tensor from its inner tensors."""
         return _read_only(inner["_numbers"])
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -200,7 +200,7 @@ def _call(func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -
 
 
 def refuse_write() -> NoReturn:
-    """Raise what a write raises."""
+    """Raise the error of a write."""
     raise RuntimeError(_WRITE)
 
 
@@ -249,7 +249,7 @@ _REFUSED: dict[Any, tuple[str, Callable[..., bool]]] = {
     Tensor.untyped_storage: (_MEMORY, _true),
     Tensor.data_ptr: (_MEMORY, _true),
 }
-#: Functions that are no operators and read memory, by what they return of a plain tensor.
+#: Functions that read memory and are not operators, each with its result for a plain tensor.
 _OF_MEMORY: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _numpy,
     Tensor.tolist: Tensor.tolist,

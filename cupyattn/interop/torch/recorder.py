@@ -1,4 +1,4 @@
-"""`record`: keeps what layers of a running model get, for calibration and analysis."""
+"""`record`: stores the inputs of layers of a running model, for calibration and analysis."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.forwards import substitute_of
 from cupyattn.measure.words import counted, format_bytes
 
-#: Bytes of the host that a recorder takes unless it is told otherwise.
+#: Default limit of a recorder's host memory, in bytes.
 MAX_BYTES = 2**32
-#: Rows of each call of a linear layer that are kept, at even distances.
+#: Rows that are kept of each call of a linear layer, evenly spaced.
 LINEAR_ROWS = 64
-#: Steps that stay when memory ends, before layers are left out.
+#: Steps that stay when memory is full, before layers are dropped.
 MIN_STEPS = 4
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -38,7 +38,7 @@ _log = logging.getLogger("cupyattn")
 
 @dataclass(frozen=True)
 class _Kept:
-    """One call that is kept: a layer's number among its kind, a step, and arrays of the host."""
+    """One recorded call: a layer's number among its kind, a step, and host arrays."""
 
     layer: str
     number: int
@@ -79,16 +79,16 @@ class Recorder:
         self._sigmas: Any = None
         self._at: int | None = None  # the step that runs; None: it is not recorded
 
-    # ---- what was recorded -----------------------------------------------------------------------
+    # ---- the recording ---------------------------------------------------------------------------
 
     @property
     def recording(self) -> Recording:
-        """All calls that are kept so far.
+        """All calls recorded so far.
 
         Raises
         ------
         ValueError
-            If nothing is.
+            If no call was recorded.
         """
         attention, linear = self._kept["attention"], self._kept["linear"]
         if not attention and not linear:
@@ -211,7 +211,7 @@ class Recorder:
             self._running.pop()
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keep operands of a call of torch's attention function."""
+        """Record operands of a call of torch's attention function."""
         name = self._running[-1] if self._running else None
         if self._at is not None and name is not None and name in self._selection and q.ndim == 4:
             self._keep("attention", name, (q, k, v))
@@ -257,7 +257,7 @@ class Recorder:
 
 
 class _Calls(torch.overrides.TorchFunctionMode):
-    """Tells a recorder of calls of torch's attention function."""
+    """Passes calls of torch's attention function to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -289,20 +289,20 @@ def record(
     Parameters
     ----------
     model_or_pipe : DiffusionPipeline or torch.nn.Module
-        Of a pipeline, all models that take a timestep. It runs as ever, and is not changed.
+        For a pipeline, all models that take a timestep. The model runs unchanged.
     layers : str or sequence of str, optional
         Regular expressions, searched in the names of modules; all layers when omitted. Attention
         has the name of the module that calls torch's attention function.
     steps : int or sequence of int, optional
-        Which steps, 0 = most noise; or how many, at even distances over the schedule. Of a model
-        without a scheduler calls are counted, and a number means the first ones.
+        Which steps, 0 = most noise; or their number, evenly spaced over the schedule. For a model
+        without a scheduler, calls are counted, and a number means the first calls.
     max_bytes : int
-        Of the host's memory. If more would be kept, every second step is left out, then every
-        second of those that are left, and so on until 4 steps are left; then every second layer.
+        Limit of host memory. When it is reached, every second step is dropped, repeatedly, until 4
+        steps are left; then every second layer.
     scheduler : object, optional
-        Whose steps a model without a pipeline is called for.
+        Scheduler of the steps, for a model without a pipeline.
     advance : callable, optional
-        Called with the name of a layer for each call that is kept, for a progress bar.
+        Called with the name of a layer for each recorded call, for a progress bar.
 
     Returns
     -------
@@ -312,20 +312,20 @@ def record(
     Raises
     ------
     TypeError
-        For what is neither a pipeline nor a module, and for patterns that are no text.
+        For anything but a pipeline or a module, and for patterns that are not text.
     ValueError
-        For a pattern that is found in no name, a model that is compiled or whose attention is
-        INT8, and steps that mean nothing. While the model runs: for one call that is more than
-        `max_bytes`, a step that the schedule does not have, and a run by another schedule. At the
-        end if nothing was recorded.
+        For a pattern that matches no name, a compiled model, a model with INT8 attention, and
+        invalid steps. While the model runs: for a call larger than `max_bytes`, a step that the
+        schedule does not have, and a run with another schedule. At the end, if no call was
+        recorded.
     UnsupportedError
-        For a scheduler whose noise is not known.
+        For a scheduler whose noise is unknown.
 
     Notes
     -----
-    Each call is copied to the host, which waits for a device. Of the input of a linear layer 64
-    rows a call are kept, at even distances. Attention within `torch.nn.MultiheadAttention` is not
-    seen: torch shows its own function for that, not the operands of attention.
+    Each call is copied to the host, which waits for a device. Of a linear layer's input, 64 evenly
+    spaced rows of each call are kept. Attention within `torch.nn.MultiheadAttention` is not
+    recorded, because torch shows only that function, not the operands of attention.
 
     Examples
     --------
@@ -383,7 +383,7 @@ def _steps(steps: Any) -> Sequence[int] | int | None:
 
 
 def _models(model_or_pipe: Any, scheduler: Any) -> tuple[dict[str, nn.Module], Any]:
-    """Return models by the prefixes of their names, and what knows their steps; None: nothing."""
+    """Return models by the prefixes of their names, and an object with their steps, or None."""
     if isinstance(model_or_pipe, Handle):
         raise ValueError(
             f"{type(model_or_pipe).__name__} has replaced layers: record the model before, or "

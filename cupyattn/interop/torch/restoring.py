@@ -1,7 +1,7 @@
-"""Put back the layers that INT8 ones replaced, wherever those stand in the model by now.
+"""Restore the originals of INT8 layers, wherever these are in the model now.
 
-Adapters, fused projections and pipelines move layers about. So each layer keeps what it replaced,
-and restoring walks the model as it is.
+Adapters, fused projections and pipelines move layers. So each layer stores its original, and
+restoring searches the current model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 
 def restore_linear(model: nn.Module, call: Call | None = None) -> None:
-    """Put back what the INT8 layers of a model replaced, on the devices where their codes are now.
+    """Restore the originals of a model's INT8 layers, on the current devices of their codes.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
     Raises
     ------
     RuntimeError
-        If a layer has lost what it replaced, or hooks stand in the way.
+        If a layer has lost its original, or hooks prevent it.
 
     Warns
     -----
@@ -81,7 +81,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
 
 
 def check_linear(model: nn.Module, call: Call | None = None) -> list[_Place]:
-    """Return what `restore_linear` takes out, or raise what it does; nothing is modified."""
+    """Return the layers that `restore_linear` would remove, or raise its errors; modify nothing."""
     places = [*_places(model, call)]
     if call is not None and call.originals == "drop":
         raise RuntimeError("the layers were dropped: replace with originals='cpu' to restore them")
@@ -113,10 +113,10 @@ def _has_lost_its_own(layer: Int8Linear) -> bool:
 
 
 def _check_memory(model: nn.Module, places: list[_Place]) -> None:
-    """Raise if layers have other codes than those that were made of what they replaced.
+    """Raise if codes of layers are no longer those of their originals.
 
-    A state dict may have brought others. Group offloading to disk exchanges memory for other
-    memory, whose numbers nothing has written, and leaves it so when its hooks are removed.
+    A state dict may have replaced them. Group offloading to disk replaces memory by uninitialised
+    memory, which stays when its hooks are removed.
     """
     hooked = any("_diffusers_hook" in vars(module) for module in model.modules())
     for *_, layer, original in places:
@@ -147,7 +147,7 @@ def _has_its_bias(layer: Int8Linear, original: Original) -> bool:
 
 
 def _same(now: Tensor, kept: Tensor | None) -> bool:
-    """Whether a tensor has the numbers of a copy on the host, in its own type."""
+    """Whether a tensor has the numbers of a host copy, converted to its type."""
     if kept is None:
         return True
     now = now.detach().to("cpu")
@@ -175,7 +175,7 @@ def _restored(
 
 
 def _move_hooks(layer: nn.Module, to: nn.Module) -> None:
-    """Move the hooks of a layer to the module whose place it took, which has none."""
+    """Move the hooks of a layer to its original, which has none."""
     for name, hooks in vars(layer).items():
         if name.startswith(("_forward_", "_backward_")):
             setattr(to, name, hooks)  # the dicts themselves, so that handles remove them

@@ -1,7 +1,7 @@
 """Refuse `save_pretrained` of models with INT8 linear layers, which would write codes as weights.
 
-The libraries write a model's state dict beside a configuration that does not name the codes. Then
-`from_pretrained` puts the codes in the places of weights, without their scales.
+The libraries write a model's state dict with a configuration that does not mention the codes.
+`from_pretrained` would then load the codes as weights, without their scales.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def refuse_saving(model: nn.Module) -> None:
     Parameters
     ----------
     model : Module
-        Gets an attribute that hides its class's method. Models of PEFT write adapters alone, so
+        Gets an attribute that hides the method of its class. Models of PEFT write only adapters, so
         they get none.
     """
     for module in model.modules():

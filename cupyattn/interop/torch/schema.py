@@ -1,8 +1,8 @@
 """Settings of a call as arguments that an operator's schema may hold, and back.
 
-Numbers that a graph may keep as symbols are arguments of their own. All others are one text, which
-says what differs from a plain call: ``"variant='fa_int8', causal=True, quant={'pv': 'int8'}"``. An
-operator takes few arguments, since torch converts each of them, several times a call.
+Numbers that a graph may keep as symbols are separate arguments. All other settings are one text of
+differences from a plain call: ``"variant='fa_int8', causal=True, quant={'pv': 'int8'}"``. An
+operator takes few arguments, because torch converts each of them several times a call.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.config import QuantConfig
 
-#: Settings that are arguments of their own; the last two are for packed sequences.
+#: Settings that are separate arguments; the last two are for packed sequences.
 _NUMBERS = ("scale", "rope_offset_q", "return_lse", "max_len_q", "max_len_k")
 #: How a schema has the types of `Settings`.
 _TYPES = {float | None: "float?", int: "SymInt", int | None: "SymInt?", bool: "bool"}
 _PLACES = tuple(map(Settings._fields.index, _NUMBERS))
-#: The others, which are text: where they stand, their names and defaults.
+#: The other settings, which are text: positions, names and defaults.
 _TEXTS = tuple(
     (place, name, plain)
     for place, (name, plain) in enumerate(Settings()._asdict().items())
@@ -39,7 +39,7 @@ _TEXTS = tuple(
 _QUANT_FIELDS, _TILE_FIELDS = (
     tuple(field.name for field in fields(record)) for record in (QuantConfig, Tiles)
 )
-#: Block masks by the number that stands for them.
+#: Block masks by their numbers in graphs.
 _block_masks: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
 
 
@@ -50,9 +50,9 @@ class Schema:
     Parameters
     ----------
     tensors : tuple of str
-        Of `TENSORS`; all but q, k and v may be None.
+        Names in `TENSORS`; all but q, k and v may be None.
     numbers : int
-        How many of the settings come one by one, before the text of the rest.
+        Number of settings that are separate arguments, before the text of the rest.
     """
 
     tensors: tuple[str, ...]
@@ -72,9 +72,9 @@ class Schema:
         Raises
         ------
         TypeError
-            For a block mask that is none.
+            For an invalid block mask.
         UnsupportedError
-            For static scales that are arrays, and a block mask where torch compiles the call.
+            For static scales that are arrays, and for a block mask if torch compiles the call.
         """
         operands = [tensors.get(name) for name in self.tensors]
         call = settings.of_call
@@ -82,7 +82,7 @@ class Schema:
         return (*operands, *numbers, _text_of(settings))
 
     def given(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
-        """Return the tensors among the arguments, those that there are, by name."""
+        """Return the given tensors among the arguments, by name."""
         return {n: x for n, x in zip(self.tensors, arguments, strict=False) if x is not None}
 
     def settings(self, arguments: Sequence[Any]) -> TensorSettings:
@@ -98,7 +98,7 @@ class Schema:
 
 
 ATTENTION = Schema(TENSORS[:-2], 3)
-#: Of a call on q, k and v alone, which most are.
+#: The schema of a call with only q, k and v, the usual case.
 ATTENTION_QKV = Schema(TENSORS[:3], 3)
 ATTENTION_VARLEN = Schema(tuple(n for n in TENSORS if not n.startswith("lengths")), 5)
 
@@ -135,7 +135,7 @@ def _is_same(x: Any, plain: Any) -> bool:
 
 
 def _plain_number(x: Any) -> Any:
-    """Return Python's own number for one of NumPy's."""
+    """Return the Python number of a NumPy scalar."""
     return x.item() if isinstance(x, np.generic) else x
 
 
@@ -178,14 +178,14 @@ def _block_mask_of(number: int) -> BlockMask:
 
 
 def number_of(block_mask: BlockMask) -> int:
-    """Return what stands for a block mask in a schema, as long as the mask lives.
+    """Return the number of a block mask in a schema, valid while the mask exists.
 
     Raises
     ------
     TypeError
-        For what is no block mask.
+        For an object that is not a block mask.
     UnsupportedError
-        Where torch compiles the call.
+        If torch compiles the call.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(

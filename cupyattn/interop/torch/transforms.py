@@ -1,9 +1,9 @@
-"""The operators under the transforms of ``torch.func``, and what refuses forward-mode derivatives.
+"""The operators under the transforms of ``torch.func``, and the refusal of forward mode.
 
-``torch.func`` hands an operator to the kernel of one dispatch key before any transform is applied.
-The kernel that is registered here calls an autograd function of the operator's own. Its rules say
-what `grad` and `vmap` do, and its `jvp` raises. The function runs the operator again on the tensors
-within the wrappers of the outermost transform.
+``torch.func`` passes an operator to the kernel of one dispatch key before it applies any transform.
+The kernel registered here calls an autograd function of the operator, which defines `grad` and
+`vmap`; its `jvp` raises. The function runs the operator again on the tensors inside the wrappers of
+the outermost transform.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.utils import _pytree
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.mapped import joins_the_batch
 
-#: Applied by `vmap`: (size of the mapped axis, mapped axis of each argument or None, arguments) to
-#: results whose first axis is the mapped one. None: each entry needs a call of its own.
+#: Rule for `vmap`: (size of the mapped axis, mapped axis of each argument or None, arguments) to
+#: results whose first axis is the mapped one. None: each entry needs a separate call.
 Join = Callable[[int, tuple[int | None, ...], tuple[Any, ...]], Any]
 
 #: Operands that all entries of a batch share.
@@ -70,12 +70,12 @@ def transform(library: Any, operator: Any, derivative: Any, save: Any, join: Joi
     Parameters
     ----------
     library : torch.library.Library
-        Which defined the operator.
+        The library that defines the operator.
     operator : OpOverload
-        Without side effects, with results that share no memory with its arguments.
+        Without side effects; its results share no memory with its arguments.
     derivative, save : callable
-        As `torch.library.register_autograd` takes them; `save` may be None. What `save` refuses is
-        raised where a gradient is computed.
+        As for `torch.library.register_autograd`; `save` may be None. Errors of `save` are raised
+        when a gradient is computed.
     join : Join, optional
         Runs all entries of a mapped axis in one call.
     """
@@ -93,7 +93,7 @@ def transform(library: Any, operator: Any, derivative: Any, save: Any, join: Joi
 def _function_of(
     operator: Any, derivative: Any, save: Any, join: Join | None
 ) -> type[torch.autograd.Function]:
-    """Return the autograd function that stands for an operator under transforms."""
+    """Return the autograd function of an operator under transforms."""
 
     class Transformed(torch.autograd.Function):
         @staticmethod
@@ -102,7 +102,7 @@ def _function_of(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            # NOTE: this also runs where no gradient is wanted, so a refusal waits for one.
+            # NOTE: this also runs without a gradient, so a refusal is postponed.
             ctx.refusal = None
             if save is not None:
                 try:
@@ -202,7 +202,7 @@ def join_batch(
 
 
 def first_axis(x: Tensor, axis: int) -> Tensor:
-    """Return a tensor whose mapped axis is the first, and whose last one is contiguous.
+    """Return a tensor with the mapped axis first and a contiguous last axis.
 
     It is copied only where `vmap` maps the axis that was contiguous.
     """
@@ -213,7 +213,7 @@ def first_axis(x: Tensor, axis: int) -> Tensor:
 
 
 def _functionalized(interpreter: Any, operator: Any, arguments: tuple[Any, ...]) -> Any:
-    """Run an operator under ``torch.func.functionalize``, which has nothing to do for it."""
+    """Run an operator under ``torch.func.functionalize``, which does not change it."""
     views, level = interpreter.functionalize_add_back_views(), interpreter.level()
 
     def unwrapped(x: Any) -> Any:

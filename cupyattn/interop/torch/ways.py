@@ -1,4 +1,4 @@
-"""Copies of an accelerated model that have one part native, or both, and share what they can."""
+"""Copies of an accelerated model with one or both parts native, which share tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from cupyattn.interop.torch.offloading import hooks_of_diffusers
 from cupyattn.interop.torch.originals import original_of
 from cupyattn.measure.trial import ALL, AS_GIVEN, ATTENTION, LINEAR, NATIVE, UNCACHED
 
-#: The module that takes attention out of a model; if nothing imported it, none was replaced.
+#: The module that restores attention of a model; if it was not imported, none was replaced.
 _ATTENTION = "cupyattn.interop.diffusers.replace"
 
 
-#: Weights of native layers by the identities of the INT8 layers that stand in their places.
+#: Weights of native layers by the identities of the INT8 layers that replaced them.
 Weights = dict[int, nn.Parameter]
 
 
@@ -37,7 +37,7 @@ class Way(NamedTuple):
 
 
 def ways_of(parts: tuple[Part, ...], request: Request) -> dict[str, Way]:
-    """Return native, each replaced part alone, and all that was replaced, as models to call.
+    """Return models to call: native, with each replaced part alone, and with all of them.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def ways_of(parts: tuple[Part, ...], request: Request) -> dict[str, Way]:
 
     Notes
     -----
-    All ways have the step cache that a model has by its ``enable_cache``, but one native way.
+    If the model has a step cache (``enable_cache``), all ways have it, except one native way.
     """
     with _without_caches(parts) as caches:
         return _ways_of(parts, request, caches)
@@ -143,8 +143,8 @@ def shared_copy(model: nn.Module, weights: Weights | None) -> nn.Module:
     ----------
     model : Module
     weights : dict, optional
-        Of native layers on the device, which stand in the places of INT8 layers then. Weights that
-        it lacks are added, so that all copies have the same ones.
+        Weights of native layers on the device, which then replace INT8 layers. Missing weights are
+        added, so all copies share them.
     """
     memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
     if weights is not None:

@@ -2,9 +2,9 @@
 
 The host then launches one graph in place of a thousand kernels. A pass is recorded at its third
 call: the first compiles, the second settles everything that is prepared once. A graph repeats the
-work of the device, and no code of the host. So passes run without one where host code decides: with
-hooks of diffusers in the model (step caches, offloading), adapters or gradients. The same holds for
-arguments whose numbers lie on the host.
+work of the device, but no host code. So passes run without a graph if host code decides: with hooks
+of diffusers in the model (step caches, offloading), adapters or gradients. The same holds for
+arguments with numbers on the host.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cupyattn.interop.torch.offloading import is_hooked
 
 _log = logging.getLogger("cupyattn")
 
-#: Forms of a pass that are recorded, each with memory for what lies between its layers.
+#: Largest number of recorded forms of a pass; each needs memory for intermediate results.
 MOST_GRAPHS = 4
 #: Calls of a form that run before it is recorded.
 CALLS_BEFORE = 2
-#: Values beside tensors by which a form is known.
+#: Types of values other than tensors that identify a form.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 Form = tuple[Any, ...]
@@ -50,15 +50,15 @@ class WholeGraph:
     Parameters
     ----------
     model : Module
-        Its ``forward`` is hidden by an attribute.
+        An attribute hides its ``forward``.
     record : callable, optional
-        Takes a call without arguments, runs it while a graph is recorded, and returns the graph and
-        what the call returned. That of torch when omitted.
+        Runs a call without arguments while it records a graph; returns the graph and the result of
+        the call. torch's recorder when omitted.
 
     Attributes
     ----------
     reasons : Counter of str
-        Why passes were called as they are, beside those before the first recording.
+        Why passes ran without a graph, except those before the first recording.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class WholeGraph:
         self._substitute = Substitute(model, lambda _: self)
 
     def undo(self) -> None:
-        """Give the model its own ``forward`` back, and the graphs' memory to torch."""
+        """Restore the model's ``forward``, and return the graphs' memory to torch."""
         self._substitute.undo()
         self._graphs.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass, by its graph where there is one."""
+        """Run a pass, by its graph if there is one."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         reason = self._obstacle(leaves)
         form = () if reason else _form_of(leaves, structure)
@@ -104,7 +104,7 @@ class WholeGraph:
         return pytree.tree_map(_copied, recorded.result)
 
     def _obstacle(self, leaves: Sequence[Any]) -> str:
-        """Say why a pass is called as it is; "" if it may be recorded."""
+        """Say why a pass runs without a graph; "" if it may be recorded."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
             return "gradients"
         if self._model.training:
@@ -155,7 +155,7 @@ def _on_device(x: Tensor) -> bool:
 
 
 def _form_of(leaves: Sequence[Any], structure: Any) -> Form:
-    """Return what a graph depends on of its arguments, beside the numbers of tensors."""
+    """Return the properties of arguments that a graph depends on, without numbers of tensors."""
     found = [
         form_of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves
     ]

@@ -1,4 +1,4 @@
-"""A model with INT8 layers as a folder, from which `load_int8` and ``checkpoint=`` take the codes.
+"""Writing a model with INT8 layers to a folder that `load_int8` and ``checkpoint=`` read.
 
 The files have the layout of `cupyattn.checkpoints.convert`, so that other readers take them, too.
 The folder appears whole or not at all, and is read back before it gets its name.
@@ -45,7 +45,7 @@ def write_int8(
     ----------
     model : Module
     folder : path
-        Must not exist, or be empty; the folder that it lies in must exist.
+        Must not exist, or must be empty; its parent folder must exist.
     advance : callable, optional
         Called with the name of each tensor when it was written, and again when it was checked.
 
@@ -59,10 +59,10 @@ def write_int8(
     OSError
         If something cannot be written, or `folder` exists.
     ValueError
-        If no layer of the model is INT8, some have scales of blocks and others of channels, or its
-        weights are offloaded.
+        If no layer of the model is INT8, if scales are partly of blocks and partly of channels, or
+        if its weights are offloaded.
     UnsupportedError
-        For a model with adapters, whose names files of a model do not have.
+        For a model with adapters, because files of a model do not have their names.
     """
     model = uncompiled(model)
     target = Path(os.path.abspath(folder))
@@ -76,7 +76,7 @@ def write_int8(
 
 
 def check_writable(model: nn.Module) -> None:
-    """Raise what `write_int8` raises for the state of a model, before anything is written."""
+    """Raise the errors of `write_int8` for the state of a model, before anything is written."""
     check_not_offloaded(model, "remove its hooks, save, then offload again")
     if getattr(model, "peft_config", None):
         raise UnsupportedError(
@@ -86,7 +86,7 @@ def check_writable(model: nn.Module) -> None:
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """Return what a library writes as a model's configuration, an empty dict for other modules."""
+    """Return a model's configuration as its library writes it; an empty dict for other modules."""
     if hasattr(model, "to_json_string"):  # diffusers
         return dict(json.loads(model.to_json_string()))
     config: Any = getattr(model, "config", None)
@@ -151,7 +151,7 @@ class _Codes:
         return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
 
     def sha256(self, names: set[str]) -> str:
-        """Return a hash of tensors, by which work that was interrupted knows its own files."""
+        """Return a hash of tensors, by which interrupted work recognises its files."""
         digest = hashlib.sha256()
         for name in sorted(names):
             self._digests[name] = sha256_of(self.read(name))

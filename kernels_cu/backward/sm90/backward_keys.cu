@@ -1,21 +1,19 @@
 // backward_keys -- Hopper form: five products by wgmma, operands by the bulk tensor copy engine.
 //
-// Idea         Two warpgroups share a block of keys, 64 each, and one warp brings the query rows.
-//              The products whose sums stay, dV += P^T dO and dK += dS^T Q, take their left operand
-//              from registers. dQ of a step needs dS of both warpgroups: it goes through shared
-//              memory and is multiplied a step later, so that neither waits for the other.
-// Differs from the portable form: S and dP of a step are given to the tensor cores at once, and P
-//              and dS are worked out as they end; then dQ of the step before, dV and dK, and while
-//              these are multiplied dQ is added to memory, 16 bytes at a time and in the order in
-//              which accumulators hold it (sm90/backward_sums.cu makes rows of it).
-// ORDERED      Blocks of keys add to a tile of dQ one after the other, the last keys first, so that
-//              its bits are the same on every run. The first of them writes what it has, so that
-//              nobody need write zeros before; the last reads the others' sum and stores rows, so
-//              that nobody need read it after. One warp waits for this block's turn, another
-//              passes it on. Who is before whom is decided as blocks begin: a block never waits
-//              for one that has not begun.
-// Kept simple  A block takes one block of keys; its first copies wait for nobody's end. Of packed
-//              sequences the copy engine brings rows of the next one, too: they become zeros.
+// Idea         Two warpgroups share a block of keys, 64 each. One warp copies the query rows. The
+//              products dV += P^T dO and dK += dS^T Q take their left operand from registers. dQ
+//              needs dS of both warpgroups: dS goes through shared memory, and dQ is multiplied a
+//              step later, so neither warpgroup waits for the other.
+// Differs from the portable form: S and dP of a step start together, and P and dS are computed as
+//              these products end. Then dQ of the step before, dV and dK start. Meanwhile dQ is
+//              added to memory, 16 bytes at a time, in the layout of the accumulators, which
+//              sm90/backward_sums.cu converts to rows.
+// ORDERED      Blocks of keys add to a tile of dQ in turn, the last keys first: the same bits on
+//              every run. The first block stores its part, so dQ needs no zeros; the last block
+//              stores rows. One warp waits for the turn, another passes it on. A block waits only
+//              for blocks that have already begun. Hence no deadlock.
+// Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
+//              packed sequences the rows of the next sequence are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
@@ -154,10 +152,10 @@ struct BlockOfKeys {
   int head;  // key heads of all entries, one entry's after the other
   int kv0;
 };
-// The `index`th of them to begin. The first keys have most causal rows, and come first; in turns
-// the last, which then wait for nobody under a causal mask.
-// Then heads go side by side, so that few blocks of one wait for each other, but no more of them
-// than the L2 cache has room for: Q, dO and the sums of dQ are 8 bytes an element.
+// The `index`th of them to begin. The first keys have most causal rows, and come first; with
+// ORDERED the last, which then wait for no block under a causal mask. Then heads go side by side,
+// so that few blocks of one wait for each other, but no more of them than the L2 cache has room
+// for: Q, dO and the sums of dQ are 8 bytes an element.
 __device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks, int len_q) {
   if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
   const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));

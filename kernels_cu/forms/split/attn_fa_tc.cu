@@ -1,15 +1,14 @@
 // attn_fa_tc -- the split form of fa_tc: a few query rows against many keys.
 //
-// Idea         With few query rows there is little to compute and everything to read. As few warps
-//              as hold the rows take a slice of the keys for themselves, one for up to 32 rows, and
-//              keep maximum, sum and output of it. The slices of a block meet in its shared memory;
-//              where several blocks share the keys, a second kernel, merge_splits, brings together
-//              what each came to.
-// Differs from ../attn_fa_tc.cu: the rows of a tile are those of all query heads that share a key
-//              head, so K and V are read once for all of them; Q waits in registers; only warps
-//              that share a slice wait for one another, one by itself for its lanes. M is the
-//              largest score so far.
-// Kept simple  Slices are cut by sizes alone: the same call gives the same bits on every run. Rows
+// Idea         Few query rows mean little computation and many reads. A slice of the keys belongs
+//              to as few warps as can hold the rows, one for up to 32 rows. They keep its maximum,
+//              sum and output. A block merges its slices in shared memory. If several blocks share
+//              the keys, a second kernel, merge_splits, merges their results.
+// Differs from ../attn_fa_tc.cu: a tile has the rows of all query heads that share a key head, so K
+//              and V are read once for all of them. Q stays in registers. Only warps that share a
+//              slice synchronise; a single warp synchronises its lanes. M is the largest score so
+//              far.
+// Kept simple  Slices depend only on sizes: the same call gives the same bits on every run. Rows
 //              past the end are computed with the others, and not stored.
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
 //              core over keys, then the sums over slices and over blocks, R7 times 1/l, store

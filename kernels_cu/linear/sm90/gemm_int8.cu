@@ -1,31 +1,22 @@
 // gemm_int8 -- Hopper form: wgmma over INT8 codes, slices by the copy engine, blocks that stay.
 //
-// Idea         Issue slots again. An element of C has 128 products in a slice, 1/32 clock of the
-//              tensor cores of an SM, and then costs one conversion and one fma. Tensor cores at
-//              full rate take 3/4 of the issue slots, so that a slice lasts 0.75/32 + 2/128 clocks
-//              an element, 1.25 times its products: nothing else may stand in the loop. Slices
-//              arrive by a warpgroup of its own. A warpgroup adds up a chunk of columns while the
-//              next is multiplied: four chunks of a slice in a tile of 256 columns, chunks of
-//              several slices in narrower tiles. Scales are multiplied before the first of these
-//              products, which leave shuffles no bandwidth of shared memory.
+// Idea         Issue slots decide. In a slice an element of C has 128 products, 1/32 clock of an
+//              SM's tensor cores, then one conversion and one fma. At full rate the tensor cores
+//              take 3/4 of the issue slots, so a slice lasts 0.75/32 + 2/128 clocks an element:
+//              1.25 times its products. The loop therefore contains nothing else. A separate
+//              warpgroup copies slices. A warpgroup adds one chunk of columns while the next is
+//              multiplied: four chunks of a slice in a tile of 256 columns, chunks of several
+//              slices in narrower tiles. Scales are multiplied before the first product, because
+//              running products leave shuffles no bandwidth of shared memory.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
-//              float32 and two chunks in int32; a block takes one tile after the other. With
-//              TAIL_SPLITS it is the tiles of the last wave that clusters share. A tile that is
-//              shared is the last of its blocks.
-//              (diff ../gemm_int8.cu gemm_int8.cu)
-// Tried        Of 256 columns chunks of 128, at which two warpgroups took turns: 0.90 to 0.92 (0.97
-//              at 16,384), since both wait for the last products of a chunk. Without a conversion
-//              and a sum at all 1.4, without B's slices 1.01: no bandwidth binds. Slices of B for
-//              both blocks of a pair at once (multicast): 0.7 to 0.9, a pair runs in step. Shuffles
-//              of scales among the products: 0.97. (experiments/results/NOTES.md)
-// Kept simple  Scales are read from global memory, one pass ahead: a line of 128 bytes has those
-//              of 32 slices. C goes to its rows at once.
+//              float32 and two chunks in int32. A block computes one tile after another. With
+//              TAIL_SPLITS, clusters share the tiles of the last wave; a shared tile is the last
+//              of its blocks.  (diff ../gemm_int8.cu gemm_int8.cu)
+// Kept simple  Scales come from global memory, one pass ahead: a line of 128 bytes has the scales
+//              of 32 slices. C is stored directly to its rows.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
-//              outliers; G3 bias; G4 activation; G7 times the other half; G6 residual; G5
-//              store
-//              (docs/MATH_REFERENCE.md)
-// Mirror       cupyattn.quant.gemm_mirror, to the bit but for outliers and activation
-// Bound        cupyattn.quant.gemm_error
+//              outliers; G3 bias; G4 activation; G7 times the other half; G6 residual; G5 store
+// Mirror       cupyattn.quant.gemm_mirror (exact but for outliers, activation)  Bound  gemm_error
 #include "prims/config.cuh"
 #include "linear/sm90/gemm_block.cuh"
 #include "prims/instructions/named_barrier.cuh"
@@ -44,7 +35,7 @@ constexpr int FACTORS = SCALES + STRADDLES;                      // of a row, of
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
-using Partial = float[FRAGMENTS][COMPUTING][4];  // what a part of k comes to, for the other blocks
+using Partial = float[FRAGMENTS][COMPUTING][4];  // partial sums of a part of k, for others
 
 struct SharedStorage {
   alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];  // in the end the Partial, where one is made

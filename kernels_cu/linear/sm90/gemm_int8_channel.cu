@@ -1,20 +1,16 @@
-// gemm_int8_channel -- Hopper form: wgmma over INT8 codes, slices by the copy engine, blocks that
-//                      stay.
+// gemm_int8_channel -- Hopper form: INT8 codes by wgmma, slices by the copy engine, blocks stay.
 //
-// Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum is int32 to
-//              the end, so the loop holds nothing but wgmma: no conversion, no fma, no shuffle.
+// Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum stays int32
+//              to the end, so the loop has only wgmma: no conversion, no fma, no shuffle.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
-//              int32; a block takes one tile after the other, and slices of the next arrive during
-//              the store. With TAIL_SPLITS it is the tiles of the last wave that clusters share. A
-//              tile that is shared is the last of its blocks.
+//              int32. A block computes one tile after another, and slices of the next tile arrive
+//              during the store. With TAIL_SPLITS, clusters share the tiles of the last wave; a
+//              shared tile is the last of its blocks.
 //              (diff ../gemm_int8_channel.cu gemm_int8_channel.cu)
-// Counts       A slice of 128 x 256 in clocks of an SM: products 1024; shared memory 1024, 5/8 of
-//              it read by wgmma; L2 cache 48 bytes a clock. The store takes as long as three
+// Counts       A slice of 128 x 256, in clocks of an SM: products 1024; shared memory 1024, of
+//              which wgmma reads 5/8; L2 cache 48 bytes a clock. A store takes as long as three
 //              slices.
-// Tried        Raced on an H100, at 8192^3: this block alone 1608 TOP/s; pairs of blocks that share
-//              copies (multicast) 837 to 1177, stores by the copy engine and leads between the
-//              warpgroups 1 % more. (experiments/results/NOTES.md)
-// Kept simple  C goes to its rows at once, and nothing is multiplied meanwhile.
+// Kept simple  C is stored directly to its rows; no product runs meanwhile.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
 //              activation; G7 times the other half; G6 residual; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation
@@ -30,7 +26,7 @@
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
-using Partial = int32_t[FRAGMENTS][COMPUTING][4];  // what a part of k comes to, for other blocks
+using Partial = int32_t[FRAGMENTS][COMPUTING][4];  // partial sums of a part of k, for other blocks
 
 struct SharedStorage {
   alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];  // in the end the Partial, where one is made

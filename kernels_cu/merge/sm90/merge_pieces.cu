@@ -1,10 +1,9 @@
-// merge_pieces -- brings together what the pieces of tiles came to (pieces.cuh).
+// merge_pieces -- merges the partial results of pieces of tiles (pieces.cuh).
 //
-// A piece has a maximum M, a sum l and an output O of its own; times 2^(M - the largest M) they may
-// be added. A warp takes one query row: first a lane looks at each piece, of which there are no
-// more than lanes (cupyattn/kernels/tile_pieces.py), then lanes share the columns. The pieces are
-// added in the
-// order of their keys, so that the result is the same on every run.
+// Each piece has a maximum M, a sum l and an output O. Times 2^(M - the largest M), these may be
+// added. A warp merges one query row. First each lane reads one piece; there are at most as many as
+// lanes (cupyattn/kernels/tile_pieces.py). Then lanes share the columns. Pieces are added in the
+// order of their keys, so the result is the same on every run.
 #include "prims/config.cuh"
 #include "prims/io/finite.cuh"
 #include "prims/codes/mean_dot.cuh"

@@ -1,5 +1,5 @@
-// channel_scales.cuh -- the scales of the channels of V and their means, on their way to the end of
-// a tile: loaded in the background as it begins, so that nobody waits for them there.
+// channel_scales.cuh -- scales and means of the channels of V. They are loaded asynchronously when
+// a tile begins, so no thread waits for them at its end.
 #pragma once
 
 #include "prims/params.cuh"
@@ -15,7 +15,8 @@ template <int COLS>
 struct alignas(8) ChannelScales {
   float scale[COLS], mean[COLS];
 
-  // Begins to load those of a head, by the THREADS threads of a warpgroup or a block.
+  // Starts to load the scales and means of a head, with the THREADS threads of a warpgroup or a
+  // block.
   template <int THREADS>
   __device__ __forceinline__ void load(
       const AttnParams& p, const ValueParams& values, int head_kv, int batch) {
@@ -39,8 +40,9 @@ struct alignas(8) ChannelScales {
     cp_async_commit_group();
   }
 
-  // What sums of codes in a fragment stand for: each times the scale of its channel, plus the mean
-  // of the channel for every weight; divided by the sum l of a row's weights, but not in a piece.
+  // Converts sums of codes in a fragment to numbers: each sum times the scale of its channel, plus
+  // l times the mean of the channel. The result is divided by l, the sum of a row's weights, except
+  // in a piece.
   template <bool IS_PIECE, int COUNT, typename Sum>
   __device__ __forceinline__ void apply(
       float (&O)[COUNT], const Sum (&O_acc)[COUNT], const float (&l)[2]) const {

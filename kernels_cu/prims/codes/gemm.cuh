@@ -1,5 +1,5 @@
-// gemm.cuh -- what the INT8 matrix products share: parameters, the order of tiles, activations, and
-// how a row of C is stored; and how a cluster of blocks shares a tile.
+// gemm.cuh -- shared by the INT8 matrix products: parameters, the order of tiles, activations,
+// storing a row of C, and sharing a tile among the blocks of a cluster.
 #pragma once
 
 #include "prims/instructions/cluster.cuh"
@@ -51,9 +51,9 @@ __device__ __forceinline__ int outlier_slices(const GemmParams& p) {
   return OUTLIERS ? ceil_div(p.outliers, OUTLIERS_PER_SLICE) : 0;
 }
 
-// First row and column of a tile of C. Tiles run down some blocks of rows before they move on to
-// the next columns: those that are worked on at the same time, one on each of about 132 SMs, then
-// form a square, and read the fewest rows of A and B between them.
+// First row and column of a tile of C. Tiles run down some blocks of rows before they move to the
+// next columns. Concurrent tiles, one on each of about 132 SMs, then form a square, which reads the
+// fewest rows of A and B.
 struct GemmTile {
   int m0, n0;
 };
@@ -127,8 +127,8 @@ __device__ __forceinline__ int pair_col(int i) {
   return NEIGHBOURS ? (i / 4 * 4 + t) * 8 + i % 4 * 2 : i * 8 + t * 2;
 }
 
-// Numbers of the columns that a lane of a quad has of TILES tiles, of a bias or of scales; of a
-// gated linear unit those of both halves.
+// Numbers (a bias or scales) of the columns that a lane of a quad has in TILES tiles; in a gated
+// linear unit, of both halves.
 template <int TILES>
 using ColumnPairs = Vec<float, 2>[HALVES][TILES];
 
@@ -238,7 +238,7 @@ __device__ __forceinline__ void add_residual(
   }
 }
 
-// G3 to G7: COLS numbers of a row of C, those that a lane has of tile i and of tiles behind it.
+// G3 to G7: COLS numbers of a row of C, which a lane has in tile i and the next tiles.
 template <int COLS, int TILES, typename X>
 __device__ __forceinline__ Vec<float, COLS> of_tiles(
     const GemmParams& p, int row, int n0, int first, int i, const ColumnPairs<TILES>& bias, X x) {
@@ -299,9 +299,9 @@ __device__ __forceinline__ void store_row(
   }
 }
 
-// How many neighbouring tiles of 16 x 8 of a warp merge_parts adds up at once, where a row of them
-// has `columns`: a power of two that divides a block's share of them, so that as many are on their
-// way.
+// Number of neighbouring tiles of 16 x 8 of a warp that merge_parts adds together, if a row has
+// `columns` of them. It is a power of two that divides a block's share, so as many loads are in
+// flight.
 __device__ constexpr int merged_at_once(int columns, int fragments) {
   const int share = fragments / CLUSTER;
   return columns % 4 == 0 && share % 4 == 0 ? 4 : columns % 2 == 0 && share % 2 == 0 ? 2 : 1;
@@ -339,7 +339,7 @@ __device__ __forceinline__ void merge_parts(
     }
     store(f, sums);
   }
-  cluster_sync();  // nobody reads this block's partial sums any more
+  cluster_sync();  // all reads of this block's partial sums have ended
 }
 
 // A row of B that has scale number i of a tile. With GLU scale 0 is the first half's, 1 that of the
@@ -352,7 +352,7 @@ __device__ __forceinline__ int straddled_from(const GemmParams& p, int n0) {
   return round_up(p.n + n0 + 1, SCALE_ROWS) - p.n;
 }
 
-// How merge_parts takes the tiles of 16 x 8 of a warp. Of a gated linear unit both halves have to
+// How merge_parts takes the tiles of 16 x 8 of a warp. In a gated linear unit both halves must
 // reach one block: every two fragments are two such tiles, one of each half, the first fragment
 // their rows g, the second their rows g + 8. of(tile, half, i) is an element of one.
 template <typename Of>

@@ -1,5 +1,5 @@
 // gemm_channel.cuh -- INT8 matrix products with a scale for each row of A and each row of B: the
-// one multiplication that turns an int32 sum over all of k into a number, and its scales.
+// single multiplication that converts an int32 sum over all of k to a number, and its scales.
 #pragma once
 
 #include "prims/codes/gemm.cuh"

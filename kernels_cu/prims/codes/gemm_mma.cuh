@@ -1,5 +1,5 @@
-// gemm_mma.cuh -- what the portable INT8 matrix products share: which part of a tile a warp has,
-// and how slices of rows, 128 bytes each, come to shared memory and are multiplied.
+// gemm_mma.cuh -- shared by the portable INT8 matrix products: the part of a tile that a warp has,
+// and the loads and products of slices of rows, 128 bytes each.
 #pragma once
 
 #include "prims/config.cuh"
@@ -27,10 +27,10 @@ static_assert(WARP_N % 16 == 0, "a warp must have a multiple of 16 columns, thos
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next slice arrives during this one");
 
-// rows [ROWS, SLICE] of bytes -> swizzled shared, in the background where the access is wide enough
-// for cp.async; what lies past the end becomes zero. OF_HALVES: rows of the second half of B,
-// half_stride bytes further, take turns with those of the first, 8 with 8, so that a lane gets both
-// sums of a column of C in neighbouring tiles.
+// rows [ROWS, SLICE] of bytes -> swizzled shared, asynchronously if the access is wide enough for
+// cp.async; elements past the end become zero. OF_HALVES: rows of the second half of B, half_stride
+// bytes further, take turns with those of the first, 8 with 8, so that a lane gets both sums of a
+// column of C in neighbouring tiles.
 template <int ROWS, bool OF_HALVES = false>
 __device__ __forceinline__ void load_slice(
     int8_t* shared, const int8_t* global, int64_t stride, int rows_valid, int bytes_valid,

@@ -1,5 +1,5 @@
-// mean_dot.cuh -- what the scores of a row lost where the mean of the keys was taken off them, the
-// same for every key: softmax does not see it, lse gets it back.
+// mean_dot.cuh -- the part of a row's scores that was lost when the mean of the keys was
+// subtracted. It is the same for every key, so softmax does not change; lse gets it back.
 #pragma once
 
 #include "prims/config.cuh"

@@ -18,8 +18,9 @@ constexpr float P_CODE_LOG2 = P_TYPE == PType::U8   ? 7.99435343686f
 
 // M of a tile, and the exponent of 2 of a weight. M is that of code 1, rounded up, so that no
 // weight exceeds the largest code. NATURAL_SCORES have the largest score for M as elsewhere.
-// Of scores so large that M has no digits below 16 the largest one would weigh too little: where
-// codes saturate it weighs at least 1, and what M cannot tell from it the same.
+// If scores are so large that M has no digits below 16, the largest one would weigh too little.
+// With saturated codes it weighs at least 1, and so does every score that M cannot distinguish from
+// it.
 #if __CUDA_ARCH__ == 800  // has no instruction that packs codes
 constexpr bool SATURATES = false;
 #else
@@ -34,12 +35,12 @@ __device__ __forceinline__ float code_exponent(float S, float to_log2, float min
   return NATURAL_SCORES ? fmaf(S + minus_M, LOG2E, P_CODE_LOG2) : fmaf(S, to_log2, minus_M);
 }
 
-// Of l in units of codes, what it is in weights of 2^M.
+// Converts l from code units to weights relative to 2^M.
 constexpr float CODE_UNIT = NATURAL_SCORES ? 1.0f / P_CODE_ONE : 1.0f;
 
-// What O is divided by, l: the sum of codes, exactly and four at a time, where they are integers;
-// that of weights where they are 8-bit floats. lse has that of weights in either case, unless it is
-// infinite, of weights that saturate as codes.
+// The divisor of O, l: the exact sum of codes, four at a time, if they are integers; the sum of
+// weights if they are 8-bit floats. lse always uses the sum of weights, unless it is infinite
+// because weights saturate as codes.
 constexpr bool SUMS_CODES = P_TYPE != PType::E4M3;
 constexpr bool SUMS_WEIGHTS = LSE || !SUMS_CODES;
 

@@ -46,11 +46,11 @@ struct QuantizeParams : PrepareParams<PREPARED> {
   int64_t sum_stride_batch;
   int64_t sum_stride_head;
   const int32_t* places;  // GATHERED: [batch, heads, length], which rows of X these are; null: all
-  int32_t summed;         // rows that partial_sum is of; 0: those that their mean is taken of
+  int32_t summed;         // rows that partial_sum adds up; 0: the rows of their mean
 };
 
-// Any vector may be subtracted that all rows of a head share: the mean is that of a quarter of
-// them, 32 of every 128, where they are many.
+// Any vector that all rows of a head share may be subtracted. If there are many rows, the mean uses
+// a quarter of them, 32 of every 128.
 constexpr int MANY_ROWS = 1024, MEAN_ROWS = 32, MEAN_PERIOD = 128;
 __device__ __forceinline__ bool is_of_mean(int row, int length) {
   return length < MANY_ROWS || row % MEAN_PERIOD < MEAN_ROWS;
@@ -120,8 +120,9 @@ struct alignas(sizeof(T) * N) Words {
   __device__ __forceinline__ float element(int j) const {
     return word_element<T>(words[j / PER_WORD], j % PER_WORD);
   }
-  // The compiler computes nothing from the words above this point, where it would wait for one load
-  // before it issues the next, and keeps for below nothing that it computed above.
+  // A barrier for the compiler: it computes nothing from the words before this point, where it
+  // would wait for one load before it issues the next, and stores no such result in registers for
+  // later.
   __device__ __forceinline__ void use_from_here() {
     if constexpr (sizeof(words[0]) == 4)
       for (auto& word : words) asm volatile("" : "+r"(word));
@@ -164,9 +165,9 @@ struct Scale {
   float scale, inverse;
 };
 
-// absmax / 127 and 127 / absmax. A group of zeros has scale 1; a scale below SCALE_MIN is raised to
-// it; NaN with inverse 0, hence codes 0, where the group holds a NaN or an infinity. `largest` is
-// the code of absmax.
+// absmax / 127 and 127 / absmax. A group of zeros has scale 1, and a scale below SCALE_MIN is
+// raised to it. If the group contains a NaN or an infinity, the scale is NaN with inverse 0, hence
+// codes 0. `largest` is the code of absmax.
 __device__ __forceinline__ Scale scale_of_absmax(uint32_t bits, float largest = INT8_MAX) {
   if (bits >= INFINITY_BITS) return {NOT_A_NUMBER, 0.0f};
   const float raised = fmaxf(__uint_as_float(bits), largest * SCALE_MIN);
@@ -221,7 +222,7 @@ struct ReachWith {
   __device__ __forceinline__ bool is_finite() const {
     return max(bits[0], bits[SIDES - 1]) < INFINITY_BITS;
   }
-  // The reach in memory that several threads share becomes what it is and this.
+  // Extends a range in shared memory by this range.
   __device__ __forceinline__ void raise(uint32_t* shared, int stride = 1) const {
 #pragma unroll
     for (int i = 0; i < SIDES; ++i) atomicMax(&shared[i * stride], bits[i]);
@@ -329,7 +330,7 @@ __device__ __forceinline__ float from_ordered_bits(uint32_t ordered) {
   return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 
-// What turns a number of a group into its code. make() derives it from the Reach of the group and
+// Converts a number of a group to its code. make() derives it from the Reach of the group and
 // returns the scale; `largest` is the code of the largest magnitude.
 template <bool>
 struct CodingWith {  // without zero points

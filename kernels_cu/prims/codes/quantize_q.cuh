@@ -1,5 +1,5 @@
 // quantize_q.cuh -- Q in 16 bits to INT8 codes, in shared memory, by the warps that multiply them,
-// and how both lie there. Scales and codes are those of quantize.cu, to the bit.
+// and how both lie there. Scales and codes equal the results of quantize.cu to the bit.
 #pragma once
 
 #include "prims/config.cuh"

@@ -1,5 +1,5 @@
-// quantize_rows.cuh -- rows of an operand that a block quantises: where they lie, how its lanes
-// share them, what they hold of them, and how groups of them become codes.
+// quantize_rows.cuh -- rows of an operand that a block quantises: their addresses, their division
+// among lanes, the registers of a lane, and the codes of groups.
 #pragma once
 
 #include "prims/config.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ void on_its_operand(
   run(Task<FIRST_Q, STEP_Q, CutQ, PREPARED>(), q, block - k.blocks);
 }
 
-// Where a block works: rows row0, row0 + 1, ... of one (batch, head), or of those of its mean.
+// Position of a block: rows row0, row0 + 1, ... of one (batch, head), or of the rows of its mean.
 struct Place {
   int64_t batch, head, batch_head;
   int slice;   // which of the parts of a head, each of as many rows
@@ -114,8 +114,7 @@ struct Place {
   }
 };
 
-// The same again, worked out anew: kept over what a block does in between, it would take registers
-// that rows need.
+// The same, computed again: keeping it meanwhile would take registers that rows need.
 __device__ __forceinline__ Place again(const QuantizeParams& p, uint32_t block, int rows_of_block) {
   asm volatile("" : "+r"(block));
   return Place(p, block, rows_of_block);
@@ -171,10 +170,10 @@ __device__ __forceinline__ int await_slices(const QuantizeParams& p, const Place
   return 1;  // the last of them has left what all came to in place of the first
 }
 
-// R0: the mean of a column over rows_of_mean of a head, or over all those that rows at places are
-// some of, where these were summed before: the sums of its slices in rising order, divided;
-// 0 where none is subtracted, or where the sum is not finite, so that one NaN does not reach every
-// key of the head. The first block of the head stores it.
+// R0: the mean of a column over rows_of_mean of a head, or over all rows if they were summed
+// before: the sums of its slices, added in rising order and divided. 0 if no mean is subtracted, or
+// if the sum is not finite, because one NaN would otherwise reach every key of the head. The first
+// block of the head stores it.
 __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Place& at, int col) {
   if (p.mean == nullptr) return 0.0f;
   const float total = sum_of_slices(p, at, await_slices(p, at), col);

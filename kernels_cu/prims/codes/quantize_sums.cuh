@@ -1,6 +1,5 @@
-// quantize_sums.cuh -- what the rows of a head come to, slice by slice: the sum of every channel
-// over the rows of its mean, which alone are read for it, or of all rows the least and the largest
-// number of it too.
+// quantize_sums.cuh -- reductions over the rows of a head, slice by slice: the sum of every channel
+// over the rows of its mean; or, over all rows, its least and largest numbers as well.
 #pragma once
 
 #include "prims/codes/quantize_rows.cuh"
@@ -43,7 +42,7 @@ __device__ __forceinline__ void fold_columns(
     uint32_t* space, T (&of_lane)[LANE_ACCESSES][VEC], Combine combine, Result result) {
   auto all = reinterpret_cast<T(*)[HEAD_DIM]>(space);  // [FOLDED_ROWS, HEAD_DIM]
   if constexpr (PREPARED) fold_warp(of_lane, combine);
-  __syncthreads();  // nobody folds the numbers before these
+  __syncthreads();  // all threads have folded the numbers before these
 #pragma unroll
   for (int a = 0; a < LANE_ACCESSES; ++a)
     if (folded_col(a) < HEAD_DIM)
@@ -57,8 +56,8 @@ __device__ __forceinline__ void fold_columns(
   }
 }
 
-// SUMS_FIRST: counts a slice of which this block has stored what it came to. The last slice of a
-// head waits for the others, and leaves what all came to in place of the first.
+// SUMS_FIRST: counts a slice whose results this block has stored. The last slice of a head waits
+// for the others, and leaves what all came to in place of the first.
 template <bool EXTREMA>
 __device__ __forceinline__ void count_slice(const QuantizeParams& p, const Place& at) {
   int32_t* summed = p.summed_slices + at.batch_head;
@@ -108,7 +107,7 @@ struct LaneSums {
           x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
               X + place[i] * p.X_stride.len + col_of(a));
       }
-    if constexpr (ROWS_PREPARED) {  // worked out anew: kept, they take registers that tables need
+    if constexpr (ROWS_PREPARED) {  // computed again: keeping it takes registers
       asm volatile("" : "+r"(row0));
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) row[i] = row_of_pass(i);

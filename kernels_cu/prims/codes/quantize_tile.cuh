@@ -1,5 +1,5 @@
-// quantize_tile.cuh -- rows of 16/32-bit numbers to INT8 codes in shared memory, whole groups of
-// them at a time: scales and codes are those of quantize.cu, to the bit.
+// quantize_tile.cuh -- rows of 16/32-bit numbers to INT8 codes in shared memory, in whole groups.
+// Scales and codes equal those of quantize.cu to the bit.
 #pragma once
 
 #include "prims/config.cuh"

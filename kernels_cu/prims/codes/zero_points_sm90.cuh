@@ -2,8 +2,8 @@
 // them (zero_points.cuh has the whole numbers). Accumulators begin with it,
 //   sum (c_q - z_q)(c_k - z_k) = -(z_q sum c_k + z_k (sum c_q - HEAD_DIM z_q)) + sum c_q c_k,
 // so that a score costs one fused multiplication, beside a quarter of one for what goes with the
-// row where 16 keys share z_k. What goes with the keys lies beside K: a warp of its own loads it.
-// A kernel without ZERO_POINTS compiles all of this to nothing.
+// row where 16 keys share z_k. The terms of the keys are stored beside K; a separate warp loads
+// them. A kernel without ZERO_POINTS compiles all of this to nothing.
 #pragma once
 
 #include "prims/config.cuh"
@@ -23,8 +23,8 @@ struct alignas(16) KeyZeros {
   int32_t code_sum[BLOCK_KV];  // -sum c_k, in the order of `place`
   int32_t zero[SCALES];        // -z_k
 
-  // Where that of a key lies: of every 16 keys key 8 n + 2 t + j in place 4 t + 2 n + j, for lane t
-  // of a quad has their scores.
+  // Place of a key: among every 16 keys, key 8 n + 2 t + j is at 4 t + 2 n + j, because lane t of a
+  // quad has these scores.
   __device__ __forceinline__ static int place(int key) {
     return key / 16 * 16 + key % 8 / 2 * 4 + key / 8 % 2 * 2 + key % 2;
   }

@@ -4,7 +4,7 @@
 #include "prims/base.cuh"
 
 __device__ __forceinline__ int thread_id() { return threadIdx.x; }
-// The same, read anew: what follows from it is worked out again, and takes no registers meanwhile.
+// The same, read again: values that depend on it are recomputed and take no registers meanwhile.
 __device__ __forceinline__ int thread_id_anew() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

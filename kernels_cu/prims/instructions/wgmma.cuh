@@ -1,7 +1,7 @@
-// wgmma.cuh -- warpgroup matrix instructions (sm_90a): D [64, N] += A [64, 16] B [16, N] by the
-// 128 threads of a warpgroup, in the background. Accumulators and A fragments lie in registers as
-// those of mma.cuh do, warp w holding rows 16 w to 16 w + 15; operands in shared memory are named
-// by a descriptor. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+// wgmma.cuh -- warpgroup matrix instructions (sm_90a): D [64, N] += A [64, 16] B [16, N] by the 128
+// threads of a warpgroup, asynchronously. Accumulators and A fragments lie in registers as those of
+// mma.cuh do, warp w holding rows 16 w to 16 w + 15; operands in shared memory are named by a
+// descriptor. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
 #include "prims/instructions/mma.cuh"
@@ -63,8 +63,8 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]
 
 // Names a tile of rows of 128 bytes in shared memory, swizzled over 128 bytes, its base 1024-byte
 // aligned: 8 rows form an atom, the next 8 rows follow 1024 bytes later.
-// NOTE: the halves are kept apart because a step along the tile changes the lower one alone; built
-// anew for each instruction, descriptors took ten issue slots apiece.
+// NOTE: the halves are separate because a step along the tile changes only the lower one.
+// Descriptors that were built for each instruction took ten issue slots each.
 struct Descriptor {
   uint32_t low;   // address / 16, and the distance between atoms along the contiguous axis / 16
   uint32_t high;  // 1024 / 16, and the swizzle

@@ -1,6 +1,6 @@
-// finite.cuh -- R7's store of O. A row of O is a mean of values, but what rounds weights or codes
-// may carry it past all of them: past the largest float16, where rounding gives infinity. There
-// the largest float16 is stored. Infinities and NaN, which only V can bring, stay what they are.
+// finite.cuh -- R7's store of O. A row of O is a mean of values, but rounded weights or codes may
+// carry it past all of them. Past the largest float16, rounding would give infinity. There the
+// largest float16 is stored. Infinities and NaN, which only V can bring, stay what they are.
 #pragma once
 
 #include "prims/config.cuh"

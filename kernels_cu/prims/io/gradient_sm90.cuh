@@ -1,5 +1,5 @@
-// gradient_sm90.cuh -- what the Hopper kernels of the backward pass do with tiles: rows of operands
-// lie in boxes of 64 columns, swizzled over 128 bytes, and a warpgroup holds 64 rows of a result.
+// gradient_sm90.cuh -- tiles of the Hopper kernels of the backward pass. Rows of operands are in
+// boxes of 64 columns, swizzled over 128 bytes, and a warpgroup holds 64 rows of a result.
 #pragma once
 
 #include "prims/score/gradient.cuh"
@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_query_sums(float* sums, const float (&acc)[Q
         acc[4 * n + 3]);
 }
 
-// Writes them, where nobody has added yet.
+// Stores the sums, if no block has added to them yet.
 __device__ __forceinline__ void store_query_sums(float* sums, const float (&acc)[QUERY_SUMS]) {
   using Access = Vec<float, 4>;
 #pragma unroll

@@ -1,5 +1,5 @@
 // output.cuh -- O of the 16 rows of a warp, from fragments of wgmma to global memory: through
-// shared memory and the copy engine, which writes while the warp goes on, or from the registers.
+// shared memory and the copy engine, which writes while the warp continues, or from registers.
 #pragma once
 
 #include "prims/io/tile_io.cuh"
@@ -32,8 +32,8 @@ __device__ __forceinline__ void stage_output(
   __syncwarp();  // the warp's rows are complete
 }
 
-// What stage_output left, by the warp itself: where the copy engine would store rows of the next
-// packed sequence, too, or columns that are not O's.
+// The warp itself stores the rows of stage_output, if the copy engine would also store rows of the
+// next packed sequence, or columns past those of O.
 template <int BOX>
 __device__ __forceinline__ void store_rows(
     elem_t* O, int64_t stride, const elem_t* O_rows, int rows) {

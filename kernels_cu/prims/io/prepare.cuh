@@ -1,5 +1,5 @@
-// prepare.cuh -- what becomes of rows of Q and K before they are quantised: divided by their root
-// mean square and weighed (QK_NORM), then turned by their positions (ROPE), all of it in float32.
+// prepare.cuh -- preparation of rows of Q and K before they are quantised, in float32: they are
+// divided by their root mean square and weighted (QK_NORM), then rotated by their positions (ROPE).
 // Every operation is one IEEE rounding, named, so that none is contracted and all equal NumPy's:
 // cupyattn/problem/row_preparation.py does the same, bit for bit.
 #pragma once

@@ -71,8 +71,8 @@ struct RopePairs {
   }
 };
 
-// rows [ROWS, HEAD_DIM] of Q or K -> shared [ROWS, LD] float, turned on the way where ROPE says so:
-// the first row has the position `position`. Rows from rows_valid on become zero.
+// rows [ROWS, HEAD_DIM] of Q or K -> shared [ROWS, LD] float, rotated if ROPE; the first row has
+// the position `position`. Rows from rows_valid on become zero.
 template <int ROWS, int LD, typename T>
 __device__ __forceinline__ void load_placed_f32(
     float* shared, const T* global, int64_t stride, int rows_valid, const AttnParams& p,

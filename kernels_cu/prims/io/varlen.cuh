@@ -1,6 +1,6 @@
-// varlen.cuh -- batch entries of different lengths: PACKED one behind the other without padding, or
-// PADDED to one length, each with the number of its rows that count. A kernel without VARLEN
-// compiles all of this to nothing: its batch entries have one length.
+// varlen.cuh -- batch entries of different lengths: PACKED without padding, or PADDED to one
+// length, each with its number of valid rows. A kernel without VARLEN compiles all of this to
+// nothing: its batch entries have one length.
 #pragma once
 
 #include "prims/config.cuh"
@@ -8,8 +8,8 @@
 #include "prims/instructions/warp.cuh"
 
 // The rows [first, first + length) of a packed array that are one sequence. One that is longer than
-// the host was told is cut: grid and workspace were made for `longest` rows. PADDED: those of a
-// batch entry, of which `cu_seqlens` has the lengths, or null where all are the longest.
+// the host was told is cut: grid and workspace were made for `longest` rows. PADDED: the rows of a
+// batch entry, whose lengths are in `cu_seqlens`; null if all have the largest length.
 struct Sequence {
   int32_t first, length;
   Sequence() = default;
@@ -26,7 +26,7 @@ struct Sequence {
   }
 };
 
-// The rows of a batch entry among those of its array. Without VARLEN there is nothing to say.
+// The position of a batch entry's rows in its array. Without VARLEN there is nothing to say.
 template <bool LENGTHS>
 struct Sequences {
   Sequences() = default;

@@ -1,7 +1,7 @@
-// pieces.cuh -- what the blocks of a persistent kernel take where all tiles are of one size: whole
-// ones in waves, and of the last, incomplete wave as many steps over keys each. So a tile of that
-// wave is cut into pieces, of which a block takes at most the end of one and the beginning of the
-// next; every piece leaves what it came to, and merge_pieces.cu brings them together.
+// pieces.cuh -- work of the blocks of a persistent kernel if all tiles have one size: whole tiles
+// in waves, then equally many steps over keys of the last, incomplete wave. So the tiles of that
+// wave are cut into pieces. A block takes at most the end of one tile and the beginning of the
+// next. Every piece stores its partial result, and merge_pieces.cu merges them.
 #pragma once
 
 #include "prims/config.cuh"
@@ -11,8 +11,8 @@
 
 constexpr int NO_TILE = 0x7fffffff;
 
-// A tile, or a piece of one: the steps [first, first + steps) over its keys, and where a piece
-// leaves what it came to. Slots are counted along the steps of all tiles that are cut: one more for
+// A tile, or a piece of one: the steps [first, first + steps) over its keys, and the place of a
+// piece's partial result. Slots are counted along the steps of all tiles that are cut: one more for
 // every block and for every tile.
 struct Piece {
   int tile;  // NO_TILE: there is no more

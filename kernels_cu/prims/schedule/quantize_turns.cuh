@@ -1,12 +1,9 @@
-// quantize_turns.cuh -- which work a block of quantize.cu takes, where codes of a head wait for
-// what its rows come to.
+// quantize_turns.cuh -- which work a block of quantize.cu takes, if codes of a head need its sums.
 //
-// Round by round: the slices of one head are summed; codes are made of a head that was summed some
-// rounds before, whose rows are still in the L2 cache; and of a share of what waits for nothing.
-// Blocks take pieces of work in this order as they begin, and a piece waits for pieces before it
-// alone: whoever has those has begun. So no block waits for ever, however few run at once.
-// Tried, lost: blocks that go on to a next piece, whose number they took early. What they hold has
-// not begun while they wait, and others wait for it (experiments/results/NOTES.md).
+// In each round, blocks sum the slices of one head, make the codes of a head that was summed some
+// rounds earlier, whose rows are still in the L2 cache, and take a share of the work that waits for
+// nothing. Blocks take pieces of work in this order as they begin, and a piece waits only for
+// pieces before it, whose blocks have already begun. Hence no deadlock, however few blocks run.
 #pragma once
 
 #include "prims/codes/quantize_sums.cuh"

@@ -1,5 +1,5 @@
-// work_tile.cuh -- what a block of a persistent kernel works on: the thread that copies finds it,
-// and leaves it beside Q for those that compute.
+// work_tile.cuh -- the current tile of a block in a persistent kernel. The copying thread
+// determines it and stores it beside Q for the computing warps.
 #pragma once
 
 #include "prims/params.cuh"

@@ -1,6 +1,6 @@
-// gradient.cuh -- what the kernels of the backward pass have in common: numbers of the query rows
-// that a first kernel works out once, and the weight of a key from the log-sum-exp of its row, or
-// from the row's maximum and sum if the log-sum-exp is coarse.
+// gradient.cuh -- shared by the kernels of the backward pass: numbers of the query rows, which a
+// first kernel computes, and the weight of a key. The weight comes from the log-sum-exp of its row,
+// or from the row's maximum and sum if the log-sum-exp is coarse.
 #pragma once
 
 #include "prims/config.cuh"

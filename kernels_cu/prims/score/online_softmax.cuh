@@ -12,9 +12,9 @@ constexpr float M_TO_LOG2 = NATURAL_SCORES ? LOG2E : 1.0f;
 struct RowState {
   float M, l;
 
-  // NOTE: a constructor, not `float M = NEG_INF`: of an array RowState[2][2] NVRTC 13.0 initialises
-  // only the first row from member initialisers, and M = 0 in the others passes every test but rows
-  // whose scores are all far below zero.
+  // NOTE: a constructor, not `float M = NEG_INF`. In an array RowState[2][2] NVRTC 13.0 uses member
+  // initialisers only for the first row. M = 0 in the other rows fails only if all scores of a row
+  // are far below zero.
   __device__ __forceinline__ RowState() : M(NEG_INF), l(0.0f) {}
 
   // Has a key been admitted?

@@ -56,8 +56,8 @@ __device__ __forceinline__ bool admitted(const AttnParams& p, int row, int key) 
   return key < p.len_kv;
 }
 
-// Which scores of a step are admitted, of those that wgmma leaves in a lane: score i is one of row
-// q, or of q + 8, and of key kv0 + i / 4 * 8 + lane % 4 * 2 + i % 2. What depends on i alone is a
+// Which scores of a step are unmasked, in the layout of wgmma: score i of a lane belongs to row q,
+// or q + 8, and to key kv0 + i / 4 * 8 + lane % 4 * 2 + i % 2. What depends on i alone is a
 // constant, and the rest is found once: what `admitted` asks of a key, as the two ends of a row's.
 struct ScoreMask {
   int begin[2], end[2];  // of constants, by row
@@ -162,7 +162,7 @@ __device__ __forceinline__ float softmax_scale(const AttnParams& p) {
   return NATURAL_SCORES ? p.scale : p.scale_log2;
 }
 
-// That factor times the scale of a row's codes. Never 0, so that -inf stays what it is: masked.
+// That factor times the scale of a row's codes. Never 0, so -inf stays -inf, which means masked.
 __device__ __forceinline__ float row_factor(float factor, float scale) {
   const float product = factor * scale;
   return product == 0.0f ? __int_as_float(1) : product;

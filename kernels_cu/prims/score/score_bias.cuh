@@ -1,6 +1,6 @@
-// score_bias.cuh -- a bias added to the scores that wgmma leaves in a lane: from boxes in shared
-// memory (one row of them where the bias is the same for every query row), or from registers where
-// it is the same for every key.
+// score_bias.cuh -- a bias added to the scores of a lane in the layout of wgmma. It comes from
+// boxes in shared memory, of one row if the bias is the same for all query rows; or from registers,
+// if it is the same for all keys.
 #pragma once
 
 #include "prims/config.cuh"

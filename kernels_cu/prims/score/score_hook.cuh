@@ -1,5 +1,5 @@
-// score_hook.cuh -- softcap, bias and masks of a Hopper form: what its producer loads beside K, and
-// what its consumers do to the scores of a step before the softmax. A kernel that is not SCORED
+// score_hook.cuh -- softcap, bias and masks of a Hopper form: the producer's loads beside K, and
+// the consumers' changes of a step's scores before the softmax. A kernel that is not SCORED
 // compiles all of this to nothing.
 //
 // A form holds `ScorePlaces` in its shared storage and initialises them, names its arguments
@@ -101,7 +101,7 @@ struct TileSteps<true> {
   }
 };
 
-// What is loaded with K of a step.
+// Loads that go with K of a step.
 template <bool>
 struct ScoreLoads {
   __device__ __forceinline__ int bytes(int) const { return 0; }

@@ -1,5 +1,5 @@
-// shift_state.cuh -- running softmax of one query row whose sum O is of whole numbers: weights are
-// in units of 2^M, M a whole number that follows the largest score of each step, and O and l are
+// shift_state.cuh -- running softmax of one query row whose sum O is an integer. Weights are in
+// units of 2^M, M is an integer that follows the largest score of each step, and O and l are
 // shifted from one M to the next.
 #pragma once
 
@@ -24,8 +24,8 @@ struct ShiftState {
   // Has a key been admitted that weighs anything?
   __device__ __forceinline__ bool has_keys() const { return l > 0.0f; }
 
-  // From now on M stays so high that all of l, as it is, is below a quarter of its range: what
-  // comes until the next time is less than the rest.
+  // From now on M stays so high that the current l is below a quarter of its range. The weights
+  // until the next check are less than the rest.
   __device__ __forceinline__ void keep_in_range() {
     const int least_rise = exponent_of(shfl_sum<4>(l)) + 3 - SUM_BITS;
     highest = fmaxf(highest, M + float(least_rise + LOWER_BITS));

@@ -1,9 +1,9 @@
 // softcap.cuh -- softcap of a lane's scores with a relative error of at most 2^-16.
 //
 // tanh(y) is y * (c0 + c1 y^2 + ... + c4 y^8) for small y, minimax in relative error
-// (cupyattn/kernels/softcap.py), and 1 - 2 / (1 + 2^(2 |y| log2 e)) for others. A step whose scores
-// are all small, the usual case, takes the polynomial alone: its instructions go to the FMA pipe,
-// while ex2 and rcp would share the unit of the softmax's ex2.
+// (cupyattn/kernels/softcap.py), and 1 - 2 / (1 + 2^(2 |y| log2 e)) for others. If all scores of a
+// step are small, the usual case, only the polynomial is evaluated: its instructions use the FMA
+// pipe, while ex2 and rcp would share the unit of the softmax's ex2.
 #pragma once
 
 #include "prims/config.cuh"

@@ -1,6 +1,6 @@
-// step_scores.cuh -- scores of a step as wgmma leaves them in a lane: integers of Q K^T, of which i
-// belongs to the first row of the lane, or 8 further, and to key i / 4 * 8 + lane % 4 * 2 + i % 2
-// of the step; and one factor for the keys that share a scale.
+// step_scores.cuh -- scores of a step in the layout of wgmma: integers of Q K^T, and one factor for
+// the keys that share a scale. Integer i belongs to the first row of the lane, or the row 8
+// further, and to key i / 4 * 8 + lane % 4 * 2 + i % 2 of the step.
 #pragma once
 
 #include "prims/config.cuh"
