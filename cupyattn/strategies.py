@@ -162,6 +162,7 @@ def attention_inputs(
     grouped: bool = True,
     square: bool = False,
     multiple: int = 1,
+    empty: bool = True,
 ) -> SearchStrategy[tuple[Any, Any, Any, dict[str, Any]]]:
     """Return a Hypothesis strategy of attention problems.
 
@@ -187,7 +188,9 @@ def attention_inputs(
     square : bool
         Draw len_kv = len_q alone.
     multiple : int
-        Lengths are multiples of this; if it is more than 1, none is 0.
+        Lengths are multiples of this.
+    empty : bool
+        Also draw lengths of 0.
 
     Returns
     -------
@@ -223,9 +226,8 @@ def attention_inputs(
         primes = {2, 3, 7, 13, 31, 61, 97, 127}
         common = sorted(x for x in {0, 1} | edges | primes if x <= most)
         drawn = st.sampled_from(common) | st.integers(1, max(1, min(most, 4 * block)))
-        if multiple == 1:
-            return drawn
-        return drawn.map(lambda x: multiple * max(1, x // multiple))
+        least = 0 if empty else 1
+        return drawn.map(lambda x: multiple * max(least, x // multiple))
 
     def added(shape: tuple[int, ...]) -> SearchStrategy[tuple[int, ...]]:
         axes = st.tuples(*(st.sampled_from(sorted({1, n})) for n in shape))

@@ -51,8 +51,8 @@ def test_a_command_prints_what_the_page_says(
     assert checker.check_output(f"{wanted.rstrip()}...", printed, FLAGS), printed[:1500]
 
 
-def test_there_are_four() -> None:
-    assert len(CONSOLE) == 4
+def test_there_are_six() -> None:
+    assert len(CONSOLE) == 6
 
 
 def test_the_code_runs() -> None:

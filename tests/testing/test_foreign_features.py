@@ -11,48 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyattn import distributions
-from cupyattn.arrays.kinds import STORAGE
 from cupyattn.strategies import attention_inputs
 from cupyattn.testing import assert_within_bound, judge, numerics
-
-TYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": STORAGE["bfloat16"]}
-
-
-def admitted(len_q: int, len_kv: int, causal: bool, causal_align: str = "bottom-right") -> Any:
-    shift = len_kv - len_q if causal_align == "bottom-right" else 0
-    return np.arange(len_kv) <= np.arange(len_q)[:, None] + (shift if causal else len_kv)
-
-
-def attend(
-    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False,
-    causal_align: str = "bottom-right", softcap: float = 0.0, sinks: Any = None, p: str = "fp32",
-    scores: str = "fp32", scaled_q: str | None = None, tanh_error: float = 0.0, mask: Any = True,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Return O in q's type and lse, in float32 but for what the words say."""
-    group, dtype = q.shape[1] // k.shape[1], q.dtype
-    scale = scale or q.shape[-1] ** -0.5
-    q, k, v = np.float32(q), *(np.repeat(np.float32(x), group, axis=1) for x in (k, v))
-
-    def stored(x: Any) -> Any:
-        return np.float32(np.float32(x).astype(TYPES[scores]))
-
-    if scaled_q is not None:
-        q, scale = np.float32((q * np.float32(scale)).astype(TYPES[scaled_q])), 1.0
-    s = stored(stored(q @ k.swapaxes(-1, -2)) * np.float32(scale))
-    if softcap:
-        capped = np.tanh(stored(s / np.float32(softcap))) * np.float32(1 + tanh_error)
-        s = stored(stored(capped) * np.float32(softcap))
-    mask = mask & admitted(q.shape[2], k.shape[2], causal, causal_align)
-    s = np.where(mask, s, np.float32(-np.inf))
-    low = np.full((*s.shape[:3], 1), -np.inf, np.float32)
-    sink = low if sinks is None else np.broadcast_to(sinks[:, None, None], low.shape)
-    m = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    m = np.where(m == -np.inf, np.float32(0), m)
-    weights = np.exp(s - m)
-    total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - m)
-    o = np.float32(weights.astype(TYPES[p])) @ v / np.where(total > 0, total, 1)
-    return o.astype(dtype), (m + np.log(total))[..., 0]
-
+from tests.support.plain_attention import attend
 
 #: Words of the kernel, and what is said of them.
 WORDS = (
