@@ -1,9 +1,9 @@
-"""Judge any function that computes attention: draw problems, compare each output with its bound,
-shrink the first one that fails, and leave a script that reproduces it.
+"""Judge any function that computes attention. It draws problems, compares each output with its
+bound, shrinks the first problem that fails, and leaves a script that reproduces it.
 
 MODULE:NAME or FILE.py:NAME is the function; --library says how it is called. It gets q, k, v and,
 by name, the options that it takes. It returns O, or O and lse. If it raises NotImplementedError,
-the problem does not count. The last line is a summary, and the exit status is 0 (all outputs are
+the problem does not count. The last line is a summary. The exit status is 0 (all outputs are
 within their bounds), 1 (one is not, or the function failed) or 2 (nothing could be judged)."""
 
 from __future__ import annotations

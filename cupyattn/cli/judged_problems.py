@@ -161,7 +161,7 @@ def _judged(
     function: Called, q: Any, k: Any, v: Any, options: Mapping[str, Any], said: Numerics,
     problem: str,
 ) -> tuple[Failure | None, float]:  # fmt: skip
-    """Return what is wrong with the output of one problem, and the largest error / bound."""
+    """Return the failure of one problem if there is one, and the largest error / bound."""
     asked = {"numerics": said, **options}
     o = q
     try:

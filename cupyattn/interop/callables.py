@@ -23,7 +23,7 @@ from cupyattn.errors import UnsupportedError
 
 #: Options of a call that a library may have, by their names here.
 OPTIONS = ("scale", "causal", "causal_align", "window", "softcap", "mask", "bias", "sinks")
-#: Those that are arrays.
+#: Options that are arrays.
 _ARRAYS = ("mask", "bias", "sinks")
 
 
@@ -132,7 +132,7 @@ class Called:
         return kept
 
     def arguments(self, options: Mapping[str, Any], grouped: bool) -> dict[str, Any]:
-        """Return the keyword arguments of the call; those of torch's SDPA say if heads differ."""
+        """Return the keyword arguments of the call; torch's SDPA is told if heads are `grouped`."""
         names = LIBRARIES[self.library].names
         given = {
             names[name]: self._array(x) if name in _ARRAYS else x
