@@ -203,7 +203,7 @@ BESIDE = {
     "convert": "m.safetensors --output out --dry-run", "dequantize": "m.safetensors --output out",
     "kandinsky": "--model-path m.safetensors --output-path out", "cache": "",
     "advise": "m.safetensors --tokens 4096", "trial": "mine.py:flux",
-    "judge": "math:hypot",
+    "judge": "math:hypot", "mutate": "mine.cu true",
 }  # fmt: skip
 #: Numbers that would otherwise be tried, by their flags: they mean something.
 MEANT = {

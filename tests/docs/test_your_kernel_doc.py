@@ -12,6 +12,7 @@ import pytest
 
 from cupyattn import cli
 from cupyattn.cli import launch_file
+from cupyattn.testing.mutations import KINDS, mutants
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs" / "YOUR_KERNEL.md").read_text(encoding="utf-8")
@@ -51,8 +52,14 @@ def test_a_command_prints_what_the_page_says(
     assert checker.check_output(f"{wanted.rstrip()}...", printed, FLAGS), printed[:1500]
 
 
-def test_there_are_six() -> None:
-    assert len(CONSOLE) == 6
+def test_there_are_seven() -> None:
+    assert len(CONSOLE) == 7
+
+
+def test_the_page_says_how_many_mutants_the_example_has() -> None:
+    source = (ROOT / "examples" / "your_kernel" / "attention.cu").read_text(encoding="utf-8")
+    assert f"the example has {len(list(mutants(source)))} mutants" in DOC
+    assert all(f"| `{kind}` | {words} |" in DOC for kind, words in KINDS.items())
 
 
 def test_the_code_runs() -> None:
