@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="mutants, drawn by --seed (all)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of that draw (0)")
     parser.add_argument("--timeout", type=float, metavar="S",
-                        help="seconds for a mutant (10 runs of the source, at least 30)")  # fmt: skip
+                        help="seconds for a mutant (10 runs of the source)")  # fmt: skip
     parser.add_argument("--arch", default="sm_80", metavar="NAME",
                         help="to compare machine code for (sm_80)")  # fmt: skip
     parser.add_argument("--define", action="append", default=[], metavar="NAME=NUMBER",

@@ -1,0 +1,282 @@
+"""Which faults in our own sources do the interpreter and the judge notice on small calls?
+
+Varies       the fault: drawn by the seed from all mutants (cupyattn/testing/mutations.py) of the
+             files that the calls of experiments/_harness/small_calls.py compile
+Holds fixed  the calls, and the seconds for a fault
+Measures     the first call that notices a fault, the cheapest first: by a finding, a judgement, an
+             error, or because it does not end
+Run          python -m experiments.accuracy.mutation_score --faults 100 --update-docs
+
+No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
+the next one is drawn. The record is written after each fault, and the same command goes on where
+it was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from cupyattn.cli import output
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.errors import KernelCompileError
+from cupyattn.interpret import KernelFault
+from cupyattn.testing.mutations import KINDS, Mutant, machine_code, mutants
+from experiments._harness import recording
+from experiments._harness.small_calls import small_calls
+
+PAGE = recording.ROOT / "docs" / "TESTING.md"
+BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
+#: Seconds for the calls of one fault.
+SECONDS = 60.0
+#: What became of a fault.
+NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
+#: Why survivors survive, by file and name: looked at by hand, one by one.
+EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
+
+#: A module and the architecture that it is compiled for.
+Module = tuple[ModuleSpec, str]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A small call: its CPU seconds, the modules that it compiles, and the files in these."""
+
+    name: str
+    run: Callable[[], str]
+    seconds: float
+    modules: frozenset[Module]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The calls without a fault, machine code by module, and files by module."""
+
+    calls: tuple[Call, ...]
+    code: Mapping[Module, str]
+    files: Mapping[Module, frozenset[str]]
+
+
+def baseline() -> Baseline:
+    """Run every call once; raise AssertionError if one is wrong without a fault."""
+    translate, seen = compiler.translate, set()
+
+    def watched(spec: ModuleSpec, arch: str, source: str | None = None) -> Any:
+        seen.add((spec, arch))
+        return translate(spec, arch, source)
+
+    calls, code = [], {}
+    for name, run in small_calls().items():
+        seen.clear()
+        start = time.process_time()
+        with mock.patch.object(compiler, "translate", watched):
+            said = run()
+        assert not said, f"{name} is wrong without a fault: {said}"
+        calls.append(Call(name, run, time.process_time() - start, frozenset(seen)))
+    for module in {one for call in calls for one in call.modules}:
+        code[module] = machine_code(translate(*module).ptx)
+    files = {module: frozenset(reached(module[0])) for module in code}
+    return Baseline(tuple(calls), code, files)
+
+
+def reached(spec: ModuleSpec) -> set[str]:
+    """Return the files of the kernels' folder that a module is made of, by their includes."""
+    found: set[str] = set()
+    waiting = [str(spec.source)]
+    while waiting:
+        name = waiting.pop()
+        path = compiler.KERNELS / name
+        if name in found or not path.is_file():
+            continue
+        found.add(name)
+        waiting += re.findall(r'^\s*#include "([^"]+)"', path.read_text(), re.MULTILINE)
+    return found
+
+
+def drawn(files: set[str], seed: int) -> list[tuple[str, Mutant]]:
+    """Return all mutants of some files in the order in which they are taken."""
+    found = [(name, one) for name in sorted(files)
+             for one in mutants((compiler.KERNELS / name).read_text())]  # fmt: skip
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def became(file: str, fault: Mutant, known: Baseline) -> dict[str, Any]:
+    """Return what became of a fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(compiler.KERNELS, Path(folder) / "kernels"))
+        (copy / file).write_text(fault.text)
+        compiler.cache_clear(disk=False)
+        try:
+            with mock.patch.object(compiler, "KERNELS", copy):
+                return _tried(file, known)
+        finally:
+            compiler.cache_clear(disk=False)
+
+
+def _tried(file: str, known: Baseline) -> dict[str, Any]:
+    changed = set()
+    touched = [module for module in known.code if file in known.files[module]]
+    for module in touched:
+        try:
+            if machine_code(compiler.translate(*module).ptx) != known.code[module]:
+                changed.add(module)
+        except KernelCompileError:
+            return {"became": NOT_COMPILED}
+    if not changed:
+        return {"became": SAME_CODE}
+    calls = [call for call in known.calls if call.modules & changed]
+    calls.sort(key=lambda call: call.seconds)
+    start = time.monotonic()
+    name, why = _noticed(calls)
+    seconds = round(time.monotonic() - start, 1)
+    state = SURVIVED if name is None else NOTICED
+    return {"became": state, "by": name, "why": why, "calls": len(calls), "seconds": seconds}
+
+
+def _noticed(calls: list[Call]) -> tuple[str | None, str]:
+    """Return the first call that notices something, and what, from a child process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            os.write(writing, json.dumps(_first(calls, writing)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    end, lines = time.monotonic() + SECONDS, b""
+    ended = False
+    while not ended and time.monotonic() < end:
+        ended = os.waitpid(child, os.WNOHANG) != (0, 0)
+        time.sleep(0.02)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as file:
+        lines = file.read()
+    last = lines.splitlines()[-1].decode() if lines else '"nothing"'
+    found = json.loads(last)
+    if isinstance(found, str):  # the call that was running
+        return found, f"does not end in {SECONDS:g} s" if not ended else "the process ended"
+    return found[0], found[1]
+
+
+def _first(calls: list[Call], writing: int) -> tuple[str | None, str]:
+    for call in calls:
+        os.write(writing, json.dumps(call.name).encode() + b"\n")
+        try:
+            said = call.run()
+        except KernelFault as fault:
+            return call.name, f"finding: {fault.finding.kind}"
+        except Exception as error:  # noqa: BLE001 - a fault may raise whatever it likes
+            return call.name, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if said:
+            return call.name, said[:200]
+    return None, ""
+
+
+def experiment(args: Any) -> int:
+    """Draw faults until enough change the code of some call."""
+    target = args.json or recording.RESULTS / "mutation_score.json"
+    known = baseline()
+    files = {name for one in known.files.values() for name in one}
+    order = drawn(files, args.seed)
+    sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
+    content: dict[str, Any] = {
+        "files": sorted(files), "calls": [call.name for call in known.calls],
+        "mutants": len(order), "asked": args.faults, "faults": [],
+        "sources_sha256": hashlib.sha256(sources.encode()).hexdigest(),
+    }  # fmt: skip
+    if target.exists():
+        kept = json.loads(target.read_text())
+        same = ("sources_sha256", "calls", "seed")
+        if any(kept[name] != {**content, "seed": args.seed}[name] for name in same):
+            raise ValueError(f"{target} is of other sources, calls or another seed: move it away")
+        content["faults"] = kept["faults"]
+    faults = content["faults"]
+    counted = sum(one["became"] in (NOTICED, SURVIVED) for one in faults)
+    for file, fault in order[len(faults) :]:
+        if counted >= args.faults:
+            break
+        found = became(file, fault, known)
+        place = {"file": file, "name": fault.name, "kind": fault.kind, "line": fault.line}
+        text = {"before": fault.before.strip(), "after": fault.after.strip()}
+        faults.append({**place, **text, **found})
+        counted += found["became"] in (NOTICED, SURVIVED)
+        print(counted, file, fault.name, found["became"], found.get("why", ""), flush=True)
+        args.json = target
+        with open(os.devnull, "w") as quiet, mock.patch.object(sys, "stdout", quiet):
+            recording.keep(args, "mutation_score", "interpret", content)
+    return 0
+
+
+def table(record: Mapping[str, Any]) -> list[str]:
+    """Return the table of a record, and a list of its survivors, as the page has them."""
+    states = (NOTICED, SURVIVED, SAME_CODE, NOT_COMPILED)
+    rows = []
+    for kind in (*KINDS, "all"):
+        those = [x["became"] for x in record["faults"] if kind in (x["kind"], "all")]
+        counts = [those.count(state) for state in states]
+        run = counts[0] + counts[1]
+        share = f"{100 * counts[0] / run:.1f} %" if run else "-"
+        rows.append([kind, *map(str, counts[:2]), share, *map(str, counts[2:])])
+    header = ["kind", "noticed", "survived", "share noticed", "put aside: same code",
+              "put aside: does not compile"]  # fmt: skip
+    environment = record["environment"]
+    lines = [
+        f"`{recording.command_now(record)}` at revision {environment['revision'][:10]}: "
+        f"{len(record['files'])} files have {record['mutants']:,} mutants, of which seed "
+        f"{record['seed']} drew these; {len(record['calls'])} small calls.",
+        "",
+        *recording.markdown(header, rows),
+    ]
+    survivors = [x for x in record["faults"] if x["became"] == SURVIVED]
+    why = json.loads(EXPLAINED.read_text(encoding="utf-8")) if EXPLAINED.exists() else {}
+    cells = [
+        [f"`{x['file']}:{x['line']}`", f"`{_cell(x['before'])}`", f"`{_cell(x['after'])}`",
+         why.get(f"{x['file']} {x['name']}", "open")]
+        for x in survivors
+    ]  # fmt: skip
+    if cells:
+        lines += ["", *recording.markdown(["survivor", "before", "after", "why"], cells)]
+    return lines
+
+
+def _cell(text: str) -> str:
+    """Return code as a cell of a table has it."""
+    first = text.splitlines()[0] if text else " "
+    return first.partition("//")[0].strip().replace("|", "\\|") or ";"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = recording.parser(__doc__)
+    parser.add_argument("--faults", type=int, default=300, metavar="N", help="to run (300)")
+    recording.add_page_arguments(parser)
+    args = parser.parse_args(argv)
+    status = 0 if args.stored else experiment(args)
+    record = json.loads((args.json or recording.RESULTS / "mutation_score.json").read_text())
+    lines = table(record)
+    output.say("\n".join(lines))
+    if args.update_docs:
+        recording.replace_between(PAGE, BEGIN, END, "\n".join(lines))
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
