@@ -59,6 +59,8 @@ class Copy:
 
     def code(self, text: str) -> str | None:
         """Return the machine code of a text, as PTX without line numbers; None: no compilation."""
+        if self.path.suffix == ".ptx":
+            return machine_code(text)
         self.path.write_text(text, encoding="utf-8")
         spec = ModuleSpec(self.path, tuple(self.defines.items()))
         try:

@@ -1,8 +1,8 @@
-"""Plant small faults in a CUDA source, one at a time, and run your own tests on each: which do they
-notice? Give the test after --. {} stands for the path of the mutant, and so does the environment
-variable CUPYATTN_MUTANT. A command that ends with a status other than 0 has noticed the fault.
-Mutants with the same machine code are put aside. The record is written after each mutant, and the
-same command goes on where it was stopped. Exit status 1 if a mutant survived."""
+"""Plant small faults in a CUDA source or in PTX, and run your own test on each: which are noticed?
+Give the test after --. {} stands for the path of the mutant, and so does the environment variable
+CUPYATTN_MUTANT. A command that ends with a status other than 0 has noticed the fault. Mutants with
+the same machine code are put aside. The record is written after each mutant, and the same command
+goes on where it was stopped. Exit status 1 if a mutant survived."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUNS_OF_THE_SOURCE, LEAST_SECONDS = 10.0, 30.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", metavar="FILE.cu", help="the source")
+    parser.add_argument("file", metavar="FILE", help="a .cu or a .ptx file")
     parser.add_argument("run", nargs="+", metavar="COMMAND", help="after --: your test of it")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="of faults (all)")
     parser.add_argument("--lines", metavar="FIRST-LAST", help="of the source (all)")
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout must be more than 0 seconds, got {args.timeout:g}")
     source = Path(args.file)
-    if source.suffix != ".cu":
-        raise ValueError(f"give a .cu file, got {args.file}: faults are planted in CUDA source")
+    if source.suffix not in (".cu", ".ptx"):
+        raise ValueError(f"give a .cu or a .ptx file, got {args.file}")
     text = source.read_text(encoding="utf-8")
     drawn = _drawn(args, text)
     record_path = Path(args.json or f"{source.name}.mutants.json")
@@ -88,7 +88,7 @@ def _drawn(args: argparse.Namespace, text: str) -> list[Mutant]:
     """Return the mutants that are asked for, in the order of their lines."""
     lines = None if args.lines is None else lines_given(args.lines)
     found = [
-        one for one in mutants(text)
+        one for one in mutants(text, ptx=args.file.endswith(".ptx"))
         if (args.kinds is None or one.kind in args.kinds) and (lines is None or one.line in lines)
     ]  # fmt: skip
     if not found:

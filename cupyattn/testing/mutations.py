@@ -1,4 +1,4 @@
-"""Small faults in CUDA source: removed barriers, swapped operands, edges off by one, wrong scales.
+"""Small faults in CUDA source or PTX: barriers removed, operands swapped, edges and scales wrong.
 
 >>> source = "for (int i = 0; i < n; ++i) sum += x[i];"
 >>> [one.after.strip() for one in mutants(source) if one.kind == "edge"][0]
@@ -31,7 +31,7 @@ _ORDERS = (
 _OTHER = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "&&": "||", "||": "&&", "min": "max", "max": "min",
     "fminf": "fmaxf", "fmaxf": "fminf", "exp2f": "expf", "expf": "exp2f", "__expf": "exp2f",
-    "==": "!=", "!=": "==",
+    "==": "!=", "!=": "==", "lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq",
 }  # fmt: skip
 
 
@@ -111,6 +111,28 @@ _OPERATORS = (
     _operator("scale", r"\b(?:exp2f|__expf|expf)(?=\()", lambda m: _OTHER[m[0]]),
 )  # fmt: skip
 
+
+def _doubled_bits(match: re.Match[str]) -> str:
+    """Return twice a constant of PTX, the bits of a float32: its exponent is one more."""
+    bits = int(match["bits"], 16)
+    return f"0f{bits + (1 << 23) if bits & 0x7FFFFFFF else 0x3F800000:08X}"
+
+
+_REGISTER = r"[%\w.+-]+"
+_PTX_OPERATORS = (
+    _operator("barrier", rf"(?<=\n)(?P<indent>[ \t]*)(?:@!?%\w+[ \t]+)?{_ORDERS}[^;\n]*;",
+              r"\g<indent>"),
+    _operator("operand", rf"(?P<first>\b(?:sub|div|rem)\.[\w.]+[ \t]+{_REGISTER}, )"
+              rf"(?P<a>{_REGISTER})(?P<between>, )(?P<b>{_REGISTER})(?=;)",
+              lambda m: m["first"] + _swapped(m)),
+    _operator("operand", r"\badd(?=\.(?:rn\.|ftz\.)*(?:f32|s32)\b)", "sub"),
+    _operator("edge", r"(?<=\bsetp\.)(?:lt|le|gt|ge|eq|ne)(?=\.)", lambda m: _OTHER[m[0]]),
+    _operator("edge", r"\b(?:min|max)(?=\.)", lambda m: _OTHER[m[0]]),
+    _operator("scale", rf"(?P<kept>\b(?:mul|fma)\.(?:rn\.|ftz\.)*f32[ \t]+{_REGISTER}, "
+              rf"{_REGISTER}, ){_REGISTER}", r"\g<kept>0f3F800000"),
+    _operator("scale", r"\b0f(?P<bits>[0-9A-Fa-f]{8})\b", _doubled_bits),
+)  # fmt: skip
+
 #: Text without code: comments, strings, and lines of the preprocessor.
 _NO_CODE = re.compile(
     r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|^[ \t]*#(?:[^\n\\]|\\.)*|"
@@ -135,22 +157,25 @@ def _blanked(source: str, *, strings: bool) -> str:
     return _NO_CODE.sub(blank, source)
 
 
-def mutants(source: str) -> Iterator[Mutant]:
-    """Yield all mutants of CUDA source, operator by operator.
+def mutants(source: str, *, ptx: bool = False) -> Iterator[Mutant]:
+    """Yield all mutants of CUDA source or PTX, operator by operator.
 
     Some do not compile, and some compile to the same machine code.
 
     Parameters
     ----------
     source : str
+    ptx : bool
+        Whether it is PTX.
 
     Yields
     ------
     Mutant
     """
     code, with_strings = (_blanked(source, strings=strings) for strings in (True, False))
+    code = code.partition(".section")[0] if ptx else code  # debug information
     names: set[str] = set()
-    for operator in _OPERATORS:
+    for operator in _PTX_OPERATORS if ptx else _OPERATORS:
         for match in operator.pattern.finditer(with_strings if operator.of_strings else code):
             made = operator.replace(match)
             if made == match[0]:

@@ -141,7 +141,7 @@ def test_some_of_them_by_a_seed_and_by_lines(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("scale.py", *LOOK), "give a .cu file, got scale.py"),
+        (("scale.py", *LOOK), "give a .cu or a .ptx file, got scale.py"),
         (("scale.cu", "--lines", "x", *LOOK), "--lines takes FIRST-LAST"),
         (("scale.cu", "--lines", "99", *LOOK), "has no place for such a fault"),
         (("scale.cu", "--kinds", "barrier", *LOOK), "has no place for such a fault"),

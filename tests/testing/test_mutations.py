@@ -49,6 +49,27 @@ def test_a_fault_of_each_operator(kind: str, source: str, after: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "line", "after"),
+    [
+        ("barrier", "bar.sync 0;", ""),
+        ("barrier", "@%p1 cp.async.wait_group 0;", ""),
+        ("barrier", "wgmma.wait_group.sync.aligned 0;", ""),
+        ("operand", "sub.f32 %f3, %f1, %f2;", "sub.f32 %f3, %f2, %f1;"),
+        ("operand", "add.s32 %r3, %r1, 8;", "sub.s32 %r3, %r1, 8;"),
+        ("edge", "setp.lt.s32 %p1, %r1, %r2;", "setp.le.s32 %p1, %r1, %r2;"),
+        ("edge", "max.f32 %f3, %f1, %f2;", "min.f32 %f3, %f1, %f2;"),
+        ("scale", "mul.f32 %f3, %f1, %f2;", "mul.f32 %f3, %f1, 0f3F800000;"),
+        ("scale", "fma.rn.f32 %f4, %f1, %f2, %f3;", "fma.rn.f32 %f4, %f1, 0f3F800000, %f3;"),
+        ("scale", "mov.f32 %f1, 0f3F800000;", "mov.f32 %f1, 0f40000000;"),
+        ("scale", "mov.f32 %f1, 0f00000000;", "mov.f32 %f1, 0f3F800000;"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_each_operator_of_ptx(kind: str, line: str, after: str) -> None:
+    found = mutants(f"{{\n  {line}\n  ret; // 0f3F800000\n}}", ptx=True)
+    assert [one.after.strip() for one in found if one.kind == kind] == [after]
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "// a - b < c * 1.0f", "/* __syncthreads();\n x - y */", "#define N (A - 1)\n",
