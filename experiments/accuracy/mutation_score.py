@@ -1,10 +1,10 @@
 """Which faults in our own sources do the interpreter and the judge notice on small calls?
 
-Varies       the fault: drawn by the seed from all mutants (cupyattn/testing/mutations.py) of the
-             files that the calls of experiments/_harness/small_calls.py compile
-Holds fixed  the calls, and the seconds for a fault
-Measures     the first call that notices a fault: by a finding, a judgement, an error, or because it
-             does not end. Calls with code of the fault's line come first, then the cheapest
+Varies       the fault: drawn by the seed from all mutants of the files that the calls of
+             experiments/_harness/small_calls.py compile (cupyattn/testing/mutations.py).
+Holds fixed  the calls, and the seconds for a call.
+Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
+             does not end. Calls with code of the fault's line come first, then the cheapest.
 Run          python -m experiments.accuracy.mutation_score --faults 100 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
