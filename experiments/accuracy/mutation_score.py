@@ -5,7 +5,7 @@ Varies       the fault: drawn by the seed from all mutants of the files that the
 Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
              does not end. Calls with code of the fault's line come first, then the cheapest.
-Run          python -m experiments.accuracy.mutation_score --faults 100 --update-docs
+Run          python -m experiments.accuracy.mutation_score --seed 1 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
 the next one is drawn. The record is written after each fault, and the same command goes on where
@@ -214,6 +214,10 @@ def experiment(args: Any) -> int:
     known = baseline()
     files = {name for one in known.files.values() for name in one}
     order = drawn(files, args.seed)
+    if args.again is not None:
+        old = json.loads(args.again.read_text())["faults"]
+        names = {(x["file"], x["name"]) for x in old if x["became"] == SURVIVED}
+        order = [(file, one) for file, one in order if (file, one.name) in names]
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
     content: dict[str, Any] = {
         "files": sorted(files), "calls": [call.name for call in known.calls],
@@ -263,6 +267,16 @@ def table(record: Mapping[str, Any]) -> list[str]:
         "",
         *recording.markdown(header, rows),
     ]
+    first = recording.stored("mutation_score_first")
+    noticed, survived = (
+        sum(x["became"] == state for x in first["faults"]) for state in (NOTICED, SURVIVED)
+    )
+    lines += [
+        "",
+        f"The first run (seed {first['seed']}, revision {first['environment']['revision'][:10]}) "
+        f"noticed {noticed} of {noticed + survived}: its calls had one block of queries and one "
+        "batch entry. The calls above were written after it.",
+    ]
     survivors = [x for x in record["faults"] if x["became"] == SURVIVED]
     why = json.loads(EXPLAINED.read_text(encoding="utf-8")) if EXPLAINED.exists() else {}
     cells = [
@@ -285,6 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = recording.parser(__doc__)
     parser.add_argument("--faults", type=int, default=300, metavar="N", help="to run (300)")
+    again = "run the survivors of this record, give --json, too"
+    parser.add_argument("--again", type=Path, metavar="FILE", help=again)
     recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     status = 0 if args.stored else experiment(args)
