@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,19 @@ def run(command: str) -> None:
         subprocess.run(command, shell=True, check=True)
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands that are started find `cupyattn`: this checkout."""
+    command = tmp_path / "bin" / "cupyattn"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cupyattn "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("index", range(len(CONSOLE)))
 def test_a_command_prints_what_the_page_says(
     index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
