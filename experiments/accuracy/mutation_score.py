@@ -45,8 +45,10 @@ BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
 SECONDS = 30.0
 #: What became of a fault.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
-#: Why survivors survive, by file and name: looked at by hand, one by one.
+#: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
+#: Reasons.
+NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
 #: A module and the architecture that it is compiled for.
 Module = tuple[ModuleSpec, str]
@@ -277,15 +279,24 @@ def table(record: Mapping[str, Any]) -> list[str]:
         f"noticed {noticed} of {noticed + survived}: its calls had one block of queries and one "
         "batch entry. The calls above were written after it.",
     ]
-    survivors = [x for x in record["faults"] if x["became"] == SURVIVED]
-    why = json.loads(EXPLAINED.read_text(encoding="utf-8")) if EXPLAINED.exists() else {}
-    cells = [
-        [f"`{x['file']}:{x['line']}`", f"`{_cell(x['before'])}`", f"`{_cell(x['after'])}`",
-         why.get(f"{x['file']} {x['name']}", "open")]
-        for x in survivors
-    ]  # fmt: skip
-    if cells:
-        lines += ["", *recording.markdown(["survivor", "before", "after", "why"], cells)]
+    why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
+    cells, reasons = [], []
+    for x in (x for x in record["faults"] if x["became"] == SURVIVED):
+        reason, sentence = why.get(f"{x['file']} {x['name']}", [OPEN, ""])
+        reasons.append(reason)
+        place, before, after = f"{x['file']}:{x['line']}", _cell(x["before"]), _cell(x["after"])
+        cells.append([f"`{place}`", f"`{before}`", f"`{after}`", reason, sentence])
+    count = {reason: reasons.count(reason) for reason in (NO_CHANGE, NO_CASE, OPEN)}
+    noticed = sum(x["became"] == NOTICED for x in record["faults"])
+    rest = noticed + count[NO_CASE] + count[OPEN]
+    lines += [
+        "",
+        f"Of the {len(cells)} survivors, {count[NO_CHANGE]} change no result. Without these, "
+        f"{noticed} of {rest} are noticed ({100 * noticed / max(1, rest):.1f} %). For "
+        f"{count[NO_CASE]} no call has the case, and {count[OPEN]} are open.",
+        "",
+        *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),
+    ]
     return lines
 
 
