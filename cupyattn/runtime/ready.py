@@ -299,9 +299,11 @@ class Ready:
             A graph of what was launched, which this thread may launch in its place.
         """
         if self._is_replayed:
-            work = functools.partial(self.enqueue, addresses, scratch)
             key = self, scratch, self._pick_outer(addresses)
-            return replay.graphs(self.device).launch(key, work, stream, len(self._launches))
+            return replay.graphs(self.device).launch(
+                key, lambda stream: self.enqueue(addresses, scratch, stream), stream,
+                len(self._launches),
+            )  # fmt: skip
         self.enqueue(addresses, scratch, stream)
         return None
 

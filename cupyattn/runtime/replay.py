@@ -60,6 +60,9 @@ class Graphs:
     """The calls of one thread on one device that are recorded, and those that came once."""
 
     def __init__(self) -> None:
+        import cupy
+
+        self._runtime = cupy.cuda.runtime
         #: Calls so far. Who launches a `Recorded` by itself counts the call, and notes it there.
         self.calls = 0
         self._launches = 0  # of all graphs
@@ -106,9 +109,7 @@ class Graphs:
         Recorded or None
             The graph of this work, None where there is none yet, or the caller's graph got it.
         """
-        import cupy
-
-        runtime = cupy.cuda.runtime
+        runtime = self._runtime
         if runtime.streamIsCapturing(stream):
             enqueue(stream)
             return None

@@ -32,6 +32,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import distributions
+from cupyattn.arrays.described import describe
 from cupyattn.arrays.interchange import is_cupy
 from cupyattn.arrays.kinds import array_namespace, as_float64
 from cupyattn.arrays.operand import Operand
@@ -191,7 +192,7 @@ def weighing(qkv: Sequence[Any], mode: str) -> Comparison:
     """The importance of keys alone: read once where the device can, beside read twice."""
     q, k, _ = qkv
     backend = target.choose(None, is_cupy(q))
-    twice = {"arch": "sm_90"} if target.own_arch(backend, q) else {}
+    twice = {"arch": "sm_90"} if target.own_arch(backend, describe({"q": q})["q"]) else {}
     exact, bound = importance_bound(
         *(as_float64(x[:1]) for x in (q, k)), scale=HEAD_DIM**-0.5, rows=SAMPLE_ROWS,
         rounded_to="float16" if backend == "mirror" else "",

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
+from cupyattn.arrays.described import describe
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.memory import data_address
 from cupyattn.arrays.operand import Operand
@@ -137,7 +138,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
         calls["copy"] = rotating(lambda q, k, v, to: cupy.copyto(to, q), sets)
     for mode, quant in MODES.items():
         backend = "interpret" if args.quick else "cuda"
-        arch = own_arch(backend, operands[0])
+        arch = own_arch(backend, describe({"q": operands[0]})["q"])
         found, plan = plan_of(shape, quant, arch)
         made = ca.quantize(*operands, quant=quant, backend=backend)
         rows[mode] = {

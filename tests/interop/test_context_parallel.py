@@ -241,7 +241,7 @@ def test_compiled_models_on_several_processes(degrees: tuple[str, str]) -> None:
     ("kind", "said"),
     [
         ("raises", "rank 1 raised KeyError: 'of the caller'"),
-        ("dies", "rank 1 did not come to 'parallel_attention, call 4' within 15 s"),
+        ("dies", "rank 1 did not come to 'parallel_attention, call 5' within 15 s"),
         ("dies while it sends", "rank 1 ended: its connection closed"),
         ("differs", "rank 1 called parallel_attention with scale=0.5, rank 0 with scale=0.25: "
                     "give all ranks the same scale"),

@@ -352,7 +352,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_groups, "_torch", lambda: SimpleNamespace(
             cuda=SimpleNamespace(
                 device=lambda _: nothing, stream=lambda _: nothing,
-                ExternalStream=lambda *_: None,
+                ExternalStream=lambda *_: None, default_stream=lambda *_: None,
             ),
             zeros=lambda *_, **__: None, device=torch.device,
             from_dlpack=lambda x: torch.from_numpy(x.view(np.ndarray)),
@@ -374,6 +374,23 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
             cuda=cuda, empty=lambda shape, dtype: np.empty(shape, dtype).view(Array)
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("handle", "entered"), [(0, "default of 3"), (7, "7 of 3")])
+def test_the_null_stream_is_torchs_own(
+    handle: int, entered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a handle of 0 ExternalStream makes another stream, which waits for nothing."""
+    torchs = SimpleNamespace(
+        stream=lambda x: x, default_stream=lambda device: f"default of {device}",
+        ExternalStream=lambda x, device: f"{x or 'another'} of {device}",
+    )  # fmt: skip
+    cupys = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=handle))
+    group = object.__new__(torch_groups.TorchDeviceGroup)
+    group.device = 3
+    monkeypatch.setattr(group, "_torch", SimpleNamespace(cuda=torchs), raising=False)
+    monkeypatch.setattr(group, "_cupy", SimpleNamespace(cuda=cupys), raising=False)
+    assert group.on_stream() == entered
 
 
 class Played(torch_groups.TorchDeviceGroup):

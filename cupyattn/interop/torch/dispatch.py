@@ -100,7 +100,7 @@ def _are_rows(tensors: dict[str, Any]) -> bool:
     """Return whether rows of q, k and v are numbers one behind the other, which takes no copy."""
     try:
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
-        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:  # sooner than stride(-1)
             return False
         # A compiler cannot trace the question; the operator's dispatcher answers it at run time.
         return torch.compiler.is_compiling() or not (q.is_neg() or k.is_neg() or v.is_neg())

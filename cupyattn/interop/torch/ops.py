@@ -162,10 +162,10 @@ def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
     """
     differentiable, seen = False, watched()
     for x in arguments:
-        if not isinstance(x, Tensor):  # None, a setting, or what is refused later
-            continue
-        differentiable = differentiable or x.requires_grad
-        seen = seen or type(x) not in PLAIN or x.is_neg()
+        plain = type(x) in PLAIN
+        if plain or isinstance(x, Tensor):  # others are None, a setting, or refused later
+            differentiable = differentiable or x.requires_grad
+            seen = seen or not plain or x.is_neg()
     return differentiable and torch.is_grad_enabled(), seen
 
 
