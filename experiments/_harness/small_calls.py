@@ -13,12 +13,14 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.bounds.perturbation import gamma
 from cupyattn.cli.verify import operands_equal
 from cupyattn.gradients.judge import judge_backward
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
 from cupyattn.reference import attention_exact
 from cupyattn.testing import judge
+from experiments._harness.few_blocks import hopper_blocks
 
 #: Lengths of queries and keys: tails, several blocks of queries, several tiles of keys. With a mask
 #: and a bias, which are slow, fewer. Packed sequences have others again.
@@ -32,14 +34,16 @@ def _array(rng: Any, shape: tuple[int, ...]) -> Any:
     return rng.standard_normal((batch, length, heads, head_dim)).swapaxes(1, 2)
 
 
-def _arrays(len_q: int, len_kv: int, dtype: str, seed: int) -> tuple[Any, Any, Any]:
+def _arrays(
+    len_q: int, len_kv: int, dtype: str, seed: int, head_dim: int = HEAD_DIM
+) -> tuple[Any, Any, Any]:
     """Return q, k and v of two batch entries.
 
     Scores of the first rise along the keys, so that the maximum of a row rises often and far.
     """
     rng = np.random.default_rng(seed)
-    q = _array(rng, (BATCH, HEADS, len_q, HEAD_DIM))
-    k, v = (_array(rng, (BATCH, HEADS_KV, len_kv, HEAD_DIM)) for _ in range(2))
+    q = _array(rng, (BATCH, HEADS, len_q, head_dim))
+    k, v = (_array(rng, (BATCH, HEADS_KV, len_kv, head_dim)) for _ in range(2))
     k = 1.5 * k + 0.5
     k[0] *= np.linspace(0.1, 4, len_kv)[:, None]
     return tuple(x.astype(STORAGE[dtype]) for x in (q, k, v))  # type: ignore[return-value]
@@ -77,6 +81,11 @@ def _attend(
     return "" if report.passed else str(report).splitlines()[0]
 
 
+def _in_few_blocks(call: Callable[[], str]) -> str:
+    with hopper_blocks(3):
+        return call()
+
+
 def _packed(variant: str, arch: str | None, inputs: Any, ends: Any) -> str:
     """Run one call of packed sequences, and judge each."""
     q, k, v = inputs
@@ -100,6 +109,10 @@ def attention_calls(
         "causal": lambda: _attend(variant, arch, plain, {"causal": True}, quant),
         "one short tile, far below 0": lambda: _attend(variant, arch, below, {}, quant),
     }
+    if arch is not None:
+        calls["causal, few blocks"] = lambda: _in_few_blocks(
+            lambda: _attend(variant, arch, plain, {"causal": True}, quant)
+        )
     if features:
         options, capped = _added(*FEWER), {"softcap": 1.5, "window": (60, 9)}
         kept = np.indices((HEADS, 3, 6)).sum(axis=0)[None] % 2 == 0
@@ -108,6 +121,8 @@ def attention_calls(
     if features and arch is None:  # Hopper forms leave these calls to the portable ones
         calls["window, softcap, mask, bias"] = lambda: _attend(variant, arch, fewer, options, quant)
         calls["block mask"] = lambda: _attend(variant, arch, plain, blocks, quant)
+        narrow = _arrays(*FEWER, dtype, 8, 40)
+        calls["head_dim 40"] = lambda: _attend(variant, arch, narrow, {"causal": True}, quant)
     if features and variant != "fa_int8":
         ends = tuple(np.cumsum((0, *one), dtype=np.int32) for one in zip(*PACKED, strict=True))
         rng = np.random.default_rng(2)
@@ -122,12 +137,18 @@ def _quantized(granularity: str) -> str:
     inputs = _arrays(*LENGTHS, "float16", 3)
     quant = ca.QuantConfig(granularity, granularity)
     z = ca.quantize(*inputs, quant=quant, backend="interpret")
+    exact = inputs[1].astype(np.float64).mean(axis=2)
+    # Sums in float32, and one rounding of the mean.
+    allowed = gamma(LENGTHS[1], 2.0**-24) * np.abs(inputs[1]).mean(axis=2) + 2.0**-11 * abs(exact)
+    if z.k_mean is not None and (np.abs(z.k_mean.reshape(exact.shape) - exact) > allowed).any():
+        return f"the mean of K of granularity {granularity} is wrong"
     return "" if operands_equal(z, inputs) else f"J1: codes or scales of granularity {granularity}"
 
 
-def _gradients(options: dict[str, Any]) -> str:
+def _gradients(options: dict[str, Any], factor: float = 1.0) -> str:
     """Run the backward pass, and judge the gradients."""
     q, k, v = _arrays(*(FEWER if "mask" in options else (140, 200)), "float16", 4)
+    q, k = (x * q.dtype.type(factor) for x in (q, k))
     d_out = _array(np.random.default_rng(6), q.shape).astype(q.dtype)
     o, lse = attention_exact(q, k, v, return_lse=True, **options)
     o, lse = o.astype(q.dtype), lse.astype(np.float32)
@@ -168,6 +189,8 @@ def small_calls() -> dict[str, Callable[[], str]]:
         calls[f"quantize: {granularity}"] = lambda by=granularity: _quantized(by)  # type: ignore[misc]
     calls["backward: causal"] = lambda: _gradients({"causal": True})
     calls["backward: softcap, window"] = lambda: _gradients({"softcap": 2.0, "window": (20, 5)})
+    # lse of a thousand and more: P has another way to be found.
+    calls["backward: large scores"] = lambda: _gradients({"causal": True}, 12.0)
     added = _added(*FEWER)
     calls["backward: softcap, window, mask, bias"] = lambda: _gradients(added)
     return calls
