@@ -12,7 +12,7 @@ from cupyattn.plans import attention as plans_attention
 
 @contextmanager
 def hopper_blocks(count: int) -> Iterator[None]:
-    """Let Hopper forms of attention run in so many blocks, and plan anew before and after."""
+    """Let Hopper forms of attention run in so many blocks, and plan again before and after."""
     planners = plans_attention.plan_attention, attention_int8.plan_int8
     try:
         with mock.patch.object(assemble, "HOPPER_BLOCKS", count):
