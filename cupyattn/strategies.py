@@ -6,6 +6,7 @@ kernel makes of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,12 @@ _MAKERS: dict[str, _Maker] = {
 #: Kinds of values that `attention_inputs` draws.
 REGIMES = tuple(_MAKERS)
 #: Further values that it may draw.
-FEATURES = ("window", "softcap", "mask", "bias", "block_mask")
+FEATURES = ("window", "softcap", "mask", "bias", "block_mask", "sinks")
+#: Sizes of a head that are drawn: small, odd, around powers of two, and usual ones.
+HEAD_DIMS = (
+    1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 65, 72, 80, 96, 127, 128, 160, 192,
+    255, 256,
+)  # fmt: skip
 
 
 def _check_known(argument: str, given: Sequence[str], known: Collection[str]) -> None:
@@ -152,6 +158,11 @@ def attention_inputs(
     max_head_dim: int = 256,
     max_scores: int = 2**15,
     features: Sequence[str] = (),
+    head_dims: Sequence[int] = HEAD_DIMS,
+    grouped: bool = True,
+    square: bool = False,
+    multiple: int = 1,
+    empty: bool = True,
 ) -> SearchStrategy[tuple[Any, Any, Any, dict[str, Any]]]:
     """Return a Hypothesis strategy of attention problems.
 
@@ -168,8 +179,18 @@ def attention_inputs(
     max_scores : int
         Largest batch * heads * len_q * len_kv.
     features : sequence of str
-        Which of ``"window"``, ``"softcap"``, ``"mask"``, ``"bias"`` and ``"block_mask"`` are drawn
-        too, or left out now and then.
+        Which of ``"window"``, ``"softcap"``, ``"mask"``, ``"bias"``, ``"block_mask"`` and
+        ``"sinks"`` are drawn too, or left out now and then.
+    head_dims : sequence of int
+        Sizes of a head, of which those up to `max_head_dim` are drawn.
+    grouped : bool
+        Also draw fewer heads of K and V than of Q.
+    square : bool
+        Draw len_kv = len_q alone.
+    multiple : int
+        Lengths are multiples of this.
+    empty : bool
+        Also draw lengths of 0.
 
     Returns
     -------
@@ -181,13 +202,16 @@ def attention_inputs(
     Raises
     ------
     ValueError
-        For an unknown dtype, regime or feature.
+        For an unknown dtype, regime or feature, or if there is no head_dim to draw.
     ImportError
         If Hypothesis is not installed.
     """
     _check_known("dtypes", dtypes, SMALLEST_NORMAL)
     _check_known("regimes", regimes, REGIMES)
     _check_known("features", features, FEATURES)
+    head_dims = [size for size in head_dims if size <= max_head_dim]
+    if not head_dims:
+        raise ValueError(f"head_dims must have a size up to max_head_dim={max_head_dim}, got none")
     try:
         from hypothesis import strategies as st
     except ImportError:
@@ -201,13 +225,9 @@ def attention_inputs(
         edges = {e for n in (1, 2, 3) for e in (n * block - 1, n * block, n * block + 1)}
         primes = {2, 3, 7, 13, 31, 61, 97, 127}
         common = sorted(x for x in {0, 1} | edges | primes if x <= most)
-        return st.sampled_from(common) | st.integers(1, max(1, min(most, 4 * block)))
-
-    head_dims = [
-        1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 65, 72, 80, 96, 127, 128,
-        160, 192, 255, 256,
-    ]  # fmt: skip
-    head_dims = [x for x in head_dims if x <= max_head_dim]
+        drawn = st.sampled_from(common) | st.integers(1, max(1, min(most, 4 * block)))
+        least = 0 if empty else 1
+        return drawn.map(lambda x: multiple * max(least, x // multiple))
 
     def added(shape: tuple[int, ...]) -> SearchStrategy[tuple[int, ...]]:
         axes = st.tuples(*(st.sampled_from(sorted({1, n})) for n in shape))
@@ -245,6 +265,9 @@ def attention_inputs(
             st.sampled_from([64, 128]),
             st.floats(0, 1),
         ),
+        "sinks": lambda shape, rng: st.sampled_from([0.0, 1.0, 10.0]).map(
+            lambda size: (size * rng.standard_normal(shape[1])).astype(np.float32)
+        ),
     }
 
     @st.composite
@@ -253,11 +276,13 @@ def attention_inputs(
             q, k, v, given = replayed(str(WATCHED.replay))
             return q.copy(), k.copy(), v.copy(), dict(given)
         head_dim = draw(st.sampled_from(head_dims))
-        batch, heads_kv, group = (draw(st.sampled_from(x)) for x in ((1, 2), (1, 2), (1, 2, 3)))
+        groups = (1, 2, 3) if grouped else (1,)
+        batch, heads_kv, group = (draw(st.sampled_from(x)) for x in ((1, 2), (1, 2), groups))
         heads = heads_kv * group
         room = max_scores // (batch * heads)
-        len_q = draw(lengths(tiles.block_q, room))
-        len_kv = draw(lengths(tiles.block_kv, room // max(1, len_q)))
+        len_q = draw(lengths(tiles.block_q, math.isqrt(room) if square else room))
+        rest = room // max(1, len_q)
+        len_kv = len_q if square else draw(lengths(tiles.block_kv, rest))
         dtype = draw(st.sampled_from(tuple(dtypes)))
         regime = draw(st.sampled_from(tuple(regimes)))
         seed = draw(st.integers(0, 2**32 - 1))

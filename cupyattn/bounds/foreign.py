@@ -66,6 +66,11 @@ FLUSH = 2.0 * EX2_FLUSH
 ROUNDINGS = 8
 #: Roundings of the argument of an exponential [L72], each of the largest score.
 ARGUMENT_ROUNDINGS = 10
+#: Stores of a score before the bias [L71]: the product, scaled; with a softcap also divided by it,
+#: its tanh, and that multiplied.
+STORES, CAPPED_STORES = 2, 5
+#: Error of a tanh that is made of exponentials, relative to 1 [L71].
+TANH_ERROR = 2.0**-20
 #: Error of a logarithm in lse and in the weights of slices [L74], natural units.
 LOG_ERROR = 2.0**-20
 
@@ -90,7 +95,7 @@ def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = Non
     Raises
     ------
     ValueError
-        For a softcap, or for operands that are quantised already.
+        For operands that are quantised already.
     """
     f = n.foreign
     if f is None:
@@ -101,17 +106,12 @@ def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = Non
             f"{f.name} is judged by the caller's q, k and v: leave quantized out, and name its "
             "codes by cupyattn.testing.numerics(..., qk='int8')"
         )
-    if call.softcap:
-        raise ValueError(
-            f"softcap must be 0 with numerics of another library, got {call.softcap}: how "
-            "exact its tanh is differs by library, so no bound covers it"
-        )
     q, k, v = received.prepared
     sizes = _sizes(q, k, v, f)
     n = replace(n, q_type=call.dtype, out_type=f.out_type or call.dtype)
     terms, lse = empty(q, k, v, rows, TERMS)
     for block in blocks_of(q, k, v, call.scale, options, rows):
-        found, lse[block.index] = _block_bound(block, n, f, call.scale, sizes)
+        found, lse[block.index] = _block_bound(block, n, f, call.scale, call.softcap, sizes)
         for tag, term in found.items():
             terms[tag][block.index] = term
     return assemble(terms, lse)
@@ -146,6 +146,7 @@ def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
         return xp.zeros_like(over) + over.max() if codes == "e4m3" else over
 
     heads_kv = k.shape[1]
+    k = k[:, :, :-1] if f.sinks else k
     q, k, v = map(as_float64, (q, k, v))
     xp = array_namespace(k)
     mean = xp.zeros((*k.shape[:2], 1, k.shape[3]))
@@ -170,8 +171,15 @@ def _code_error(magnitude: Array, largest: Array, codes: str | None) -> Array:
         return (relative * magnitude + absolute * largest) * SCALE_SLACK
 
 
+def _scaling_error(size_q: Array, f: Foreign, sigma: float) -> Array:
+    """Bound what storing Q times the scale costs Q [L71]; 0 where the scores are scaled."""
+    if f.scaled_q is None:
+        return array_namespace(size_q).zeros_like(size_q)
+    return UNIT_ROUNDOFF[f.scaled_q] * size_q + HALF_SUBNORMAL[f.scaled_q] / sigma
+
+
 def _block_bound(
-    block: ScoreBlock, n: Numerics, f: Foreign, sigma: float, sizes: _Sizes
+    block: ScoreBlock, n: Numerics, f: Foreign, sigma: float, softcap: float, sizes: _Sizes
 ) -> tuple[dict[str, Array], Array]:
     """R1 to R7 of one block of rows: the terms of O, and the bound of lse."""
     xp = array_namespace(block.S)
@@ -190,6 +198,8 @@ def _block_bound(
     at_q, at_kv = (batch, head, group), (batch, head)
     size_q, size_k, size_v = xp.abs(block.q), xp.abs(block.k), xp.abs(v)
     mean = sizes.k_mean[at_kv]
+    off_scaled = _scaling_error(size_q, f, sigma)
+    size_q = size_q + off_scaled
     shift = sigma * (size_q * mean).sum(axis=-1)  # of the scores of a row, if K loses its mean
     size_k = size_k + mean
     off_q = _code_error(size_q, sizes.q[at_q], f.qk_codes)
@@ -197,6 +207,8 @@ def _block_bound(
     off_v = _code_error(size_v, sizes.v[at_kv], f.v_codes)
     if f.qk_codes:  # K without its mean is rounded once more, before its codes
         off_k = off_k + UNIT_ROUNDOFF[n.q_type] * sizes.k[at_kv]
+    if f.sinks:  # the last key is no operand
+        size_k[..., -1, :], off_k[..., -1, :] = 0.0, 0.0
 
     def transposed(x: Array) -> Array:
         return x.swapaxes(-1, -2)
@@ -209,6 +221,8 @@ def _block_bound(
             r1 = sigma * (coded - magnitudes) * REFERENCE
     of_sum = 0.0 if f.qk_codes == "int8" else gamma(head_dim + -(-head_dim // 16), roundoff)
     of_sum = (1 + of_sum) * (1 + gamma(ROUNDINGS, U)) - 1
+    with np.errstate(invalid="ignore"):
+        of_scaling = sigma * (off_scaled @ transposed(size_k + off_k))
     underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
     r2 = (sigma * (of_sum * coded + 2 * head_dim * underflow) + FLUSH) * REFERENCE
 
@@ -218,14 +232,18 @@ def _block_bound(
     top = xp.where(xp.isfinite(top), top, 0.0)
     S = xp.where(finite, block.S, top[..., None])
     unbiased = xp.abs(xp.where(finite, block.unbiased, 0.0))
-    r1, r2 = (xp.where(finite & admitted, r, 0.0) for r in (r1, r2))
-    reach = xp.abs(S) + 2.0 * unbiased + r1 + r2 + shift[..., None]
-    r3 = ROUNDINGS * U * reach + FLUSH
+    r1, r2, r3 = (xp.where(finite & admitted, r, 0.0) for r in (r1, r2, of_scaling))
+    stores = CAPPED_STORES if softcap else STORES
+    reach = xp.abs(S) + stores * unbiased + r1 + r2 + r3 + shift[..., None]
+    r3 = r3 + ROUNDINGS * U * reach + FLUSH
     largest_score = MAX_FLOAT
     if f.score_type != "float32":
         unit, least = UNIT_ROUNDOFF[f.score_type], HALF_SUBNORMAL[f.score_type]
-        r3 = r3 + (1 + 4 * unit) * unit * reach + 3 * least * max(1.0, sigma)
+        r3 = r3 + (1 + 2 * stores * unit) * unit * reach
+        r3 = r3 + least * (3 * max(1.0, sigma) + (2 * softcap + 1 if softcap else 0))
         largest_score = FINITE_MAX[f.score_type] / 2
+    if softcap:
+        r3 = r3 + f.tanh * (unbiased + r1 + r2 + r3) + TANH_ERROR * softcap
     r3 = r3 * REFERENCE
 
     # Every exponential on a weight's way [L72], at each step at which the maximum may rise.
@@ -279,6 +297,8 @@ def _block_bound(
     usable = (finite | ~admitted).all(axis=-1)
     most = xp.where(admitted & finite, coded, 0.0).max(axis=-1)
     usable &= most * max(1.0, sigma) <= largest_score
+    if f.scaled_q is not None:  # in natural or in log2 units
+        usable &= size_q.max(axis=-1) * sigma * 2 <= FINITE_MAX[f.scaled_q]
     usable &= xp.where(admitted, xp.abs(S), 0.0).max(axis=-1) <= MAX_FLOAT
     fits &= total_v <= (FINITE_MAX["float16"] / 2 if f.accumulate == "float16" else MAX_FLOAT)
     for tag, term in terms.items():
@@ -298,9 +318,14 @@ def _rises(S: Array, known: Array, admitted: Array, f: Foreign) -> tuple[Array, 
     """Count the steps at which the maximum may rise [L72]: after each key's own, and in a row.
 
     Keys in order, from either end, in steps of any size: no more than there are keys above all
-    before them. In any order: one in each step but the first.
+    before them. In any order: one in each step but the first. A sink may come before or after the
+    keys, whichever way they are taken: one rise more.
     """
     xp = array_namespace(S)
+    if f.sinks:
+        S, known, admitted = (x[..., :-1] for x in (S, known, admitted))
+        after, rises = _rises(S, known, admitted, replace(f, sinks=False))
+        return xp.concatenate([after, rises[..., None]], axis=-1) + 1.0, rises + 1.0
     if not f.sequential:
         most = float(-(-S.shape[-1] // LEAST_STEP))
         return xp.full(S.shape, most), xp.full(S.shape[:-1], most)

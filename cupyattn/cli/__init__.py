@@ -28,6 +28,8 @@ COMMANDS = {
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
     "plan": "launches, scratch memory and memory of a call beforehand, on one device or several",
     "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
+    "judge": "hold any function that computes attention to its error bound, on drawn problems",
+    "mutate": "plant faults in a CUDA source, one at a time: which does your own test notice",
     "advise": "what INT8 will gain in a diffusion transformer, from shapes and stored rates",
     "trial": "run a pipeline of your own native and accelerated in turns: time, memory, pictures",
     "analyze": "what INT8 would do to a model's weights, and how much it would save",
@@ -42,7 +44,8 @@ COMMANDS = {
 }
 #: Pages of ``cupyattn docs`` that explain more than a command's help does.
 PAGES = {
-    "ladder": "ladder", "ablate": "performance", "verify": "testing", "trial": "pipelines",
+    "ladder": "ladder", "ablate": "performance", "verify": "testing", "judge": "your_kernel",
+    "trial": "pipelines", "mutate": "your_kernel",
     "interpret": "interpreter", "advise": "interop", "analyze": "checkpoints",
     "convert": "checkpoints", "dequantize": "checkpoints", "kandinsky": "checkpoints",
     "calibrate": "calibration", "plan": "distributed", "info": "limits",

@@ -25,9 +25,9 @@ ARRAY = ("name", "array", "dtype", "fill", "input", "box", "swizzle")
 OF = ("name", "of", "box", "swizzle")
 SCALAR = ("name", "scalar", "dtype")
 NULL = ("name", "null")
-TENSORS = ("o", "q", "k", "v", "lse")
-NUMERICS = ("p", "accumulate", "promote", "scores", "order", "out")
-OPTIONS = ("scale", "causal", "causal_align", "window")
+TENSORS = ("o", "q", "k", "v", "lse", "sinks")
+NUMERICS = ("p", "accumulate", "promote", "scores", "order", "out", "tanh", "scaled_q")
+OPTIONS = ("scale", "causal", "causal_align", "window", "softcap")
 FILLS = ("normal", "uniform", "arange", "zeros", "ones", "nan")
 
 

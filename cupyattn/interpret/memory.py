@@ -65,6 +65,12 @@ def scatter(data: Bytes, offset: Ints, values: Units) -> None:
     data.view(f"u{unit}")[offset // unit + np.arange(len(values))[:, None]] = values
 
 
+def stores_agree(data: Bytes, offset: Ints, values: Units) -> bool:
+    """Write units as `scatter` does; say whether lanes that share a place wrote the same there."""
+    scatter(data, offset, values)
+    return np.array_equal(gather(data, offset, values.dtype.itemsize, len(values)), values)
+
+
 def span(array: npt.NDArray[Any]) -> tuple[int, int]:
     """Return the bytes below an array's first element, and the bytes that it spans."""
     if not array.size:
@@ -418,7 +424,10 @@ class SharedMemory:
         offset = self.offset(address, width, lanes)
         granules = self.granules(offset, width, lanes)
         self.shadow.before_write(*granules, self._clocks, self._report, atomic=strong)
-        self.shadow.wrote(*granules, self._clocks, self._report, atomic=strong)
+        self.shadow.wrote(
+            *granules, self._clocks, self._report, atomic=strong,
+            agree=lambda: stores_agree(self.data, offset, values),
+        )  # fmt: skip
         scatter(self.data, offset, values)
 
     def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:

@@ -268,9 +268,13 @@ class Shadow:
                 self._check_readers(granules[late], lanes[late], clocks, report)
 
     def wrote(
-        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
-    ) -> None:
-        """Note that `lanes` wrote `granules`; report two that did so in one instruction."""
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False,
+        agree: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
+        """Note that `lanes` wrote `granules`; report two that did so in one instruction.
+
+        If `agree` says that all wrote the same there, it does not matter which of them was last.
+        """
         writer = (lanes + clocks.first).astype(np.int32)
         self.writer[granules] = writer
         self._note_write(granules, clocks)
@@ -278,7 +282,7 @@ class Shadow:
         self.hidden[granules] = True
         if not atomic:
             lost = self.writer[granules] != writer
-            if lost.any():
+            if lost.any() and not (agree is not None and agree()):
                 message = f"{self.name} is written by two lanes at once"
                 report("race", message, lanes, lost, self._address(granules))
 

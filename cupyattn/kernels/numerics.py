@@ -25,6 +25,8 @@ EX2_FLUSH = 2.0**-126
 #: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md [L24]). The
 #: CUDA C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
+#: Relative error of ``tanh.approx.f32`` (PTX ISA, "tanh": 2^-11).
+TANH_APPROX_ERROR = 2.0**-11
 #: LARGEST_SCORE of ``score.cuh``, in log2 units: M is rounded to nearest below, and down from
 #: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
@@ -112,6 +114,13 @@ class Foreign:
         R1. Type of the codes that the kernel makes of Q and K, and of V.
     out_type : {"float16", "bfloat16", "float32"}, optional
         R7. Storage type of O; that of q when omitted.
+    tanh : float
+        R3. Largest relative error of the tanh of a softcap.
+    scaled_q : {"float16", "bfloat16", "float32"}, optional
+        R3. Type of Q after its multiplication by the scale; None: the scores are scaled.
+    sinks : bool
+        Whether the last key is a sink: it has a score and no value, and is never converted to
+        codes.
     """
 
     name: str
@@ -123,6 +132,9 @@ class Foreign:
     qk_codes: str | None
     v_codes: str | None
     out_type: str | None
+    tanh: float = TANH_APPROX_ERROR
+    scaled_q: str | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ def load_counterexample(path: str | os.PathLike[str]) -> Counterexample:
 def replayed(path: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Return q, k, v and the options of attention of a file, as `attention_inputs` draws them."""
     found = load_counterexample(path)
-    drawn = ("scale", "causal", "causal_align", "window", "softcap", "mask", "bias", "block_mask")
+    drawn = ("scale", "causal", "causal_align", "window", "softcap", "mask", "bias", "block_mask",
+             "sinks")  # fmt: skip
     default = {"scale": None, "causal": False, "causal_align": "bottom-right"}
     given = {name: x for name, x in found.options.items() if name in drawn and x is not None}
     return found.q, found.k, found.v, default | given

@@ -9,7 +9,7 @@ from typing import Any
 from cupyattn.bounds.foreign import ACCUMULATORS, CODES, OPERANDS
 from cupyattn.errors import shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.numerics import EX2_APPROX_ERROR, Foreign, Numerics
+from cupyattn.kernels.numerics import EX2_APPROX_ERROR, TANH_APPROX_ERROR, Foreign, Numerics
 
 #: Short names of types, by the name that the bounds know.
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -27,6 +27,8 @@ def numerics(
     qk: str | None = None,
     v: str | None = None,
     out: str | None = None,
+    tanh: float = TANH_APPROX_ERROR,
+    scaled_q: str | None = None,
 ) -> Numerics:
     """Say what a kernel of another library rounds, for `judge` and `assert_within_bound`.
 
@@ -55,12 +57,17 @@ def numerics(
         the coarsest (INT8) or for each tensor (e4m3). The mean of the keys may be subtracted first.
     out : {"fp32", "fp16", "bf16"}, optional
         Type of the result; that of q when omitted.
+    tanh : float
+        Largest relative error of the tanh of a softcap: 2^-11 is that of ``tanh.approx.f32``,
+        2^-21 that of ``tanhf``.
+    scaled_q : {"fp32", "fp16", "bf16"}, optional
+        Type in which q is stored after its multiplication by the scale. The scores are scaled when
+        omitted.
 
     Returns
     -------
     Numerics
-        What the bounds take. docs/MATH_REFERENCE.md, §14, proves the bound
-        and lists what it does not cover: a softcap, scales folded into Q in 16 bits.
+        What the bounds take. docs/MATH_REFERENCE.md, §14, proves the bound.
 
     Raises
     ------
@@ -93,20 +100,22 @@ def numerics(
         steps = 0
     if steps is not None and steps < 1:
         raise ValueError(f"promote must be a positive number of keys or None, got {shown(promote)}")
-    error = exponential
-    if isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 <= error < 0.5:
-        raise ValueError(
-            "exponential must be a relative error of at least 0 and less than 0.5, such as "
-            f"2**-22, got {shown(exponential)}"
-        )
+    scaled_type = None if scaled_q is None else _known("scaled_q", scaled_q, DTYPES)
+    for name, error in (("exponential", exponential), ("tanh", tanh)):
+        if isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 <= error < 0.5:
+            raise ValueError(
+                f"{name} must be a relative error of at least 0 and less than 0.5, such as "
+                f"2**-22, got {shown(error)}"
+            )
     parts = [f"{_short(p_type)} P", f"{_short(sums)} sums"]
     parts += [] if steps is None else [f"promoted after {steps} keys"]
     parts += [] if score_type == "float32" else [f"{_short(score_type)} scores"]
+    parts += [] if scaled_type is None else [f"Q scaled in {_short(scaled_type)}"]
     parts += [] if qk_codes is None else [f"{qk_codes} Q and K"]
     parts += [] if v_codes is None else [f"{v_codes} V"]
     foreign = Foreign(
-        ", ".join(parts), sums, steps, score_type, float(error), order == "sequential", qk_codes,
-        v_codes, out_type,
+        ", ".join(parts), sums, steps, score_type, float(exponential), order == "sequential",
+        qk_codes, v_codes, out_type, float(tanh), scaled_type,
     )  # fmt: skip
     return Numerics(
         "float32", "float32", "float32", out_type or "float32", "fma", "natural", p_type, "fma",

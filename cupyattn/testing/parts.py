@@ -25,6 +25,7 @@ from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import LENGTHS as COUNTS
 from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one_entry
 from cupyattn.problem.settings import NO_WINDOW, Settings
+from cupyattn.testing.sinks import with_sinks
 
 #: Arrays that say how long sequences or entries are.
 LENGTHS = (*SEQUENCES, *COUNTS)
@@ -69,6 +70,7 @@ def parts_of(
     quantized: Any,
     o: Array,
     lse: Array | None,
+    sinks: Array | None = None,
 ) -> list[Part]:
     """Return what is judged of a call.
 
@@ -79,20 +81,30 @@ def parts_of(
     quantized : QuantizedQKV or None
     o, lse
         As the call returns them.
+    sinks : (heads,) array, optional
+        Beside a kernel of another library.
     """
     given = o
-    if quantized is not None and quantized.cu_seqlens_q is not None:
-        return _sequences(settings, arrays, quantized, o, lse)
-    if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
-        return _sequences(settings, arrays, quantized, o, lse)
+    packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
+    if packed or (quantized is not None and quantized.cu_seqlens_q is not None):
+        parts = _sequences(settings, arrays, quantized, o, lse)
+        return [part if sinks is None else _sinking(part, sinks, None) for part in parts]
     if settings.layout == "BSHD":
         o = to_bhsd(o, "BSHD")
         arrays = {n: to_bhsd(a, "BSHD") if n in "qkv" and a is not None else a
                   for n, a in arrays.items()}  # fmt: skip
         settings = settings._replace(layout="BHSD")
+    counts = arrays.get("lengths_q")
     if {*COUNTS} & arrays.keys():
         settings, arrays = _masked(settings, arrays, quantized)
-    return [Part(settings, arrays, quantized, o, lse, given)]
+    part = Part(settings, arrays, quantized, o, lse, given)
+    return [part if sinks is None else _sinking(part, sinks, counts)]
+
+
+def _sinking(part: Part, sinks: Array, counts: Array | None) -> Part:
+    """Return a part with sinks as one without; `counts` are its rows, if they are fewer."""
+    settings, arrays = with_sinks(part.settings, part.arrays, sinks, counts)
+    return replace(part, settings=settings, arrays=arrays)
 
 
 def _masked(

@@ -8,6 +8,7 @@ arrays, with Hypothesis.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cupyattn.arrays.interchange import as_it_is, take, taken, taken_pair
@@ -56,6 +57,7 @@ def judge(
     signed: SignedRun | None = None,
     draws: int = 1,
     sums: bool = False,
+    sinks: Array | None = None,
     **options: Unpack[ProblemOptions],
 ) -> Report:
     """Compare an output with exact attention, as a fraction of the derived bound.
@@ -116,6 +118,10 @@ def judge(
         Hold sums over the channels of a row to their bounds, too: along exact attention, the
         softmax scale, a group of keys, one key. These bounds are certain, and show faults that
         each element hides (docs/MATH_REFERENCE.md, §15). For P in 16 or 32 bits.
+    sinks : (heads,) array, optional
+        Attention sinks, beside the `numerics` of another library: the exponential of a head's sink
+        is part of the sum of exponentials in each of its rows, and of lse. A softcap does not
+        apply to it.
 
     Returns
     -------
@@ -128,7 +134,8 @@ def judge(
     ValueError
         If `o` or `lse` does not have the shape that the inputs ask for, the rung has no such
         `form`, P or V are codes where `signed` is given, `signed` or `sums` is given beside the
-        `numerics` of another library, or `signed` or `rows` beside packed sequences.
+        `numerics` of another library, `signed` or `rows` beside packed sequences, or `sinks`
+        without the `numerics` of another library.
 
     Examples
     --------
@@ -156,6 +163,7 @@ def judge(
     options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))
     options["rope"] = taken_pair(PAIRS["rope"], options.get("rope"))
     options["qk_norm"] = taken_pair(PAIRS["qk_norm"], options.get("qk_norm"))
+    (sinks,) = taken(sinks=sinks)
     rows = take("rows", rows)[0] if hasattr(rows, "__dlpack__") else rows
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
@@ -176,6 +184,13 @@ def judge(
             "signed and sums hold this library's kernels to narrower bounds, and numerics is of "
             "another's: leave them out"
         )
+    if sinks is not None:
+        if numerics is None or numerics.foreign is None:
+            raise ValueError(
+                "sinks belong to kernels of other libraries: give numerics, such as "
+                "cupyattn.testing.numerics('bf16 P'), or leave sinks out"
+            )
+        numerics = replace(numerics, foreign=replace(numerics.foreign, sinks=True))
     if variant != "auto":
         ladder.lookup(variant, also=("auto",))  # whose refusal lists auto, too
     if layout not in ("BHSD", "BSHD"):
@@ -188,7 +203,7 @@ def judge(
         settings = settings._replace(
             variant=problem_of_call(settings, arrays, quantized).variant.name
         )
-    parts = parts_of(settings, arrays, quantized, o, lse)
+    parts = parts_of(settings, arrays, quantized, o, lse, sinks)
     settled = form is not None and settings.tiles is not None
     looks: dict[str, Any] = {"rows": rows, "seed": seed, "exact": exact}
     further = Further(signed, draws, sums, codes=settled)

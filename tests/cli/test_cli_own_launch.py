@@ -161,3 +161,37 @@ def test_planted_faults_are_found(
 ) -> None:
     assert cli.main(["interpret", example(tmp_path, old, new)]) == 1
     assert says in capsys.readouterr().out
+
+
+#: Attention of one row, whose scores a softcap limits, with a sink, and Q that is scaled first.
+CAPPED = """__global__ void row(const float* q, const float* k, const float* v, const float* sinks,
+                    float* o, float* lse, float cap) {
+  float sum = 0, l = expf(sinks[0]);
+  for (int key = 0; key < 5; ++key) {
+    float p = expf(cap * tanhf(0.5f * q[0] * k[key] / cap));
+    l += p;
+    sum += p * v[key];
+  }
+  o[0] = sum / l;
+  lse[0] = logf(l);
+}
+"""
+
+
+def test_softcap_and_sinks_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row, keys = [1, 1, 1, 1], [1, 1, 5, 1]
+    shapes = {"q": row, "k": keys, "v": keys, "sinks": [1], "o": row, "lse": [1, 1, 1]}
+    args = "".join(
+        f'[[args]]\nname = "{name}"\narray = {shape}\ndtype = "float32"\nfill = "normal"\n'
+        for name, shape in shapes.items()
+    )
+    names = "".join(f'{name} = "{name}"\n' for name in shapes)
+    words = 'p = "fp32"\ntanh = 1e-6\nscaled_q = "fp32"\nscale = 0.5\n'
+    head = 'entry = "row"\ngrid = 1\nblock = 1\n'
+    args += '[[args]]\nname = "cap"\nscalar = 0.25\ndtype = "float32"\n'
+    (tmp_path / "row.cu").write_text(CAPPED)
+    for cap, status in ((0.25, 0), (0.3, 1)):
+        judged = f"[judge]\n{names}{words}softcap = {cap}\n"
+        (tmp_path / "row.toml").write_text(head + args + judged)
+        assert cli.main(["interpret", str(tmp_path / "row.cu")]) == status
+        assert ("OUTSIDE" in capsys.readouterr().out) == bool(status)

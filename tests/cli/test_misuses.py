@@ -108,6 +108,17 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("verify fa --dtype int8", "invalid choice: 'int8'"),
         ("verify missing.cu", "missing.cu"),
         ("ablate speed --len 8", "NAME must be one of rungs, granularity"),
+        ("judge", "the following arguments are required: MODULE:NAME"),
+        ("judge mine", "give MODULE:NAME or FILE.py:NAME, got 'mine'"),
+        ("judge missing.py:f", "there is no file 'missing.py'"),
+        ("judge no_such_module:f", "no_such_module:f as numpy cannot be imported"),
+        ("judge math:pi", "math:pi is no function"),
+        ("judge math:nothing", "math:nothing is no function"),
+        ("judge math:hypot --library triton", "invalid choice: 'triton'"),
+        ("judge math:hypot --p fp4", "p must be one of 'fp32', 'fp16', 'bf16', 'e4m3'"),
+        ("judge math:hypot --dtypes half", "invalid choice: 'half'"),
+        ("judge math:hypot --json nowhere/x.json", "nowhere"),
+        ("judge math:hypot --out-name nowhere/x", "--out-name: there is no folder 'nowhere'"),
         ("cache --clear --threads x", "invalid int value"),
         ("cache --warm fa_tc:hd64:int8", "int8"),
     ],
@@ -192,16 +203,18 @@ BESIDE = {
     "convert": "m.safetensors --output out --dry-run", "dequantize": "m.safetensors --output out",
     "kandinsky": "--model-path m.safetensors --output-path out", "cache": "",
     "advise": "m.safetensors --tokens 4096", "trial": "mine.py:flux",
+    "judge": "math:hypot", "mutate": "mine.cu true",
 }  # fmt: skip
 #: Numbers that would otherwise be tried, by their flags: they mean something.
 MEANT = {
     "--seed": ("0",), "--warmup": ("0",), "--margin": ("0",), "--max-outliers": ("0",),
-    "--min-elements": ("0",), "--min-sqnr": ("0", "-1"),
+    "--min-elements": ("0",), "--min-sqnr": ("0", "-1"), "--exponential": ("0",), "--tanh": ("0",),
 }  # fmt: skip
 #: Flags that a message has by the name of the argument in Python.
 IN_PYTHON = {
     "--min-elements": "min_elements_for_int8", "--block-size": "block_size",
-    "--percentile": "percentile",
+    "--percentile": "percentile", "--promote": "promote must be", "--tanh": "tanh must be",
+    "--exponential": "exponential must be",
     "--tiles": "--tiles describes a kernel in a .cu file",
 }  # fmt: skip
 
@@ -220,7 +233,8 @@ def numeric_flags() -> list[tuple[str, str, int | str, str]]:
             flag = action.option_strings[-1]
             numbers = ["0", "-1", *(["nan", "inf"] if action.type is float else [])]
             numbers = [number for number in numbers if number not in MEANT.get(flag, ())]
-            found += [(command, flag, action.nargs or 1, number) for number in numbers]
+            count = action.nargs if isinstance(action.nargs, int) else 1
+            found += [(command, flag, count, number) for number in numbers]
     return found
 
 

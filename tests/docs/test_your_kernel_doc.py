@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cupyattn import cli
 from cupyattn.cli import launch_file
+from cupyattn.testing.mutations import KINDS, mutants
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs" / "YOUR_KERNEL.md").read_text(encoding="utf-8")
@@ -35,7 +38,19 @@ def run(command: str) -> None:
         subprocess.run(command, shell=True, check=True)
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands that are started find `cupyattn`: this checkout."""
+    command = tmp_path / "bin" / "cupyattn"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cupyattn "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("index", range(len(CONSOLE)))
 def test_a_command_prints_what_the_page_says(
     index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -51,8 +66,14 @@ def test_a_command_prints_what_the_page_says(
     assert checker.check_output(f"{wanted.rstrip()}...", printed, FLAGS), printed[:1500]
 
 
-def test_there_are_four() -> None:
-    assert len(CONSOLE) == 4
+def test_there_are_eight() -> None:
+    assert len(CONSOLE) == 8
+
+
+def test_the_page_says_how_many_mutants_the_example_has() -> None:
+    source = (ROOT / "examples" / "your_kernel" / "attention.cu").read_text(encoding="utf-8")
+    assert f"the example has {len(list(mutants(source)))} mutants" in DOC
+    assert all(f"| `{kind}` | {words} |" in DOC for kind, words in KINDS.items())
 
 
 def test_the_code_runs() -> None:

@@ -5,7 +5,6 @@ That each one breaks a judgement on the device is tested in tests/gpu/test_fault
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.problem import form as kernel_form_module
+from cupyattn.testing import mutations
 from tests.faults.fault_patches import FAULTS, FORMS, Fault, Hunk
 
 #: What a mistake may show in: features are compiled in or not at all.
@@ -33,7 +33,7 @@ CELLS: tuple[dict[str, Any], ...] = (
 )
 
 
-def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
+def code_of_variant(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     """PTX without file names, line numbers and debug sections."""
     name, _, form = variant.partition("@")
     rung = VARIANTS[name]
@@ -52,8 +52,7 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kc, "KERNELS", folder)
         ptx = [kc.translate(kc.ModuleSpec(s, spec.defines), arch).ptx for s in sources]
-    lines = "".join(text.partition(".section")[0] for text in ptx).splitlines()
-    return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))
+    return "\n".join(map(mutations.machine_code, ptx))
 
 
 def test_there_are_faults_for_every_variant() -> None:
@@ -84,7 +83,7 @@ def test_a_fault_compiles_to_other_code(fault: Fault, tmp_path: Path) -> None:
         cells = cells[:3] if "@" in variant else cells
         cells = ({"zero_points": True},) if fault.of_zero_points else cells
         assert any(
-            machine_code(copy, variant, cell) != machine_code(kc.KERNELS, variant, cell)
+            code_of_variant(copy, variant, cell) != code_of_variant(kc.KERNELS, variant, cell)
             for cell in cells
         ), variant
 

@@ -571,6 +571,21 @@ def test_the_hazard_of_a_later_block_is_its_own(tmp_path: Path) -> None:
     assert finding.address == 132
 
 
+def test_lanes_that_write_the_same_to_one_word_of_shared_memory_are_no_race(tmp_path: Path) -> None:
+    """Compilers let lanes with copies of a number store it together: Triton does."""
+    body = """
+  __shared__ int s[32];
+  s[i % 32] = x[i % 32];
+  __syncthreads();
+  y[i] = s[31 - i % 32];
+"""
+    x, y = arrays()
+    run(tmp_path, body, arguments=[x, y])
+    assert (y[:64] == np.tile(x[31::-1], 2)).all()
+    with pytest.raises(KernelFault, match="written by two lanes at once"):
+        run(tmp_path, body.replace("x[i % 32]", "x[i]"), arguments=[*arrays()])
+
+
 @pytest.mark.parametrize("budget", [0, 1 << 30])
 @pytest.mark.parametrize(
     ("body", "says"),

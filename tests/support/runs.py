@@ -4,7 +4,6 @@ and buffers with guards around them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,8 +19,6 @@ from cupyattn.kernels.ladder import VARIANTS, Variant, lookup
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
-from cupyattn.plans import assemble, attention_int8
-from cupyattn.plans import attention as plans_attention
 from cupyattn.plans.codes import Scales
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.operands import Codes, Operands
@@ -31,6 +28,7 @@ from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantized import BUFFERS as QUANTIZED
 from cupyattn.runtime import ready
 from cupyattn.testing import verdict  # fmt: skip
+from experiments._harness.few_blocks import hopper_blocks as hopper_blocks
 from tests.support.planned import plan_attention, plan_int8
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
@@ -277,21 +275,6 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
     if isinstance(operands[0], QuantizedQKV):
         chosen.pop("quant", None)
     return attention(*operands, **chosen)
-
-
-@contextmanager
-def hopper_blocks(count: int) -> Iterator[None]:
-    """Let Hopper forms of attention run in so many blocks, and plan anew before and after."""
-    planners = plans_attention.plan_attention, attention_int8.plan_int8
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(assemble, "HOPPER_BLOCKS", count)
-            for planner in planners:
-                planner.cache_clear()
-            yield
-    finally:
-        for planner in planners:
-            planner.cache_clear()
 
 
 def plan_taken(rung: str, inputs: Arrays, **options: Any) -> Any:
