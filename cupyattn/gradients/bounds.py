@@ -80,6 +80,7 @@ class _Constants:
     softcap: float
     dtype: str
     all_keys: bool
+    d_lse: bool
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def backward_bound(
     out: Array,
     lse: Array,
     *,
+    d_lse: Array | None = None,
     out_error: Array | None = None,
     lse_error: Array | None = None,
     all_keys: bool = True,
@@ -116,6 +118,8 @@ def backward_bound(
     ----------
     d_out, q, k, v, out, lse
         As for `cupyattn.attention_backward`: O and the log-sum-exp as the forward left them.
+    d_lse : array, optional
+        As for `cupyattn.attention_backward`.
     out_error, lse_error : array, optional
         Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
         gives. With them the bound is about the gradients of exact attention, which
@@ -141,8 +145,10 @@ def backward_bound(
     ((1, 1, 8, 16), True)
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    out_error, lse_error = operands(out_error=out_error, lse_error=lse_error)
-    problem = BackwardProblem.of("backward_bound", (d_out, out, lse), q, k, v, options, all_keys)
+    out_error, lse_error, d_lse = operands(out_error=out_error, lse_error=lse_error, d_lse=d_lse)
+    problem = BackwardProblem.of(
+        "backward_bound", (d_out, out, lse), q, k, v, options, all_keys, d_lse
+    )
     kernel = problem.portable_kernel(deterministic=False)
     return gradient_bounds(problem, kernel, out_error, lse_error)
 
@@ -166,13 +172,14 @@ def gradient_bounds(
     """
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
     xp = array_namespace(*problem.arrays)
-    sizes, dtype = check_backward(*problem.arrays)
+    sizes, dtype = check_backward(*problem.arrays, d_lse=problem.d_lse)
     _, _, heads_kv, len_q, len_kv, head_dim = sizes
     sigma, softcap = check_scale(problem.scale, head_dim), options["softcap"]
     features = {"softcap": bool(softcap), "bias": options["bias"] is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
     scaling = scaling_errors(n, sigma, None, softcap)
-    shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys)
+    given_d_lse = problem.d_lse is not None
+    shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys, given_d_lse)
     key_blocks = -(-len_kv // kernel.keys_tiles.block_kv)
     group = q.shape[1] // heads_kv if heads_kv else 0
     row_tiles = group * -(-len_q // 16)
@@ -184,7 +191,7 @@ def gradient_bounds(
     dk, dv = ({tag: xp.zeros(k.shape) for tag in TERMS} for _ in range(2))
     size_k, size_v = xp.zeros(k.shape), xp.zeros(k.shape)  # of the terms of dK and dV
     rows_of_key = xp.zeros(k.shape[:3])
-    usable = _finite(d_out, q, k, v, out, lse)
+    usable = _finite(d_out, q, k, v, out, lse, problem.d_lse)
     out_of_range = xp.zeros(k.shape[:3], bool)  # keys
     extra_out = None if out_error is None else split_heads(out_error, heads_kv)
     extra_lse = None if lse_error is None else split_heads(lse_error, heads_kv)
@@ -226,10 +233,15 @@ def gradient_bounds(
     return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv)
 
 
-def _finite(d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> Array:
+def _finite(
+    d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, d_lse: Array | None
+) -> Array:
     """Return whether all operands of a key head are finite, (batch, heads_kv); -inf is an lse."""
     xp = array_namespace(q)
-    good = xp.isfinite(as_float64(lse)) | (as_float64(lse) == NEG_INF)
+    good = xp.isfinite(as_float64(lse))
+    if d_lse is not None:
+        good &= xp.isfinite(as_float64(d_lse))
+    good |= as_float64(lse) == NEG_INF
     found = split_heads(good, k.shape[1]).all(axis=(2, 3))
     for x in (d_out, q, out):
         found &= xp.isfinite(split_heads(as_float64(x), k.shape[1])).all(axis=(2, 3, 4))
@@ -281,6 +293,8 @@ def _errors(
     of_out_error = (xp.abs(block.d_out) * out_error).sum(axis=-1)
     chain = gamma(head_dim + LANE_SUMS, U) + gamma(head_dim + 4, U64)
     error_delta = chain * (of_row + of_out_error) + of_out_error + 2 * head_dim * 2.0**-149
+    if shared.d_lse:  # one rounding more, of the difference
+        error_delta = error_delta + (U + U64) * (xp.abs(block.delta) + error_delta)
     error_delta = error_delta[..., None]
 
     # R11 [L47]: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.

@@ -32,7 +32,7 @@ def coarse_rows(lse: Array) -> Array:
 
 
 class Gradients(NamedTuple):
-    """Gradients of a number that depends on O alone, with respect to Q, K and V."""
+    """Gradients of a number that depends on O and lse, with respect to Q, K and V."""
 
     dq: Array
     dk: Array
@@ -56,6 +56,7 @@ class GradientBlock:
     softmax, softmax_lse
         P and lse of the scores of this block alone, whatever lse was given.
     delta : (batch, heads_kv, group, rows) array, float64
+        The sum of dO times O, less the gradient with respect to lse.
     slope : (batch, heads_kv, group, rows, len_kv) array or float
         The derivative of a score by scale q.k.
     """
@@ -85,6 +86,7 @@ def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
     d_out = split_heads(d_out, heads_kv)
     given_out = None if out is None else split_heads(out, heads_kv)
     given_lse = None if lse is None else split_heads(lse, heads_kv)
+    of_lse = None if problem.d_lse is None else split_heads(problem.d_lse, heads_kv)
     for block in blocks_of(q, k, v, problem.scale, options, None):
         dO = as_float64(d_out[block.index])
         softmax, softmax_lse = softmax_exact(block.S)
@@ -101,9 +103,12 @@ def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
         slope: Array | float = 1.0
         if options["softcap"]:
             slope = xp.where(block.admitted, 1.0 - (block.unbiased / options["softcap"]) ** 2, 1.0)
+        delta = (dO * O).sum(axis=-1)
+        if of_lse is not None:  # -inf does not depend on anything
+            delta = delta - xp.where(row_lse == NEG_INF, 0.0, as_float64(of_lse[block.index]))
         yield GradientBlock(
             block, dO, O, row_lse, P, softmax, softmax_lse, dO @ block.v.swapaxes(-1, -2),
-            (dO * O).sum(axis=-1), slope,
+            delta, slope,
         )  # fmt: skip
 
 
@@ -116,6 +121,7 @@ def backward_exact(
     out: Array | None = None,
     lse: Array | None = None,
     *,
+    d_lse: Array | None = None,
     all_keys: bool = True,
     **options: Unpack[MaskedOptions],
 ) -> Gradients:
@@ -132,6 +138,8 @@ def backward_exact(
     lse : (batch, heads, len_q) array, optional
         The log-sum-exp. With both the result is what the backward kernels compute from the operands
         that they receive, without their own rounding.
+    d_lse : (batch, heads, len_q) array, optional
+        The gradient with respect to the log-sum-exp; zero where omitted, and where lse is -inf.
     all_keys : bool
         Whether the rows attend to no keys but these. If so, P of a row whose lse is at least
         `COARSE_LSE` from zero is the softmax of its scores, and lse is not used.
@@ -150,7 +158,7 @@ def backward_exact(
     Notes
     -----
     .. math:: P_{ij} = e^{S_{ij} - lse_i},\quad \Delta_i = \sum_d dO_{id} O_{id},\quad
-              dS_{ij} = P_{ij} (dO_i \cdot V_j - \Delta_i),
+              dS_{ij} = P_{ij} (dO_i \cdot V_j - \Delta_i + d\mathit{lse}_i),
 
     .. math:: dV_j = \sum_i P_{ij} dO_i,\quad dQ_i = \sigma \sum_j dS_{ij} K_j,\quad
               dK_j = \sigma \sum_i dS_{ij} Q_i,
@@ -167,8 +175,12 @@ def backward_exact(
     >>> bool(np.allclose(dv.sum(axis=2), d_out.sum(axis=2)))  # every row of P sums to one
     True
     """
-    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    problem = BackwardProblem.of("backward_exact", (d_out, out, lse), q, k, v, options, all_keys)
+    d_out, q, k, v, out, lse, d_lse = operands(
+        d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, d_lse=d_lse
+    )
+    problem = BackwardProblem.of(
+        "backward_exact", (d_out, out, lse), q, k, v, options, all_keys, d_lse
+    )
     return exact_gradients(problem)
 
 
@@ -176,7 +188,7 @@ def exact_gradients(problem: BackwardProblem) -> Gradients:
     """Return what `backward_exact` does, whose arguments `problem` holds."""
     d_out, q, k, v, *_ = problem.arrays
     xp = array_namespace(d_out, q, k, v)
-    check_backward_shapes(*problem.arrays)
+    check_backward_shapes(*problem.arrays, d_lse=problem.d_lse)
     sigma, heads_kv = check_scale(problem.scale, q.shape[-1]), k.shape[1]
     dq = xp.zeros(split_heads(q, heads_kv).shape)
     dk, dv = xp.zeros(k.shape), xp.zeros(v.shape)

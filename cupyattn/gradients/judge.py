@@ -77,6 +77,8 @@ def judge_backward(
     v: Array,
     out: Array,
     lse: Array,
+    *,
+    d_lse: Array | None = None,
     **options: Any,
 ) -> GradientReport:
     """Compare gradients with those of the operands that the kernels received (J2).
@@ -88,7 +90,7 @@ def judge_backward(
     ----------
     gradients : (dq, dk, dv)
         What `cupyattn.attention_backward` returned.
-    d_out, q, k, v, out, lse
+    d_out, q, k, v, out, lse, d_lse
         What it was given, layout BHSD.
     **options
         As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
@@ -113,8 +115,8 @@ def judge_backward(
     received = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     d_out, q, k, v, out, lse = received
     gradients = operands(**dict(zip(Gradients._fields, gradients, strict=True)))
-    exact = backward_exact(d_out, q, k, v, out, **options)
-    bound = backward_bound(*received, **options)
+    exact = backward_exact(d_out, q, k, v, out, d_lse=d_lse, **options)
+    bound = backward_bound(*received, d_lse=d_lse, **options)
     of_gradients = []
     for name, found, expected in zip(Gradients._fields, gradients, exact, strict=True):
         if found.shape != expected.shape:

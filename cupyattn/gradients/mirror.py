@@ -35,6 +35,7 @@ def backward_mirror(
     out: Array,
     lse: Array,
     *,
+    d_lse: Array | None = None,
     deterministic: bool = False,
     all_keys: bool = True,
     **options: Unpack[MaskedOptions],
@@ -46,6 +47,8 @@ def backward_mirror(
     d_out, q, k, v, out : array
         float16 or bfloat16, all of one type; shapes as for `cupyattn.gradients.backward_exact`.
     lse : (batch, heads, len_q) array, float32
+    d_lse : (batch, heads, len_q) array, float32, optional
+        As for `cupyattn.gradients.backward_exact`.
     deterministic : bool
         Form to mirror: it decides how many keys dQ takes at a time.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
@@ -71,8 +74,10 @@ def backward_mirror(
     >>> dq[0, 0, 0, :2].tolist(), dv[0, 0, :, 0].tolist()
     ([0.0, 0.0], [1.0, 1.0, 1.0])
     """
-    require_numpy(d_out, q, k, v, out, lse)
-    problem = BackwardProblem.of("backward_mirror", (d_out, out, lse), q, k, v, options, all_keys)
+    require_numpy(d_out, q, k, v, out, lse, *([] if d_lse is None else [d_lse]))
+    problem = BackwardProblem.of(
+        "backward_mirror", (d_out, out, lse), q, k, v, options, all_keys, d_lse
+    )
     return mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
 
 
@@ -86,7 +91,7 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
     kernel : BackwardKernel
     """
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
-    (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
+    (*_, len_q, len_kv, head_dim), dtype = check_backward(*problem.arrays, d_lse=problem.d_lse)
     sigma = check_scale(problem.scale, head_dim)
     features = {"softcap": bool(options["softcap"]), "bias": options["bias"] is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
@@ -98,6 +103,9 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
         Q, dO, O = (split_heads(round_to(x, dtype), heads_kv) for x in (q, d_out, out))
         V = round_to(v, dtype)[:, :, None]
         delta = (dO * O).sum(axis=-1, dtype=np.float32)  # R8
+        if problem.d_lse is not None:
+            of_lse = split_heads(problem.d_lse, heads_kv)
+            delta = np.where(split_heads(lse, heads_kv) == NEG_INF, delta, delta - of_lse)  # R8
         to_log2 = np.float32(1) if n.subtracts_first else np.float32(np.log2(np.e))
         M = split_heads(lse, heads_kv) * to_log2  # R9
         M = np.where(split_heads(lse, heads_kv) == NEG_INF, np.float32(np.inf), M)[..., None]

@@ -28,6 +28,8 @@ class BackwardProblem:
         What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
     all_keys : bool
         Whether the rows attend to no keys but these.
+    d_lse : array, optional
+        The gradient with respect to the log-sum-exp; None: zero.
     """
 
     d_out: Array
@@ -39,18 +41,19 @@ class BackwardProblem:
     scale: float | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: Settings().scores({}))
     all_keys: bool = True
+    d_lse: Array | None = None
 
     @classmethod
     def of(
         cls, function: str, received: Sequence[Any], q: Any, k: Any, v: Any,
-        options: Mapping[str, Any], all_keys: bool,
+        options: Mapping[str, Any], all_keys: bool, d_lse: Any,
     ) -> BackwardProblem:  # fmt: skip
         """Tell scale and options apart; `function` is whose arguments they are, and `received` are
         d_out, out and lse."""
         settings, arrays = parse(function, q, k, v, options)
         d_out, out, lse = received
         scores = settings.scores(arrays)
-        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys, d_lse)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -65,6 +68,6 @@ class BackwardProblem:
         TypeError, ValueError, UnsupportedError
             For arrays or options that do not fit together.
         """
-        sizes, dtype = check_backward(*self.arrays)
+        sizes, dtype = check_backward(*self.arrays, d_lse=self.d_lse)
         call = check_options(sizes, dtype, self.scale, self.options, return_lse=True)
         return settle_backward(call, {}, deterministic=deterministic)

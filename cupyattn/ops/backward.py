@@ -44,6 +44,7 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
+    d_lse: Any = None,
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
@@ -61,7 +62,7 @@ def attention_backward(
     arch: str | None = None,
     backend: str | None = None,
 ) -> Gradients:
-    """Gradients of `attention` with respect to q, k and v.
+    """Gradients of `attention` with respect to q, k and v, through O and the log-sum-exp.
 
     Parameters
     ----------
@@ -75,6 +76,9 @@ def attention_backward(
         log-sum-exp, float32, (batch, heads, len_q). P is recomputed from `lse`; nothing of the size
         len_q x len_kv is stored. If `lse` is at least 1024 from zero, float32 is too coarse for
         that: P is then the softmax of the row's scores, for which k must be all keys of the row.
+    d_lse : array, float32, (batch, heads, len_q), optional
+        The gradient with respect to `lse`, for what depends on it beside O; zero where omitted. It
+        counts for nothing in rows without keys, whose lse is -inf.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, layout
         As in the forward pass. `bias` gets no gradient. Cost follows the blocks that are kept.
     rope, rope_interleaved, rope_offset_q
@@ -131,7 +135,8 @@ def attention_backward(
         rope_offset_q, EPS, layout, True, None, None, arch, backend,
     )  # fmt: skip
     arrays = named(
-        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
+        d_lse=d_lse,
     ) | {"d_out": d_out, "out": out, "lse": lse}
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
@@ -147,6 +152,7 @@ def attention_varlen_backward(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
+    d_lse: Any = None,
     max_len_q: int | None = None,
     max_len_k: int | None = None,
     scale: float | None = None,
@@ -172,6 +178,8 @@ def attention_varlen_backward(
     d_out, q, k, v, out : array, (total_q or total_k, heads, head_dim)
         As for `attention_backward`, packed as the forward pass had them.
     lse : array, float32, (heads, total_q)
+    d_lse : array, float32, (heads, total_q), optional
+        As for `attention_backward`.
     cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k
         As for `attention_varlen`: with both limits nothing waits for offsets that lie on a device.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
@@ -211,7 +219,7 @@ def attention_varlen_backward(
     )  # fmt: skip
     arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, d_lse=d_lse,
     ) | {"d_out": d_out, "out": out, "lse": lse}  # fmt: skip
     return run_backward(BackwardSettings(settings, deterministic), arrays)
 
@@ -343,12 +351,12 @@ class _Backward(Operation):
     name = "attention_backward"
 
     def resolve(self, asked: BackwardAsked, arrays: Mapping[str, Described]) -> Problem:
-        """Check the forward pass, and d_out, out and lse against it."""
+        """Check the forward pass, and what came of it against it."""
         check_offered(arrays["q"], arrays.get("q_norm_weight"), asked.deterministic)
-        received = ("d_out", "o", "lse")
-        own = {n: x for n, x in arrays.items() if n not in (*received, "kept_rows")}
+        own = {n: x for n, x in arrays.items() if n not in (*_RECEIVED, "kept_rows")}
         forward: AttentionProblem = problem_of(ATTENTION, asked.forward, own)
-        operands = {**forward.rows, **_take(forward, {n: arrays[n] for n in received})}
+        received = {n: arrays[n] for n in _RECEIVED if n in arrays}
+        operands = {**forward.rows, **_take(forward, received)}
         operands |= {**forward.of_scores, **forward.sequences}
         if "kept_rows" in arrays:
             operands["kept_rows"] = arrays["kept_rows"]
@@ -423,6 +431,8 @@ def _in_c_order(x: Any) -> Any:
 
 
 BACKWARD = _Backward()
+#: Arrays beside those of the forward pass, by buffer; d_lse may be absent.
+_RECEIVED = ("d_out", "o", "lse", "d_lse")
 #: The sines by which gradients are turned back.
 _SIN_BACK = "rope_sin_back"
 
@@ -434,7 +444,7 @@ def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
 
 
 def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[str, Described]:
-    """Return d_out, out and lse by buffer, checked against q; layout BHSD."""
+    """Return d_out, out, lse and d_lse by buffer, checked against q; layout BHSD."""
     call, layout = forward.call, forward.settings.layout
     if call.padded is not None:
         raise UnsupportedError(
@@ -445,8 +455,8 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
     for name in ("d_out", "o"):
         taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
     q, k, v = forward.rows.values()
-    check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"])
-    taken["lse"] = taken["lse"].whole()
+    check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"], d_lse=taken.get("d_lse"))
+    taken |= {n: taken[n].whole() for n in ("lse", "d_lse") if n in taken}
     check_together(q=q, **taken)
     return taken
 
@@ -470,7 +480,7 @@ def _places(
 def plan_of(problem: Problem) -> Plan:
     """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
     _, kernel, places, all_keys = problem.settled
-    return plan_backward(kernel, places, all_keys=all_keys)
+    return plan_backward(kernel, places, all_keys=all_keys, d_lse="d_lse" in problem.operands)
 
 
 def _rope_of(forward: AttentionProblem) -> Rope | None:
@@ -491,6 +501,7 @@ def _mirror(
     if rope is not None:
         rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
     operands = {n: arrays["o" if n == "out" else n] for n in ("d_out", *"qkv", "out", "lse")}
+    operands |= {n: arrays[n] for n in ("d_lse",) if n in arrays}
 
     def run_one(given: Mapping[str, Any], masks: Mapping[str, Any]) -> Gradients:
         if rope is not None:
@@ -541,10 +552,12 @@ def parse_backward(
         For an argument that there is not, and for what is not offered.
     """
     options = {"variant": "fa_tc", "return_lse": True, **options}
-    deterministic = options.pop("deterministic", None)
+    deterministic, d_lse = options.pop("deterministic", None), options.pop("d_lse", None)
     settings, arrays = parse(function, q, k, v, options)
     check_offered(q, arrays.get("qk_norm"), deterministic)
     arrays |= zip(("d_out", "out", "lse"), received, strict=True)
+    if d_lse is not None:
+        arrays["d_lse"] = d_lse
     return BackwardSettings(settings, deterministic), arrays
 
 

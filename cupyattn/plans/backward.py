@@ -15,7 +15,7 @@ from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
+from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS, DELTA_PARAMS
 from cupyattn.problem.backward_form import (
     NO_DQ,
     SUMS_DQ,
@@ -66,7 +66,11 @@ class BackwardOperands:
 
 @functools.lru_cache(maxsize=1024)
 def plan_backward(
-    kernel: BackwardKernel, at: BackwardOperands, *, all_keys: bool = True
+    kernel: BackwardKernel,
+    at: BackwardOperands,
+    *,
+    all_keys: bool = True,
+    d_lse: bool = False,
 ) -> Plan:
     """Plan the gradients of a call.
 
@@ -79,6 +83,8 @@ def plan_backward(
     all_keys : bool
         Whether the rows attend to no keys but these. False takes every lse as it is; True
         normalises rows again whose lse is too coarse to give P.
+    d_lse : bool
+        Whether the plan also reads the buffer ``"d_lse"``, which lies as ``"lse"`` does.
 
     Returns
     -------
@@ -120,7 +126,8 @@ def plan_backward(
         Workspace("coarse", (lists, rows // COARSE_ROWS), "int32"),
     ]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
-    launches = kernels.launch(
+    delta = kernels.with_d_lse() if d_lse else kernels
+    launches = delta.launch(
         "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
     )
     launches += kernels.launch("coarse", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
@@ -158,6 +165,12 @@ class _Kernels:
     features: Features
     structs: tuple[Any, ...]
     folder: str = ""
+    d_lse: bool = False
+
+    def with_d_lse(self) -> _Kernels:
+        """Return the kernels that read the gradient with respect to lse."""
+        call, (_, grad) = self.structs
+        return replace(self, structs=(call, (DELTA_PARAMS, grad | {"d_lse": "d_lse"})), d_lse=True)
 
     def fed(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
         """Return the Hopper kernels, for which the copy engine brings so many rows of operands."""
@@ -180,6 +193,8 @@ class _Kernels:
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
         if dq is not None:
             defines["CFG_DQ"] = dq
+        if self.d_lse:
+            defines["CFG_D_LSE"] = 1
         spec = ModuleSpec(f"backward/{self.folder}{entry}.cu", tuple(sorted(defines.items())))
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

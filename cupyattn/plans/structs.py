@@ -92,6 +92,9 @@ BACKWARD_PARAMS = _struct([
     ("next_block", "u8"), ("all_keys", "i4"),
 ])  # fmt: skip
 
+#: ``struct DeltaParams<true>`` of kernels_cu/prims/params.cuh.
+DELTA_PARAMS = _struct([("d_lse", "u8")], BACKWARD_PARAMS)
+
 # ---- preparation of operands ---------------------------------------------------------------------
 
 #: ``struct RopeParams`` of kernels_cu/prims/io/rope.cuh.

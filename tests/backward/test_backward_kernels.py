@@ -147,7 +147,7 @@ def test_a_grid_past_what_a_launch_takes_is_told() -> None:
 
 
 #: Of `revealing_backward`, what is interpreted in every run of the tests.
-AT_ONCE = ((0, "atomic"), (3, "atomic"), (4, "deterministic"))
+AT_ONCE = ((0, "atomic"), (3, "atomic"), (4, "deterministic"), (6, "atomic"))
 
 # ---- in the interpreter --------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ AT_ONCE = ((0, "atomic"), (3, "atomic"), (4, "deterministic"))
     ("number", "form"),
     [
         pytest.param(number, form, marks=[] if (number, form) in AT_ONCE else [pytest.mark.slow])
-        for number in range(5)
+        for number in range(7)
         for form in FORMS
     ],
 )
@@ -265,7 +265,8 @@ PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
 )  # fmt: skip
 def test_packed_sequences_are_within_their_bound(form: str, backend: str) -> None:
     found = run_packed_backward(
-        PACKED, deterministic=FORMS[form], backend=backend, causal=True, window=(60, -1)
+        PACKED, deterministic=FORMS[form], backend=backend, causal=True, window=(60, -1),
+        of_lse=form == "deterministic",
     )
     runs = list(found)
     assert len(runs) == len(PACKED)

@@ -214,7 +214,7 @@ def test_gradients_are_within_bounds_of_torch_in_float64(
     o, lse = interop.attention(
         q, k, v, return_lse=True, deterministic=deterministic, backend="mirror", **options
     )
-    assert o.requires_grad and not lse.requires_grad
+    assert o.requires_grad and lse.requires_grad
     d_out = np.random.default_rng(1).standard_normal(o.shape).astype(inputs[0].dtype)
     o.backward(tensor(d_out))
     received = d_out, *inputs, array(o), array(lse)
@@ -245,6 +245,50 @@ def test_gradients_are_those_of_the_backward_kernels(name: str, variant: str) ->
         found.backward(g)
         grads = [x.grad for x in (q, k, v)]
         assert all(same_bits(x, y) for x, y in zip(grads, expected, strict=True)), layout
+
+
+@pytest.mark.parametrize("of_o", [True, False])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_go_through_lse(of_o: bool, compiled: bool) -> None:
+    """With the bits of the backward pass, also where O has no gradient."""
+    inputs = problem("float16")
+    o, lse = ca.attention(*inputs, causal=True, return_lse=True)
+    d_lse = np.full(lse.shape, 0.75, np.float32)
+    d_out = np.full(o.shape, 0.5 if of_o else 0, np.float16)
+    expected = ca.attention_backward(d_out, *inputs, o, lse, d_lse=d_lse, causal=True)
+    q, k, v = leaves(*inputs)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o, lse = interop.attention(q, k, v, causal=True, return_lse=True)
+        return lse.sum() * 0.75 + (o.sum(dtype=torch.float32) * 0.5 if of_o else 0)
+
+    (torch.compile(loss, fullgraph=True) if compiled else loss)(q, k, v).backward()
+    assert all(same_bits(x.grad, y) for x, y in zip((q, k, v), expected, strict=True))
+
+
+def test_gradients_through_lse_of_transforms_and_of_packed_sequences() -> None:
+    inputs = problem("float16")
+    q, k, v = map(tensor, inputs)
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        o, lse = interop.attention(q, k, v, return_lse=True)
+        return lse.sum() + o.sum(dtype=torch.float32)
+
+    (own,) = leaves(inputs[0])
+    (expected,) = torch.autograd.grad(loss(own), own)
+    assert torch.equal(torch.func.grad(loss)(q), expected)
+    two = torch.func.vmap(torch.func.grad(loss))(torch.stack([q, q]))
+    assert torch.equal(two, torch.stack([expected, expected]))
+
+    x, ends = np.random.default_rng(2).standard_normal((50, 2, 16)), np.array([0, 20, 20, 50])
+    x = x.astype(np.float16)
+    o, lse = ca.attention_varlen(x, x, x, ends, ends, return_lse=True)
+    d_lse = np.ones_like(lse)
+    wanted = ca.attention_varlen_backward(0 * o, x, x, x, o, lse, ends, ends, d_lse=d_lse)
+    q, k, v = leaves(x, x, x)
+    offsets = torch.from_numpy(ends)
+    interop.attention_varlen(q, k, v, offsets, offsets, return_lse=True)[1].sum().backward()
+    assert all(same_bits(x.grad, y) for x, y in zip((q, k, v), wanted, strict=True))
 
 
 def test_gradients_of_packed_sequences_and_of_block_masks() -> None:
@@ -458,9 +502,7 @@ def test_what_has_no_derivative_says_so() -> None:
         assert interop.attention(q, k, v, bias=bias, qk_norm=weights).shape == q.shape
     with pytest.raises(RuntimeError, match="out=... arguments don't support automatic"):
         interop.attention(q, k, v, out=torch.empty_like(q))
-    o, lse = interop.attention(q, k, v, return_lse=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
+    o = interop.attention(q, k, v)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="attention_qkv_backward' is not implemented"):
         dq.sum().backward()

@@ -121,6 +121,8 @@ GUARD = 512
 
 #: Options that are arrays.
 ADDED = ("mask", "bias")
+#: Of backward passes.
+D_LSE = "d_lse"
 
 Arrays = tuple[Any, Any, Any]
 

@@ -102,7 +102,7 @@ def attention(
     lengths_q, lengths_kv : jax.Array, (batch,), optional
         As for `cupyattn.attention`. There is no gradient beside them.
     layout, return_lse
-        As for `cupyattn.attention`. The log-sum-exp gets no gradient.
+        As for `cupyattn.attention`. Gradients go through the log-sum-exp, too.
     deterministic : bool
         Of the gradient, as for `cupyattn.attention_backward`.
     **options
@@ -122,7 +122,7 @@ def attention(
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a gradient
         that there is none of: of float32, after `qk_norm`, beside lengths, of a bias, a table or
-        weights, through the log-sum-exp.
+        weights.
     jax.errors.JaxRuntimeError
         For what shows only when it runs, with the exception's type and message.
 
@@ -258,15 +258,11 @@ def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, 
 
 def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
     operands, o, lse = residuals
-    if call.return_lse and not isinstance(cotangents[1], SymbolicZero):
-        raise UnsupportedError(
-            "attention has no gradient through the log-sum-exp: pass jax.lax.stop_gradient of lse "
-            "on, or leave return_lse out"
-        )
-    d_out = cotangents[0]
-    if isinstance(d_out, SymbolicZero):
+    named = zip(("d_out", "d_lse"), cotangents, strict=False)
+    given = {name: x for name, x in named if not isinstance(x, SymbolicZero)}
+    if not given:
         return (dict.fromkeys(operands),)
-    read = {**operands, "d_out": d_out, "out": o, "lse": lse}
+    read = {**operands, "d_out": jnp.zeros_like(o), **given, "out": o, "lse": lse}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[name] for name in "qkv")]
     names = tuple(read)
     bind = foreign(_BACKWARD, shapes)
@@ -336,7 +332,7 @@ def _run_backward(
     for operands, gradients in _entries(buffers, results, attributes, options):
         d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
         found = backward.attention_backward(
-            d_out, q, k, v, out, lse, **_paired(operands), **options
+            d_out, q, k, v, out, lse, d_lse=operands.get("d_lse"), **_paired(operands), **options
         )
         for gradient, one in zip(gradients, found, strict=True):
             gradient[...] = one

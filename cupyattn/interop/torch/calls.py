@@ -100,6 +100,7 @@ def backward_pass(
     d_out: Tensor,
     out: Tensor,
     lse: Tensor,
+    d_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `cupyattn.attention_backward`, or that of packed sequences.
 
@@ -109,6 +110,8 @@ def backward_pass(
         As for `forward`.
     d_out, out, lse : Tensor
         As for `cupyattn.attention_backward`; `d_out` of any strides.
+    d_lse : Tensor, optional
+        As for `cupyattn.attention_backward`.
 
     Returns
     -------
@@ -118,6 +121,8 @@ def backward_pass(
         d_out = d_out.contiguous()
     deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
     given = {**tensors, "d_out": d_out, "out": out, "lse": lse}
+    if d_lse is not None:
+        given["d_lse"] = d_lse
     if settings.block_mask is not None:
         given["block_mask"] = settings.block_mask
     # The faster form where none is asked for.

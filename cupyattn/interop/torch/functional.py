@@ -87,7 +87,7 @@ def attention(
         Shape, dtype and device of q, strides of ``torch.empty_like(q)``, on torch's current stream
         and from its allocator.
     lse : Tensor, float32, (batch, heads, len_q)
-        With `return_lse`; it passes no gradient on.
+        With `return_lse`; gradients go through it, too.
 
     Raises
     ------

@@ -33,6 +33,8 @@ from cupyattn.interop.torch.transforms import (
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Operators of every module here, and what each does.
 library = torch.library.Library("cupyattn", "DEF")
+#: What a backward pass gets beside the arguments of its forward pass.
+RECEIVED = "Tensor d_out, Tensor o, Tensor lse, Tensor? d_lse"
 #: What each operator does on a CPU or a CUDA device.
 KERNELS: dict[Any, Any] = {}
 
@@ -58,9 +60,11 @@ def _define(name: str, schema: Schema) -> Any:
             shape = [q.shape[0], q.shape[3 - length], q.shape[length]]
         return o, q.new_empty(shape, dtype=torch.float32)
 
-    def backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    def backward(
+        d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, ...]:
         settings = schema.settings(arguments)
-        return backward_pass(settings, schema.given(arguments), d_out, o, lse)
+        return backward_pass(settings, schema.given(arguments), d_out, o, lse, d_lse)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         settings, operands = schema.settings(inputs), len(schema.tensors)
@@ -70,22 +74,26 @@ def _define(name: str, schema: Schema) -> Any:
         ctx.rest = inputs[operands:]
         ctx.block_mask = settings.block_mask  # kept alive until then
 
-    def derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def derivative(
+        ctx: Any, d_out: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         o, lse, *tensors = ctx.saved_tensors
-        found = backward_operator(d_out, o, lse, *tensors, *ctx.rest)
+        if d_out is None:  # only lse has a gradient
+            d_out = torch.zeros_like(o)
+        found = backward_operator(d_out, o, lse, d_lse, *tensors, *ctx.rest)
         return (*found, *[None] * (len(tensors) - 3 + len(ctx.rest)))
 
     operator = define(name, f"{schema}", "(Tensor o, Tensor lse)", attention, attention_fake)
     backward_operator = define(
-        f"{name}_backward", f"Tensor d_out, Tensor o, Tensor lse, {schema}",
+        f"{name}_backward", f"{RECEIVED}, {schema}",
         "(Tensor dq, Tensor dk, Tensor dv)", backward, backward_fake,
     )  # fmt: skip
     join = join_of_backward = None
     if "cu_seqlens_q" not in schema.tensors:
         join = join_batch(operator, schema.tensors, schema.settings)
         join_of_backward = join_batch(
-            backward_operator, ("d_out", "o", "lse", *schema.tensors),
-            lambda arguments: schema.settings(arguments[3:]),
+            backward_operator, ("d_out", "o", "lse", "d_lse", *schema.tensors),
+            lambda arguments: schema.settings(arguments[4:]),
         )  # fmt: skip
     differentiate(operator, derivative, save, join)
     refuse_derivative(backward_operator, join_of_backward)
@@ -169,9 +177,11 @@ def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
     return differentiable and torch.is_grad_enabled(), seen
 
 
-def has_memory(gradient: Tensor) -> bool:
-    """Return whether kernels may read a gradient where it lies, without an operator."""
-    return type(gradient) in PLAIN and not is_mapped_by_autograd(gradient)
+def has_memory(gradient: Tensor, other: Tensor | None) -> bool:
+    """Return whether kernels may read gradients where they lie, without an operator."""
+    return (type(gradient) in PLAIN and not is_mapped_by_autograd(gradient)) and (
+        other is None or has_memory(other, None)
+    )
 
 
 def refuse_derivative(operator: Any, join: Join | None = None) -> None:
@@ -196,13 +206,15 @@ def is_exported() -> bool:
 
 
 def need_lse(ctx: Any, output: tuple[Tensor, Tensor], *, return_lse: bool) -> None:
-    """Raise UnsupportedError where a derivative lacks lse, which passes no gradient on."""
+    """Raise UnsupportedError where a derivative lacks lse; gradients of it stay None if unused."""
     if not return_lse:
         raise UnsupportedError("the derivative takes lse: give return_lse=True")
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def backward_fake(
+    d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
     """Return gradients of which only shapes are known: those of q, k and v."""
     return tuple(x.new_empty(x.shape) for x in arguments[:3])
 
@@ -222,12 +234,17 @@ def attend(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def backward_of(
-    settings: TensorSettings, tensors: Mapping[str, Tensor], d_out: Tensor, o: Tensor, lse: Tensor
+    settings: TensorSettings,
+    tensors: Mapping[str, Tensor],
+    d_out: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call the operator of the backward pass; return the gradients of q, k and v."""
     name = _operator_of(tensors)
     operator = getattr(torch.ops.cupyattn, f"{name}_backward")
-    dq, dk, dv = operator(d_out, o, lse, *_SCHEMAS[name].flat(tensors, settings))
+    dq, dk, dv = operator(d_out, o, lse, d_lse, *_SCHEMAS[name].flat(tensors, settings))
     return dq, dk, dv
 
 
