@@ -24,7 +24,7 @@ from cupyattn.bounds.scores import (
     products,
     scaling_errors,
 )
-from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
+from cupyattn.gradients.exact import BiasSums, GradientBlock, coarse_rows, gradient_blocks, over_rows
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.backward_form import BackwardKernel, check_backward
@@ -49,6 +49,8 @@ class GradientBounds:
     ----------
     dq, dk, dv : dict of str to array
         Of each gradient one array for each rounding point; they sum to its bound.
+    dbias : dict of str to array, optional
+        The same of the bias; None: it was not asked for.
 
     Notes
     -----
@@ -59,9 +61,10 @@ class GradientBounds:
     dq: dict[str, Array]
     dk: dict[str, Array]
     dv: dict[str, Array]
+    dbias: dict[str, Array] | None = None
 
     def total(self, name: str) -> Array:
-        """Return the bound of ``"dq"``, ``"dk"`` or ``"dv"``."""
+        """Return the bound of ``"dq"``, ``"dk"``, ``"dv"`` or ``"dbias"``."""
         return sum(getattr(self, name).values())
 
     def dominant(self, name: str, index: tuple[int, ...]) -> str:
@@ -91,6 +94,8 @@ class _Errors:
     largest_P: Array
     dS: dict[str, Array]  # R8 to R11
     largest_dS: Array
+    of_bias: dict[str, Array]  # R8 to R11 of P (dP - Delta)
+    largest_of_bias: Array
     out_of_range: Array  # boolean: nothing is promised, and the others are 0
 
 
@@ -104,6 +109,7 @@ def backward_bound(
     lse: Array,
     *,
     d_lse: Array | None = None,
+    grad_bias: bool = False,
     out_error: Array | None = None,
     lse_error: Array | None = None,
     all_keys: bool = True,
@@ -119,6 +125,7 @@ def backward_bound(
     d_out, q, k, v, out, lse
         As for `cupyattn.attention_backward`: O and the log-sum-exp as the forward left them.
     d_lse : array, optional
+    grad_bias : bool
         As for `cupyattn.attention_backward`.
     out_error, lse_error : array, optional
         Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
@@ -147,7 +154,7 @@ def backward_bound(
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     out_error, lse_error, d_lse = operands(out_error=out_error, lse_error=lse_error, d_lse=d_lse)
     problem = BackwardProblem.of(
-        "backward_bound", (d_out, out, lse), q, k, v, options, all_keys, d_lse
+        "backward_bound", (d_out, out, lse), q, k, v, options, all_keys, d_lse, grad_bias
     )
     kernel = problem.portable_kernel(deterministic=False)
     return gradient_bounds(problem, kernel, out_error, lse_error)
@@ -193,6 +200,7 @@ def gradient_bounds(
     rows_of_key = xp.zeros(k.shape[:3])
     usable = _finite(d_out, q, k, v, out, lse, problem.d_lse)
     out_of_range = xp.zeros(k.shape[:3], bool)  # keys
+    of_bias = None if problem.of_bias is None else _BiasBound(problem)
     extra_out = None if out_error is None else split_heads(out_error, heads_kv)
     extra_lse = None if lse_error is None else split_heads(lse_error, heads_kv)
     for block in gradient_blocks(problem):
@@ -219,6 +227,8 @@ def gradient_bounds(
         theta = (1 + theta) * (1 + gamma(xp.minimum(count, key_blocks), U)) - 1
         size = sigma * (e.largest_dS @ magnitude_k)
         bad = e.out_of_range
+        if of_bias is not None:
+            of_bias.add(block, e, usable[at])
         dq["R12"][index] = _stored(
             theta[..., None] * size, size, sigma, dtype, bad.any(axis=-1)[..., None]
         )
@@ -230,7 +240,35 @@ def gradient_bounds(
                          (dv, usable[..., None, None])):  # fmt: skip
         for tag, term in terms.items():
             terms[tag] = xp.where(shown, term * REFERENCE, xp.inf if tag == "R8" else 0.0)
-    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv)
+    own = None if of_bias is None else of_bias.terms()
+    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv, own)
+
+
+class _BiasBound:
+    """Sums of the bounds of P (dP - Delta) over the axes along which the bias broadcasts."""
+
+    def __init__(self, problem: BackwardProblem) -> None:
+        self._errors = {tag: BiasSums(problem) for tag in TERMS[:-1]}  # R8 to R11
+        self._size, self._count, self._bad = (BiasSums(problem) for _ in range(3))
+        self._dtype = str(problem.options["bias"].dtype)
+
+    def add(self, block: GradientBlock, e: _Errors, usable: Array) -> None:
+        """Add those of a block; `usable` says of each key head whether its operands are finite."""
+        index, admitted = block.scores.index, block.scores.admitted
+        for tag, sums in self._errors.items():
+            sums.add(index, e.of_bias[tag])
+        self._size.add(index, e.largest_of_bias)
+        self._count.add(index, admitted)
+        self._bad.add(index, admitted & (e.out_of_range | ~usable[:, :, None, None, None]))
+
+    def terms(self) -> dict[str, Array]:
+        """Return the terms of the gradient of the bias."""
+        found = {tag: sums.total * REFERENCE for tag, sums in self._errors.items()}
+        size, bad = self._size.total, self._bad.total > 0
+        error = (gamma(self._count.total, U) + gamma(self._count.total, U64)) * size  # R12
+        found["R12"] = _stored(error, size, None, self._dtype, bad) * REFERENCE
+        xp = array_namespace(size)
+        return {t: x if t == "R12" else xp.where(bad, 0.0, x) for t, x in found.items()}
 
 
 def _finite(
@@ -305,11 +343,14 @@ def _errors(
     of_slope = cap_error * largest * t
     r11 = roundings * (largest * t * steeper) + of_slope + 2.0**-147 * (1 + t)
     r11 = xp.where(admitted, r11, 0.0)
-    terms = {
-        "R8": largest * error_delta * slope,
-        "R9": error_P * distance * slope,
-        "R10": largest * error_dP * slope,
+    of_bias = {
+        "R8": largest * error_delta,
+        "R9": error_P * distance,
+        "R10": largest * error_dP,
     }
+    terms = {tag: term * slope for tag, term in of_bias.items()}
+    of_bias["R11"] = ((1 + U) ** 2 - 1) * (largest * t) + 2.0**-147 * (1 + t)
+    largest_of_bias = block.P * distance + sum(of_bias.values())
     largest_dS = block.P * distance * slope + sum(terms.values()) + r11
     half = xp.minimum(half_ulp(largest_dS, dtype), largest_dS)
     terms["R11"] = r11 + xp.where(admitted, half, 0.0)
@@ -319,7 +360,12 @@ def _errors(
     bad = ~(usable & (t <= MAX_FLOAT) & (largest <= most) & (largest_dS <= most)) & admitted
     found = (error_P + rounded, largest, *terms.values(), largest_dS)
     P, largest, r8, r9, r10, r11, largest_dS = (xp.where(bad, 0.0, x) for x in found)
-    return _Errors(P, largest, {"R8": r8, "R9": r9, "R10": r10, "R11": r11}, largest_dS, bad)
+    counts = admitted & ~bad
+    of_bias = {tag: xp.where(counts, term, 0.0) for tag, term in of_bias.items()}
+    return _Errors(
+        P, largest, {"R8": r8, "R9": r9, "R10": r10, "R11": r11}, largest_dS, of_bias,
+        xp.where(counts, largest_of_bias, 0.0), bad,
+    )  # fmt: skip
 
 
 def _score_errors(

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
-from cupyattn.gradients.exact import Gradients, coarse_rows
+from cupyattn.gradients.exact import BiasSums, Gradients, GradientsWithBias, coarse_rows
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.backward_form import NO_DQ, BackwardKernel, check_backward
@@ -36,10 +36,11 @@ def backward_mirror(
     lse: Array,
     *,
     d_lse: Array | None = None,
+    grad_bias: bool = False,
     deterministic: bool = False,
     all_keys: bool = True,
     **options: Unpack[MaskedOptions],
-) -> Gradients:
+) -> Gradients | GradientsWithBias:
     """Gradients of attention as the kernels compute them, on NumPy.
 
     Parameters
@@ -48,6 +49,7 @@ def backward_mirror(
         float16 or bfloat16, all of one type; shapes as for `cupyattn.gradients.backward_exact`.
     lse : (batch, heads, len_q) array, float32
     d_lse : (batch, heads, len_q) array, float32, optional
+    grad_bias : bool
         As for `cupyattn.gradients.backward_exact`.
     deterministic : bool
         Form to mirror: it decides how many keys dQ takes at a time.
@@ -76,13 +78,18 @@ def backward_mirror(
     """
     require_numpy(d_out, q, k, v, out, lse, *([] if d_lse is None else [d_lse]))
     problem = BackwardProblem.of(
-        "backward_mirror", (d_out, out, lse), q, k, v, options, all_keys, d_lse
+        "backward_mirror", (d_out, out, lse), q, k, v, options, all_keys, d_lse, grad_bias
     )
-    return mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
+    found = mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
+    if not isinstance(found, GradientsWithBias):
+        return found
+    return found._replace(dbias=found.dbias.astype(problem.options["bias"].dtype))  # R12
 
 
-def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradients:
-    """Return the gradients as a settled kernel computes them, in its tiles.
+def mirror_gradients(
+    problem: BackwardProblem, kernel: BackwardKernel
+) -> Gradients | GradientsWithBias:
+    """Return the gradients as a settled kernel computes them, in its tiles; dbias is in float32.
 
     Parameters
     ----------
@@ -134,19 +141,24 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
             l = np.sum(sums, axis=0, dtype=np.float32)  # R9
             factor = np.where(coarse, np.where(l == 0, np.float32(0), np.float32(1) / l), factor)
 
-        def of_keys(kv0: int, kv1: int) -> tuple[Float32, Float32]:
-            """Return P and dS of some keys, as operands."""
+        biases = None if problem.of_bias is None else BiasSums(problem, np.float32)
+
+        def of_keys(kv0: int, kv1: int) -> tuple[Float32, Float32, Float32]:
+            """Return P and dS of some keys, as operands, and the gradient of their biases."""
             P = exponentials(kv0, kv1)
             P = np.where(coarse, capped(kv0, kv1) * factor, P) if coarse.any() else P  # R9
             dP = dO @ V[..., kv0:kv1, :].swapaxes(-1, -2)  # R10
-            dS = P * (dP - delta[..., None]) * scores.slope(kv0, kv1)  # R11
-            return round_to(P, dtype), round_to(dS, dtype)  # R9, R11
+            of_bias = P * (dP - delta[..., None])  # R11
+            dS = of_bias * scores.slope(kv0, kv1)  # R11
+            return round_to(P, dtype), round_to(dS, dtype), of_bias  # R9, R11
 
         dQ = np.zeros(Q.shape, np.float32)
         dK, dV = np.zeros(k.shape, np.float32), np.zeros(v.shape, np.float32)
         for kv0 in range(0, len_kv, keys_tiles.block_kv):
             keys = slice(kv0, min(kv0 + keys_tiles.block_kv, len_kv))
-            P, dS = of_keys(keys.start, keys.stop)
+            P, dS, of_bias = of_keys(keys.start, keys.stop)
+            if biases is not None:
+                biases.add((*[slice(None)] * 4, keys), of_bias)  # R12
             if kernel.dq != NO_DQ:
                 dQ += dS @ scores.K[..., keys, :]  # R12
             for head in range(Q.shape[2]):
@@ -160,4 +172,6 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
                 dQ += of_keys(keys.start, keys.stop)[1] @ scores.K[..., keys, :]  # R12
         scaled = (merge_heads(dQ) * np.float32(sigma), dK * np.float32(sigma), dV)  # R12
         found: Any = (x.astype(STORAGE[dtype]) for x in scaled)  # R12
-    return Gradients(*found)
+    if biases is None:
+        return Gradients(*found)
+    return GradientsWithBias(*found, biases.total)

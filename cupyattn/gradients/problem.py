@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupyattn.arrays.kinds import Array
-from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
+from cupyattn.problem.backward_form import (
+    BackwardKernel,
+    check_backward,
+    check_grad_bias,
+    settle_backward,
+)
 from cupyattn.problem.checks import check_options
 from cupyattn.problem.settings import Settings, parse
 
@@ -30,6 +35,8 @@ class BackwardProblem:
         Whether the rows attend to no keys but these.
     d_lse : array, optional
         The gradient with respect to the log-sum-exp; None: zero.
+    of_bias : tuple of int, optional
+        Shape of the gradient of the bias, axes that broadcast being 1; None: it is not wanted.
     """
 
     d_out: Array
@@ -42,18 +49,21 @@ class BackwardProblem:
     options: Mapping[str, Any] = field(default_factory=lambda: Settings().scores({}))
     all_keys: bool = True
     d_lse: Array | None = None
+    of_bias: tuple[int, ...] | None = None
 
     @classmethod
     def of(
         cls, function: str, received: Sequence[Any], q: Any, k: Any, v: Any,
-        options: Mapping[str, Any], all_keys: bool, d_lse: Any,
+        options: Mapping[str, Any], all_keys: bool, d_lse: Any, grad_bias: bool,
     ) -> BackwardProblem:  # fmt: skip
         """Tell scale and options apart; `function` is whose arguments they are, and `received` are
         d_out, out and lse."""
         settings, arrays = parse(function, q, k, v, options)
         d_out, out, lse = received
         scores = settings.scores(arrays)
-        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys, d_lse)
+        check_grad_bias(grad_bias, scores["bias"])
+        of_bias = tuple(scores["bias"].shape) if grad_bias else None
+        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys, d_lse, of_bias)
 
     @property
     def arrays(self) -> tuple[Array, ...]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.kernels.backward_tiles import SUMMED
+from cupyattn.kernels.backward_tiles import SUMMED, bias_tiles
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS, DELTA_PARAMS
+from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS, BIAS_GRADIENT_PARAMS, DELTA_PARAMS
 from cupyattn.problem.backward_form import (
     NO_DQ,
     SUMS_DQ,
@@ -48,6 +48,9 @@ class BackwardOperands:
         As for `cupyattn.plans.attention.plan_attention`.
     kept_rows : Operand, optional
         As ``block_mask.transposed.kept_blocks`` makes it, where the call has a block mask.
+    dbias : tuple of int, optional
+        Shape of the gradient of the bias, four axes of which those that broadcast have length 1;
+        None: it is not made. Its buffer is contiguous.
     """
 
     q: Operand
@@ -62,6 +65,7 @@ class BackwardOperands:
     bias: Operand | None = None
     kept_blocks: Operand | None = None
     kept_rows: Operand | None = None
+    dbias: tuple[int, ...] | None = None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -155,6 +159,8 @@ def plan_backward(
         workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
         for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
             workspace.append(Workspace(name, shape, "int32", zeros=True))
+    if at.dbias is not None:
+        launches += kernels.of_bias(at.dbias)
     return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), kernel.note)
 
 
@@ -179,6 +185,15 @@ class _Kernels:
         maps = (tensor_map_of(name, dtype, x, rows) for name, (x, rows) in boxes.items())
         return replace(self, structs=(call, *maps, grad), folder="sm90/")
 
+    def of_bias(self, shape: tuple[int, ...]) -> tuple[Launch, ...]:
+        """Return the launch that makes the gradient of a bias of a shape."""
+        batches, heads, rows, keys = shape
+        tiles = bias_tiles(self.features.head_dim)
+        own = {"dBias": "dbias", "batches": batches, "heads": heads, "rows": rows, "keys": keys}
+        counts = batches, heads, -(-rows // tiles.block_q), -(-keys // tiles.block_kv)
+        kernels = replace(self, structs=(*self.structs, (BIAS_GRADIENT_PARAMS, own)))
+        return kernels.launch("bias", tiles, *counts)
+
     def launch(
         self, name: str, tiles: Tiles, *counts: int, dq: int | None = None
     ) -> tuple[Launch, ...]:
@@ -186,7 +201,7 @@ class _Kernels:
 
         `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for the kernels that ask for it.
         """
-        shared = name in ("keys", "queries")
+        shared = name in ("keys", "queries", "bias")
         wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
         entry = f"backward_{name}_wide" if wide else f"backward_{name}"
         grid = check_grid(entry, *counts)

@@ -18,6 +18,7 @@ from cupyattn.kernels.backward_tiles import (
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import AttentionSpec, check_dtype
+from cupyattn.problem.settings import check_switch
 from cupyattn.problem.support import Support, reach
 
 #: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
@@ -93,6 +94,13 @@ def check_backward(
         if array is not None and str(array.dtype) != want:
             raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
     return sizes, dtype
+
+
+def check_grad_bias(grad_bias: Any, bias: Any) -> None:
+    """Raise for an answer that is no bool, and where there is no bias to have a gradient."""
+    check_switch("grad_bias", grad_bias)
+    if grad_bias and bias is None:
+        raise ValueError("grad_bias=True needs the bias of the forward pass: give bias=")
 
 
 def settle_backward(

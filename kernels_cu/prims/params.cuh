@@ -177,6 +177,15 @@ struct BackwardParams {
   int32_t all_keys;     // 0: a row may have keys elsewhere, and lse is taken as it is
 };
 
+// backward_bias.cu appends; an axis of length 1 broadcasts: its gradients are added up.
+struct BiasGradientParams {
+  void* dBias;  // [batches, heads, rows, keys] of bias_t, contiguous
+  int32_t batches;
+  int32_t heads;
+  int32_t rows;
+  int32_t keys;
+};
+
 // backward_delta.cu takes it.
 template <bool>
 struct DeltaParams : BackwardParams {};

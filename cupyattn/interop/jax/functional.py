@@ -96,7 +96,7 @@ def attention(
         with ``layout="BSHD"``, the order of `jax.nn.dot_product_attention`; float16, bfloat16 or
         float32. They may be traced.
     mask, bias : jax.Array, optional
-        As for `cupyattn.attention`. A bias gets no gradient.
+        As for `cupyattn.attention`.
     rope, qk_norm : (jax.Array, jax.Array), optional
         As for `cupyattn.attention`.
     lengths_q, lengths_kv : jax.Array, (batch,), optional
@@ -121,7 +121,7 @@ def attention(
     ------
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a gradient
-        that there is none of: of float32, after `qk_norm`, beside lengths, of a bias, a table or
+        that there is none of: of float32, after `qk_norm`, beside lengths, of a table or
         weights.
     jax.errors.JaxRuntimeError
         For what shows only when it runs, with the exception's type and message.
@@ -246,31 +246,35 @@ def _attend(call: _Call, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...
 def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, ...], Any]:
     operands = {name: primal.value for name, primal in primals.items()}
     for name, primal in primals.items():
-        if primal.perturbed and name not in ("q", "k", "v"):
+        if primal.perturbed and name not in ("q", "k", "v", "bias"):
             raise UnsupportedError(
-                f"attention has no gradient with respect to {name}: differentiate q, k and v "
-                f"alone, or pass jax.lax.stop_gradient of it"
+                f"attention has no gradient with respect to {name}: differentiate q, k, v and "
+                f"bias alone, or pass jax.lax.stop_gradient of it"
             )
     o, lse = _bind_forward(call, operands, with_lse=True)
     _check_gradient(call, operands, o, lse)
-    return (o, lse) if call.return_lse else (o,), (operands, o, lse)
+    # The structure of residuals is constant: it says which gradients are wanted.
+    wanted = {"q": (), "k": (), "v": ()}
+    if "bias" in primals and primals["bias"].perturbed:
+        wanted["bias"] = ()
+    return (o, lse) if call.return_lse else (o,), (operands, o, lse, wanted)
 
 
 def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
-    operands, o, lse = residuals
+    operands, o, lse, wanted = residuals
     named = zip(("d_out", "d_lse"), cotangents, strict=False)
     given = {name: x for name, x in named if not isinstance(x, SymbolicZero)}
     if not given:
         return (dict.fromkeys(operands),)
     read = {**operands, "d_out": jnp.zeros_like(o), **given, "out": o, "lse": lse}
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[name] for name in "qkv")]
+    shapes = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in wanted]
     names = tuple(read)
     bind = foreign(_BACKWARD, shapes)
     gradients = bind(
         *read.values(), call=call.key, operands=" ".join(names),
         deterministic=str(call.deterministic),
     )  # fmt: skip
-    return (dict.fromkeys(operands) | dict(zip("qkv", gradients, strict=True)),)
+    return (dict.fromkeys(operands) | dict(zip(wanted, gradients, strict=True)),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
@@ -329,6 +333,7 @@ def _run_backward(
     """Run the backward pass on the buffers of a call."""
     options = _options_of_backward(_recall(attributes["call"]))
     options["deterministic"] = attributes["deterministic"] == "True" or None  # None: the faster one
+    options["grad_bias"] = len(results) > 3
     for operands, gradients in _entries(buffers, results, attributes, options):
         d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
         found = backward.attention_backward(
@@ -365,7 +370,8 @@ def _entries(
     mapped = {name: x.shape[:front] for name, x in operands.items()}
     whole, batch = results[0].shape[:front], operands["q"].shape[front]
     tables = any(math.prod(mapped[name]) > 1 for name in _TABLES if name in mapped)
-    if not tables and joins_the_batch(options.get("quant"), options.get("block_mask")):
+    own_bias = bool(options.get("grad_bias"))  # of each entry, also of a bias that they share
+    if not (tables or own_bias) and joins_the_batch(options.get("quant"), options.get("block_mask")):
         joined = {name: _joined(name, x, whole, batch) for name, x in operands.items()}
         yield joined, [x.reshape(math.prod(whole) * batch, *x.shape[front + 1 :]) for x in results]
         return

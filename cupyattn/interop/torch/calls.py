@@ -101,7 +101,8 @@ def backward_pass(
     out: Tensor,
     lse: Tensor,
     d_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias: bool = False,
+) -> tuple[Tensor, ...]:
     """Run `cupyattn.attention_backward`, or that of packed sequences.
 
     Parameters
@@ -111,11 +112,13 @@ def backward_pass(
     d_out, out, lse : Tensor
         As for `cupyattn.attention_backward`; `d_out` of any strides.
     d_lse : Tensor, optional
+    grad_bias : bool
         As for `cupyattn.attention_backward`.
 
     Returns
     -------
-    dq, dk, dv : Tensor
+    tuple of Tensor
+        (dq, dk, dv), with `grad_bias` dbias, too.
     """
     if d_out.shape[-1] > 1 and d_out.stride(-1) != 1:  # such as sum() hands back
         d_out = d_out.contiguous()
@@ -126,6 +129,7 @@ def backward_pass(
     if settings.block_mask is not None:
         given["block_mask"] = settings.block_mask
     # The faster form where none is asked for.
-    asked = BackwardSettings(settings.of_call.without_rung, deterministic or None)
-    dq, dk, dv = run_backward(asked, given, _OF_GRADIENTS)
-    return dq, dk, dv
+    asked = BackwardSettings(
+        settings.of_call.without_rung, deterministic or None, grad_bias=grad_bias
+    )
+    return tuple(run_backward(asked, given, _OF_GRADIENTS))

@@ -90,7 +90,7 @@ def check_device(name: str, q: Any) -> None:
 def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedError where a tensor requires a gradient that there is no kernel for."""
     for argument, x in tensors.items():
-        if argument in _ROWS:
+        if argument in _ROWS or argument == "bias":
             continue
         if x.requires_grad:
             raise UnsupportedError(

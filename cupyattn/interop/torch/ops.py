@@ -60,11 +60,25 @@ def _define(name: str, schema: Schema) -> Any:
             shape = [q.shape[0], q.shape[3 - length], q.shape[length]]
         return o, q.new_empty(shape, dtype=torch.float32)
 
+    place = schema.tensors.index("bias") if "bias" in schema.tensors else 0
+
     def backward(
         d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, ...]:
-        settings = schema.settings(arguments)
-        return backward_pass(settings, schema.given(arguments), d_out, o, lse, d_lse)
+        grad_bias = bool(place) and arguments[-1]
+        arguments = arguments[: len(arguments) - bool(place)]
+        settings, tensors = schema.settings(arguments), schema.given(arguments)
+        found = backward_pass(settings, tensors, d_out, o, lse, d_lse, grad_bias)
+        return found if grad_bias or not place else (*found, d_out.new_empty(0))
+
+    def fake(
+        d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        found = backward_fake(d_out, o, lse, d_lse, *arguments)
+        if not place:
+            return found
+        bias = arguments[place]
+        return *found, bias.new_empty(bias.shape) if arguments[-1] else d_out.new_empty(0)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         settings, operands = schema.settings(inputs), len(schema.tensors)
@@ -80,21 +94,34 @@ def _define(name: str, schema: Schema) -> Any:
         o, lse, *tensors = ctx.saved_tensors
         if d_out is None:  # only lse has a gradient
             d_out = torch.zeros_like(o)
-        found = backward_operator(d_out, o, lse, d_lse, *tensors, *ctx.rest)
-        return (*found, *[None] * (len(tensors) - 3 + len(ctx.rest)))
+        grad_bias = [bool(ctx.needs_input_grad[place])] if place else []
+        found = backward_operator(d_out, o, lse, d_lse, *tensors, *ctx.rest, *grad_bias)
+        gradients = [*found[:3], *[None] * (len(tensors) - 3 + len(ctx.rest))]
+        if any(grad_bias):
+            gradients[place] = found[3]
+        return tuple(gradients)
 
     operator = define(name, f"{schema}", "(Tensor o, Tensor lse)", attention, attention_fake)
     backward_operator = define(
-        f"{name}_backward", f"{RECEIVED}, {schema}",
-        "(Tensor dq, Tensor dk, Tensor dv)", backward, backward_fake,
+        f"{name}_backward", f"{RECEIVED}, {schema}{', bool grad_bias' if place else ''}",
+        f"(Tensor dq, Tensor dk, Tensor dv{', Tensor dbias' if place else ''})", backward, fake,
     )  # fmt: skip
-    join = join_of_backward = None
+    join: Join | None = None
+    join_of_backward: Join | None = None
     if "cu_seqlens_q" not in schema.tensors:
         join = join_batch(operator, schema.tensors, schema.settings)
-        join_of_backward = join_batch(
+        together = join_batch(
             backward_operator, ("d_out", "o", "lse", "d_lse", *schema.tensors),
-            lambda arguments: schema.settings(arguments[4:]),
+            lambda arguments: schema.settings(arguments[4 : -1 if place else None]),
         )  # fmt: skip
+
+        def join_of_backward(
+            size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+        ) -> Any:
+            if place and arguments[-1]:  # each entry has its own gradient of a bias they share
+                return None
+            return together(size, in_dims, arguments)
+
     differentiate(operator, derivative, save, join)
     refuse_derivative(backward_operator, join_of_backward)
     return operator
@@ -240,12 +267,16 @@ def backward_of(
     o: Tensor,
     lse: Tensor,
     d_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the operator of the backward pass; return the gradients of q, k and v."""
+    grad_bias: bool,
+) -> tuple[Tensor, ...]:
+    """Call the operator of the backward pass; return the gradients of q, k and v, and of bias."""
     name = _operator_of(tensors)
     operator = getattr(torch.ops.cupyattn, f"{name}_backward")
-    dq, dk, dv = operator(d_out, o, lse, d_lse, *_SCHEMAS[name].flat(tensors, settings))
-    return dq, dk, dv
+    arguments = [d_out, o, lse, d_lse, *_SCHEMAS[name].flat(tensors, settings)]
+    if "bias" in _SCHEMAS[name].tensors:
+        arguments.append(grad_bias)
+    found: tuple[Tensor, ...] = operator(*arguments)
+    return found
 
 
 def _operator_of(tensors: Mapping[str, Tensor]) -> str:
