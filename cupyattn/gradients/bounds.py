@@ -24,7 +24,13 @@ from cupyattn.bounds.scores import (
     products,
     scaling_errors,
 )
-from cupyattn.gradients.exact import BiasSums, GradientBlock, coarse_rows, gradient_blocks, over_rows
+from cupyattn.gradients.exact import (
+    BiasSums,
+    GradientBlock,
+    coarse_rows,
+    gradient_blocks,
+    over_rows,
+)
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.backward_form import BackwardKernel, check_backward

@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
 
 
 class GradientsWithBias(NamedTuple):
-    """Gradients with respect to Q, K, V and the bias, of its shape: sums over axes that broadcast."""
+    """Gradients with respect to Q, K, V and the bias; the last sums axes that broadcast."""
 
     dq: Array
     dk: Array

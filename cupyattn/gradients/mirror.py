@@ -174,4 +174,5 @@ def mirror_gradients(
         found: Any = (x.astype(STORAGE[dtype]) for x in scaled)  # R12
     if biases is None:
         return Gradients(*found)
-    return GradientsWithBias(*found, biases.total)
+    dq, dk, dv = found
+    return GradientsWithBias(dq, dk, dv, biases.total)

@@ -11,10 +11,10 @@ import numpy as np
 
 from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.gradients import GradientReport, Gradients, judge_backward
+from cupyattn.gradients import GradientReport, Gradients, GradientsWithBias, judge_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.reference.attention import attention_mirror
-from tests.support.runs import ADDED, D_LSE, normal, of_sequence, on_host, packed
+from tests.support.runs import ADDED, D_LSE, GRAD_BIAS, normal, of_sequence, on_host, packed
 
 #: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
 Received = tuple[Any, Any, Any, Any, Any, Any]
@@ -34,7 +34,7 @@ def received(q: Any, k: Any, v: Any, seed: int = 1, **options: Any) -> Received:
     """Return operands of a backward pass on the host: d_out ~ N(0, 1), and a forward's results."""
     rng = np.random.default_rng(seed)
     d_out = rng.standard_normal(q.shape).astype(q.dtype)
-    forward = {n: x for n, x in options.items() if n != D_LSE}
+    forward = {n: x for n, x in options.items() if n not in (D_LSE, GRAD_BIAS)}
     out, lse = attention_mirror(q, k, v, variant="fa_tc", return_lse=True, **forward)
     return d_out, q, k, v, out, lse
 
@@ -45,7 +45,7 @@ class BackwardRun:
 
     received: Received
     options: dict[str, Any]
-    gradients: Gradients
+    gradients: Gradients | GradientsWithBias
 
     def judge(self) -> GradientReport:
         arrays = (*ADDED, D_LSE)
@@ -96,9 +96,14 @@ def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str,
         {"window": (9, 30)},
         {"causal": True, "causal_align": "top-left", "window": (20, -1)},
         {"block_mask": BlockMask(kept, 64, 64), "causal": True},
-        {"softcap": 1.5, "mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)},
+        {
+            "softcap": 1.5, "mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32),
+            GRAD_BIAS: True,
+        },
         {"bias": np.full((1, 1, 1, 140), -1e9, np.float32)},  # lse is coarse
         {"d_lse": gradients_of_lse(rng, (1, 4, 75)), "window": (0, 30)},  # rows without keys
+        {"bias": rng.standard_normal((75, 140)).astype(np.float16), "causal": True, GRAD_BIAS: True},
+        {"bias": rng.standard_normal((2, 1, 140)).repeat(2, 0).astype("f4"), GRAD_BIAS: True},
     )
     for options in some:
         yield received(q, k, v, **options), options
@@ -165,6 +170,7 @@ def run_packed_backward(
     host, ends = packed(lengths, 4, 2, head_dim)
     inputs = move(*host)
     forward = {"variant": "fa_tc", "return_lse": True, "backend": backend, **options}
+    forward.pop(GRAD_BIAS, None)
     out, lse = attention_varlen(*inputs, *move(*ends), **forward)
     d_out = (inputs[0] * 0.5 + out).astype(out.dtype)
     longest = {
@@ -176,7 +182,7 @@ def run_packed_backward(
         d_out, *inputs, out, lse, *move(*ends), **given, deterministic=deterministic, arch=arch,
         backend=backend, **longest, **options,
     )  # fmt: skip
-    host_found = [on_host(x).swapaxes(0, 1)[None] for x in found]
+    host_found = [on_host(x).swapaxes(0, 1)[None] for x in found[:3]]
     received = [on_host(x).swapaxes(0, 1)[None] for x in (d_out, *inputs, out)]
     for number, (q_ends, k_ends) in enumerate(zip(*map(pairwise, ends), strict=True)):
         rows, keys = slice(*q_ends), slice(*k_ends)
@@ -187,7 +193,11 @@ def run_packed_backward(
         one = d, q, k, v, o, on_host(lse)[None, :, rows]
         if d_lse is not None:
             own[D_LSE] = d_lse[None, :, rows]
-        yield BackwardRun(one, own, Gradients(*gradients))
+        made: Any = Gradients(*gradients)
+        if options.get(GRAD_BIAS):  # of a bias that broadcasts along no sequences
+            of_bias = of_sequence({"bias": on_host(found[3])}, number, (q, k, v))["bias"]
+            made = GradientsWithBias(*made, of_bias)
+        yield BackwardRun(one, own, made)
 
 
 def scaled(x: np.ndarray, factor: float) -> np.ndarray:

@@ -45,7 +45,7 @@ from tests.backward.backward_cases import (
     run_packed_backward,
     scaled,
 )
-from tests.support.runs import bits, embedded, normal, rope_tables
+from tests.support.runs import GRAD_BIAS, bits, embedded, normal, rope_tables
 
 Array = npt.NDArray[Any]
 DTYPES = ("float16", "bfloat16")
@@ -133,6 +133,8 @@ def test_mirror_is_within_its_bound(form: str, data: st.DataObject) -> None:
         unit = np.float32(data.draw(st.sampled_from((2.0**-14, 1.0, 2.0**9))))
         d_lse = unit * gradients_of_lse(np.random.default_rng(seed), q.shape[:3])
         options = {**options, "d_lse": d_lse}
+    if options.get("bias") is not None:
+        options = {**options, GRAD_BIAS: True}
     found = backward_mirror(*inputs, deterministic=FORMS[form], **options)
     report = judge_backward(found, *inputs, **options)
     target(report.ratio, label="error / bound")

@@ -30,6 +30,7 @@ from tests.backward.backward_cases import (
     run_packed_backward,
 )
 from tests.backward.coarse_cases import LOWEST, biased, check, defined, large_products
+from tests.backward.test_backward_bias import SHAPES, problem
 from tests.backward.test_backward_faults import FAULTS
 from tests.backward.test_backward_kernels import PACKED
 from tests.gpu.support import arch_of, embedded, guarded, moved, on_device
@@ -169,6 +170,19 @@ def test_dk_and_dv_of_the_atomic_form_have_the_same_bits_a_hundred_times() -> No
     for _ in range(100):
         _, dk, dv = attention_backward(*inputs)
         assert bits(dk) == bits(first.dk) and bits(dv) == bits(first.dv)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gradient_of_a_bias_is_within_its_bound_and_has_the_same_bits(
+    shape: tuple[int, ...],
+) -> None:
+    inputs, options = problem(shape, causal=True)
+    on_gpu, options = on_device(*inputs), moved(options)
+    one = run_backward(on_gpu, **options)  # type: ignore[arg-type]
+    one.check()
+    expected = bits(on_host(one.gradients[3]))
+    for _ in range(100):
+        assert bits(on_host(attention_backward(*on_gpu, **options)[3])) == expected
 
 
 def test_two_streams_do_not_disturb_each_other(how: dict[str, Any]) -> None:

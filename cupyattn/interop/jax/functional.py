@@ -253,15 +253,14 @@ def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, 
             )
     o, lse = _bind_forward(call, operands, with_lse=True)
     _check_gradient(call, operands, o, lse)
-    # The structure of residuals is constant: it says which gradients are wanted.
-    wanted = {"q": (), "k": (), "v": ()}
-    if "bias" in primals and primals["bias"].perturbed:
-        wanted["bias"] = ()
-    return (o, lse) if call.return_lse else (o,), (operands, o, lse, wanted)
+    # The structure of residuals is constant in a trace: it says whether bias gets a gradient.
+    of_bias = {"bias": ()} if "bias" in primals and primals["bias"].perturbed else {}
+    return (o, lse) if call.return_lse else (o,), (operands, o, lse, of_bias)
 
 
 def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
-    operands, o, lse, wanted = residuals
+    operands, o, lse, of_bias = residuals
+    wanted = ("q", "k", "v", *of_bias)
     named = zip(("d_out", "d_lse"), cotangents, strict=False)
     given = {name: x for name, x in named if not isinstance(x, SymbolicZero)}
     if not given:
@@ -370,8 +369,9 @@ def _entries(
     mapped = {name: x.shape[:front] for name, x in operands.items()}
     whole, batch = results[0].shape[:front], operands["q"].shape[front]
     tables = any(math.prod(mapped[name]) > 1 for name in _TABLES if name in mapped)
-    own_bias = bool(options.get("grad_bias"))  # of each entry, also of a bias that they share
-    if not (tables or own_bias) and joins_the_batch(options.get("quant"), options.get("block_mask")):
+    joins = joins_the_batch(options.get("quant"), options.get("block_mask"))
+    # An entry has its own gradient of a bias, also where all entries share the bias.
+    if joins and not tables and not options.get("grad_bias"):
         joined = {name: _joined(name, x, whole, batch) for name, x in operands.items()}
         yield joined, [x.reshape(math.prod(whole) * batch, *x.shape[front + 1 :]) for x in results]
         return

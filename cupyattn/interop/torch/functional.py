@@ -65,8 +65,9 @@ def attention(
         first.
     k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
     mask, bias, rope, qk_norm : Tensor, or a pair of them, optional
-        As for `cupyattn.attention`, on the device of q. They get no gradient. A mask or bias that
-        is a `torch.nn.attention.bias.CausalBias` stands for `causal` and `causal_align`.
+        As for `cupyattn.attention`, on the device of q. Of these only a bias gets a gradient, with
+        the same bits on every run. A mask or bias that is a `torch.nn.attention.bias.CausalBias`
+        stands for `causal` and `causal_align`.
     lengths_q, lengths_kv : Tensor, (batch,), int32 or int64, optional
         As for `cupyattn.attention`, on the device of q. int32 needs no copy. There is no gradient
         beside them.
@@ -97,8 +98,8 @@ def attention(
     NotImplementedError
         For other devices, meta among them, and for sparse and nested tensors.
     UnsupportedError
-        For what is not offered; also where float32, or anything but q, k and v, requires a
-        gradient, for forward-mode derivatives (``torch.func.jvp``, dual tensors), and for second
+        For what is not offered; also where float32, or anything but q, k, v and bias, requires
+        a gradient, for forward-mode derivatives (``torch.func.jvp``, dual tensors), and for second
         derivatives.
     ValueError, TypeError
         As `cupyattn.attention`; ValueError for a `CausalBias` beside `causal` or lengths, TypeError
