@@ -160,7 +160,7 @@ def backward_bound(
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     out_error, lse_error, d_lse = operands(out_error=out_error, lse_error=lse_error, d_lse=d_lse)
     problem = BackwardProblem.of(
-        "backward_bound", (d_out, out, lse), q, k, v, options, all_keys, d_lse, grad_bias
+        "backward_bound", (d_out, out, lse, d_lse), q, k, v, options, all_keys, grad_bias
     )
     kernel = problem.portable_kernel(deterministic=False)
     return gradient_bounds(problem, kernel, out_error, lse_error)
@@ -259,7 +259,7 @@ class _BiasBound:
         self._dtype = str(problem.options["bias"].dtype)
 
     def add(self, block: GradientBlock, e: _Errors, usable: Array) -> None:
-        """Add those of a block; `usable` says of each key head whether its operands are finite."""
+        """Add the bounds of a block; `usable` (batch, heads_kv): all operands are finite."""
         index, admitted = block.scores.index, block.scores.admitted
         for tag, sums in self._errors.items():
             sums.add(index, e.of_bias[tag])

@@ -231,7 +231,7 @@ def backward_exact(
         d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, d_lse=d_lse
     )
     problem = BackwardProblem.of(
-        "backward_exact", (d_out, out, lse), q, k, v, options, all_keys, d_lse, grad_bias
+        "backward_exact", (d_out, out, lse, d_lse), q, k, v, options, all_keys, grad_bias
     )
     return exact_gradients(problem)
 

@@ -78,7 +78,7 @@ def backward_mirror(
     """
     require_numpy(d_out, q, k, v, out, lse, *([] if d_lse is None else [d_lse]))
     problem = BackwardProblem.of(
-        "backward_mirror", (d_out, out, lse), q, k, v, options, all_keys, d_lse, grad_bias
+        "backward_mirror", (d_out, out, lse, d_lse), q, k, v, options, all_keys, grad_bias
     )
     found = mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
     if not isinstance(found, GradientsWithBias):
@@ -171,7 +171,7 @@ def mirror_gradients(
                 keys = slice(kv0, min(kv0 + queries_tiles.block_kv, len_kv))
                 dQ += of_keys(keys.start, keys.stop)[1] @ scores.K[..., keys, :]  # R12
         scaled = (merge_heads(dQ) * np.float32(sigma), dK * np.float32(sigma), dV)  # R12
-        found: Any = (x.astype(STORAGE[dtype]) for x in scaled)  # R12
+        found: Any = tuple(x.astype(STORAGE[dtype]) for x in scaled)  # R12
     if biases is None:
         return Gradients(*found)
     dq, dk, dv = found

@@ -54,12 +54,12 @@ class BackwardProblem:
     @classmethod
     def of(
         cls, function: str, received: Sequence[Any], q: Any, k: Any, v: Any,
-        options: Mapping[str, Any], all_keys: bool, d_lse: Any, grad_bias: bool,
+        options: Mapping[str, Any], all_keys: bool, grad_bias: bool,
     ) -> BackwardProblem:  # fmt: skip
         """Tell scale and options apart; `function` is whose arguments they are, and `received` are
-        d_out, out and lse."""
+        d_out, out, lse and d_lse."""
         settings, arrays = parse(function, q, k, v, options)
-        d_out, out, lse = received
+        d_out, out, lse, d_lse = received
         scores = settings.scores(arrays)
         check_grad_bias(grad_bias, scores["bias"])
         of_bias = tuple(scores["bias"].shape) if grad_bias else None

@@ -32,7 +32,7 @@ def mirror_into(
     ----------
     settled : BackwardSettled
     rope : Rope or None
-        That turns rows of q and k, by the tables among `arrays`.
+        It turns rows of q and k, by the tables among `arrays`.
     arrays : mapping of str to array
         Operands by buffer.
     results : dict of str to array
@@ -57,7 +57,7 @@ def mirror_into(
         found = mirror_gradients(problem, settled.kernel)
         if rope is None:
             return found
-        back = replace(rope, sin=-rope.sin)  # gradients of turned rows become those of the rows
+        back = replace(rope, sin=-rope.sin)  # turns gradients back
         dq, dk = back.turned(found.dq, found.dk)
         return found._replace(dq=dq, dk=dk)
 

@@ -1,12 +1,11 @@
 // backward_bias -- the gradient of an additive bias, summed over the axes that it broadcasts along.
 //
-// Idea         A block owns a tile of dBias. It visits every batch entry, head and tile of scores that
-//              share the tile, in one order, and adds P (dP - Delta) to sums in registers. No other
-//              block adds to the tile: no atomics, and every run has the same bits.
+// Idea         A block owns a tile of dBias and visits, in one order, all tiles of scores that share
+//              it. It adds P (dP - Delta) to sums in registers. No other block adds to the tile: no
+//              atomics, and every run has the same bits.
 // Differs from backward_queries: dS stops before the slope of the softcap, and no product follows.
 // Kept simple  One stage: a step loads its four tiles, waits, and multiplies. Rows or keys that
-//              broadcast are added up last, one thread to an element. A bias of few elements has few
-//              blocks.
+//              broadcast are added up last, one thread to an element. Few elements mean few blocks.
 // Rounding     R9 P from the log-sum-exp, R10 dP, R11 P (dP - Delta), R12 float32 sums, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/config.cuh"

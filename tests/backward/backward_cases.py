@@ -102,7 +102,7 @@ def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str,
         },
         {"bias": np.full((1, 1, 1, 140), -1e9, np.float32)},  # lse is coarse
         {"d_lse": gradients_of_lse(rng, (1, 4, 75)), "window": (0, 30)},  # rows without keys
-        {"bias": rng.standard_normal((75, 140)).astype(np.float16), "causal": True, GRAD_BIAS: True},
+        {"bias": rng.standard_normal((75, 140)).astype("f2"), "causal": True, GRAD_BIAS: True},
         {"bias": rng.standard_normal((2, 1, 140)).repeat(2, 0).astype("f4"), GRAD_BIAS: True},
     )
     for options in some:

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "head_dim", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+    "head_dim", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 256))]
 )
 def test_the_kernel_spills_nothing_and_fits_in_shared_memory(head_dim: int) -> None:
     call = call_of(200, 300, head_dim, causal=True, bias="float32")

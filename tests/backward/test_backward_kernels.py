@@ -154,7 +154,10 @@ def test_a_grid_past_what_a_launch_takes_is_told() -> None:
 
 
 #: Of `revealing_backward`, what is interpreted in every run of the tests.
-AT_ONCE = ((0, "atomic"), (3, "atomic"), (4, "deterministic"), (6, "atomic"), (7, "atomic"), (8, "deterministic"))
+AT_ONCE = (
+    (0, "atomic"), (3, "atomic"), (4, "deterministic"), (6, "atomic"), (7, "atomic"),
+    (8, "deterministic"),
+)  # fmt: skip
 
 # ---- in the interpreter --------------------------------------------------------------------------
 

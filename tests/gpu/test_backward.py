@@ -16,6 +16,7 @@ from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.settings import check_attention
 from cupyattn.runtime.ready import run as run_plan
+from tests.backward import test_backward_bias as of_bias
 from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,
@@ -30,7 +31,6 @@ from tests.backward.backward_cases import (
     run_packed_backward,
 )
 from tests.backward.coarse_cases import LOWEST, biased, check, defined, large_products
-from tests.backward.test_backward_bias import SHAPES, problem
 from tests.backward.test_backward_faults import FAULTS
 from tests.backward.test_backward_kernels import PACKED
 from tests.gpu.support import arch_of, embedded, guarded, moved, on_device
@@ -172,13 +172,14 @@ def test_dk_and_dv_of_the_atomic_form_have_the_same_bits_a_hundred_times() -> No
         assert bits(dk) == bits(first.dk) and bits(dv) == bits(first.dv)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", of_bias.SHAPES, ids=str)
 def test_the_gradient_of_a_bias_is_within_its_bound_and_has_the_same_bits(
     shape: tuple[int, ...],
 ) -> None:
-    inputs, options = problem(shape, causal=True)
-    on_gpu, options = on_device(*inputs), moved(options)
-    one = run_backward(on_gpu, **options)  # type: ignore[arg-type]
+    inputs, options = of_bias.problem(shape, causal=True)
+    on_gpu: Any = on_device(*inputs)
+    options = moved(options)
+    one = run_backward(on_gpu, **options)
     one.check()
     expected = bits(on_host(one.gradients[3]))
     for _ in range(100):

@@ -530,7 +530,8 @@ def test_what_has_no_derivative_says_so() -> None:
     cos, sin = (tensor(x) for x in OPTIONS["rope"]["rope"])
     weights = torch.ones(16), torch.ones(16)
     cases: list[tuple[str, dict[str, Any]]] = [
-        (r"the derivative for 'rope_cos' is not implemented: give rope_cos.detach\(\)", {"rope": (cos.requires_grad_(), sin)}),
+        (r"the derivative for 'rope_cos' is not implemented: give rope_cos.detach\(\)",
+         {"rope": (cos.requires_grad_(), sin)}),
         ("the derivative through qk_norm is not implemented", {"qk_norm": weights}),
         ("not implemented for torch.float32: .* torch.autocast",
          dict(zip("qkv", (x.float() for x in (q, k, v)), strict=True))),
