@@ -10,6 +10,7 @@ Beside       native, compiled in the same way, and native without a compiler.
 Expect       the gains of whole models in experiments/results/whole_models.json, nearly.
 Run          python -m experiments.diffusion.accelerated_models [--models NAME ...] [--blocks N]
              [--compile blocks graphs] [--accuracy CLASS] [--quick] [--json FILE] [--rounds N]
+             [--update-docs] [--stored]
 
 With three blocks it takes about four minutes on an H200, most of them spent in compiling.
 """
@@ -22,19 +23,25 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
+from cupyattn.measure import timing
+from cupyattn.measure.words import format_bytes, format_seconds
 from experiments._harness import recording, whole_families
 from experiments._harness.diffusers_models import libraries
 from experiments._harness.whole_families import FAMILIES, Family
+from experiments.diffusion.whole_models import ratio_cell
 
 NAME = "accelerated_models"
 DEFAULT = ("Flux", "Wan 2.1 14B", "Kandinsky 5 Lite", "SD3.5 Large")
 HOW = ("blocks", "graphs")
+WAYS = {"linear layers": "INT8 linear layers", "attention": "INT8 attention", "accelerated": "both"}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "PIPELINES.md"
+BEGIN, END = "<!-- accelerated: begin -->", "<!-- accelerated: end -->"
 
 
 def shortened(family: Family, blocks: int) -> Family:
@@ -80,12 +87,41 @@ def measured(family: Family, how: str | bool, args: argparse.Namespace) -> dict[
     return row
 
 
+def section(record: Mapping[str, Any]) -> str:
+    """Return what docs/PIPELINES.md says was measured."""
+    where = record["environment"]["device"] or {}
+    link = f"[{NAME}.json](../experiments/results/{NAME}.json)"
+    return "\n".join([
+        f"What `compare` said of three blocks of each kind on an {where.get('name', 'no device')}, "
+        f"as multiples of compiled native with 95 % intervals ({link}):",
+        "",
+        *recording.markdown(
+            ["model", "compiled", "native step", *WAYS.values(), "weights"],
+            [line(row) for row in record["rows"]],
+        ),
+    ])  # fmt: skip
+
+
+def line(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a model."""
+    ways = row["compared"]
+    steps = {name: [sum(steps) for steps in way["rounds"]] for name, way in ways.items()}
+    ratios = [timing.paired_ratio(steps["native"], steps[name]).to_list() for name in WAYS]
+    weights = [format_bytes(ways[name]["weights"]) for name in ("native", "accelerated")]
+    return [
+        f"{row['model']}, {row['tokens']:,} tokens", row["compile"],
+        format_seconds(timing.median(steps["native"]).median), *map(ratio_cell, ratios),
+        " to ".join(weights),
+    ]  # fmt: skip
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure every model, and write the record after each."""
     torch, diffusers = libraries()
     if not args.quick and not torch.cuda.is_available():
         raise UnsupportedError(f"torch {torch.__version__} has no CUDA device; --quick needs none")
     rows: list[dict[str, Any]] = []
+    record: dict[str, Any] = {}
     for name in args.models:
         full = FAMILIES[name]
         family = whole_families.small(name) if args.quick else shortened(full, args.blocks)
@@ -98,10 +134,12 @@ def run(args: argparse.Namespace) -> int:
             took = time.perf_counter() - start
             said = f"{name}, {how}: {took:.0f} s, bits from before: {found['bits_equal']}"
             output.say(said, flush=True)
-            recording.keep(
+            record = recording.keep(
                 args, NAME, "mirror" if args.quick else "cuda",
                 {"rows": rows, "torch": torch.__version__, "diffusers": diffusers.__version__},
             )  # fmt: skip
+    if args.update_docs:
+        recording.replace_between(PAGE, BEGIN, END, section(record))
     return 0 if all(row["bits_equal"] and row.get("codes_equal", True) for row in rows) else 1
 
 
@@ -115,7 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", nargs="+", choices=HOW, default=HOW, help="how")
     parser.add_argument("--accuracy", choices=("full", "balanced", "aggressive"),
                         default="balanced", help="class of attention")  # fmt: skip
-    return recording.main(run, parser.parse_args(argv))
+    recording.add_page_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.stored:
+        recording.replace_between(PAGE, BEGIN, END, section(recording.stored(NAME)))
+        return 0
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":

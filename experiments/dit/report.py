@@ -220,10 +220,11 @@ def _linear_layers(record: Record) -> list[str]:
     return [
         "## INT8 linear layers",
         "",
-        "The same images with the linear layers of all blocks in INT8, by "
-        "`python -m experiments.dit.linear` "
-        f"([dit_linear.json](../experiments/results/dit_linear.json)): {record['images']} images "
-        f"in every mode, in {record['steps']} steps, on {device_of(record)}.",
+        "The same images with the linear layers of all blocks in INT8 "
+        "(`python -m experiments.dit.linear`, "
+        "[dit_linear.json](../experiments/results/dit_linear.json)). "
+        f"Every mode made {record['images']} images in {record['steps']} steps on "
+        f"{device_of(record)}.",
         "",
         *recording.markdown(*_table(record["rows"], None)),
         "",
