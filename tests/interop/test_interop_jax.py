@@ -358,8 +358,9 @@ def loss_of(**options: Any) -> Callable[..., Any]:
             ),
             "respect to cos",
         ),
+        (lambda: jax.hessian(loss_of())(Q), "no second derivative: differentiate it once"),
     ],
-    ids=["float32", "qk_norm", "tables"],
+    ids=["float32", "qk_norm", "tables", "second"],
 )
 def test_a_gradient_that_there_is_none_of_is_refused(call: Any, says: str) -> None:
     with pytest.raises(ca.UnsupportedError, match=says):

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -251,7 +251,8 @@ def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, 
                 f"attention has no gradient with respect to {name}: differentiate q, k, v and "
                 f"bias alone, or pass jax.lax.stop_gradient of it"
             )
-    o, lse = _bind_forward(call, operands, with_lse=True)
+    bind = _differentiated_once(functools.partial(_bind_forward, call, with_lse=True))
+    o, lse = bind(operands)
     _check_gradient(call, operands, o, lse)
     # The structure of residuals is constant in a trace: it says whether bias gets a gradient.
     of_bias = {"bias": ()} if "bias" in primals and primals["bias"].perturbed else {}
@@ -265,15 +266,28 @@ def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tup
     given = {name: x for name, x in named if not isinstance(x, SymbolicZero)}
     if not given:
         return (dict.fromkeys(operands),)
-    read = {**operands, "d_out": jnp.zeros_like(o), **given, "out": o, "lse": lse}
+    if "d_out" not in given:  # only lse has a gradient
+        given["d_out"] = jnp.zeros_like(o)
+    read = {**operands, **given, "out": o, "lse": lse}
     shapes = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in wanted]
-    names = tuple(read)
-    bind = foreign(_BACKWARD, shapes)
-    gradients = bind(
-        *read.values(), call=call.key, operands=" ".join(names),
-        deterministic=str(call.deterministic),
-    )  # fmt: skip
+    attributes = {"operands": " ".join(read), "deterministic": str(call.deterministic)}
+    bind = functools.partial(foreign(_BACKWARD, shapes), call=call.key, **attributes)
+    gradients = _differentiated_once(bind)(*read.values())
     return (dict.fromkeys(operands) | dict(zip(wanted, gradients, strict=True)),)
+
+
+def _differentiated_once(function: Callable[..., Any]) -> Any:
+    """Return a function of a gradient, whose own derivative raises UnsupportedError."""
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise UnsupportedError(
+            "attention has no second derivative: differentiate it once, or take "
+            "jax.nn.dot_product_attention for a second derivative"
+        )
+
+    once: Any = jax.custom_jvp(function)
+    once.defjvp(refuse)
+    return once
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
