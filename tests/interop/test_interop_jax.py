@@ -358,7 +358,10 @@ def loss_of(**options: Any) -> Callable[..., Any]:
             ),
             "respect to cos",
         ),
-        (lambda: jax.hessian(loss_of())(Q), "no second derivative: differentiate it once"),
+        (
+            lambda: jax.grad(lambda x: jax.grad(loss_of())(x)[0, 0, 0, 0])(Q),
+            "no second derivative: differentiate it once",
+        ),
     ],
     ids=["float32", "qk_norm", "tables", "second"],
 )
