@@ -20,7 +20,7 @@
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row
 constexpr int MMA_KEYS = BLOCK_KV / 8;    // key tiles of 8 per step
-constexpr int SUM_PAD = BLOCK_KV + 1;     // floats of a row of sums: threads of a column, no conflict
+constexpr int SUM_PAD = BLOCK_KV + 8;     // floats of a row of sums: no bank conflict of pairs
 
 struct Operands {
   alignas(128) elem_t Q[BLOCK_Q * HEAD_DIM_PAD];
@@ -30,7 +30,7 @@ struct Operands {
 };
 union SharedStorage {
   Operands tiles;
-  float sums[BLOCK_Q * SUM_PAD];  // [BLOCK_Q, BLOCK_KV], after the last step
+  alignas(8) float sums[BLOCK_Q * SUM_PAD];  // [BLOCK_Q, BLOCK_KV], after the last step
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 // dO lies behind Q, and V behind K: one address of a lane, and these, serve both.
@@ -161,8 +161,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
 #pragma unroll
   for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      smem.sums[(warp_row + g + i / 2 * 8) * SUM_PAD + n * 8 + t * 2 + i % 2] = sum[n][i];
+    for (int h = 0; h < 2; ++h) {
+      float* pair = smem.sums + (warp_row + g + h * 8) * SUM_PAD + n * 8 + t * 2;
+      *reinterpret_cast<float2*>(pair) = make_float2(sum[n][2 * h], sum[n][2 * h + 1]);
+    }
   __syncthreads();  // sums are visible
   const int rows = min(BLOCK_Q, bias.rows - row0), keys = min(BLOCK_KV, bias.keys - key0);
   const int summed_rows = bias.rows == 1 ? BLOCK_Q : 1, summed_keys = bias.keys == 1 ? BLOCK_KV : 1;
