@@ -13,7 +13,7 @@ from cupyattn.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from cupyattn.gradients.bounds import GradientBounds, backward_bound
-    from cupyattn.gradients.exact import Gradients, backward_exact
+    from cupyattn.gradients.exact import Gradients, GradientsWithBias, backward_exact
     from cupyattn.gradients.judge import GradientReport, judge_backward
     from cupyattn.gradients.mirror import backward_mirror
 
@@ -21,6 +21,7 @@ __all__ = [
     "GradientBounds",
     "GradientReport",
     "Gradients",
+    "GradientsWithBias",
     "backward_bound",
     "backward_exact",
     "backward_mirror",
@@ -31,7 +32,7 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "gradients.bounds": ("GradientBounds", "backward_bound"),
-        "gradients.exact": ("Gradients", "backward_exact"),
+        "gradients.exact": ("Gradients", "GradientsWithBias", "backward_exact"),
         "gradients.judge": ("GradientReport", "judge_backward"),
         "gradients.mirror": ("backward_mirror",),
     },

@@ -24,7 +24,13 @@ from cupyattn.bounds.scores import (
     products,
     scaling_errors,
 )
-from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
+from cupyattn.gradients.exact import (
+    BiasSums,
+    GradientBlock,
+    coarse_rows,
+    gradient_blocks,
+    over_rows,
+)
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.backward_form import BackwardKernel, check_backward
@@ -49,6 +55,8 @@ class GradientBounds:
     ----------
     dq, dk, dv : dict of str to array
         Of each gradient one array for each rounding point; they sum to its bound.
+    dbias : dict of str to array, optional
+        The same of the bias; None: it was not asked for.
 
     Notes
     -----
@@ -59,9 +67,10 @@ class GradientBounds:
     dq: dict[str, Array]
     dk: dict[str, Array]
     dv: dict[str, Array]
+    dbias: dict[str, Array] | None = None
 
     def total(self, name: str) -> Array:
-        """Return the bound of ``"dq"``, ``"dk"`` or ``"dv"``."""
+        """Return the bound of ``"dq"``, ``"dk"``, ``"dv"`` or ``"dbias"``."""
         return sum(getattr(self, name).values())
 
     def dominant(self, name: str, index: tuple[int, ...]) -> str:
@@ -80,6 +89,7 @@ class _Constants:
     softcap: float
     dtype: str
     all_keys: bool
+    d_lse: bool
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,8 @@ class _Errors:
     largest_P: Array
     dS: dict[str, Array]  # R8 to R11
     largest_dS: Array
+    of_bias: dict[str, Array]  # R8 to R11 of P (dP - Delta)
+    largest_of_bias: Array
     out_of_range: Array  # boolean: nothing is promised, and the others are 0
 
 
@@ -102,6 +114,8 @@ def backward_bound(
     out: Array,
     lse: Array,
     *,
+    d_lse: Array | None = None,
+    grad_bias: bool = False,
     out_error: Array | None = None,
     lse_error: Array | None = None,
     all_keys: bool = True,
@@ -116,6 +130,9 @@ def backward_bound(
     ----------
     d_out, q, k, v, out, lse
         As for `cupyattn.attention_backward`: O and the log-sum-exp as the forward left them.
+    d_lse : array, optional
+    grad_bias : bool
+        As for `cupyattn.attention_backward`.
     out_error, lse_error : array, optional
         Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
         gives. With them the bound is about the gradients of exact attention, which
@@ -141,8 +158,10 @@ def backward_bound(
     ((1, 1, 8, 16), True)
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    out_error, lse_error = operands(out_error=out_error, lse_error=lse_error)
-    problem = BackwardProblem.of("backward_bound", (d_out, out, lse), q, k, v, options, all_keys)
+    out_error, lse_error, d_lse = operands(out_error=out_error, lse_error=lse_error, d_lse=d_lse)
+    problem = BackwardProblem.of(
+        "backward_bound", (d_out, out, lse, d_lse), q, k, v, options, all_keys, grad_bias
+    )
     kernel = problem.portable_kernel(deterministic=False)
     return gradient_bounds(problem, kernel, out_error, lse_error)
 
@@ -166,13 +185,14 @@ def gradient_bounds(
     """
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
     xp = array_namespace(*problem.arrays)
-    sizes, dtype = check_backward(*problem.arrays)
+    sizes, dtype = check_backward(*problem.arrays, d_lse=problem.d_lse)
     _, _, heads_kv, len_q, len_kv, head_dim = sizes
     sigma, softcap = check_scale(problem.scale, head_dim), options["softcap"]
     features = {"softcap": bool(softcap), "bias": options["bias"] is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
     scaling = scaling_errors(n, sigma, None, softcap)
-    shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys)
+    given_d_lse = problem.d_lse is not None
+    shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys, given_d_lse)
     key_blocks = -(-len_kv // kernel.keys_tiles.block_kv)
     group = q.shape[1] // heads_kv if heads_kv else 0
     row_tiles = group * -(-len_q // 16)
@@ -184,8 +204,9 @@ def gradient_bounds(
     dk, dv = ({tag: xp.zeros(k.shape) for tag in TERMS} for _ in range(2))
     size_k, size_v = xp.zeros(k.shape), xp.zeros(k.shape)  # of the terms of dK and dV
     rows_of_key = xp.zeros(k.shape[:3])
-    usable = _finite(d_out, q, k, v, out, lse)
+    usable = _finite(d_out, q, k, v, out, lse, problem.d_lse)
     out_of_range = xp.zeros(k.shape[:3], bool)  # keys
+    of_bias = None if problem.of_bias is None else _BiasBound(problem)
     extra_out = None if out_error is None else split_heads(out_error, heads_kv)
     extra_lse = None if lse_error is None else split_heads(lse_error, heads_kv)
     for block in gradient_blocks(problem):
@@ -212,6 +233,8 @@ def gradient_bounds(
         theta = (1 + theta) * (1 + gamma(xp.minimum(count, key_blocks), U)) - 1
         size = sigma * (e.largest_dS @ magnitude_k)
         bad = e.out_of_range
+        if of_bias is not None:
+            of_bias.add(block, e, usable[at])
         dq["R12"][index] = _stored(
             theta[..., None] * size, size, sigma, dtype, bad.any(axis=-1)[..., None]
         )
@@ -223,13 +246,46 @@ def gradient_bounds(
                          (dv, usable[..., None, None])):  # fmt: skip
         for tag, term in terms.items():
             terms[tag] = xp.where(shown, term * REFERENCE, xp.inf if tag == "R8" else 0.0)
-    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv)
+    own = None if of_bias is None else of_bias.terms()
+    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv, own)
 
 
-def _finite(d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> Array:
+class _BiasBound:
+    """Sums of the bounds of P (dP - Delta) over the axes along which the bias broadcasts."""
+
+    def __init__(self, problem: BackwardProblem) -> None:
+        self._errors = {tag: BiasSums(problem) for tag in TERMS[:-1]}  # R8 to R11
+        self._size, self._count, self._bad = (BiasSums(problem) for _ in range(3))
+        self._dtype = str(problem.options["bias"].dtype)
+
+    def add(self, block: GradientBlock, e: _Errors, usable: Array) -> None:
+        """Add the bounds of a block; `usable` (batch, heads_kv): all operands are finite."""
+        index, admitted = block.scores.index, block.scores.admitted
+        for tag, sums in self._errors.items():
+            sums.add(index, e.of_bias[tag])
+        self._size.add(index, e.largest_of_bias)
+        self._count.add(index, admitted)
+        self._bad.add(index, admitted & (e.out_of_range | ~usable[:, :, None, None, None]))
+
+    def terms(self) -> dict[str, Array]:
+        """Return the terms of the gradient of the bias."""
+        found = {tag: sums.total * REFERENCE for tag, sums in self._errors.items()}
+        size, bad = self._size.total, self._bad.total > 0
+        error = (gamma(self._count.total, U) + gamma(self._count.total, U64)) * size  # R12
+        found["R12"] = _stored(error, size, None, self._dtype, bad) * REFERENCE
+        xp = array_namespace(size)
+        return {t: x if t == "R12" else xp.where(bad, 0.0, x) for t, x in found.items()}
+
+
+def _finite(
+    d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, d_lse: Array | None
+) -> Array:
     """Return whether all operands of a key head are finite, (batch, heads_kv); -inf is an lse."""
     xp = array_namespace(q)
-    good = xp.isfinite(as_float64(lse)) | (as_float64(lse) == NEG_INF)
+    good = xp.isfinite(as_float64(lse))
+    if d_lse is not None:
+        good &= xp.isfinite(as_float64(d_lse))
+    good |= as_float64(lse) == NEG_INF
     found = split_heads(good, k.shape[1]).all(axis=(2, 3))
     for x in (d_out, q, out):
         found &= xp.isfinite(split_heads(as_float64(x), k.shape[1])).all(axis=(2, 3, 4))
@@ -281,6 +337,8 @@ def _errors(
     of_out_error = (xp.abs(block.d_out) * out_error).sum(axis=-1)
     chain = gamma(head_dim + LANE_SUMS, U) + gamma(head_dim + 4, U64)
     error_delta = chain * (of_row + of_out_error) + of_out_error + 2 * head_dim * 2.0**-149
+    if shared.d_lse:  # one rounding more, of the difference
+        error_delta = error_delta + (U + U64) * (xp.abs(block.delta) + error_delta)
     error_delta = error_delta[..., None]
 
     # R11 [L47]: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.
@@ -291,11 +349,14 @@ def _errors(
     of_slope = cap_error * largest * t
     r11 = roundings * (largest * t * steeper) + of_slope + 2.0**-147 * (1 + t)
     r11 = xp.where(admitted, r11, 0.0)
-    terms = {
-        "R8": largest * error_delta * slope,
-        "R9": error_P * distance * slope,
-        "R10": largest * error_dP * slope,
+    of_bias = {
+        "R8": largest * error_delta,
+        "R9": error_P * distance,
+        "R10": largest * error_dP,
     }
+    terms = {tag: term * slope for tag, term in of_bias.items()}
+    of_bias["R11"] = ((1 + U) ** 2 - 1) * (largest * t) + 2.0**-147 * (1 + t)
+    largest_of_bias = block.P * distance + sum(of_bias.values())
     largest_dS = block.P * distance * slope + sum(terms.values()) + r11
     half = xp.minimum(half_ulp(largest_dS, dtype), largest_dS)
     terms["R11"] = r11 + xp.where(admitted, half, 0.0)
@@ -305,7 +366,12 @@ def _errors(
     bad = ~(usable & (t <= MAX_FLOAT) & (largest <= most) & (largest_dS <= most)) & admitted
     found = (error_P + rounded, largest, *terms.values(), largest_dS)
     P, largest, r8, r9, r10, r11, largest_dS = (xp.where(bad, 0.0, x) for x in found)
-    return _Errors(P, largest, {"R8": r8, "R9": r9, "R10": r10, "R11": r11}, largest_dS, bad)
+    counts = admitted & ~bad
+    of_bias = {tag: xp.where(counts, term, 0.0) for tag, term in of_bias.items()}
+    return _Errors(
+        P, largest, {"R8": r8, "R9": r9, "R10": r10, "R11": r11}, largest_dS, of_bias,
+        xp.where(counts, largest_of_bias, 0.0), bad,
+    )  # fmt: skip
 
 
 def _score_errors(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,11 +32,20 @@ def coarse_rows(lse: Array) -> Array:
 
 
 class Gradients(NamedTuple):
-    """Gradients of a number that depends on O alone, with respect to Q, K and V."""
+    """Gradients of a number that depends on O and lse, with respect to Q, K and V."""
 
     dq: Array
     dk: Array
     dv: Array
+
+
+class GradientsWithBias(NamedTuple):
+    """Gradients with respect to Q, K, V and the bias; the last sums axes that broadcast."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class GradientBlock:
     softmax, softmax_lse
         P and lse of the scores of this block alone, whatever lse was given.
     delta : (batch, heads_kv, group, rows) array, float64
+        The sum of dO times O, less the gradient with respect to lse.
     slope : (batch, heads_kv, group, rows, len_kv) array or float
         The derivative of a score by scale q.k.
     """
@@ -72,9 +82,49 @@ class GradientBlock:
     slope: Array | float
 
     @property
+    def of_bias(self) -> Array:
+        """The gradient with respect to a bias of every score."""
+        return self.P * (self.dP - self.delta[..., None])
+
+    @property
     def dS(self) -> Array:
         """The gradient with respect to scale q.k."""
-        return self.P * (self.dP - self.delta[..., None]) * self.slope
+        return self.of_bias * self.slope
+
+
+class BiasSums:
+    """Sums over the axes along which a bias broadcasts, of scores that come block by block.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+    dtype : numpy.dtype
+        Of the sums.
+    """
+
+    def __init__(self, problem: BackwardProblem, dtype: Any = np.float64) -> None:
+        q, k = problem.q, problem.k
+        self._shape = problem.of_bias or ()
+        four = (1,) * (4 - len(self._shape)) + self._shape
+        heads_kv, (batches, heads, rows, keys) = k.shape[1], four
+        self._group = q.shape[1] // heads_kv if heads_kv else 0
+        grouped = (heads_kv, self._group) if heads == q.shape[1] else (1, 1)
+        xp = array_namespace(q)
+        self._sums = xp.zeros((batches, *grouped, rows, keys), dtype)
+        self._dtype = dtype
+
+    def add(self, index: tuple[Any, ...], x: Array) -> None:
+        """Add (batch, heads_kv, group, rows, keys) numbers, whose places in scores `index` says."""
+        places, axes = [], []
+        for axis, length in enumerate(self._sums.shape):
+            places.append(slice(None) if length == 1 or axis >= len(index) else index[axis])
+            axes += [axis] if length == 1 else []
+        self._sums[tuple(places)] += x.sum(axis=tuple(axes), keepdims=True, dtype=self._dtype)
+
+    @property
+    def total(self) -> Array:
+        """The sums, of the shape of the bias."""
+        return merge_heads(self._sums).reshape(self._shape)
 
 
 def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
@@ -85,6 +135,7 @@ def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
     d_out = split_heads(d_out, heads_kv)
     given_out = None if out is None else split_heads(out, heads_kv)
     given_lse = None if lse is None else split_heads(lse, heads_kv)
+    of_lse = None if problem.d_lse is None else split_heads(problem.d_lse, heads_kv)
     for block in blocks_of(q, k, v, problem.scale, options, None):
         dO = as_float64(d_out[block.index])
         softmax, softmax_lse = softmax_exact(block.S)
@@ -101,9 +152,12 @@ def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
         slope: Array | float = 1.0
         if options["softcap"]:
             slope = xp.where(block.admitted, 1.0 - (block.unbiased / options["softcap"]) ** 2, 1.0)
+        delta = (dO * O).sum(axis=-1)
+        if of_lse is not None:  # -inf does not depend on anything
+            delta = delta - xp.where(row_lse == NEG_INF, 0.0, as_float64(of_lse[block.index]))
         yield GradientBlock(
             block, dO, O, row_lse, P, softmax, softmax_lse, dO @ block.v.swapaxes(-1, -2),
-            (dO * O).sum(axis=-1), slope,
+            delta, slope,
         )  # fmt: skip
 
 
@@ -116,9 +170,11 @@ def backward_exact(
     out: Array | None = None,
     lse: Array | None = None,
     *,
+    d_lse: Array | None = None,
+    grad_bias: bool = False,
     all_keys: bool = True,
     **options: Unpack[MaskedOptions],
-) -> Gradients:
+) -> Gradients | GradientsWithBias:
     r"""Gradients of attention, in float64 [L43].
 
     Parameters
@@ -132,6 +188,10 @@ def backward_exact(
     lse : (batch, heads, len_q) array, optional
         The log-sum-exp. With both the result is what the backward kernels compute from the operands
         that they receive, without their own rounding.
+    d_lse : (batch, heads, len_q) array, optional
+        The gradient with respect to the log-sum-exp; zero where omitted, and where lse is -inf.
+    grad_bias : bool
+        Whether to return `GradientsWithBias`.
     all_keys : bool
         Whether the rows attend to no keys but these. If so, P of a row whose lse is at least
         `COARSE_LSE` from zero is the softmax of its scores, and lse is not used.
@@ -150,7 +210,7 @@ def backward_exact(
     Notes
     -----
     .. math:: P_{ij} = e^{S_{ij} - lse_i},\quad \Delta_i = \sum_d dO_{id} O_{id},\quad
-              dS_{ij} = P_{ij} (dO_i \cdot V_j - \Delta_i),
+              dS_{ij} = P_{ij} (dO_i \cdot V_j - \Delta_i + d\mathit{lse}_i),
 
     .. math:: dV_j = \sum_i P_{ij} dO_i,\quad dQ_i = \sigma \sum_j dS_{ij} K_j,\quad
               dK_j = \sigma \sum_i dS_{ij} Q_i,
@@ -167,25 +227,33 @@ def backward_exact(
     >>> bool(np.allclose(dv.sum(axis=2), d_out.sum(axis=2)))  # every row of P sums to one
     True
     """
-    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    problem = BackwardProblem.of("backward_exact", (d_out, out, lse), q, k, v, options, all_keys)
+    d_out, q, k, v, out, lse, d_lse = operands(
+        d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, d_lse=d_lse
+    )
+    problem = BackwardProblem.of(
+        "backward_exact", (d_out, out, lse, d_lse), q, k, v, options, all_keys, grad_bias
+    )
     return exact_gradients(problem)
 
 
-def exact_gradients(problem: BackwardProblem) -> Gradients:
+def exact_gradients(problem: BackwardProblem) -> Gradients | GradientsWithBias:
     """Return what `backward_exact` does, whose arguments `problem` holds."""
     d_out, q, k, v, *_ = problem.arrays
     xp = array_namespace(d_out, q, k, v)
-    check_backward_shapes(*problem.arrays)
+    check_backward_shapes(*problem.arrays, d_lse=problem.d_lse)
     sigma, heads_kv = check_scale(problem.scale, q.shape[-1]), k.shape[1]
     dq = xp.zeros(split_heads(q, heads_kv).shape)
     dk, dv = xp.zeros(k.shape), xp.zeros(v.shape)
+    sums = None if problem.of_bias is None else BiasSums(problem)
     for block in gradient_blocks(problem):
         index, dS = block.scores.index, block.dS
         dq[index] = sigma * (dS @ block.scores.k)
         dk[index[:2]] += sigma * over_rows(dS, block.scores.q)
         dv[index[:2]] += over_rows(block.P, block.d_out)
-    return Gradients(merge_heads(dq), dk, dv)
+        if sums is not None:
+            sums.add(index, block.of_bias)
+    found = Gradients(merge_heads(dq), dk, dv)
+    return found if sums is None else GradientsWithBias(*found, sums.total)
 
 
 def over_rows(x: Array, y: Array) -> Array:

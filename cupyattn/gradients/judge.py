@@ -12,7 +12,7 @@ from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.gradients.bounds import backward_bound
-from cupyattn.gradients.exact import Gradients, backward_exact
+from cupyattn.gradients.exact import Gradients, GradientsWithBias, backward_exact
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class GradientShare:
 
     Parameters
     ----------
-    name : {"dq", "dk", "dv"}
+    name : {"dq", "dk", "dv", "dbias"}
     ratio : float
         It must not exceed 1.
     index : tuple of int
@@ -77,6 +77,8 @@ def judge_backward(
     v: Array,
     out: Array,
     lse: Array,
+    *,
+    d_lse: Array | None = None,
     **options: Any,
 ) -> GradientReport:
     """Compare gradients with those of the operands that the kernels received (J2).
@@ -86,9 +88,9 @@ def judge_backward(
 
     Parameters
     ----------
-    gradients : (dq, dk, dv)
+    gradients : (dq, dk, dv) or (dq, dk, dv, dbias)
         What `cupyattn.attention_backward` returned.
-    d_out, q, k, v, out, lse
+    d_out, q, k, v, out, lse, d_lse
         What it was given, layout BHSD.
     **options
         As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
@@ -112,11 +114,14 @@ def judge_backward(
     """
     received = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     d_out, q, k, v, out, lse = received
-    gradients = operands(**dict(zip(Gradients._fields, gradients, strict=True)))
+    with_bias = len(gradients) == len(GradientsWithBias._fields)
+    names = (GradientsWithBias if with_bias else Gradients)._fields
+    gradients = operands(**dict(zip(names, gradients, strict=True)))
+    options |= {"d_lse": d_lse, "grad_bias": with_bias}
     exact = backward_exact(d_out, q, k, v, out, **options)
     bound = backward_bound(*received, **options)
     of_gradients = []
-    for name, found, expected in zip(Gradients._fields, gradients, exact, strict=True):
+    for name, found, expected in zip(names, gradients, exact, strict=True):
         if found.shape != expected.shape:
             raise ValueError(f"{name} must have shape {expected.shape}, got {found.shape}")
         value, total = as_float64(found), bound.total(name)

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
-from cupyattn.gradients.exact import Gradients, coarse_rows
+from cupyattn.gradients.exact import BiasSums, Gradients, GradientsWithBias, coarse_rows
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.backward_form import NO_DQ, BackwardKernel, check_backward
@@ -35,10 +35,12 @@ def backward_mirror(
     out: Array,
     lse: Array,
     *,
+    d_lse: Array | None = None,
+    grad_bias: bool = False,
     deterministic: bool = False,
     all_keys: bool = True,
     **options: Unpack[MaskedOptions],
-) -> Gradients:
+) -> Gradients | GradientsWithBias:
     """Gradients of attention as the kernels compute them, on NumPy.
 
     Parameters
@@ -46,6 +48,9 @@ def backward_mirror(
     d_out, q, k, v, out : array
         float16 or bfloat16, all of one type; shapes as for `cupyattn.gradients.backward_exact`.
     lse : (batch, heads, len_q) array, float32
+    d_lse : (batch, heads, len_q) array, float32, optional
+    grad_bias : bool
+        As for `cupyattn.gradients.backward_exact`.
     deterministic : bool
         Form to mirror: it decides how many keys dQ takes at a time.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
@@ -71,13 +76,20 @@ def backward_mirror(
     >>> dq[0, 0, 0, :2].tolist(), dv[0, 0, :, 0].tolist()
     ([0.0, 0.0], [1.0, 1.0, 1.0])
     """
-    require_numpy(d_out, q, k, v, out, lse)
-    problem = BackwardProblem.of("backward_mirror", (d_out, out, lse), q, k, v, options, all_keys)
-    return mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
+    require_numpy(d_out, q, k, v, out, lse, *([] if d_lse is None else [d_lse]))
+    problem = BackwardProblem.of(
+        "backward_mirror", (d_out, out, lse, d_lse), q, k, v, options, all_keys, grad_bias
+    )
+    found = mirror_gradients(problem, problem.portable_kernel(deterministic=deterministic))
+    if not isinstance(found, GradientsWithBias):
+        return found
+    return found._replace(dbias=found.dbias.astype(problem.options["bias"].dtype))  # R12
 
 
-def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradients:
-    """Return the gradients as a settled kernel computes them, in its tiles.
+def mirror_gradients(
+    problem: BackwardProblem, kernel: BackwardKernel
+) -> Gradients | GradientsWithBias:
+    """Return the gradients as a settled kernel computes them, in its tiles; dbias is in float32.
 
     Parameters
     ----------
@@ -86,7 +98,7 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
     kernel : BackwardKernel
     """
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
-    (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
+    (*_, len_q, len_kv, head_dim), dtype = check_backward(*problem.arrays, d_lse=problem.d_lse)
     sigma = check_scale(problem.scale, head_dim)
     features = {"softcap": bool(options["softcap"]), "bias": options["bias"] is not None}
     n = numerics("tensor_core", "portable", dtype, **features)
@@ -98,6 +110,9 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
         Q, dO, O = (split_heads(round_to(x, dtype), heads_kv) for x in (q, d_out, out))
         V = round_to(v, dtype)[:, :, None]
         delta = (dO * O).sum(axis=-1, dtype=np.float32)  # R8
+        if problem.d_lse is not None:
+            of_lse = split_heads(problem.d_lse, heads_kv)
+            delta = np.where(split_heads(lse, heads_kv) == NEG_INF, delta, delta - of_lse)  # R8
         to_log2 = np.float32(1) if n.subtracts_first else np.float32(np.log2(np.e))
         M = split_heads(lse, heads_kv) * to_log2  # R9
         M = np.where(split_heads(lse, heads_kv) == NEG_INF, np.float32(np.inf), M)[..., None]
@@ -126,19 +141,24 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
             l = np.sum(sums, axis=0, dtype=np.float32)  # R9
             factor = np.where(coarse, np.where(l == 0, np.float32(0), np.float32(1) / l), factor)
 
-        def of_keys(kv0: int, kv1: int) -> tuple[Float32, Float32]:
-            """Return P and dS of some keys, as operands."""
+        biases = None if problem.of_bias is None else BiasSums(problem, np.float32)
+
+        def of_keys(kv0: int, kv1: int) -> tuple[Float32, Float32, Float32]:
+            """Return P and dS of some keys, as operands, and the gradient of their biases."""
             P = exponentials(kv0, kv1)
             P = np.where(coarse, capped(kv0, kv1) * factor, P) if coarse.any() else P  # R9
             dP = dO @ V[..., kv0:kv1, :].swapaxes(-1, -2)  # R10
-            dS = P * (dP - delta[..., None]) * scores.slope(kv0, kv1)  # R11
-            return round_to(P, dtype), round_to(dS, dtype)  # R9, R11
+            of_bias = P * (dP - delta[..., None])  # R11
+            dS = of_bias * scores.slope(kv0, kv1)  # R11
+            return round_to(P, dtype), round_to(dS, dtype), of_bias  # R9, R11
 
         dQ = np.zeros(Q.shape, np.float32)
         dK, dV = np.zeros(k.shape, np.float32), np.zeros(v.shape, np.float32)
         for kv0 in range(0, len_kv, keys_tiles.block_kv):
             keys = slice(kv0, min(kv0 + keys_tiles.block_kv, len_kv))
-            P, dS = of_keys(keys.start, keys.stop)
+            P, dS, of_bias = of_keys(keys.start, keys.stop)
+            if biases is not None:
+                biases.add((*[slice(None)] * 4, keys), of_bias)  # R12
             if kernel.dq != NO_DQ:
                 dQ += dS @ scores.K[..., keys, :]  # R12
             for head in range(Q.shape[2]):
@@ -151,5 +171,8 @@ def mirror_gradients(problem: BackwardProblem, kernel: BackwardKernel) -> Gradie
                 keys = slice(kv0, min(kv0 + queries_tiles.block_kv, len_kv))
                 dQ += of_keys(keys.start, keys.stop)[1] @ scores.K[..., keys, :]  # R12
         scaled = (merge_heads(dQ) * np.float32(sigma), dK * np.float32(sigma), dV)  # R12
-        found: Any = (x.astype(STORAGE[dtype]) for x in scaled)  # R12
-    return Gradients(*found)
+        found: Any = tuple(x.astype(STORAGE[dtype]) for x in scaled)  # R12
+    if biases is None:
+        return Gradients(*found)
+    dq, dk, dv = found
+    return GradientsWithBias(dq, dk, dv, biases.total)

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupyattn.arrays.kinds import Array
-from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
+from cupyattn.problem.backward_form import (
+    BackwardKernel,
+    check_backward,
+    check_grad_bias,
+    settle_backward,
+)
 from cupyattn.problem.checks import check_options
 from cupyattn.problem.settings import Settings, parse
 
@@ -28,6 +33,10 @@ class BackwardProblem:
         What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
     all_keys : bool
         Whether the rows attend to no keys but these.
+    d_lse : array, optional
+        The gradient with respect to the log-sum-exp; None: zero.
+    of_bias : tuple of int, optional
+        Shape of the gradient of the bias, axes that broadcast being 1; None: it is not wanted.
     """
 
     d_out: Array
@@ -39,18 +48,22 @@ class BackwardProblem:
     scale: float | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: Settings().scores({}))
     all_keys: bool = True
+    d_lse: Array | None = None
+    of_bias: tuple[int, ...] | None = None
 
     @classmethod
     def of(
         cls, function: str, received: Sequence[Any], q: Any, k: Any, v: Any,
-        options: Mapping[str, Any], all_keys: bool,
+        options: Mapping[str, Any], all_keys: bool, grad_bias: bool,
     ) -> BackwardProblem:  # fmt: skip
         """Tell scale and options apart; `function` is whose arguments they are, and `received` are
-        d_out, out and lse."""
+        d_out, out, lse and d_lse."""
         settings, arrays = parse(function, q, k, v, options)
-        d_out, out, lse = received
+        d_out, out, lse, d_lse = received
         scores = settings.scores(arrays)
-        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys)
+        check_grad_bias(grad_bias, scores["bias"])
+        of_bias = tuple(scores["bias"].shape) if grad_bias else None
+        return cls(d_out, q, k, v, out, lse, settings.scale, scores, all_keys, d_lse, of_bias)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -65,6 +78,6 @@ class BackwardProblem:
         TypeError, ValueError, UnsupportedError
             For arrays or options that do not fit together.
         """
-        sizes, dtype = check_backward(*self.arrays)
+        sizes, dtype = check_backward(*self.arrays, d_lse=self.d_lse)
         call = check_options(sizes, dtype, self.scale, self.options, return_lse=True)
         return settle_backward(call, {}, deterministic=deterministic)

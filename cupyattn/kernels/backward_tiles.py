@@ -13,6 +13,9 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
+#: Of ``backward_bias.cu``, by largest head_dim; they divide the blocks of block masks.
+_BIAS_TILES = {128: Tiles(64, 64, 4), 256: Tiles(64, 32, 4)}
+
 #: Tiles of the Hopper kernels: of one kernel up to head_dim 128, of two past it.
 HOPPER_TILES = {
     64: Tiles(128, 128, 12, 2),
@@ -49,6 +52,17 @@ def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple
     """
     table = _TILES if block_mask == (0, 0) else _BLOCK_MASK_TILES
     return next(tiles for limit, tiles in table.items() if head_dim <= limit)
+
+
+def bias_tiles(head_dim: int) -> Tiles:
+    """Return the tiles of the kernel that makes the gradient of a bias.
+
+    Examples
+    --------
+    >>> bias_tiles(160).block_kv
+    32
+    """
+    return next(tiles for limit, tiles in _BIAS_TILES.items() if head_dim <= limit)
 
 
 def hopper_backward_tiles(head_dim: int) -> Tiles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,26 +12,28 @@ from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.interchange import imported
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.gradients.exact import Gradients
-from cupyattn.gradients.mirror import mirror_gradients
-from cupyattn.gradients.problem import BackwardProblem
+from cupyattn.gradients.exact import Gradients, GradientsWithBias
 from cupyattn.ops.attention import ATTENTION
+from cupyattn.ops.backward_mirror import mirror_into
 from cupyattn.ops.call_operands import arguments_of, named
 from cupyattn.ops.operation import ARRAYS, Library, Operation, problem_of, run
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan, Stage, Work, Workspace
 from cupyattn.problem.attention import OF_SCORES, AttentionProblem
-from cupyattn.problem.backward_form import BackwardKernel, check_backward, settle_backward
+from cupyattn.problem.backward_form import (
+    BackwardKernel,
+    check_backward,
+    check_grad_bias,
+    settle_backward,
+)
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.row_preparation import EPS, Rope
-from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference.problem import corner_of, masks_of
 
 
 @points_to_our_names
@@ -44,6 +45,8 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
+    d_lse: Any = None,
+    grad_bias: bool = False,
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
@@ -60,8 +63,8 @@ def attention_backward(
     deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
-) -> Gradients:
-    """Gradients of `attention` with respect to q, k and v.
+) -> Gradients | GradientsWithBias:
+    """Gradients of `attention` with respect to q, k and v, through O and the log-sum-exp.
 
     Parameters
     ----------
@@ -75,8 +78,15 @@ def attention_backward(
         log-sum-exp, float32, (batch, heads, len_q). P is recomputed from `lse`, so no array of size
         len_q x len_kv is stored. If abs(lse) is at least 1024, float32 is too coarse for that. P is
         then the softmax of the row's scores, so k must contain all keys of the row.
+    d_lse : array, float32, (batch, heads, len_q), optional
+        The gradient with respect to `lse`; zero by default. Rows without keys have an lse of -inf,
+        and ignore it.
+    grad_bias : bool
+        Whether to return the gradient with respect to `bias`, too. It has the shape and dtype of
+        `bias`, is summed over the axes that broadcast, and has the same bits on every run. A
+        separate kernel computes it, with two more matrix products.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, layout
-        As in the forward pass. `bias` gets no gradient. Cost is proportional to the kept blocks.
+        As in the forward pass. Cost is proportional to the kept blocks.
     rope, rope_interleaved, rope_offset_q
         As in the forward pass. Q and K are rotated again, and their gradients are rotated back by
         the same angles, each rounded to its type before and after.
@@ -97,7 +107,8 @@ def attention_backward(
     -------
     Gradients
         A tuple (dq, dk, dv), shaped as q, k and v, of their dtype, kind and device, on the current
-        stream. Query heads that share a key head add up in its dk and dv.
+        stream. Query heads that share a key head add up in its dk and dv. With `grad_bias`
+        `GradientsWithBias`, a tuple (dq, dk, dv, dbias).
 
     Raises
     ------
@@ -131,9 +142,10 @@ def attention_backward(
         rope_offset_q, EPS, layout, True, None, None, arch, backend,
     )  # fmt: skip
     arrays = named(
-        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask
+        q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
+        d_lse=d_lse,
     ) | {"d_out": d_out, "out": out, "lse": lse}
-    return run_backward(BackwardSettings(settings, deterministic), arrays)
+    return run_backward(BackwardSettings(settings, deterministic, grad_bias=grad_bias), arrays)
 
 
 @points_to_our_names
@@ -147,6 +159,8 @@ def attention_varlen_backward(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
+    d_lse: Any = None,
+    grad_bias: bool = False,
     max_len_q: int | None = None,
     max_len_k: int | None = None,
     scale: float | None = None,
@@ -164,7 +178,7 @@ def attention_varlen_backward(
     deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
-) -> Gradients:
+) -> Gradients | GradientsWithBias:
     """Gradients of `attention_varlen` with respect to q, k and v.
 
     Parameters
@@ -172,6 +186,9 @@ def attention_varlen_backward(
     d_out, q, k, v, out : array, (total_q or total_k, heads, head_dim)
         As for `attention_backward`, packed as in the forward pass.
     lse : array, float32, (heads, total_q)
+    d_lse : array, float32, (heads, total_q), optional
+    grad_bias : bool
+        As for `attention_backward`.
     cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k
         As for `attention_varlen`: with both limits, offsets on a device cause no synchronisation.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
@@ -182,7 +199,7 @@ def attention_varlen_backward(
     Returns
     -------
     Gradients
-        (dq, dk, dv), packed as q, k and v are.
+        (dq, dk, dv), packed as q, k and v are; with `grad_bias` dbias, too.
 
     Raises
     ------
@@ -211,9 +228,9 @@ def attention_varlen_backward(
     )  # fmt: skip
     arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, d_lse=d_lse,
     ) | {"d_out": d_out, "out": out, "lse": lse}  # fmt: skip
-    return run_backward(BackwardSettings(settings, deterministic), arrays)
+    return run_backward(BackwardSettings(settings, deterministic, grad_bias=grad_bias), arrays)
 
 
 def check_deterministic(deterministic: Any) -> None:
@@ -252,11 +269,13 @@ class BackwardSettings(NamedTuple):
     all_keys : bool
         False: rows may have other keys elsewhere, so every lse is used unchanged. A row with a
         coarse lse cannot be normalised again from only some of its keys.
+    grad_bias : bool
     """
 
     of_call: Settings
     deterministic: bool | None = None
     all_keys: bool = True
+    grad_bias: bool = False
 
 
 class BackwardAsked(NamedTuple):
@@ -267,6 +286,7 @@ class BackwardAsked(NamedTuple):
     forward: Asked
     deterministic: bool | None
     all_keys: bool
+    grad_bias: bool
 
 
 class BackwardSettled(NamedTuple):
@@ -294,7 +314,7 @@ def run_backward(
     settings: BackwardSettings,
     arrays: Mapping[str, Any],
     library: Library = ARRAYS,
-) -> Gradients:
+) -> Gradients | GradientsWithBias:
     """Run the backward pass of a forward pass.
 
     Parameters
@@ -311,7 +331,7 @@ def run_backward(
         As `attention_backward`.
     """
     asked, own, facts = arguments_of_backward(settings, arrays, library)
-    found: Gradients = run(BACKWARD, asked, own, facts, library=library)
+    found: Gradients | GradientsWithBias = run(BACKWARD, asked, own, facts, library=library)
     return found
 
 
@@ -327,15 +347,15 @@ def arguments_of_backward(
     library : Library
         Library of the arrays.
     """
-    of_call, deterministic, all_keys = settings
+    of_call, deterministic, all_keys, grad_bias = settings
     if "qk_norm" in given or isinstance(given["q"], QuantizedQKV):
         check_offered(given["q"], given.get("qk_norm"))
     forward, arrays, facts = arguments_of(of_call, given, library)
     if "kept_blocks" in arrays:
         beside = library.beside(given["q"])
         arrays["kept_rows"] = given["block_mask"].transposed.kept_blocks(beside)
-    facts = None if facts is None else (*facts, type(deterministic))
-    return BackwardAsked(forward, deterministic, all_keys), arrays, facts
+    facts = None if facts is None else (*facts, type(deterministic), type(grad_bias))
+    return BackwardAsked(forward, deterministic, all_keys, grad_bias), arrays, facts
 
 
 class _Backward(Operation):
@@ -344,12 +364,12 @@ class _Backward(Operation):
     name = "attention_backward"
 
     def resolve(self, asked: BackwardAsked, arrays: Mapping[str, Described]) -> Problem:
-        """Check the forward pass, and d_out, out and lse against it."""
+        """Check the forward pass, then d_out, out, lse and d_lse against it."""
         check_offered(arrays["q"], arrays.get("q_norm_weight"), asked.deterministic)
-        received = ("d_out", "o", "lse")
-        own = {n: x for n, x in arrays.items() if n not in (*received, "kept_rows")}
+        own = {n: x for n, x in arrays.items() if n not in (*_RECEIVED, "kept_rows")}
         forward: AttentionProblem = problem_of(ATTENTION, asked.forward, own)
-        operands = {**forward.rows, **_take(forward, {n: arrays[n] for n in received})}
+        received = {n: arrays[n] for n in _RECEIVED if n in arrays}
+        operands = {**forward.rows, **_take(forward, received)}
         operands |= {**forward.of_scores, **forward.sequences}
         if "kept_rows" in arrays:
             operands["kept_rows"] = arrays["kept_rows"]
@@ -358,19 +378,26 @@ class _Backward(Operation):
             operands |= {"rope_cos": rope.cos, "rope_sin": rope.sin, _SIN_BACK: rope.sin.negated()}
         layout, packed = forward.settings.layout, forward.call.packed is not None
         turned = rope is not None and layout == "BSHD"  # rows are turned back in layout BHSD
-        places = _places(forward, operands, turned)
+        places, bias = _places(forward, operands, turned), arrays.get("bias")
+        results = {
+            f"d{name}": Result(_shape(x, layout, packed, turned), x.dtype)
+            for name, x in forward.rows.items()
+        }
+        check_grad_bias(asked.grad_bias, bias)
+        shape = None
+        if asked.grad_bias and bias is not None:
+            results["dbias"] = Result(tuple(bias.shape), bias.dtype)
+            shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
         kernel = settle_backward(
             replace(forward.call, rope="", rope_offset_q=0), places,
             deterministic=asked.deterministic, arch=forward.architecture,
         )  # fmt: skip
         return Problem(
             what=self.name, backend=forward.backend, arch=forward.arch, operands=operands,
-            results={
-                f"d{name}": Result(_shape(x, layout, packed, turned), x.dtype)
-                for name, x in forward.rows.items()
-            },
-            looks=forward.looks, facts=(turned, packed),
-            settled=BackwardSettled(forward, kernel, BackwardOperands(**places), asked.all_keys),
+            results=results, looks=forward.looks, facts=(turned, packed),
+            settled=BackwardSettled(
+                forward, kernel, BackwardOperands(**places, dbias=shape), asked.all_keys
+            ),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
@@ -401,21 +428,22 @@ class _Backward(Operation):
         layout = "BHSD" if turned else forward.settings.layout
         seen = {
             name: to_bhsd(x[None] if forward.call.packed and not turned else x, layout)
-            for name, x in made.items()
+            for name, x in made.items() if name != "dbias"
         }
-        _mirror(problem.settled, arrays, seen)
+        seen |= {name: x for name, x in made.items() if name == "dbias"}
+        mirror_into(problem.settled, _rope_of(forward), arrays, seen)
         return made
 
     def restore(
         self, facts: tuple[bool, bool], arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> Gradients:
+    ) -> Gradients | GradientsWithBias:
         """Return the gradients, contiguous in the caller's layout."""
         turned, packed = facts
         if turned:
-            results = {n: to_bhsd(results[n], "BSHD") for n in ("dq", "dk", "dv")}
-            results = {n: x[0] if packed else x for n, x in results.items()}
-            results = {n: _in_c_order(x) for n, x in results.items()}
-        return Gradients(**results)
+            rows = {n: to_bhsd(results[n], "BSHD") for n in Gradients._fields}
+            rows = {n: x[0] if packed else x for n, x in rows.items()}
+            results = {**results, **{n: _in_c_order(x) for n, x in rows.items()}}
+        return GradientsWithBias(**results) if "dbias" in results else Gradients(**results)
 
 
 def _in_c_order(x: Any) -> Any:
@@ -424,6 +452,8 @@ def _in_c_order(x: Any) -> Any:
 
 
 BACKWARD = _Backward()
+#: Arrays beside those of the forward pass, by buffer; d_lse may be absent.
+_RECEIVED = ("d_out", "o", "lse", "d_lse")
 #: The sines that rotate gradients back.
 _SIN_BACK = "rope_sin_back"
 
@@ -435,7 +465,7 @@ def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
 
 
 def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[str, Described]:
-    """Return d_out, out and lse by buffer, checked against q; layout BHSD."""
+    """Return d_out, out, lse and d_lse by buffer, checked against q; layout BHSD."""
     call, layout = forward.call, forward.settings.layout
     if call.padded is not None:
         raise UnsupportedError(
@@ -446,8 +476,8 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
     for name in ("d_out", "o"):
         taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
     q, k, v = forward.rows.values()
-    check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"])
-    taken["lse"] = taken["lse"].whole()
+    check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"], d_lse=taken.get("d_lse"))
+    taken |= {n: taken[n].whole() for n in ("lse", "d_lse") if n in taken}
     check_together(q=q, **taken)
     return taken
 
@@ -473,53 +503,11 @@ def _places(
 def plan_of(problem: Problem) -> Plan:
     """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
     _, kernel, places, all_keys = problem.settled
-    return plan_backward(kernel, places, all_keys=all_keys)
+    return plan_backward(kernel, places, all_keys=all_keys, d_lse="d_lse" in problem.operands)
 
 
 def _rope_of(forward: AttentionProblem) -> Rope | None:
     return None if forward.preparation is None else forward.preparation.rope
-
-
-def _inverse(rope: Rope) -> Rope:
-    """Return the inverse rotation: from gradients of rotated rows to gradients of rows."""
-    return replace(rope, sin=-rope.sin)
-
-
-def _mirror(
-    settled: BackwardSettled, arrays: Mapping[str, Any], results: dict[str, Any]
-) -> None:
-    """Run the mirror, one packed sequence at a time."""
-    forward = settled.forward
-    settings, rope = forward.settings, _rope_of(forward)
-    if rope is not None:
-        rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
-    operands = {n: arrays["o" if n == "out" else n] for n in ("d_out", *"qkv", "out", "lse")}
-
-    def run_one(given: Mapping[str, Any], masks: Mapping[str, Any]) -> Gradients:
-        if rope is not None:
-            given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
-        problem = BackwardProblem(
-            **given, scale=settings.scale, options=settings.scores(masks),
-            all_keys=settled.all_keys,
-        )  # fmt: skip
-        found = mirror_gradients(problem, settled.kernel)
-        if rope is None:
-            return found
-        dq, dk = _inverse(rope).turned(found.dq, found.dk)
-        return found._replace(dq=dq, dk=dk)
-
-    masks = masks_of(forward, arrays)
-    if forward.call.packed is None:
-        for name, gradient in run_one(operands, masks)._asdict().items():
-            results[name][...] = gradient
-        return
-    pairs = zip(*(pairwise(arrays[name]) for name in SEQUENCES), strict=True)
-    for number, (q_ends, k_ends) in enumerate(pairs):
-        places = {"k": slice(*k_ends), "v": slice(*k_ends)}
-        one = {name: a[:, :, places.get(name, slice(*q_ends))] for name, a in operands.items()}
-        own = corner_of(masks, number, one["q"].shape[2], one["k"].shape[2])
-        for name, gradient in run_one(one, own)._asdict().items():
-            results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
 
 
 def parse_backward(
@@ -544,11 +532,14 @@ def parse_backward(
         For an unknown argument, and for an unsupported option.
     """
     options = {"variant": "fa_tc", "return_lse": True, **options}
-    deterministic = options.pop("deterministic", None)
+    deterministic, d_lse = options.pop("deterministic", None), options.pop("d_lse", None)
+    grad_bias = options.pop("grad_bias", False)
     settings, arrays = parse(function, q, k, v, options)
     check_offered(q, arrays.get("qk_norm"), deterministic)
     arrays |= zip(("d_out", "out", "lse"), received, strict=True)
-    return BackwardSettings(settings, deterministic), arrays
+    if d_lse is not None:
+        arrays["d_lse"] = d_lse
+    return BackwardSettings(settings, deterministic, grad_bias=grad_bias), arrays
 
 
 def resolved_backward(

@@ -9,13 +9,13 @@ from typing import Any
 
 from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.kernels.backward_tiles import SUMMED
+from cupyattn.kernels.backward_tiles import SUMMED, bias_tiles
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
+from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS, BIAS_GRADIENT_PARAMS, DELTA_PARAMS
 from cupyattn.problem.backward_form import (
     NO_DQ,
     SUMS_DQ,
@@ -48,6 +48,9 @@ class BackwardOperands:
         As for `cupyattn.plans.attention.plan_attention`.
     kept_rows : Operand, optional
         As ``block_mask.transposed.kept_blocks`` makes it, where the call has a block mask.
+    dbias : tuple of int, optional
+        Shape of the gradient of the bias, four axes of which those that broadcast have length 1;
+        None: it is not made. Its buffer is contiguous.
     """
 
     q: Operand
@@ -62,11 +65,16 @@ class BackwardOperands:
     bias: Operand | None = None
     kept_blocks: Operand | None = None
     kept_rows: Operand | None = None
+    dbias: tuple[int, ...] | None = None
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_backward(
-    kernel: BackwardKernel, at: BackwardOperands, *, all_keys: bool = True
+    kernel: BackwardKernel,
+    at: BackwardOperands,
+    *,
+    all_keys: bool = True,
+    d_lse: bool = False,
 ) -> Plan:
     """Plan the gradients of a call.
 
@@ -79,6 +87,8 @@ def plan_backward(
     all_keys : bool
         Whether the rows attend only to these keys. True normalises rows again if their lse is too
         coarse to give P. False uses every lse unchanged.
+    d_lse : bool
+        Whether the plan also reads the buffer ``"d_lse"``, in the layout of ``"lse"``.
 
     Returns
     -------
@@ -120,7 +130,8 @@ def plan_backward(
         Workspace("coarse", (lists, rows // COARSE_ROWS), "int32"),
     ]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
-    launches = kernels.launch(
+    delta = kernels.with_d_lse() if d_lse else kernels
+    launches = delta.launch(
         "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
     )
     launches += kernels.launch("coarse", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
@@ -148,6 +159,8 @@ def plan_backward(
         workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
         for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
             workspace.append(Workspace(name, shape, "int32", zeros=True))
+    if at.dbias is not None:
+        launches += kernels.of_bias(at.dbias)
     return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), kernel.note)
 
 
@@ -158,6 +171,12 @@ class _Kernels:
     features: Features
     structs: tuple[Any, ...]
     folder: str = ""
+    d_lse: bool = False
+
+    def with_d_lse(self) -> _Kernels:
+        """Return the kernels that read the gradient with respect to lse."""
+        call, (_, grad) = self.structs
+        return replace(self, structs=(call, (DELTA_PARAMS, grad | {"d_lse": "d_lse"})), d_lse=True)
 
     def fed(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
         """Return the Hopper kernels, with copies of so many rows of each operand."""
@@ -166,6 +185,15 @@ class _Kernels:
         maps = (tensor_map_of(name, dtype, x, rows) for name, (x, rows) in boxes.items())
         return replace(self, structs=(call, *maps, grad), folder="sm90/")
 
+    def of_bias(self, shape: tuple[int, ...]) -> tuple[Launch, ...]:
+        """Return the launch that makes the gradient of a bias of a shape."""
+        batches, heads, rows, keys = shape
+        tiles = bias_tiles(self.features.head_dim)
+        own = {"dBias": "dbias", "batches": batches, "heads": heads, "rows": rows, "keys": keys}
+        counts = batches, heads, -(-rows // tiles.block_q), -(-keys // tiles.block_kv)
+        kernels = replace(self, structs=(*self.structs, (BIAS_GRADIENT_PARAMS, own)))
+        return kernels.launch("bias", tiles, *counts)
+
     def launch(
         self, name: str, tiles: Tiles, *counts: int, dq: int | None = None
     ) -> tuple[Launch, ...]:
@@ -173,13 +201,15 @@ class _Kernels:
 
         `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for kernels with ``CFG_DQ``.
         """
-        shared = name in ("keys", "queries")
+        shared = name in ("keys", "queries", "bias")
         wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
         entry = f"backward_{name}_wide" if wide else f"backward_{name}"
         grid = check_grid(entry, *counts)
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
         if dq is not None:
             defines["CFG_DQ"] = dq
+        if self.d_lse:
+            defines["CFG_D_LSE"] = 1
         spec = ModuleSpec(f"backward/{self.folder}{entry}.cu", tuple(sorted(defines.items())))
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

@@ -92,6 +92,14 @@ BACKWARD_PARAMS = _struct([
     ("next_block", "u8"), ("all_keys", "i4"),
 ])  # fmt: skip
 
+#: ``struct BiasGradientParams`` of kernels_cu/prims/params.cuh.
+BIAS_GRADIENT_PARAMS = _struct([
+    ("dBias", "u8"), ("batches", "i4"), ("heads", "i4"), ("rows", "i4"), ("keys", "i4"),
+])  # fmt: skip
+
+#: ``struct DeltaParams<true>`` of kernels_cu/prims/params.cuh.
+DELTA_PARAMS = _struct([("d_lse", "u8")], BACKWARD_PARAMS)
+
 # ---- preparation of operands ---------------------------------------------------------------------
 
 #: ``struct RopeParams`` of kernels_cu/prims/io/rope.cuh.

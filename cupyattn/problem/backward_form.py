@@ -17,6 +17,7 @@ from cupyattn.kernels.backward_tiles import (
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import AttentionSpec, check_dtype
+from cupyattn.problem.settings import check_switch
 from cupyattn.problem.support import Support, reach
 
 #: Values of ``CFG_DQ``: how ``backward_keys.cu`` computes dQ.
@@ -58,15 +59,16 @@ class BackwardKernel:
 
 
 def check_backward_shapes(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, d_lse: Any = None
 ) -> tuple[int, int, int, int, int, int]:
     """Check q, k and v as `check_shapes` does, and that the other arrays match q.
 
-    `out` and `lse` may be None.
+    `out`, `lse` and `d_lse` may be None.
     """
     sizes = check_shapes(*(tuple(x.shape) for x in (q, k, v)))
     shape = tuple(q.shape)
     wanted = {"d_out": (d_out, shape), "out": (out, shape), "lse": (lse, shape[:3])}
+    wanted["d_lse"] = d_lse, shape[:3]
     for name, (array, want) in wanted.items():
         if array is not None and tuple(array.shape) != want:
             raise ValueError(
@@ -77,18 +79,27 @@ def check_backward_shapes(
 
 
 def check_backward(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, d_lse: Any = None
 ) -> tuple[tuple[int, int, int, int, int, int], str]:
     """Return the sizes and the dtype of arrays (batch, heads, len, head_dim) of a backward pass."""
-    sizes, dtype = check_backward_shapes(d_out, q, k, v, out, lse), check_dtype(q, k, v)
+    sizes = check_backward_shapes(d_out, q, k, v, out, lse, d_lse=d_lse)
+    dtype = check_dtype(q, k, v)
     for name, array, want in (
         ("d_out", d_out, dtype),
         ("out", out, dtype),
         ("lse", lse, "float32"),
+        ("d_lse", d_lse, "float32"),
     ):
-        if str(array.dtype) != want:
+        if array is not None and str(array.dtype) != want:
             raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
     return sizes, dtype
+
+
+def check_grad_bias(grad_bias: Any, bias: Any) -> None:
+    """Raise for an answer that is no bool, and where there is no bias to have a gradient."""
+    check_switch("grad_bias", grad_bias)
+    if grad_bias and bias is None:
+        raise ValueError("grad_bias=True needs the bias of the forward pass: give bias=")
 
 
 def settle_backward(

@@ -5,6 +5,8 @@
 //              the row's scores so that their exponentials are P, no sum following.
 // Coarse rows  A float32 log-sum-exp of large magnitude has lost the logarithm of the sum: such a
 //              row gets M and its factor from backward_coarse. Every other factor is 1.
+// D_LSE        The derivative of lse by a score is P, so the gradient of lse is subtracted from Delta.
+//              Where lse is -inf it counts for nothing.
 // ORDERED      The last block of keys at a row stores its dQ: here a row that has none gets zeros.
 // Kept simple  A pass over memory: LANES lanes read a row of dO and of O and add up their products.
 // Rounding     R8 Delta, R9 the log-sum-exp to log2 units
@@ -30,8 +32,18 @@ __device__ __forceinline__ bool has_no_keys(
   return keys.end <= keys.begin;
 }
 
+// Delta of a row, whose place in lse and in d_lse is `at`.
+__device__ __forceinline__ float less_d_lse(
+    float sum, const DeltaParams<true>& grad, float lse, int64_t at) {
+  return lse == NEG_INF ? sum : sum - grad.d_lse[at];  // R8
+}
+__device__ __forceinline__ float less_d_lse(
+    float sum, const DeltaParams<false>&, float, int64_t) {
+  return sum;
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
-    const __grid_constant__ AttnParams call, const __grid_constant__ BackwardParams grad) {
+    const __grid_constant__ AttnParams call, const __grid_constant__ DeltaParams<D_LSE> grad) {
   const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
   const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / q_blocks;
@@ -79,7 +91,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
       const float sum = shfl_sum<LANES>(sums[pass]);  // R8
       if (lane != 0) continue;
       const float row_lse = q0 + i < p.len_q ? lse[q0 + i] : NEG_INF;
-      grad.delta[padded + i] = sum;
+      grad.delta[padded + i] = less_d_lse(sum, grad, row_lse, lse - call.lse + q0 + i);
       if (is_coarse(grad, row_lse)) continue;  // backward_coarse has that row
       grad.row_M[padded + i] = row_maximum_from(row_lse);
       grad.row_factor[padded + i] = 1.0f;

@@ -49,6 +49,9 @@
 #ifndef CFG_DQ  // gradients
 #define CFG_DQ 0
 #endif
+#ifndef CFG_D_LSE  // gradients with respect to O alone
+#define CFG_D_LSE 0
+#endif
 #ifndef CFG_STEP_Q  // quantisation
 #define CFG_STEP_Q 0
 #define CFG_STEP_K 0
@@ -200,6 +203,7 @@ constexpr int QK_BITS = CFG_QK_BITS;     // of a code of Q or K, which takes a b
 // gradients
 constexpr bool SUMS_DQ = CFG_DQ != 0;  // blocks of keys add up dQ in memory
 constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
+constexpr bool D_LSE = CFG_D_LSE;      // lse has a gradient, too
 
 // matrix products
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block

@@ -164,7 +164,7 @@ struct BackwardParams {
   float* row_M;       // [batch, heads, rows], what is subtracted from the scores of a row
   float* row_factor;  // [batch, heads, rows], then multiplies their exponentials; 1: not coarse
   int32_t* coarse;    // [batch, heads, rows / COARSE_ROWS], nonzero: a row of these is coarse
-  float* delta;       // [batch, heads, rows], the sum of dO times O
+  float* delta;       // [batch, heads, rows], the sum of dO times O; D_LSE: less the gradient of lse
   float* dQ_sum;      // [batch, heads, len_q, HEAD_DIM], zero beforehand unless ORDERED; not read
                       // unless SUMS_DQ
   int64_t rows;       // len_q rounded up to ROW_PAD; VARLEN: of all sequences, each rounded up
@@ -175,4 +175,21 @@ struct BackwardParams {
                    // to dQ_sum; not read unless ORDERED
   int32_t* next_block;  // [1], zero beforehand: blocks that have begun; not read unless ORDERED
   int32_t all_keys;     // 0: a row may have keys elsewhere, and lse is taken as it is
+};
+
+// backward_bias.cu appends; an axis of length 1 broadcasts: its gradients are added up.
+struct BiasGradientParams {
+  void* dBias;  // [batches, heads, rows, keys] of bias_t, contiguous
+  int32_t batches;
+  int32_t heads;
+  int32_t rows;
+  int32_t keys;
+};
+
+// backward_delta.cu takes it.
+template <bool>
+struct DeltaParams : BackwardParams {};
+template <>
+struct DeltaParams<true> : BackwardParams {
+  const float* d_lse;  // as lse: the gradient with respect to the log-sum-exp
 };

@@ -11,10 +11,10 @@ import numpy as np
 
 from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.gradients import GradientReport, Gradients, judge_backward
+from cupyattn.gradients import GradientReport, Gradients, GradientsWithBias, judge_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.reference.attention import attention_mirror
-from tests.support.runs import ADDED, normal, of_sequence, on_host, packed
+from tests.support.runs import ADDED, D_LSE, GRAD_BIAS, normal, of_sequence, on_host, packed
 
 #: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
 Received = tuple[Any, Any, Any, Any, Any, Any]
@@ -34,7 +34,8 @@ def received(q: Any, k: Any, v: Any, seed: int = 1, **options: Any) -> Received:
     """Return operands of a backward pass on the host: d_out ~ N(0, 1), and a forward's results."""
     rng = np.random.default_rng(seed)
     d_out = rng.standard_normal(q.shape).astype(q.dtype)
-    out, lse = attention_mirror(q, k, v, variant="fa_tc", return_lse=True, **options)
+    forward = {n: x for n, x in options.items() if n not in (D_LSE, GRAD_BIAS)}
+    out, lse = attention_mirror(q, k, v, variant="fa_tc", return_lse=True, **forward)
     return d_out, q, k, v, out, lse
 
 
@@ -44,10 +45,11 @@ class BackwardRun:
 
     received: Received
     options: dict[str, Any]
-    gradients: Gradients
+    gradients: Gradients | GradientsWithBias
 
     def judge(self) -> GradientReport:
-        options = {n: on_host(a) if n in ADDED else a for n, a in self.options.items()}
+        arrays = (*ADDED, D_LSE)
+        options = {n: on_host(a) if n in arrays else a for n, a in self.options.items()}
         return judge_backward(
             [on_host(x) for x in self.gradients], *map(on_host, self.received), **options
         )
@@ -73,6 +75,11 @@ def run_backward(
     return BackwardRun(inputs, options, gradients)
 
 
+def gradients_of_lse(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return gradients with respect to lse that no other row or head has."""
+    return (4 * rng.standard_normal(shape)).astype(np.float32)
+
+
 def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield problems that bring mistakes to light: tails, several tiles of keys and of rows,
     grouped heads, causal masks, windows, block masks, softcap, mask and bias, small and large."""
@@ -89,8 +96,14 @@ def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str,
         {"window": (9, 30)},
         {"causal": True, "causal_align": "top-left", "window": (20, -1)},
         {"block_mask": BlockMask(kept, 64, 64), "causal": True},
-        {"softcap": 1.5, "mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)},
+        {
+            "softcap": 1.5, "mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32),
+            GRAD_BIAS: True,
+        },
         {"bias": np.full((1, 1, 1, 140), -1e9, np.float32)},  # lse is coarse
+        {"d_lse": gradients_of_lse(rng, (1, 4, 75)), "window": (0, 30)},  # rows without keys
+        {"bias": rng.standard_normal((75, 140)).astype("f2"), "causal": True, GRAD_BIAS: True},
+        {"bias": rng.standard_normal((2, 1, 140)).repeat(2, 0).astype("f4"), GRAD_BIAS: True},
     )
     for options in some:
         yield received(q, k, v, **options), options
@@ -103,6 +116,7 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
     some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
         (72, 330, 150, {"causal": True, "causal_align": "top-left"}),
         (64, 300, 140, {"window": (150, 40)}),
+        (64, 300, 140, {"d_lse": gradients_of_lse(np.random.default_rng(0), (1, 2, 300))}),
         (128, 130, 400, {"causal": True}),
         (40, 200, 256, {"block_mask": BlockMask(kept, 128, 128)}),
     )
@@ -114,6 +128,7 @@ def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
     kept = np.array([[1, 0, 1, 1, 0], [0, 1, 1, 0, 1], [1, 1, 0, 1, 1]], bool)[None, None]
     some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
         (160, 150, 270, {"causal": True}),
+        (256, 70, 140, {"d_lse": gradients_of_lse(np.random.default_rng(0), (1, 2, 70))}),
         (256, 150, 270, {"window": (150, 40)}),
         (200, 150, 270, {"block_mask": BlockMask(kept, 64, 64)}),
     )
@@ -144,26 +159,30 @@ def run_packed_backward(
     arch: str | None = None,
     backend: str | None = None,
     move: Callable[..., Any] = lambda *x: x,
+    of_lse: bool = False,
     **options: Any,
 ) -> Iterator[BackwardRun]:
     """Call `attention_varlen_backward`; yield what came of every sequence that has rows and keys.
 
-    `move` brings arrays to where they are to be. Rows of other sequences count for nothing: those
-    of an empty one in q leave keys without gradients.
+    `move` brings arrays to where they are to be; `of_lse`: lse has a gradient, too. Rows of other
+    sequences count for nothing: those of an empty one in q leave keys without gradients.
     """
     host, ends = packed(lengths, 4, 2, head_dim)
     inputs = move(*host)
     forward = {"variant": "fa_tc", "return_lse": True, "backend": backend, **options}
+    forward.pop(GRAD_BIAS, None)
     out, lse = attention_varlen(*inputs, *move(*ends), **forward)
     d_out = (inputs[0] * 0.5 + out).astype(out.dtype)
     longest = {
         f"max_len_{n}": max(x) for n, x in zip("qk", zip(*lengths, strict=True), strict=True)
     }
+    d_lse = gradients_of_lse(np.random.default_rng(0), lse.shape) if of_lse else None
+    given = {} if d_lse is None else {D_LSE: move(d_lse)[0]}
     found = attention_varlen_backward(
-        d_out, *inputs, out, lse, *move(*ends), deterministic=deterministic, arch=arch,
+        d_out, *inputs, out, lse, *move(*ends), **given, deterministic=deterministic, arch=arch,
         backend=backend, **longest, **options,
     )  # fmt: skip
-    host_found = [on_host(x).swapaxes(0, 1)[None] for x in found]
+    host_found = [on_host(x).swapaxes(0, 1)[None] for x in found[:3]]
     received = [on_host(x).swapaxes(0, 1)[None] for x in (d_out, *inputs, out)]
     for number, (q_ends, k_ends) in enumerate(zip(*map(pairwise, ends), strict=True)):
         rows, keys = slice(*q_ends), slice(*k_ends)
@@ -172,7 +191,13 @@ def run_packed_backward(
         own = of_sequence({n: on_host(a) if n in ADDED else a for n, a in options.items()},
                           number, (q, k, v))  # fmt: skip
         one = d, q, k, v, o, on_host(lse)[None, :, rows]
-        yield BackwardRun(one, own, Gradients(*gradients))
+        if d_lse is not None:
+            own[D_LSE] = d_lse[None, :, rows]
+        made: Any = Gradients(*gradients)
+        if options.get(GRAD_BIAS):  # of a bias that broadcasts along no sequences
+            of_bias = of_sequence({"bias": on_host(found[3])}, number, (q, k, v))["bias"]
+            made = GradientsWithBias(*made, of_bias)
+        yield BackwardRun(one, own, made)
 
 
 def scaled(x: np.ndarray, factor: float) -> np.ndarray:

@@ -39,12 +39,13 @@ from cupyattn.strategies import attention_inputs
 from tests.backward.backward_cases import (
     FORMS,
     Received,
+    gradients_of_lse,
     received,
     run_backward,
     run_packed_backward,
     scaled,
 )
-from tests.support.runs import bits, embedded, normal, rope_tables
+from tests.support.runs import GRAD_BIAS, bits, embedded, normal, rope_tables
 
 Array = npt.NDArray[Any]
 DTYPES = ("float16", "bfloat16")
@@ -64,15 +65,16 @@ DTYPES = ("float16", "bfloat16")
     ids=str,
 )
 def test_the_definition_is_the_derivative(options: dict[str, Any]) -> None:
-    """Central differences of the sum of dO times O, on a tiny problem with grouped heads."""
+    """Central differences of dO times O plus dlse times lse, on a tiny problem of grouped heads."""
     rng = np.random.default_rng(0)
     operands = {"q": rng.standard_normal((1, 4, 5, 3))}
     operands |= {name: rng.standard_normal((1, 2, 7, 3)) for name in "kv"}
     d_out, options = rng.standard_normal((1, 4, 5, 3)), dict(options)
+    d_lse = rng.standard_normal((1, 4, 5))
     if options.get("mask"):
         options["mask"] = rng.random((1, 4, 5, 7)) < 0.7
         options["bias"] = rng.standard_normal((1, 4, 5, 7)).astype(np.float32)
-    found = backward_exact(d_out, **operands, **options)
+    found = backward_exact(d_out, **operands, d_lse=d_lse, **options)
     for name, gradient in zip("qkv", found, strict=True):
         differences = np.zeros_like(gradient)
         for at in np.ndindex(gradient.shape):
@@ -80,8 +82,8 @@ def test_the_definition_is_the_derivative(options: dict[str, Any]) -> None:
             for step in (1e-5, -1e-5):
                 moved = operands[name].copy()
                 moved[at] += step
-                o = attention_exact(**{**operands, name: moved}, **options)
-                sums.append((o * d_out).sum())
+                o, lse = attention_exact(**{**operands, name: moved}, return_lse=True, **options)
+                sums.append((o * d_out).sum() + (lse * d_lse)[lse != -np.inf].sum())
             differences[at] = (sums[0] - sums[1]) / 2e-5
         np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
 
@@ -125,7 +127,14 @@ def test_mirror_is_within_its_bound(form: str, data: st.DataObject) -> None:
             features=("window", "softcap", "mask", "bias"),
         )
     )  # fmt: skip
-    inputs = received(q, k, v, seed=data.draw(st.integers(0, 99)), **options)
+    seed = data.draw(st.integers(0, 99))
+    inputs = received(q, k, v, seed=seed, **options)
+    if data.draw(st.booleans()):
+        unit = np.float32(data.draw(st.sampled_from((2.0**-14, 1.0, 2.0**9))))
+        d_lse = unit * gradients_of_lse(np.random.default_rng(seed), q.shape[:3])
+        options = {**options, "d_lse": d_lse}
+    if options.get("bias") is not None:
+        options = {**options, GRAD_BIAS: True}
     found = backward_mirror(*inputs, deterministic=FORMS[form], **options)
     report = judge_backward(found, *inputs, **options)
     target(report.ratio, label="error / bound")
@@ -225,6 +234,36 @@ def test_planted_faults_break_the_bound(fault: str, dtype: str) -> None:
     assert judge_backward(exact_of(inputs), *inputs).passed
     report = judge_backward(FAULTS[fault](inputs), *inputs)
     assert not report.passed and "OUTSIDE" in str(report)
+
+
+@pytest.mark.parametrize("fault", ["left out", "added", "of the row before"])
+def test_a_wrong_gradient_of_lse_breaks_the_bound(fault: str) -> None:
+    inputs = received(*distributions.make("normal", 1, 2, 64, 100, 64, "float16", seed=4))
+    d_lse = gradients_of_lse(np.random.default_rng(0), (1, 2, 64))
+    wrong = {"left out": 0 * d_lse, "added": -d_lse, "of the row before": np.roll(d_lse, 1, axis=2)}
+    assert judge_backward(exact_of(inputs, d_lse=d_lse), *inputs, d_lse=d_lse).passed
+    found = exact_of(inputs, d_lse=wrong[fault])
+    assert not judge_backward(found, *inputs, d_lse=d_lse).passed
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_without_keys_a_row_has_no_gradient_whatever_that_of_its_lse_is(backend: str) -> None:
+    mask = np.ones((1, 1, 37, 21), bool)
+    mask[..., 5, :] = False
+    inputs = received(*normal((1, 2, 37, 32), (1, 1, 21, 32)), mask=mask)
+    d_lse = gradients_of_lse(np.random.default_rng(0), (1, 2, 37))
+    d_lse[..., 5] = np.nan
+    one = run_backward(inputs, d_lse=d_lse, mask=mask, backend=backend)
+    one.check()
+    assert np.isneginf(inputs[5][..., 5]).all() and not as_float64(one.gradients.dq)[:, :, 5].any()
+
+
+def test_the_gradient_of_lse_must_go_with_it() -> None:
+    inputs = received(*normal((1, 2, 37, 32), (1, 1, 21, 32)))
+    with pytest.raises(ValueError, match=r"d_lse must have shape \(1, 2, 37\)"):
+        ca.attention_backward(*inputs, d_lse=inputs[5][..., :5])
+    with pytest.raises(TypeError, match="d_lse must be float32, got d_lse.dtype=float16"):
+        ca.attention_backward(*inputs, d_lse=inputs[5].astype(np.float16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -166,8 +166,8 @@ def test_gradients_of_fewer_rows_are_within_their_bound() -> None:
 @pytest.mark.parametrize(
     ("number", "form"),
     [
-        *((number, form) for number in range(4) for form in HOPPER_FORMS),
-        *((number, "sm90_deterministic") for number in range(4, 7)),
+        *((number, form) for number in range(5) for form in HOPPER_FORMS),
+        *((number, "sm90_deterministic") for number in range(5, 9)),
     ],
 )
 def test_gradients_are_within_their_bound(number: int, form: str) -> None:

@@ -47,11 +47,18 @@ def call_of(len_q: int, len_kv: int, head_dim: int = 64, **options: Any) -> Atte
     return AttentionSpec(*sizes, scale=0.125, return_lse=True, **options)
 
 
-def plan_of(call: AttentionSpec, *, deterministic: bool) -> Plan:
+def operands_of(call: AttentionSpec, **of_bias: Any) -> BackwardOperands:
     q = Operand.contiguous((call.batch, call.heads, call.len_q, call.head_dim), 2)
     k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
     kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
-    operands = BackwardOperands(q, k, k, q, q, q, k, k, kept_blocks=kept, kept_rows=kept)
+    bias = Operand.contiguous(call.score_shape, 4) if call.bias else None
+    return BackwardOperands(
+        q, k, k, q, q, q, k, k, bias=bias, kept_blocks=kept, kept_rows=kept, **of_bias
+    )
+
+
+def plan_of(call: AttentionSpec, *, deterministic: bool) -> Plan:
+    operands = operands_of(call)
     settled = settle_backward(call, vars(operands), deterministic=deterministic)
     return plan_backward(settled, operands)
 
@@ -147,7 +154,10 @@ def test_a_grid_past_what_a_launch_takes_is_told() -> None:
 
 
 #: Of `revealing_backward`, what is interpreted in every run of the tests.
-AT_ONCE = ((0, "atomic"), (3, "atomic"), (4, "deterministic"))
+AT_ONCE = (
+    (0, "atomic"), (3, "atomic"), (4, "deterministic"), (6, "atomic"), (7, "atomic"),
+    (8, "deterministic"),
+)  # fmt: skip
 
 # ---- in the interpreter --------------------------------------------------------------------------
 
@@ -156,7 +166,7 @@ AT_ONCE = ((0, "atomic"), (3, "atomic"), (4, "deterministic"))
     ("number", "form"),
     [
         pytest.param(number, form, marks=[] if (number, form) in AT_ONCE else [pytest.mark.slow])
-        for number in range(5)
+        for number in range(9)
         for form in FORMS
     ],
 )
@@ -265,7 +275,8 @@ PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
 )  # fmt: skip
 def test_packed_sequences_are_within_their_bound(form: str, backend: str) -> None:
     found = run_packed_backward(
-        PACKED, deterministic=FORMS[form], backend=backend, causal=True, window=(60, -1)
+        PACKED, deterministic=FORMS[form], backend=backend, causal=True, window=(60, -1),
+        of_lse=form == "deterministic",
     )
     runs = list(found)
     assert len(runs) == len(PACKED)
@@ -285,7 +296,7 @@ def test_packed_sequences_take_the_corners_of_masks_and_biases() -> None:
     rng = np.random.default_rng(0)
     shape = (len(PACKED), 4, 150, 140)
     options = {"mask": rng.random(shape) < 0.8, "softcap": 2.0}
-    options["bias"] = rng.standard_normal(shape).astype(np.float32)
+    options |= {"bias": rng.standard_normal(shape).astype(np.float32), "grad_bias": True}
     for one in run_packed_backward(PACKED, backend="interpret", **options):
         one.check()
 

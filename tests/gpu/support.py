@@ -57,7 +57,8 @@ def held() -> Iterator[None]:
 
 def moved(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of a call with their arrays on the device."""
-    options = {n: cupy.asarray(a) if n in runs.ADDED else a for n, a in options.items()}
+    arrays = (*runs.ADDED, runs.D_LSE)
+    options = {n: cupy.asarray(a) if n in arrays else a for n, a in options.items()}
     if options.get("rope"):
         options["rope"] = on_device(*options["rope"])
     return options

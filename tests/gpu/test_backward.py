@@ -16,6 +16,7 @@ from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.settings import check_attention
 from cupyattn.runtime.ready import run as run_plan
+from tests.backward import test_backward_bias as of_bias
 from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,
@@ -123,7 +124,7 @@ def test_rotary_embeddings_are_as_on_the_host(how: dict[str, Any]) -> None:
 def test_packed_sequences(how: dict[str, Any]) -> None:
     for head_dim in (64, 128):
         for one in run_packed_backward(
-            PACKED, head_dim=head_dim, **how, move=on_device, causal=True
+            PACKED, head_dim=head_dim, **how, move=on_device, of_lse=head_dim == 64, causal=True
         ):
             one.check()
 
@@ -169,6 +170,20 @@ def test_dk_and_dv_of_the_atomic_form_have_the_same_bits_a_hundred_times() -> No
     for _ in range(100):
         _, dk, dv = attention_backward(*inputs)
         assert bits(dk) == bits(first.dk) and bits(dv) == bits(first.dv)
+
+
+@pytest.mark.parametrize("shape", of_bias.SHAPES, ids=str)
+def test_the_gradient_of_a_bias_is_within_its_bound_and_has_the_same_bits(
+    shape: tuple[int, ...],
+) -> None:
+    inputs, options = of_bias.problem(shape, causal=True)
+    on_gpu: Any = on_device(*inputs)
+    options = moved(options)
+    one = run_backward(on_gpu, **options)
+    one.check()
+    expected = bits(on_host(one.gradients[3]))
+    for _ in range(100):
+        assert bits(on_host(attention_backward(*on_gpu, **options)[3])) == expected
 
 
 def test_two_streams_do_not_disturb_each_other(how: dict[str, Any]) -> None:

@@ -235,6 +235,42 @@ def test_grad_has_the_bits_of_the_backward_pass() -> None:
     assert [bits(np.asarray(x)) for x in found] == [bits(x) for x in expected]
 
 
+@pytest.mark.parametrize("of_o", [True, False])
+def test_grad_goes_through_lse(of_o: bool) -> None:
+    q, k, v = operands("bfloat16")
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        o, lse = interop.attention(q, k, v, causal=True, return_lse=True)
+        return 0.75 * lse.sum() + (o.astype("float32").sum() if of_o else 0)
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    host = on_host(q, k, v)
+    o, lse = ca.attention(*host, causal=True, return_lse=True)
+    d_out, d_lse = np.full_like(o, of_o), np.full_like(lse, 0.75)
+    expected = ca.attention_backward(d_out, *host, o, lse, d_lse=d_lse, causal=True)
+    assert [bits(np.asarray(x)) for x in found] == [bits(x) for x in expected]
+
+
+def test_grad_of_a_bias() -> None:
+    """It has the bits of the backward pass, and mapped entries that share a bias have their own."""
+    q, k, v = operands()
+    bias = normal((LEN_Q, LEN_KV), "float32", 5)
+
+    def loss(q: Any, bias: Any) -> Any:
+        return interop.attention(q, k, v, bias=bias).astype("float32").sum()
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, bias)
+    host, of_bias = on_host(q, k, v), np.asarray(bias)
+    o, lse = ca.attention(*host, bias=of_bias, return_lse=True)
+    expected = ca.attention_backward(
+        np.ones_like(o), *host, o, lse, bias=of_bias, grad_bias=True
+    )
+    assert bits(np.asarray(found[0])) == bits(expected[0])
+    assert bits(np.asarray(found[1])) == bits(expected[3])
+    each = jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None))(jnp.stack([q, q]), bias)
+    assert [bits(np.asarray(x)) for x in each] == [bits(expected[3])] * 2
+
+
 @pytest.mark.slow
 def test_grad_agrees_with_jax_itself() -> None:
     """That it is the gradient of this function; how exact it is, is tested elsewhere.
@@ -317,17 +353,17 @@ def loss_of(**options: Any) -> Callable[..., Any]:
         (lambda: jax.grad(loss_of())(Q.astype("float32")), "float16 and bfloat16"),
         (lambda: jax.grad(loss_of(qk_norm=TABLES))(Q), "qk_norm"),
         (
-            lambda: jax.grad(lambda b: interop.attention(Q, K, V, bias=b).sum())(
-                jnp.ones((LEN_Q, LEN_KV), jnp.float16)
+            lambda: jax.grad(lambda c: interop.attention(Q, K, V, rope=(c, c)).sum())(
+                jnp.ones((LEN_KV, HEAD_DIM // 2), jnp.float32)
             ),
-            "respect to bias",
+            "respect to cos",
         ),
         (
-            lambda: jax.grad(lambda q: interop.attention(q, K, V, return_lse=True)[1].sum())(Q),
-            "log-sum-exp",
+            lambda: jax.grad(lambda x: jax.grad(loss_of())(x)[0, 0, 0, 0])(Q),
+            "no second derivative: differentiate it once",
         ),
     ],
-    ids=["float32", "qk_norm", "bias", "lse"],
+    ids=["float32", "qk_norm", "tables", "second"],
 )
 def test_a_gradient_that_there_is_none_of_is_refused(call: Any, says: str) -> None:
     with pytest.raises(ca.UnsupportedError, match=says):

@@ -214,7 +214,7 @@ def test_gradients_are_within_bounds_of_torch_in_float64(
     o, lse = interop.attention(
         q, k, v, return_lse=True, deterministic=deterministic, backend="mirror", **options
     )
-    assert o.requires_grad and not lse.requires_grad
+    assert o.requires_grad and lse.requires_grad
     d_out = np.random.default_rng(1).standard_normal(o.shape).astype(inputs[0].dtype)
     o.backward(tensor(d_out))
     received = d_out, *inputs, array(o), array(lse)
@@ -245,6 +245,91 @@ def test_gradients_are_those_of_the_backward_kernels(name: str, variant: str) ->
         found.backward(g)
         grads = [x.grad for x in (q, k, v)]
         assert all(same_bits(x, y) for x, y in zip(grads, expected, strict=True)), layout
+
+
+@pytest.mark.parametrize("of_o", [True, False])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_go_through_lse(of_o: bool, compiled: bool) -> None:
+    """With the bits of the backward pass, also where O has no gradient."""
+    inputs = problem("float16")
+    o, lse = ca.attention(*inputs, causal=True, return_lse=True)
+    d_lse = np.full(lse.shape, 0.75, np.float32)
+    d_out = np.full(o.shape, 0.5 if of_o else 0, np.float16)
+    expected = ca.attention_backward(d_out, *inputs, o, lse, d_lse=d_lse, causal=True)
+    q, k, v = leaves(*inputs)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o, lse = interop.attention(q, k, v, causal=True, return_lse=True)
+        return lse.sum() * 0.75 + (o.sum(dtype=torch.float32) * 0.5 if of_o else 0)
+
+    (torch.compile(loss, fullgraph=True) if compiled else loss)(q, k, v).backward()
+    assert all(same_bits(x.grad, y) for x, y in zip((q, k, v), expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(33, 70), (1, 4, 33, 70), (2, 1, 1, 70)], ids=str)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_bias_that_requires_a_gradient_gets_it(shape: tuple[int, ...], compiled: bool) -> None:
+    """With the bits of the backward pass, of its own shape and type."""
+    inputs = problem("float16")
+    of_bias = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    o, lse = ca.attention(*inputs, bias=of_bias, return_lse=True)
+    d_out = np.full_like(o, 0.5)
+    expected = ca.attention_backward(d_out, *inputs, o, lse, bias=of_bias, grad_bias=True)
+    q, k, v, bias = leaves(*inputs, of_bias)
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        q, k, v, bias = x
+        return interop.attention(q, k, v, bias=bias).sum(dtype=torch.float32) * 0.5
+
+    (torch.compile(loss, fullgraph=True) if compiled else loss)(q, k, v, bias).backward()
+    assert all(same_bits(x.grad, y) for x, y in zip((q, k, v, bias), expected, strict=True))
+
+
+def test_gradients_of_a_bias_alone_of_transforms_and_of_the_drop_in() -> None:
+    inputs = problem("float16")
+    q, k, v = map(tensor, inputs)
+
+    def loss(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return interop.attention(q, k, v, bias=bias).sum(dtype=torch.float32)
+
+    bias = torch.randn(33, 70, dtype=torch.float16, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss(bias, q), bias)
+    free = bias.detach()
+    assert expected.dtype == torch.float16 and expected.any()
+    assert torch.equal(torch.func.grad(loss)(free, q), expected)
+    two = torch.func.vmap(torch.func.grad(loss), (None, 0))(free, torch.stack([q, q]))
+    assert torch.equal(two, torch.stack([expected, expected]))
+    found = interop.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+    (by_drop_in,) = torch.autograd.grad(found.sum(dtype=torch.float32), bias)
+    assert torch.equal(by_drop_in, expected)
+    (first,) = torch.autograd.grad(loss(bias, q), bias, create_graph=True)
+    with pytest.raises(UnsupportedError, match="attention_backward' is not implemented"):
+        first.sum().backward()
+
+
+def test_gradients_through_lse_of_transforms_and_of_packed_sequences() -> None:
+    inputs = problem("float16")
+    q, k, v = map(tensor, inputs)
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        o, lse = interop.attention(q, k, v, return_lse=True)
+        return lse.sum() + o.sum(dtype=torch.float32)
+
+    (own,) = leaves(inputs[0])
+    (expected,) = torch.autograd.grad(loss(own), own)
+    assert torch.equal(torch.func.grad(loss)(q), expected)
+    two = torch.func.vmap(torch.func.grad(loss))(torch.stack([q, q]))
+    assert torch.equal(two, torch.stack([expected, expected]))
+
+    x, ends = np.random.default_rng(2).standard_normal((50, 2, 16)), np.array([0, 20, 20, 50])
+    x = x.astype(np.float16)
+    o, lse = ca.attention_varlen(x, x, x, ends, ends, return_lse=True)
+    d_lse = np.ones_like(lse)
+    wanted = ca.attention_varlen_backward(0 * o, x, x, x, o, lse, ends, ends, d_lse=d_lse)
+    q, k, v = leaves(x, x, x)
+    offsets = torch.from_numpy(ends)
+    interop.attention_varlen(q, k, v, offsets, offsets, return_lse=True)[1].sum().backward()
+    assert all(same_bits(x.grad, y) for x, y in zip((q, k, v), wanted, strict=True))
 
 
 def test_gradients_of_packed_sequences_and_of_block_masks() -> None:
@@ -441,12 +526,12 @@ def test_bad_tensors_are_refused_in_torchs_words(grad: bool) -> None:
 
 def test_what_has_no_derivative_says_so() -> None:
     q, k, v = leaves(*problem("float16"))
-    bias = torch.zeros(33, 70, requires_grad=True)
+    bias = torch.zeros(33, 70)
     cos, sin = (tensor(x) for x in OPTIONS["rope"]["rope"])
     weights = torch.ones(16), torch.ones(16)
     cases: list[tuple[str, dict[str, Any]]] = [
-        (r"the derivative for 'bias' is not implemented: give bias.detach\(\)", {"bias": bias}),
-        ("the derivative for 'rope_cos' is not implemented", {"rope": (cos.requires_grad_(), sin)}),
+        (r"the derivative for 'rope_cos' is not implemented: give rope_cos.detach\(\)",
+         {"rope": (cos.requires_grad_(), sin)}),
         ("the derivative through qk_norm is not implemented", {"qk_norm": weights}),
         ("not implemented for torch.float32: .* torch.autocast",
          dict(zip("qkv", (x.float() for x in (q, k, v)), strict=True))),
@@ -458,9 +543,7 @@ def test_what_has_no_derivative_says_so() -> None:
         assert interop.attention(q, k, v, bias=bias, qk_norm=weights).shape == q.shape
     with pytest.raises(RuntimeError, match="out=... arguments don't support automatic"):
         interop.attention(q, k, v, out=torch.empty_like(q))
-    o, lse = interop.attention(q, k, v, return_lse=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
+    o = interop.attention(q, k, v)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="attention_qkv_backward' is not implemented"):
         dq.sum().backward()

@@ -190,7 +190,8 @@ def test_the_operator_is_what_it_says() -> None:
     backward = torch.ops.cupyattn.int8_attention_backward.default
     rest = (None, None, None, False, module._number)
     own = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(backward, (o, o, lse, *own, *rest))
+    torch.library.opcheck(backward, (o, o, lse, None, *own, *rest))
+    torch.library.opcheck(backward, (o, o, lse, lse, *own, *rest))
 
 
 def test_a_graph_outlives_no_module() -> None:

@@ -70,7 +70,10 @@ def test_the_operator_of_the_backward_pass_is_what_it_says() -> None:
     arguments = sample("lse", grad=False)
     o, lse = torch.ops.cupyattn.attention(*arguments)
     backward = torch.ops.cupyattn.attention_backward.default
-    torch.library.opcheck(backward, (o, o, lse, *arguments))
+    torch.library.opcheck(backward, (o, o, lse, None, *arguments, False))
+    torch.library.opcheck(backward, (o, o, lse, lse, *arguments, False))
+    arguments = sample("scores", grad=False)
+    torch.library.opcheck(backward, (o, o, lse, None, *arguments, True))
 
 
 def test_operators_get_the_strides_that_were_traced() -> None:

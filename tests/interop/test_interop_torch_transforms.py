@@ -428,7 +428,7 @@ def test_a_forward_mode_derivative_of_the_backward_pass_is_refused() -> None:
 @pytest.mark.parametrize(
     ("said", "options"),
     [
-        (r"the derivative for 'bias' is not implemented: give bias.detach\(\)", {"bias": True}),
+        (r"the derivative for 'rope_cos' is not implemented: give rope_cos.", {"rope": True}),
         ("the derivative through qk_norm is not implemented", {"qk_norm": True}),
         ("is not implemented for torch.float32", {"dtype": "float32"}),
     ],
@@ -438,22 +438,33 @@ def test_gradients_that_autograd_refuses_are_refused_where_vmap_hides_them(
 ) -> None:
     x = heads(3, 2)
     x = x.float() if "dtype" in options else x
-    bias, weight = torch.zeros(3, 9, 9), torch.ones(16)
+    table, weight = torch.ones(3, 9, 8), torch.ones(16)
 
-    def total(x: Any, bias: Any) -> Any:
-        def one(x: Any, bias: Any) -> Any:
-            own = {"bias": bias} if "bias" in options else {}
+    def total(x: Any, table: Any) -> Any:
+        def one(x: Any, table: Any) -> Any:
+            own = {"rope": (table, table)} if "rope" in options else {}
             own |= {"qk_norm": (weight, weight)} if "qk_norm" in options else {}
             return interop.attention(x, x, x, **own).float().sum()
 
-        return func.vmap(one)(x, bias).sum()
+        return func.vmap(one)(x, table).sum()
 
     gradient = func.grad(total, (0, 1))
     with pytest.raises(UnsupportedError, match=said):
-        gradient(x, bias)
+        gradient(x, table)
     with pytest.raises(UnsupportedError, match=said):
-        func.vmap(gradient)(x[None], bias[None])
-    assert total(x, bias).isfinite()
+        func.vmap(gradient)(x[None], table[None])
+    assert total(x, table).isfinite()
+
+
+def test_the_gradient_of_a_mapped_bias_is_that_of_each_entry() -> None:
+    x, bias = heads(3, 2), torch.randn(3, 9, 9)
+
+    def one(x: Any, bias: Any) -> Any:
+        return interop.attention(x, x, x, bias=bias).float().sum()
+
+    found = func.grad(lambda b: func.vmap(one)(x, b).sum())(bias)
+    each = torch.stack([func.grad(one, 1)(x[i], bias[i]) for i in range(3)])
+    torch.testing.assert_close(found, each, rtol=1e-5, atol=1e-5)  # sums are in NumPy's order
 
 
 def test_a_layer_refuses_a_gradient_through_its_norm_where_vmap_hides_it() -> None:

@@ -241,7 +241,10 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         lambda g: ca.AffineInt8Linear.from_weight(g["weight"])(g["x"]),
     ),
     "quant.outlier_columns": ({"x": X}, lambda g: linear.outlier_columns(g["x"], 2.0)),
-    "attention_backward": (GRADIENT, lambda g: ca.attention_backward(**g)),
+    "attention_backward": (
+        {**GRADIENT, "d_lse": LSE, "bias": BIAS},
+        lambda g: tuple(ca.attention_backward(**g, grad_bias=True)),
+    ),
     "explain_backward": (GRADIENT, lambda g: ca.explain_backward(**g)),
     "attention_varlen_backward": (
         {"d_out": O_PACKED, **PACKED, "out": O_PACKED, "lse": LSE_PACKED},
@@ -472,7 +475,8 @@ WITHOUT_ARRAYS = {
     "bounds.TERMS", "diffusion.MODES", "quant.GROUP_ALL",
     # What functions return, or callers define:
     "bounds.Bound", "diffusion.PrecisionPolicy", "gradients.GradientBounds",
-    "gradients.GradientReport", "gradients.Gradients", "reference.ScoreBlock", "reference.Step",
+    "gradients.GradientReport", "gradients.Gradients", "gradients.GradientsWithBias",
+    "reference.ScoreBlock", "reference.Step",
     "testing.Counterexample", "testing.Report",
     # What a running model recorded, on files, and what that makes:
     "diffusion.Calibrations", "diffusion.RecordedCall", "diffusion.Recording",

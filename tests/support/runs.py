@@ -119,6 +119,8 @@ GUARD = 512
 
 #: Options that are arrays.
 ADDED = ("mask", "bias")
+#: Of backward passes: an array, and whether a bias has a gradient.
+D_LSE, GRAD_BIAS = "d_lse", "grad_bias"
 
 Arrays = tuple[Any, Any, Any]
 

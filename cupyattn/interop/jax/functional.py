@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,13 +96,13 @@ def attention(
         with ``layout="BSHD"``, the order of `jax.nn.dot_product_attention`; float16, bfloat16 or
         float32. They may be traced.
     mask, bias : jax.Array, optional
-        As for `cupyattn.attention`. A bias gets no gradient.
+        As for `cupyattn.attention`.
     rope, qk_norm : (jax.Array, jax.Array), optional
         As for `cupyattn.attention`.
     lengths_q, lengths_kv : jax.Array, (batch,), optional
         As for `cupyattn.attention`. There is no gradient with them.
     layout, return_lse
-        As for `cupyattn.attention`. The log-sum-exp gets no gradient.
+        As for `cupyattn.attention`. Gradients go through the log-sum-exp, too.
     deterministic : bool
         For the gradient, as for `cupyattn.attention_backward`.
     **options
@@ -121,8 +121,7 @@ def attention(
     ------
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a missing
-        gradient: of float32, after `qk_norm`, with lengths, of a bias, a table or weights, or
-        through the log-sum-exp.
+        gradient: of float32, after `qk_norm`, with lengths, or of a table or weights.
     jax.errors.JaxRuntimeError
         For errors that show only when it runs, with the exception's type and message.
 
@@ -246,35 +245,48 @@ def _attend(call: _Call, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...
 def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, ...], Any]:
     operands = {name: primal.value for name, primal in primals.items()}
     for name, primal in primals.items():
-        if primal.perturbed and name not in ("q", "k", "v"):
+        if primal.perturbed and name not in ("q", "k", "v", "bias"):
             raise UnsupportedError(
-                f"attention has no gradient with respect to {name}: differentiate q, k and v "
-                f"alone, or pass jax.lax.stop_gradient of it"
+                f"attention has no gradient with respect to {name}: differentiate q, k, v and "
+                f"bias alone, or pass jax.lax.stop_gradient of it"
             )
-    o, lse = _bind_forward(call, operands, with_lse=True)
+    bind = _differentiated_once(functools.partial(_bind_forward, call, with_lse=True))
+    o, lse = bind(operands)
     _check_gradient(call, operands, o, lse)
-    return (o, lse) if call.return_lse else (o,), (operands, o, lse)
+    # The structure of residuals is constant in a trace: it says whether bias gets a gradient.
+    of_bias = {"bias": ()} if "bias" in primals and primals["bias"].perturbed else {}
+    return (o, lse) if call.return_lse else (o,), (operands, o, lse, of_bias)
 
 
 def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
-    operands, o, lse = residuals
-    if call.return_lse and not isinstance(cotangents[1], SymbolicZero):
-        raise UnsupportedError(
-            "attention has no gradient through the log-sum-exp: pass jax.lax.stop_gradient of lse "
-            "on, or leave return_lse out"
-        )
-    d_out = cotangents[0]
-    if isinstance(d_out, SymbolicZero):
+    operands, o, lse, of_bias = residuals
+    wanted = ("q", "k", "v", *of_bias)
+    named = zip(("d_out", "d_lse"), cotangents, strict=False)
+    given = {name: x for name, x in named if not isinstance(x, SymbolicZero)}
+    if not given:
         return (dict.fromkeys(operands),)
-    read = {**operands, "d_out": d_out, "out": o, "lse": lse}
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[name] for name in "qkv")]
-    names = tuple(read)
-    bind = foreign(_BACKWARD, shapes)
-    gradients = bind(
-        *read.values(), call=call.key, operands=" ".join(names),
-        deterministic=str(call.deterministic),
-    )  # fmt: skip
-    return (dict.fromkeys(operands) | dict(zip("qkv", gradients, strict=True)),)
+    if "d_out" not in given:  # only lse has a gradient
+        given["d_out"] = jnp.zeros_like(o)
+    read = {**operands, **given, "out": o, "lse": lse}
+    shapes = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in wanted]
+    attributes = {"operands": " ".join(read), "deterministic": str(call.deterministic)}
+    bind = functools.partial(foreign(_BACKWARD, shapes), call=call.key, **attributes)
+    gradients = _differentiated_once(bind)(*read.values())
+    return (dict.fromkeys(operands) | dict(zip(wanted, gradients, strict=True)),)
+
+
+def _differentiated_once(function: Callable[..., Any]) -> Any:
+    """Return a function of a gradient, whose own derivative raises UnsupportedError."""
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise UnsupportedError(
+            "attention has no second derivative: differentiate it once, or take "
+            "jax.nn.dot_product_attention for a second derivative"
+        )
+
+    once: Any = jax.custom_jvp(function)
+    once.defjvp(refuse)
+    return once
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
@@ -333,10 +345,11 @@ def _run_backward(
     """Run the backward pass on the buffers of a call."""
     options = _options_of_backward(_recall(attributes["call"]))
     options["deterministic"] = attributes["deterministic"] == "True" or None  # None: the faster
+    options["grad_bias"] = len(results) > 3
     for operands, gradients in _entries(buffers, results, attributes, options):
         d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
         found = backward.attention_backward(
-            d_out, q, k, v, out, lse, **_paired(operands), **options
+            d_out, q, k, v, out, lse, d_lse=operands.get("d_lse"), **_paired(operands), **options
         )
         for gradient, one in zip(gradients, found, strict=True):
             gradient[...] = one
@@ -369,7 +382,9 @@ def _entries(
     mapped = {name: x.shape[:front] for name, x in operands.items()}
     whole, batch = results[0].shape[:front], operands["q"].shape[front]
     tables = any(math.prod(mapped[name]) > 1 for name in _TABLES if name in mapped)
-    if not tables and joins_the_batch(options.get("quant"), options.get("block_mask")):
+    joins = joins_the_batch(options.get("quant"), options.get("block_mask"))
+    # An entry has its own gradient of a bias, also where all entries share the bias.
+    if joins and not tables and not options.get("grad_bias"):
         joined = {name: _joined(name, x, whole, batch) for name, x in operands.items()}
         yield joined, [x.reshape(math.prod(whole) * batch, *x.shape[front + 1 :]) for x in results]
         return

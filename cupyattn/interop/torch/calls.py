@@ -100,7 +100,9 @@ def backward_pass(
     d_out: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_lse: Tensor | None = None,
+    grad_bias: bool = False,
+) -> tuple[Tensor, ...]:
     """Run `cupyattn.attention_backward`, or `attention_varlen_backward`.
 
     Parameters
@@ -109,18 +111,25 @@ def backward_pass(
         As for `forward`.
     d_out, out, lse : Tensor
         As for `cupyattn.attention_backward`; `d_out` of any strides.
+    d_lse : Tensor, optional
+    grad_bias : bool
+        As for `cupyattn.attention_backward`.
 
     Returns
     -------
-    dq, dk, dv : Tensor
+    tuple of Tensor
+        (dq, dk, dv), with `grad_bias` dbias, too.
     """
     if d_out.shape[-1] > 1 and d_out.stride(-1) != 1:  # such as sum() hands back
         d_out = d_out.contiguous()
     deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
     given = {**tensors, "d_out": d_out, "out": out, "lse": lse}
+    if d_lse is not None:
+        given["d_lse"] = d_lse
     if settings.block_mask is not None:
         given["block_mask"] = settings.block_mask
     # The faster form is the default.
-    asked = BackwardSettings(settings.of_call.without_rung, deterministic or None)
-    dq, dk, dv = run_backward(asked, given, _OF_GRADIENTS)
-    return dq, dk, dv
+    asked = BackwardSettings(
+        settings.of_call.without_rung, deterministic or None, grad_bias=grad_bias
+    )
+    return tuple(run_backward(asked, given, _OF_GRADIENTS))

@@ -90,7 +90,7 @@ def check_device(name: str, q: Any) -> None:
 def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedError if a tensor requires a gradient for which there is no kernel."""
     for argument, x in tensors.items():
-        if argument in _ROWS:
+        if argument in _ROWS or argument == "bias":
             continue
         if x.requires_grad:
             raise UnsupportedError(

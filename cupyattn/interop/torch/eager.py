@@ -25,20 +25,31 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         o, lse = forward(settings, dict(zip(names, tensors, strict=True)))
         ctx.save_for_backward(o, lse, *tensors)
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         ctx.settings, ctx.names = settings, names
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_out: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         o, lse, *given = ctx.saved_tensors
+        if d_out is None:  # only lse has a gradient
+            d_out = torch.zeros_like(o)
         tensors = dict(zip(ctx.names, given, strict=True))
+        place = ctx.names.index("bias") if "bias" in ctx.names else 0
+        grad_bias = bool(place) and ctx.needs_input_grad[2 + place]
         # Observers now see an operator; it refuses a second derivative.
-        if torch.is_grad_enabled() or ops.watched() or not ops.has_memory(d_out):
-            found = ops.backward_of(ctx.settings, tensors, d_out, o, lse)
+        if torch.is_grad_enabled() or ops.watched() or not ops.has_memory(d_out, d_lse):
+            found = ops.backward_of(ctx.settings, tensors, d_out, o, lse, d_lse, grad_bias)
         else:
-            found = backward_pass(ctx.settings, tensors, d_out.resolve_neg(), o, lse)
-        return (None, None, *found, *[None] * (len(given) - 3))
+            d_lse = None if d_lse is None else d_lse.resolve_neg()
+            d_out = d_out.resolve_neg()
+            found = backward_pass(ctx.settings, tensors, d_out, o, lse, d_lse, grad_bias)
+        gradients: list[Tensor | None] = [*found[:3], *[None] * (len(given) - 3)]
+        if grad_bias:
+            gradients[place] = found[3]
+        return (None, None, *gradients)
 
 
 def attend(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

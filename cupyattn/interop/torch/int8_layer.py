@@ -24,6 +24,7 @@ from cupyattn.interop.torch.bridge import (
 from cupyattn.interop.torch.calls import TensorSettings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.ops import (
+    RECEIVED,
     backward_fake,
     define,
     differentiate,
@@ -156,11 +157,13 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
 
 
-def _backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(
+    d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
     tensors = _given(arguments)
     rope_interleaved, number = arguments[len(TENSORS) :]
     settings = _layer_of(number).backward_settings(tensors, rope_interleaved=rope_interleaved)
-    return backward_pass(settings, tensors, d_out, o, lse)
+    return backward_pass(settings, tensors, d_out, o, lse, d_lse)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -172,9 +175,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.layer, ctx.others = _layer_of(number), len(inputs) - 3  # the layer is kept alive until then
 
 
-def _derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _derivative(
+    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     o, lse, *tensors = ctx.saved_tensors
-    found = _backward_operator(d_out, o, lse, *tensors, *ctx.rest)
+    if d_out is None:  # only lse has a gradient
+        d_out = torch.zeros_like(o)
+    found = _backward_operator(d_out, o, lse, d_lse, *tensors, *ctx.rest)
     return (*found, *[None] * ctx.others)
 
 
@@ -186,7 +193,7 @@ int8_attention = define(
 )  # fmt: skip
 _backward_operator = define(
     "int8_attention_backward",
-    f"Tensor d_out, Tensor o, Tensor lse, {_OPERANDS}, bool rope_interleaved, int layer",
+    f"{RECEIVED}, {_OPERANDS}, bool rope_interleaved, int layer",
     "(Tensor dq, Tensor dk, Tensor dv)", _backward, backward_fake,
 )  # fmt: skip
 differentiate(int8_attention, _derivative, _save)

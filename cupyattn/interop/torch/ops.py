@@ -33,6 +33,8 @@ from cupyattn.interop.torch.transforms import (
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Operators of all modules here, each with its function.
 library = torch.library.Library("cupyattn", "DEF")
+#: Arguments of a backward pass before those of its forward pass.
+RECEIVED = "Tensor d_out, Tensor o, Tensor lse, Tensor? d_lse"
 #: The kernel of each operator on a CPU or a CUDA device.
 KERNELS: dict[Any, Any] = {}
 
@@ -58,9 +60,25 @@ def _define(name: str, schema: Schema) -> Any:
             shape = [q.shape[0], q.shape[3 - length], q.shape[length]]
         return o, q.new_empty(shape, dtype=torch.float32)
 
-    def backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        settings = schema.settings(arguments)
-        return backward_pass(settings, schema.given(arguments), d_out, o, lse)
+    place = schema.tensors.index("bias") if "bias" in schema.tensors else 0
+
+    def backward(
+        d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        grad_bias = bool(place) and arguments[-1]
+        arguments = arguments[: len(arguments) - bool(place)]
+        settings, tensors = schema.settings(arguments), schema.given(arguments)
+        found = backward_pass(settings, tensors, d_out, o, lse, d_lse, grad_bias)
+        return found if grad_bias or not place else (*found, d_out.new_empty(0))
+
+    def fake(
+        d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        found = backward_fake(d_out, o, lse, d_lse, *arguments)
+        if not place:
+            return found
+        bias = arguments[place]
+        return *found, bias.new_empty(bias.shape) if arguments[-1] else d_out.new_empty(0)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         settings, operands = schema.settings(inputs), len(schema.tensors)
@@ -70,23 +88,40 @@ def _define(name: str, schema: Schema) -> Any:
         ctx.rest = inputs[operands:]
         ctx.block_mask = settings.block_mask  # kept alive until then
 
-    def derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def derivative(
+        ctx: Any, d_out: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         o, lse, *tensors = ctx.saved_tensors
-        found = backward_operator(d_out, o, lse, *tensors, *ctx.rest)
-        return (*found, *[None] * (len(tensors) - 3 + len(ctx.rest)))
+        if d_out is None:  # only lse has a gradient
+            d_out = torch.zeros_like(o)
+        grad_bias = [bool(ctx.needs_input_grad[place])] if place else []
+        found = backward_operator(d_out, o, lse, d_lse, *tensors, *ctx.rest, *grad_bias)
+        gradients = [*found[:3], *[None] * (len(tensors) - 3 + len(ctx.rest))]
+        if any(grad_bias):
+            gradients[place] = found[3]
+        return tuple(gradients)
 
     operator = define(name, f"{schema}", "(Tensor o, Tensor lse)", attention, attention_fake)
     backward_operator = define(
-        f"{name}_backward", f"Tensor d_out, Tensor o, Tensor lse, {schema}",
-        "(Tensor dq, Tensor dk, Tensor dv)", backward, backward_fake,
+        f"{name}_backward", f"{RECEIVED}, {schema}{', bool grad_bias' if place else ''}",
+        f"(Tensor dq, Tensor dk, Tensor dv{', Tensor dbias' if place else ''})", backward, fake,
     )  # fmt: skip
-    join = join_of_backward = None
+    join: Join | None = None
+    join_of_backward: Join | None = None
     if "cu_seqlens_q" not in schema.tensors:
         join = join_batch(operator, schema.tensors, schema.settings)
-        join_of_backward = join_batch(
-            backward_operator, ("d_out", "o", "lse", *schema.tensors),
-            lambda arguments: schema.settings(arguments[3:]),
+        together = join_batch(
+            backward_operator, ("d_out", "o", "lse", "d_lse", *schema.tensors),
+            lambda arguments: schema.settings(arguments[4 : -1 if place else None]),
         )  # fmt: skip
+
+        def join_of_backward(
+            size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+        ) -> Any:
+            if place and arguments[-1]:  # each entry has its own gradient of a bias they share
+                return None
+            return together(size, in_dims, arguments)
+
     differentiate(operator, derivative, save, join)
     refuse_derivative(backward_operator, join_of_backward)
     return operator
@@ -169,9 +204,11 @@ def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
     return differentiable and torch.is_grad_enabled(), seen
 
 
-def has_memory(gradient: Tensor) -> bool:
-    """Return whether kernels may read a gradient in place, without an operator."""
-    return type(gradient) in PLAIN and not is_mapped_by_autograd(gradient)
+def has_memory(gradient: Tensor, other: Tensor | None) -> bool:
+    """Return whether kernels may read gradients in place, without an operator."""
+    return (type(gradient) in PLAIN and not is_mapped_by_autograd(gradient)) and (
+        other is None or has_memory(other, None)
+    )
 
 
 def refuse_derivative(operator: Any, join: Join | None = None) -> None:
@@ -196,13 +233,15 @@ def is_exported() -> bool:
 
 
 def need_lse(ctx: Any, output: tuple[Tensor, Tensor], *, return_lse: bool) -> None:
-    """Raise UnsupportedError where a derivative lacks lse, which passes no gradient on."""
+    """Raise UnsupportedError where a derivative lacks lse; gradients of it stay None if unused."""
     if not return_lse:
         raise UnsupportedError("the derivative takes lse: give return_lse=True")
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def backward_fake(
+    d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
     """Return fake gradients of q, k and v."""
     return tuple(x.new_empty(x.shape) for x in arguments[:3])
 
@@ -222,13 +261,22 @@ def attend(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def backward_of(
-    settings: TensorSettings, tensors: Mapping[str, Tensor], d_out: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the operator of the backward pass; return the gradients of q, k and v."""
+    settings: TensorSettings,
+    tensors: Mapping[str, Tensor],
+    d_out: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
+    grad_bias: bool,
+) -> tuple[Tensor, ...]:
+    """Call the operator of the backward pass; return the gradients of q, k and v, and of bias."""
     name = _operator_of(tensors)
     operator = getattr(torch.ops.cupyattn, f"{name}_backward")
-    dq, dk, dv = operator(d_out, o, lse, *_SCHEMAS[name].flat(tensors, settings))
-    return dq, dk, dv
+    arguments = [d_out, o, lse, d_lse, *_SCHEMAS[name].flat(tensors, settings)]
+    if "bias" in _SCHEMAS[name].tensors:
+        arguments.append(grad_bias)
+    found: tuple[Tensor, ...] = operator(*arguments)
+    return found
 
 
 def _operator_of(tensors: Mapping[str, Tensor]) -> str:
