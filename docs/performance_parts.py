@@ -5,11 +5,9 @@ A part has the records as arguments and is left out of the page where one of the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cupyattn.compiler.modules import KERNELS
 from cupyattn.measure.words import (
     format_bytes,
     format_rate,
@@ -20,7 +18,7 @@ from cupyattn.measure.words import (
 from docs.performance_int8 import errors_by_distribution, in_8_bits, linear_layers
 from docs.performance_tables import Record, interval, range_of, rate, rows_of
 from experiments._harness.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
-from experiments._harness.recording import markdown
+from experiments._harness.recording import RESULTS, markdown
 from experiments.accuracy import precision_ablation
 from experiments.speed.ladder import called
 from experiments.tuning import breakdown, counters
@@ -432,21 +430,22 @@ def arithmetic(record: Record) -> list[str]:
     return markdown(header, table)
 
 
+#: The diary of measurements, lost trials too.
+NOTEBOOK = RESULTS / "NOTES.md"
+
+
 def tried() -> list[str]:
-    """Return what kernels' headers say was tried, a line for each kernel."""
-    lines = [
-        "Figures are speeds beside the kernel that ships: below 1 the idea lost.",
-        "[NOTES.md](../experiments/results/NOTES.md) has how each was measured.",
+    """Return the table of trials in kernels from the notebook."""
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    section = text.split("\n## What was tried in the kernels\n")[1].split("\n## ")[0]
+    lines = section.split("\n\n")[1].splitlines()
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    return [
+        "A ratio is the speed relative to the kernel that ships: below 1 the idea lost.",
+        "[NOTES.md](../experiments/results/NOTES.md#what-was-tried-in-the-kernels) has more.",
+        "",
+        *markdown(header, rows),
     ]
-    for path in sorted(KERNELS.rglob("*.cu")):
-        text = path.read_text(encoding="utf-8")
-        found = re.search(r"^// Tried(?:, lost)? +(.*(?:\n//   .*)*)", text, re.MULTILINE)
-        if found:
-            words = " ".join(re.sub(r"\n// *", " ", found[1]).split())
-            words = words.replace(" (experiments/results/NOTES.md)", "")
-            name = path.relative_to(KERNELS).as_posix()
-            lines += ["", f"**[{name}](../kernels_cu/{name})** {words}"]
-    return lines
 
 
 def features(feature_costs: Record) -> list[str]:

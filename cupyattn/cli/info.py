@@ -1,4 +1,4 @@
-"""Print facts for bug reports: device, driver, NVRTC, libraries, architectures and folders."""
+"""Print facts for bug reports: device, driver, NVRTC, libraries, architectures, folders, flags."""
 
 from __future__ import annotations
 
