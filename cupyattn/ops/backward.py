@@ -452,7 +452,7 @@ def _in_c_order(x: Any) -> Any:
 
 
 BACKWARD = _Backward()
-#: Arrays beside those of the forward pass, by buffer; d_lse may be absent.
+#: Further arrays of a backward pass, by buffer; d_lse may be absent.
 _RECEIVED = ("d_out", "o", "lse", "d_lse")
 #: The sines that rotate gradients back.
 _SIN_BACK = "rope_sin_back"

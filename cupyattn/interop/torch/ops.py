@@ -33,7 +33,7 @@ from cupyattn.interop.torch.transforms import (
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Operators of all modules here, each with its function.
 library = torch.library.Library("cupyattn", "DEF")
-#: Arguments of a backward pass before those of its forward pass.
+#: The first arguments of a backward pass; the forward pass's follow.
 RECEIVED = "Tensor d_out, Tensor o, Tensor lse, Tensor? d_lse"
 #: The kernel of each operator on a CPU or a CUDA device.
 KERNELS: dict[Any, Any] = {}
