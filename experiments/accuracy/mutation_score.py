@@ -171,9 +171,9 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
         if why := _noticed(call):
             seconds = round(time.monotonic() - start, 1)
             by = {"by": call.name, "why": why}
-            return {"became": NOTICED, **by, "calls": ran, "seconds": seconds}
+            return {"became": NOTICED, **by, "calls": ran, "took": seconds}
     seconds = round(time.monotonic() - start, 1)
-    return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "seconds": seconds}
+    return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
 
 
 def _noticed(call: Call) -> str:

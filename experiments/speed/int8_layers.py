@@ -1,5 +1,4 @@
-"""How fast are INT8 linear layers of torch, with scales of channels and of blocks, beside BF16
-and comfy-kitchen?
+"""How fast are INT8 linear layers of torch beside BF16 and comfy-kitchen?
 
 Varies       the layer: those of Flux, Wan 14B, Kandinsky 5 Pro, HunyuanVideo and SD3.5, and a
              product of 8,192 cubed by itself; what shares a scale

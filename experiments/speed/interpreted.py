@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stored:
         recording.replace_between(PAGE, BEGIN, END, section(recording.stored(NAME)))
         return 0
-    return recording.main(run, args)
+    return recording.guarded(run, args)
 
 
 if __name__ == "__main__":

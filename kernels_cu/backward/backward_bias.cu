@@ -1,8 +1,8 @@
 // backward_bias -- the gradient of an additive bias, summed over the axes that it broadcasts along.
 //
-// Idea         A block owns a tile of dBias and visits, in one order, all tiles of scores that share
-//              it. It adds P (dP - Delta) to sums in registers. No other block adds to the tile: no
-//              atomics, and every run has the same bits.
+// Idea         A block owns a tile of dBias. In one order it visits all tiles of scores that share
+//              it, and adds P (dP - Delta) to sums in registers. No other block adds to the tile,
+//              so no atomics are needed, and every run has the same bits.
 // Differs from backward_queries: dS stops before the slope of the softcap, and no product follows.
 // Kept simple  One stage: a step loads its four tiles, waits, and multiplies. Rows or keys that
 //              broadcast are added up last, one thread to an element. Few elements mean few blocks.
@@ -162,7 +162,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
   for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float* pair = smem.sums + (warp_row + g + h * 8) * SUM_PAD + n * 8 + t * 2;
+      float* pair =  // [2]
+          smem.sums + (warp_row + g + h * 8) * SUM_PAD + n * 8 + t * 2;
       *reinterpret_cast<float2*>(pair) = make_float2(sum[n][2 * h], sum[n][2 * h + 1]);
     }
   __syncthreads();  // sums are visible

@@ -5,8 +5,8 @@
 //              the row's scores so that their exponentials are P, no sum following.
 // Coarse rows  A float32 log-sum-exp of large magnitude has lost the logarithm of the sum: such a
 //              row gets M and its factor from backward_coarse. Every other factor is 1.
-// D_LSE        The derivative of lse by a score is P, so the gradient of lse is subtracted from Delta.
-//              Where lse is -inf it counts for nothing.
+// D_LSE        The derivative of lse by a score is P, so the gradient of lse is subtracted from
+//              Delta. Rows whose lse is -inf ignore it.
 // ORDERED      The last block of keys at a row stores its dQ: here a row that has none gets zeros.
 // Kept simple  A pass over memory: LANES lanes read a row of dO and of O and add up their products.
 // Rounding     R8 Delta, R9 the log-sum-exp to log2 units

@@ -28,7 +28,7 @@ struct NormQuantParams {
   const void* weight;  // [CHANNELS] of weight_t; null: ones
   const void* bias;    // [CHANNELS] of weight_t; null: zeros
   const void* scale;   // [ceil(rows / group_rows), CHANNELS] of modulation_t; null: zeros
-  const void* shift;   // the same
+  const void* shift;   // [ceil(rows / group_rows), CHANNELS] likewise
   int64_t X_stride;
   int64_t scale_stride;
   int64_t shift_stride;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void team_sync() {
   if constexpr (TEAM_WARPS == 1) {
     __syncwarp();
   } else {
-    __syncthreads();
+    __syncthreads();  // what every warp wrote to shared memory is visible
   }
 }
 
@@ -225,7 +225,8 @@ struct Affine {
       if constexpr (AFFINE_IN_SHARED)
 #pragma unroll
         for (int i = 0; i < RUN_PARTS; ++i) {
-          const float* from = i * WIDE < RUN ? g[0] + i * WIDE : h[0] + (i * WIDE - RUN);
+          const float* from =  // [WIDE]
+              i * WIDE < RUN ? g[0] + i * WIDE : h[0] + (i * WIDE - RUN);
           *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread]) = {
               from[0], from[1], from[2], from[3]};
         }
@@ -350,7 +351,7 @@ __device__ __forceinline__ void store_rotated(
   for (int task = 0; task < TASKS; ++task) {
     const int word = task * LANES + lane;
     if (word - lane_id() >= SPAN) continue;  // none of this warp is one of the row
-    const float* from = words + min(word, SPAN - 1);
+    const float* from = words + min(word, SPAN - 1);  // [RADIX, SPAN]
 #pragma unroll
     for (int i = 0; i < RADIX; ++i) y[task][i] = from[i * SPAN];
     butterflies<RADIX, RADIX>(y[task]);
@@ -366,7 +367,8 @@ __device__ __forceinline__ void store_rotated(
     const int word = task * LANES + lane;
     if (word - lane_id() >= SPAN) continue;
     // Four lanes have four words side by side: each takes all of them of every fourth place.
-    int8_t* codes = p.codes + int64_t(row) * CHANNELS + lane % 4 * SPAN + round_down(word, 4);
+    int8_t* codes =  // [RADIX / 4, 4 SPAN]
+        p.codes + int64_t(row) * CHANNELS + lane % 4 * SPAN + round_down(word, 4);
 #pragma unroll
     for (int i = 0; i < RADIX; i += 4) {
       float scaled[4];
@@ -393,7 +395,7 @@ __device__ __forceinline__ void store_run(int8_t* codes, int channel, const Run&
 // R1: codes of a row that lies as it came, with a scale for all of it or for every SLICE channels.
 __device__ __forceinline__ void store_in_place(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
-  int8_t* codes = p.codes + int64_t(row) * CHANNELS + channel_of(0);  // of the first run
+  int8_t* codes = p.codes + int64_t(row) * CHANNELS + channel_of(0);  // [CHUNKS, LANES * RUN]
   if constexpr (BY_ROW) {
     uint32_t absmax = 0;
 #pragma unroll

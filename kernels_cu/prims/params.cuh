@@ -164,7 +164,7 @@ struct BackwardParams {
   float* row_M;       // [batch, heads, rows], what is subtracted from the scores of a row
   float* row_factor;  // [batch, heads, rows], then multiplies their exponentials; 1: not coarse
   int32_t* coarse;    // [batch, heads, rows / COARSE_ROWS], nonzero: a row of these is coarse
-  float* delta;       // [batch, heads, rows], the sum of dO times O; D_LSE: less the gradient of lse
+  float* delta;       // [batch, heads, rows], sums of dO times O; D_LSE: minus d_lse
   float* dQ_sum;      // [batch, heads, len_q, HEAD_DIM], zero beforehand unless ORDERED; not read
                       // unless SUMS_DQ
   int64_t rows;       // len_q rounded up to ROW_PAD; VARLEN: of all sequences, each rounded up

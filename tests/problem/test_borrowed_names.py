@@ -102,6 +102,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 #: Functions that have such an argument of their own.
 TAKEN = {
     "deterministic": {"attention_backward", "attention_varlen_backward", "explain_backward"},
+    "sinks": {"judge", "assert_within_bound"},
 }
 
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 import cupyattn
-from cupyattn.distributed.frames import Verdict
 from cupyattn.interpret.findings import Finding
 
 #: What a parameter of an exception may be, by its name.
 EXAMPLES: dict[str, Any] = {
     "rank": 3, "sequence": 7, "cause": "sent no number", "message": "a failure", "log": "line 1",
-    "verdict": Verdict.WRONG_SECRET, "finding": Finding("race", "two writes", "fa", None, 1, 2, 3),
+    "finding": Finding("race", "two writes", "fa", None, 1, 2, 3),
 }  # fmt: skip
 
 
