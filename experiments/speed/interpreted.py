@@ -55,10 +55,11 @@ print(json.dumps(found))
 
 def seconds(variant: str, arch: str | None, length: int, cache: Path) -> list[float]:
     """Return the CPU seconds of two calls in a fresh process."""
+    environment = {**os.environ, "CUPYATTN_CACHE_DIR": str(cache)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # Python compiles modules once, as for users
     done = subprocess.run(
-        [sys.executable, "-c", _CODE, json.dumps([variant, arch, length])],
-        env={**os.environ, "CUPYATTN_CACHE_DIR": str(cache)}, capture_output=True, text=True,
-        check=True,
+        [sys.executable, "-c", _CODE, json.dumps([variant, arch, length])], env=environment,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     found: list[float] = json.loads(done.stdout)
     return found

@@ -191,5 +191,5 @@ template <bool>
 struct DeltaParams : BackwardParams {};
 template <>
 struct DeltaParams<true> : BackwardParams {
-  const float* d_lse;  // as lse: the gradient with respect to the log-sum-exp
+  const float* d_lse;  // [batch, heads, rows], the gradient with respect to lse
 };
