@@ -67,8 +67,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
   const int warp_row = warp_id() * WARP_Q;         // first row of this warp in a tile
   // Where this lane points the first ldmatrix of each operand, as in attn_fa_tc.cu.
-  const uint32_t Q_lane = shared_address(
-      swizzled<CHUNKS>(smem.tiles.Q, warp_row + lane_id() % 16, lane_id() / 16));
+  const uint32_t Q_lane =
+      shared_address(swizzled<CHUNKS>(smem.tiles.Q, warp_row + lane_id() % 16, lane_id() / 16));
   const uint32_t K_lane = shared_address(
       swizzled<CHUNKS>(smem.tiles.K, lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
@@ -178,6 +178,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
     for (int r = row; r < row + summed_rows; ++r)
 #pragma unroll 1
       for (int k = key; k < key + summed_keys; ++k) total += smem.sums[r * SUM_PAD + k];  // R12
-    dBias[int64_t(row) * bias.keys + key] = from_float<bias_t>(total);  // R12
+    dBias[int64_t(row) * bias.keys + key] = from_float<bias_t>(total);                    // R12
   }
 }

@@ -37,8 +37,7 @@ __device__ __forceinline__ float less_d_lse(
     float sum, const DeltaParams<true>& grad, float lse, int64_t at) {
   return lse == NEG_INF ? sum : sum - grad.d_lse[at];  // R8
 }
-__device__ __forceinline__ float less_d_lse(
-    float sum, const DeltaParams<false>&, float, int64_t) {
+__device__ __forceinline__ float less_d_lse(float sum, const DeltaParams<false>&, float, int64_t) {
   return sum;
 }
 

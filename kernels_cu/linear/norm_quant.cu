@@ -350,7 +350,7 @@ __device__ __forceinline__ void store_rotated(
 #pragma unroll
   for (int task = 0; task < TASKS; ++task) {
     const int word = task * LANES + lane;
-    if (word - lane_id() >= SPAN) continue;  // none of this warp is one of the row
+    if (word - lane_id() >= SPAN) continue;           // none of this warp is one of the row
     const float* from = words + min(word, SPAN - 1);  // [RADIX, SPAN]
 #pragma unroll
     for (int i = 0; i < RADIX; ++i) y[task][i] = from[i * SPAN];

@@ -46,7 +46,9 @@ FOUND = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in exceptions()
 
 
 def test_the_walk_finds_them() -> None:
-    own = {"errors.RankError", "distributed.frames.BrokenFrameError", "interpret.findings.KernelFault"}
+    own = {
+        "errors.RankError", "distributed.frames.BrokenFrameError", "interpret.findings.KernelFault",
+    }  # fmt: skip
     assert {f"cupyattn.{name}" for name in own} <= FOUND.keys()
 
 
