@@ -27,8 +27,9 @@ from cupyattn.errors import RankError, UnsupportedError, shown
 
 #: Seconds between two looks for ranks that have failed, while arrays are waited for.
 WATCH = 0.02
-#: Tags of messages on hosts: from this number on, so many in turn.
-_FIRST_TAG, _TAGS = 2**20, 2**20
+#: Tags of messages on hosts: so many of each group in turn, and of so many groups. Those below are
+#: the caller's, and gloo's tags have 31 bits.
+_TAGS, _GROUPS = 2**20, 2**11 - 1
 #: Names of the axes of a mesh, outermost first.
 AXES = ("ring", "ulysses")
 
@@ -144,6 +145,7 @@ class TorchHostGroup(Group):
     ) -> None:
         super().__init__(store, rank, store.size, timeout)
         self._process_group = weakref.ref(process_group)
+        self._first_tag = (1 + store.number % _GROUPS) * _TAGS
         self._messages: Counter[tuple[int, int]] = Counter()
 
     @property
@@ -157,7 +159,7 @@ class TorchHostGroup(Group):
     def tag(self, source: int, target: int) -> int:
         """Return the tag of the next message from one rank to another."""
         self._messages[source, target] += 1
-        return _FIRST_TAG + self._messages[source, target] % _TAGS
+        return self._first_tag + self._messages[source, target] % _TAGS
 
     def finish(self) -> None:
         """Raise where a rank has failed: what was waited for has been exchanged."""
