@@ -32,6 +32,9 @@ LAUNCHERS = (
 #: Where rank 0 listens when nobody says; under Slurm the number of the job is added, so that two
 #: jobs on a host do not meet.
 PORT, PORTS = 29400, 20000
+#: Set by torchrun if its agent listens at ``MASTER_PORT``. The store of a group then takes a port
+#: that follows from it, below those of outgoing connections (32768 and up).
+OF_AGENT, AGENT_PORTS = "TORCHELASTIC_USE_AGENT_STORE", 3000
 #: The highest port of TCP.
 MOST_PORT = 2**16 - 1
 
@@ -271,7 +274,10 @@ def rendezvous(environ: Mapping[str, str]) -> Address:
     if host is None and "SLURM_JOB_NODELIST" in environ:
         host = _first_host(environ["SLURM_JOB_NODELIST"])
     port = PORT + _number(environ, "SLURM_JOB_ID", 0) % PORTS
-    return _address((host or "localhost", _number(environ, "MASTER_PORT", port)))
+    port = _number(environ, "MASTER_PORT", port)
+    if environ.get(OF_AGENT) == "True":
+        port = PORT + port % AGENT_PORTS
+    return _address((host or "localhost", port))
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

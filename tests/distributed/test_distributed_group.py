@@ -375,6 +375,8 @@ def test_launchers_say_who_a_process_is() -> None:
         distributed.from_environment(environ={})
     assert rendezvous({}) == ("localhost", 29400)
     assert rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == ("a", 5)
+    of_torchrun = {"MASTER_ADDR": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert rendezvous({**of_torchrun, "MASTER_PORT": "35209"}) == ("a", 29400 + 2209)
     assert rendezvous({"SLURM_JOB_NODELIST": "n7"})[0] == "n7"
     assert rendezvous({"SLURM_JOB_NODELIST": "rack-1-n[12,14-16]-ib,x"})[0] == "rack-1-n12-ib"
     port = str(free_port())

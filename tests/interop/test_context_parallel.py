@@ -200,6 +200,19 @@ def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+def test_torchrun_starts_groups_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "DISTRIBUTED.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = (x for x in blocks if "from_environment" in x)
+    (tmp_path / "attend.py").write_text(block)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    said = torchrun(2, "attend")
+    assert sorted(said.splitlines()) == [f"{n} 2 (1, 8, 2048, 64)" for n in (0, 1)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_groups_of_processes(size: int) -> None:
     torchrun(size, RANKS, "cpu", "groups")
