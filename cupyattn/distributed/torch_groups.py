@@ -6,6 +6,7 @@ arrays travel by gloo, CuPy arrays by NCCL on the communicator of the process gr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -27,6 +28,8 @@ from cupyattn.errors import RankError, UnsupportedError, shown
 
 #: Seconds between two looks for ranks that have failed, while arrays are waited for.
 WATCH = 0.02
+#: Seconds that a process which ends after a failure gives to a wait of gloo's that nothing ends.
+LINGER = 2.0
 #: Tags of messages on hosts: so many of each group in turn, and of so many groups. Those below are
 #: the caller's, and gloo's tags have 31 bits.
 _TAGS, _GROUPS = 2**20, 2**11 - 1
@@ -226,7 +229,12 @@ class _OnHost:
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         while not done.wait(WATCH):
-            group.store.check()
+            try:
+                group.store.check()
+            except RankError:
+                # NOTE: a thread that leaves C++ while the interpreter ends aborts the process.
+                atexit.register(thread.join, LINGER)
+                raise
         thread.join()
         for peer, said in trouble:
             self._end(peer, said)
