@@ -33,7 +33,7 @@ LAUNCHERS = (
 #: jobs on a host do not meet.
 PORT, PORTS = 29400, 20000
 #: Set by torchrun if its agent listens at ``MASTER_PORT``. The store of a group then takes a port
-#: that follows from it, below those of outgoing connections (32768 and up).
+#: that follows from it, below the ports of outgoing connections (32768 and up).
 OF_AGENT, AGENT_PORTS = "TORCHELASTIC_USE_AGENT_STORE", 3000
 #: The highest port of TCP.
 MOST_PORT = 2**16 - 1

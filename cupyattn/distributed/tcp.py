@@ -230,7 +230,7 @@ _listening: weakref.WeakValueDictionary[Address, TcpServer] = weakref.WeakValueD
 
 
 def _make_room(address: Address) -> None:
-    """Stop listening for a group that has failed, whose next one comes to its address."""
+    """Stop listening for a failed group if the next group takes its address."""
     before = _listening.pop(address, None)
     if before is not None and before.board.failed:
         before.close(0.0)
@@ -386,7 +386,7 @@ def _named(address: Address) -> str:
 
 
 def _family(address: Address) -> socket.AddressFamily:
-    """Return IPv4 where a name has such an address, otherwise what it has."""
+    """Return IPv4 if the host has such an address, otherwise its own family."""
     families: list[socket.AddressFamily] = []
     with contextlib.suppress(socket.gaierror):  # which is said, with the name, by who listens there
         families = [found[0] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
