@@ -48,6 +48,21 @@ class RankError(RuntimeError):
         return type(self), (self.rank, self.cause), vars(self)  # notes are among them
 
 
+def raised(error: BaseException, where: str = "") -> str:
+    """Return the cause of a `RankError` that an exception of a rank is.
+
+    Examples
+    --------
+    >>> raised(KeyError("a")), raised(ValueError("b"), " in attention")
+    ("raised KeyError: 'a'", 'raised ValueError in attention: b')
+    """
+    try:
+        said = str(error)
+    except Exception as second:  # noqa: BLE001  an exception may fail to write itself
+        said = f"(its text raises {type(second).__name__})"
+    return f"raised {type(error).__name__}{where}: {said}"
+
+
 def shown(value: Any) -> str:
     """Return a caller's value for a message, in one line of 60 characters at most.
 

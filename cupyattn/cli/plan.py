@@ -26,6 +26,8 @@ from cupyattn.problem.checks import AttentionSpec, check_limits
 
 #: The architecture to plan for without a device.
 _ARCH = "sm_90a"
+#: Queries and keys unless said.
+_LENGTH = 4096
 #: Devices and rows of ``--all-sizes``.
 DEVICES = (2, 4, 8, 16, 32, 64)
 LENGTHS = (2**15, 2**17, 2**19, 2**20, 2**22)
@@ -36,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, default, what in (
         ("batch", 1, "batch entries"),
         ("heads", 16, "query heads"),
-        ("len", 4096, "length of queries and keys"),
+        ("len", _LENGTH, "length of queries and keys"),
         ("head-dim", 128, "head size, 1 to 256"),
     ):
         help_text = f"{what} (default {default})"
@@ -79,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
         args, "batch", "heads", "heads_kv", "len", "len_kv", "head_dim", "devices", "per_host",
         "ulysses",
     )  # fmt: skip
+    several = args.devices > 1
+    _refuse(args, "with --all-sizes, which has its own sizes", args.all_sizes,
+            devices=1, len=_LENGTH, len_kv=None, ulysses=None, variant="auto")  # fmt: skip
+    _refuse(args, "without --devices of at least 2", not (several or args.all_sizes),
+            ulysses=None, partition=None, per_host=H200.per_host)  # fmt: skip
     whole = _call(args)
     if args.all_sizes:
         sizes = _print_all_sizes(args, whole)
@@ -105,6 +112,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.write_json(args.json, record)
     return 0
+
+
+def _refuse(args: argparse.Namespace, when: str, applies: bool, **defaults: Any) -> None:
+    """Raise ValueError for a flag that would change nothing."""
+    for name, default in defaults.items():
+        if applies and getattr(args, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')} changes nothing {when}: leave it out")
 
 
 def _on_several(

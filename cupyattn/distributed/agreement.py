@@ -63,6 +63,8 @@ class ShardedSettings(NamedTuple):
         For a backward pass.
     wide_sums : bool
         Whether a ring adds in float32; otherwise in the type of q.
+    recorded : bool
+        Whether autograd of this rank records the call.
     """
 
     of_call: Settings
@@ -71,6 +73,7 @@ class ShardedSettings(NamedTuple):
     partition: Any
     deterministic: bool | None = None
     wide_sums: bool = True
+    recorded: bool = False
 
 
 def comparable(asked: ShardedSettings) -> ShardedSettings | None:
@@ -89,7 +92,7 @@ def comparable(asked: ShardedSettings) -> ShardedSettings | None:
             ),
             _check_method(asked.method), _check_ulysses(asked.ulysses),
             _check_partition(asked.partition),
-            _answer(asked.deterministic), _answer(asked.wide_sums),
+            _answer(asked.deterministic), _answer(asked.wide_sums), asked.recorded,
         )  # fmt: skip
     except (TypeError, ValueError):
         return None
@@ -304,8 +307,8 @@ def resolve_sharded(
             **{n: str(getattr(asked, n)) for n in ("tiles", "arch", "accuracy")},
             **({} if coding is None else coding.compared), "backend": own_call.backend,
             **{n: _in_words(packed[n].tolist()) for n in SEQUENCES if packed},
-            "return_lse": asked.return_lse, "deterministic": bool(settings.deterministic),
-            "wide_sums": settings.wide_sums,
+            "autograd": settings.recorded, "return_lse": asked.return_lse,
+            "deterministic": bool(settings.deterministic), "wide_sums": settings.wide_sums,
         }  # fmt: skip
         own = {"len_q": own_call.rows["q"].shape[2], "len_kv": own_call.rows["k"].shape[2]}
         return {"same": same, "own": own}

@@ -22,7 +22,7 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, Machine
 from cupyattn.distributed.store import Mailbox, Store, check_rank, check_timeout
-from cupyattn.errors import RankError
+from cupyattn.errors import RankError, raised
 from cupyattn.runtime.recent import Recent
 
 #: A kind of group.
@@ -109,7 +109,7 @@ class Group(abc.ABC):
         self.bytes_sent = 0
         #: Calls on which all ranks have agreed: see `cupyattn.distributed.agreement.agree`.
         self.agreed = Recent(MOST)
-        self._calls = 0
+        self._calls, self._closed = 0, False
         self.hosts: tuple[str, ...] = tuple(self.gather("hosts", socket.gethostname()))
 
     # ---- words -----------------------------------------------------------------------------------
@@ -133,6 +133,8 @@ class Group(abc.ABC):
 
     def _gather(self, what: str, own: bytes) -> list[Any]:
         """Return what every rank says, of what this one has written."""
+        if self._closed:
+            raise ValueError(f"{what} on a group that is closed: start another one")
         key, self._calls = str(self._calls), self._calls + 1
         about = f"{what}, call {key}"
         found = self.store.gather(key, self.rank, own, self.timeout, about)
@@ -167,7 +169,7 @@ class Group(abc.ABC):
         try:
             own = _written(what, facts())
         except Exception as error:
-            self.gather(what, {"error": f"raised {type(error).__name__}: {error}"})
+            self.gather(what, {"error": raised(error)})
             raise
         said: list[dict[str, Any]] = self._gather(what, own)
         for rank, of_rank in enumerate(said):
@@ -196,7 +198,7 @@ class Group(abc.ABC):
         except RankError:
             raise
         except BaseException as error:
-            self.abort(f"raised {type(error).__name__} in {what}: {error}")
+            self.abort(raised(error, f" in {what}"))
             raise
 
     def abort(self, cause: str) -> None:
@@ -307,8 +309,11 @@ class Group(abc.ABC):
         """Wait on the host until everything has been exchanged; raise where that failed."""
 
     def close(self) -> None:
-        """Leave the group in peace, once every rank has come here."""
+        """Leave the group in peace, once every rank has come here; nothing if it has done so."""
+        if self._closed:
+            return
         self.barrier()
+        self._closed = True
         self.agreed.clear()
         self.store.leave()
 
@@ -321,7 +326,7 @@ class Group(abc.ABC):
             self.close()
             return
         if not isinstance(error, RankError):
-            error = RankError(self.rank, f"raised {type(error).__name__}: {error}")
+            error = RankError(self.rank, raised(error))
             self.store.fail(error.rank, error.cause)
         self.abandon(error)
 

@@ -199,7 +199,9 @@ def on_ranks(
     if not tensors.need_gradients(arrays):
         return _on_ranks(what, settings, group, tensors.detached(arrays), scores, finish)
     others = {name: x for name, x in arrays.items() if name not in "qkv"}
-    with_lse = settings._replace(of_call=settings.of_call._replace(return_lse=True))
+    with_lse = settings._replace(
+        of_call=settings.of_call._replace(return_lse=True), recorded=True
+    )
     of_backward = settings._replace(of_call=settings.of_call.without_rung)
     found: list[ShardedCall] = []
 

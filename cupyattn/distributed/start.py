@@ -16,7 +16,7 @@ from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.secret import ADVICE, Handover, given, make
 from cupyattn.distributed.store import Board, check_rank, check_timeout
 from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
-from cupyattn.errors import RankError, shown
+from cupyattn.errors import RankError, raised, shown
 from cupyattn.measure.device import device_missing
 
 T = TypeVar("T")
@@ -32,6 +32,11 @@ LAUNCHERS = (
 #: Default port of rank 0. Under Slurm the number of the job is added, so two jobs on a host use
 #: different ports.
 PORT, PORTS = 29400, 20000
+#: Set by torchrun if its agent listens at ``MASTER_PORT``. The store of a group then takes a port
+#: that follows from it, below the ports of outgoing connections (32768 and up).
+OF_AGENT, AGENT_PORTS = "TORCHELASTIC_USE_AGENT_STORE", 3000
+#: The highest port of TCP.
+MOST_PORT = 2**16 - 1
 
 
 def run(
@@ -105,7 +110,7 @@ def run(
         except BaseException as error:  # noqa: BLE001 - raised by the caller, below
             errors.append(error)
             if not isinstance(error, RankError):
-                board.fail(rank, f"raised {type(error).__name__}: {error}")
+                board.fail(rank, raised(error))
 
     threads = [threading.Thread(target=on_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -148,7 +153,8 @@ def connect(
     rank, size : int
         Which of how many this process is.
     address : str or (str, int)
-        ``"host:port"`` of rank 0, as all ranks reach it. It listens there alone.
+        ``"host:port"`` of rank 0, as all ranks reach it; of IPv6 ``"[::1]:29400"``. It listens
+        there alone.
     device : int, optional
         This rank's CUDA device, which becomes the current one and whose arrays travel by NCCL;
         without one arrays are NumPy's.
@@ -175,12 +181,8 @@ def connect(
     """
     rank, size = check_rank(rank, size)
     timeout = check_timeout(timeout)
-    if isinstance(address, str):
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"address must look like 'host:29400', got {address!r}")
-        address = host, int(port)
-    return _connect(rank, size, address, device, timeout, given(secret, os.environ))
+    where = _address(address)
+    return _connect(rank, size, where, device, timeout, given(secret, os.environ))
 
 
 def from_environment(
@@ -271,8 +273,40 @@ def rendezvous(environ: Mapping[str, str]) -> Address:
     host = environ.get("MASTER_ADDR")
     if host is None and "SLURM_JOB_NODELIST" in environ:
         host = _first_host(environ["SLURM_JOB_NODELIST"])
-    port = PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS
-    return host or "localhost", int(environ.get("MASTER_PORT", port))
+    port = PORT + _number(environ, "SLURM_JOB_ID", 0) % PORTS
+    port = _number(environ, "MASTER_PORT", port)
+    if environ.get(OF_AGENT) == "True":
+        port = PORT + port % AGENT_PORTS
+    return _address((host or "localhost", port))
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return the number that a launcher's variable is, the default if it is not set."""
+    said = environ.get(name, default)
+    try:
+        return int(said)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {name} must be a number, got {shown(said)}"
+        ) from None
+
+
+def _address(address: Any) -> Address:
+    """Return host and port, of a text or a pair; ValueError for anything else."""
+    host: Any = None
+    port: Any = None
+    if isinstance(address, str):
+        host, _, digits = address.rpartition(":")
+        host = re.sub(r"^\[(.*)\]$", r"\1", host)  # [::1]:29400
+        port = int(digits) if digits.isdecimal() else None
+    elif isinstance(address, Sequence) and len(address) == 2:
+        host, port = address
+    if not (host and isinstance(host, str) and isinstance(port, int) and 0 <= port <= MOST_PORT):
+        raise ValueError(
+            f"address must be 'host:29400' or ('host', 29400), with a port of at most {MOST_PORT}, "
+            f"got {shown(address)}"
+        )
+    return host, port
 
 
 def _connect(
@@ -314,7 +348,7 @@ def _of_processes(
     except RankError:
         raise
     except BaseException as error:
-        store.fail(rank, f"raised {type(error).__name__}: {error}")
+        store.fail(rank, raised(error))
         raise
 
 
@@ -322,7 +356,8 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, int]:
     """Return rank, number of ranks, and rank on the host."""
     for rank, size, local in LAUNCHERS:
         if rank in environ and size in environ:
-            return int(environ[rank]), int(environ[size]), int(environ.get(local, environ[rank]))
+            own = _number(environ, rank, 0)
+            return own, _number(environ, size, 0), _number(environ, local, own)
     known = " or ".join(f"{rank} and {size}" for rank, size, _ in LAUNCHERS)
     raise ValueError(
         f"no launcher says which rank this is: {known} must be set, or use connect(rank, size, ...)"

@@ -150,6 +150,11 @@ class Board(Mailbox):
             self._failure = self._failure or RankError(rank, cause)
             self._changed.notify_all()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed."""
+        return self._failure is not None
+
     def check(self) -> None:
         with self._changed:
             if self._failure is not None:

@@ -15,6 +15,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,11 +74,13 @@ class TcpServer:
         #: Says each thing once.
         self._warn = functools.lru_cache(1000)(_log.warning)
         self._changed = threading.Condition()
-        self._listener = socket.create_server(address, reuse_port=False)
+        _make_room(address)
+        self._listener = socket.create_server(address, family=_family(address))
         self.address: Address = address[0], self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
         # Where rank 0 ends by an error, the others are told what it was first.
         atexit.register(self.close)
+        _listening[self.address] = self
 
     def close(self, timeout: float = GRACE) -> None:
         """Wait until every other rank has gone, not longer than that; then stop listening."""
@@ -144,6 +147,8 @@ class TcpServer:
         with self._changed:
             if not (rank < self.board.size and use in (ASKS, LIVES)):
                 refusal = f"is not of the group at {where}, which has fewer ranks"
+            elif (rank, use) in self._joined and self.board.failed:
+                raise ConnectionError("joins the next group, which is not there yet")
             elif (rank, use) in self._joined:
                 refusal = f"is there twice: another process is this rank of the group at {where}"
             else:
@@ -218,6 +223,17 @@ class TcpServer:
             case other:
                 raise ValueError(f"a store answers no {shown(other)}")
         return []
+
+
+#: Servers of this process by their address.
+_listening: weakref.WeakValueDictionary[Address, TcpServer] = weakref.WeakValueDictionary()
+
+
+def _make_room(address: Address) -> None:
+    """Stop listening for a failed group if the next group takes its address."""
+    before = _listening.pop(address, None)
+    if before is not None and before.board.failed:
+        before.close(0.0)
 
 
 def _checked(name: str, value: Any, size: int) -> Any:
@@ -365,7 +381,16 @@ def _try_to_join(rank: int, use: int, address: Address, known: bytes | Handover)
 
 
 def _named(address: Address) -> str:
-    return "{}:{}".format(*address)
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    """Return IPv4 if the host has such an address, otherwise its own family."""
+    families: list[socket.AddressFamily] = []
+    with contextlib.suppress(socket.gaierror):  # which is said, with the name, by who listens there
+        families = [found[0] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+    return families[0] if families and socket.AF_INET not in families else socket.AF_INET
 
 
 def _shut(connection: socket.socket) -> None:

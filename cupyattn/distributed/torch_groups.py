@@ -6,6 +6,7 @@ group. NumPy arrays travel by gloo, CuPy arrays by NCCL on the communicator of t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -27,8 +28,11 @@ from cupyattn.errors import RankError, UnsupportedError, shown
 
 #: Seconds between two looks for ranks that have failed, while arrays are waited for.
 WATCH = 0.02
-#: Tags of messages on hosts: from this number on, so many in turn.
-_FIRST_TAG, _TAGS = 2**20, 2**20
+#: Seconds that a process which ends after a failure gives to a wait of gloo's that nothing ends.
+LINGER = 2.0
+#: Tags of messages on hosts: so many of each group in turn, and of so many groups. Those below are
+#: the caller's, and gloo's tags have 31 bits.
+_TAGS, _GROUPS = 2**20, 2**11 - 1
 #: Names of the axes of a mesh, outermost first.
 AXES = ("ring", "ulysses")
 
@@ -144,6 +148,7 @@ class TorchHostGroup(Group):
     ) -> None:
         super().__init__(store, rank, store.size, timeout)
         self._process_group = weakref.ref(process_group)
+        self._first_tag = (1 + store.number % _GROUPS) * _TAGS
         self._messages: Counter[tuple[int, int]] = Counter()
 
     @property
@@ -157,7 +162,7 @@ class TorchHostGroup(Group):
     def tag(self, source: int, target: int) -> int:
         """Return the tag of the next message from one rank to another."""
         self._messages[source, target] += 1
-        return _FIRST_TAG + self._messages[source, target] % _TAGS
+        return self._first_tag + self._messages[source, target] % _TAGS
 
     def finish(self) -> None:
         """Raise where a rank has failed: what was waited for has been exchanged."""
@@ -224,7 +229,12 @@ class _OnHost:
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         while not done.wait(WATCH):
-            group.store.check()
+            try:
+                group.store.check()
+            except RankError:
+                # NOTE: a thread that leaves C++ while the interpreter ends aborts the process.
+                atexit.register(thread.join, LINGER)
+                raise
         thread.join()
         for peer, said in trouble:
             self._end(peer, said)

@@ -31,9 +31,9 @@ class TorchStore(Store):
     def __init__(self, process_group: Any, rank: int, size: int) -> None:
         self.size = size
         self._store = process_group.get_group_store()
-        # Each rank counts its groups on this process group, all in the same order.
-        number = self._tried(lambda: self._store.add(f"cupyattn/of rank {rank}", 1))
-        self._prefix = f"cupyattn/{number}"
+        #: Each rank counts its groups on this process group, all in the same order.
+        self.number: int = self._tried(lambda: self._store.add(f"cupyattn/of rank {rank}", 1))
+        self._prefix = f"cupyattn/{self.number}"
         self._failed = self._key("failed")
         self._own: str | None = None
         #: Whether this rank knows of a rank that has failed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import textwrap
@@ -133,6 +134,33 @@ def test_an_error_of_a_rank_is_raised_and_ends_the_others() -> None:
     assert {str(error) for error in seen.values()} == {"rank 1 raised KeyError: 'lost'"}
 
 
+def test_an_error_that_cannot_be_written_ends_the_others() -> None:
+    class Unwritable(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    seen: list[str] = []
+
+    def on_rank(group: Any) -> None:
+        if group.rank == 1:
+            raise Unwritable
+        try:
+            group.barrier()
+        except RankError as error:
+            seen.append(str(error))
+
+    with pytest.raises(Unwritable):
+        distributed.run(on_rank, 2, timeout=5)
+    assert seen == ["rank 1 raised Unwritable: (its text raises ZeroDivisionError)"]
+
+
+def test_a_closed_group_is_closed_once_and_refuses_calls() -> None:
+    group = distributed.run(lambda group: group, 1)[0]
+    group.close()
+    with pytest.raises(ValueError, match="barrier on a group that is closed: start another one"):
+        group.barrier()
+
+
 def test_one_thread_that_waits_for_nobody_does_not_keep_the_others() -> None:
     stop = threading.Event()
 
@@ -208,8 +236,68 @@ def test_a_server_stays_until_the_last_to_leave_has_its_answer(
 def test_no_server_and_no_address() -> None:
     with pytest.raises(RankError, match=r"rank 0 holds no store at 127.0.0.1:\d+ after 0.1 s"):
         distributed.connect(1, 2, ("127.0.0.1", free_port()), timeout=0.1)
-    with pytest.raises(ValueError, match="address must look like 'host:29400', got '29400'"):
-        distributed.connect(1, 2, "29400")
+    wrong: list[Any] = ["29400", ":29400", "a:99999", 29400, ("a", "29400"), ("a", -1), ("", 1)]
+    for address in wrong:
+        with pytest.raises(ValueError, match=r"address must be 'host:29400' or .*, got "):
+            distributed.connect(1, 2, address)
+
+
+def meet(address: Any, on_rank: Any = lambda group: group.gather("a", group.rank)) -> list[Any]:
+    """What two ranks return or raise that meet at an address, each in a thread."""
+    found: list[Any] = [None, None]
+
+    def join(rank: int) -> None:
+        try:
+            with distributed.connect(rank, 2, address, timeout=10, secret=SECRET.decode()) as group:
+                found[rank] = on_rank(group)
+        except (RankError, KeyError) as error:
+            found[rank] = error
+
+    in_threads(join, 2, 30)
+    return found
+
+
+def test_ranks_meet_by_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    assert meet(("::1", free_port())) == meet(f"[::1]:{free_port()}") == [[0, 1]] * 2
+
+
+def test_a_group_that_has_failed_leaves_its_address_to_the_next() -> None:
+    address = "localhost", free_port()
+
+    def on_rank(group: Any) -> None:
+        if group.rank == 0:
+            raise KeyError("lost")
+        group.barrier()
+
+    for _ in range(2):
+        own, told = meet(address, on_rank)
+        assert type(own) is KeyError and str(told) == "rank 0 raised KeyError: 'lost'"
+    assert meet(address) == [[0, 1]] * 2
+
+
+def test_a_rank_that_is_quicker_waits_for_the_next_group() -> None:
+    before = TcpServer(2, secret=SECRET)
+    member = TcpStore(1, before.address, 5, secret=SECRET)
+    before.board.fail(0, "ended")
+    found = []
+
+    def join() -> None:
+        with contextlib.suppress(RankError):
+            found.append(TcpStore(1, before.address, 20, secret=SECRET))
+
+    again = threading.Thread(target=join, daemon=True)
+    again.start()
+    again.join(0.3)  # the server of before has refused it by then
+    after = TcpServer(2, before.address, secret=SECRET)
+    again.join(20)
+    assert len(found) == 1 and not after.board.failed
+    found[0].leave()
+    with pytest.raises(RankError, match="rank 0 ended"):
+        member.check()
 
 
 #: What every rank of the tests below runs: two calls, before the second of which some end.
@@ -287,12 +375,16 @@ def test_launchers_say_who_a_process_is() -> None:
         distributed.from_environment(environ={})
     assert rendezvous({}) == ("localhost", 29400)
     assert rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == ("a", 5)
+    of_torchrun = {"MASTER_ADDR": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert rendezvous({**of_torchrun, "MASTER_PORT": "35209"}) == ("a", 29400 + 2209)
     assert rendezvous({"SLURM_JOB_NODELIST": "n7"})[0] == "n7"
     assert rendezvous({"SLURM_JOB_NODELIST": "rack-1-n[12,14-16]-ib,x"})[0] == "rack-1-n12-ib"
     port = str(free_port())
     environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "MASTER_PORT": port}
     with distributed.from_environment(environ=environ, device=None, timeout=5) as group:
         assert (group.rank, group.size) == (0, 1)
+    with pytest.raises(ValueError, match="variable SLURM_NTASKS must be a number, got 'two'"):
+        distributed.from_environment(environ={**environ, "SLURM_NTASKS": "two"})
     with pytest.raises(ValueError, match="device must be a number, None or 'auto', got 'gpu'"):
         distributed.from_environment(environ=environ, device="gpu")
 

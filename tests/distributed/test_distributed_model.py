@@ -261,6 +261,17 @@ def test_plan_says_what_is_wrong(capsys: Any) -> None:
     assert "ulysses must divide the 4 ranks, got 3" in said
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["--all-sizes --devices 3", "--all-sizes --len 8192", "--all-sizes --ulysses 2",
+     "--all-sizes --variant fa_int8", "--ulysses 2", "--per-host 4", "--partition zigzag"],
+)  # fmt: skip
+def test_plan_refuses_flags_that_change_nothing(capsys: Any, flags: str) -> None:
+    assert cli.main(["plan", *flags.split()]) == 2
+    name = flags.removeprefix("--all-sizes ").split()[0]
+    assert f"{name} changes nothing with" in capsys.readouterr().err
+
+
 def test_shapes_without_memory() -> None:
     call = replace(CALL, len_q=2**30, len_kv=2**30)
     q, k, _ = rows_of(call, 32, 8, (2**30, 2**30))

@@ -200,6 +200,19 @@ def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+def test_torchrun_starts_groups_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "DISTRIBUTED.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = (x for x in blocks if "from_environment" in x)
+    (tmp_path / "attend.py").write_text(block)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    said = torchrun(2, "attend")
+    assert sorted(said.splitlines()) == [f"{n} 2 (1, 8, 2048, 64)" for n in (0, 1)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_groups_of_processes(size: int) -> None:
     torchrun(size, RANKS, "cpu", "groups")
@@ -253,6 +266,46 @@ def test_a_process_that_fails_ends_the_others_with_one_sentence(kind: str, said:
     sentences = [re.findall(r"rank \d says: (.*)", output) for _, output in others]
     assert sentences == [[said]] * len(others), found
     assert [code for code, _ in others] == [0 if kind == "differs" else 7] * len(others)
+
+
+#: Rank 1 raises and ends. Rank 0, which waits for its arrays, ends as programs do, but with a sleep
+#: that holds the GIL: a thread that wakes meanwhile finds an interpreter that has ended.
+ENDS = """
+import atexit, ctypes, os, time
+
+if os.environ["RANK"] == "0":
+    atexit.register(ctypes.PyDLL(None).usleep, 2_000_000)  # the first, which is called last
+
+import numpy as np
+from torch import distributed as dist
+from cupyattn import distributed
+
+dist.init_process_group("gloo")
+group = distributed.from_torch(method="ring", timeout=30)
+if group.rank == 0:
+    try:
+        group.exchange([], [(1, np.empty(3))]).wait()
+    except distributed.RankError as error:
+        print(f"rank 0 says: {error}", flush=True)
+else:
+    time.sleep(0.3)  # rank 0 waits by then
+    try:
+        with group:
+            raise KeyError("of the caller")
+    finally:
+        time.sleep(1)
+        os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_in_peace_after_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    (code, said), _ = processes(2, "ends")
+    assert (code, said.strip()) == (0, "rank 0 says: rank 1 raised KeyError: 'of the caller'")
 
 
 @pytest.mark.slow

@@ -194,6 +194,25 @@ def test_two_groups_on_one_process_group_keep_their_words_apart() -> None:
     assert without_errors(on_rank, 2) == [([1, 1], [2, 2], [3, 3])] * 2
 
 
+def test_two_groups_on_one_process_group_keep_their_arrays_apart() -> None:
+    """Calls of threads may come in another order on each rank."""
+
+    def on_rank(group: Any) -> Any:
+        both = [group, distributed.from_torch(group.process_group)]
+        if group.rank:
+            both.reverse()
+        arrays = [np.full(3, n) if group.rank == 0 else np.empty(3, int) for n in range(2)]
+        works = [
+            one.exchange([(1, x)], []) if group.rank == 0 else one.exchange([], [(0, x)])
+            for one, x in zip(both, arrays, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return [int(x[0]) for x in arrays]
+
+    assert without_errors(on_rank, 2) == [[0, 1], [1, 0]]
+
+
 def test_what_is_no_group_of_torch_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"call torch\.distributed\.init_process_group"):
         distributed.from_torch()
@@ -241,6 +260,17 @@ def test_other_settings_are_found_before_anything_is_sent() -> None:
     assert len(said) == 1 and sent == [0, 0]
     told = "rank 1 called parallel_attention with softcap=1.0, rank 0 with softcap=0.0"
     assert said.pop().startswith(told)
+
+
+def test_one_rank_without_autograd_is_named() -> None:
+    def on_rank(group: Any) -> Any:
+        own = torch.from_numpy(X).requires_grad_()
+        with torch.set_grad_enabled(group.rank == 0):
+            return distributed.parallel_attention(own, own, own, group)
+
+    _, errors = on_threads(on_rank, 2, method="ring")
+    told = "rank 1 called parallel_attention with autograd=false, rank 0 with autograd=true"
+    assert [str(error).partition(":")[0] for error in errors] == [told] * 2
 
 
 def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
