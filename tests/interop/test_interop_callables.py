@@ -13,6 +13,7 @@ from cupyattn import cli
 from cupyattn.interop.callables import LIBRARIES, called
 from cupyattn.reference import attention_exact
 
+pytest.importorskip("torch")
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
 
 
@@ -79,6 +80,8 @@ def test_a_function_in_the_words_of_flash_attention(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("library", ["torch", "sdpa", "jax"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_come_back_as_numpys(library: str, dtype: str) -> None:
+    if library == "jax":
+        pytest.importorskip("jax")
     function = SDPA if library != "jax" else "jax.nn:dot_product_attention"
     found = called(function, library).limited(["scale"] if library != "torch" else [])
     import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
-import torch
 
 import cupyattn as ca
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch import norm_quant
-from cupyattn.interop.torch.bridge import as_tensor
 from tests.quant.norm_quant_cases import ACTIVATED, CASES
+
+torch = pytest.importorskip("torch")
+norm_quant = importlib.import_module("cupyattn.interop.torch").norm_quant
+as_tensor = importlib.import_module("cupyattn.interop.torch.bridge").as_tensor
 
 
 def tensors_of(arrays: dict) -> dict:
