@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     drawn = parser.add_argument_group("what is drawn")
     drawn.add_argument("--problems", type=int, default=100, metavar="N", help="of each type (100)")
     drawn.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw (0)")
-    drawn.add_argument("--dtypes", nargs="+", choices=DTYPES, help="types (those of the library)")
+    drawn.add_argument("--dtypes", nargs="+", choices=DTYPES, help="types (all of the library)")
     drawn.add_argument("--options", nargs="*", choices=OPTIONS,
                        help="options (those that the function takes)")  # fmt: skip
     drawn.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="sizes of a head")

@@ -1,7 +1,7 @@
 """Run every rung on one input: J2 (kernel error as a share of its bound), J3 (effect of
 quantisation as a share of its bound), relative L2 error against float64, and memory. On a device it
-also prints time, TFLOP/s and share of the ceiling. Without a device the errors are those of the
-mirror, and the kernels run once in the interpreter, at a small size, to judge results and count
+also prints time, TFLOP/s and share of the ceiling. Without a device it prints the errors of the
+mirror. The kernels then run once in the interpreter, at a small size, to judge results and count
 instructions and bytes."""
 
 from __future__ import annotations

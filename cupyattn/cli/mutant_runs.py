@@ -47,7 +47,7 @@ class Copy:
     Parameters
     ----------
     path : Path
-        Of the copy. It is written anew for each mutant.
+        Where the copy is. Each mutant overwrites it.
     defines : mapping of str to int
     arch : str
         What it is compiled for to compare machine code.

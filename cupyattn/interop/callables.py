@@ -37,7 +37,7 @@ class Library:
     layout : {"BHSD", "BSHD"}
         Of q, k, v and O.
     names : mapping
-        Names of its arguments, by those of `OPTIONS` that it has.
+        Names of its arguments, by the names in `OPTIONS`.
     dtypes : tuple of str
         Storage types that it takes.
     causal_align : str
@@ -90,7 +90,7 @@ class Called:
     device : str
         "cpu" or "cuda", for torch.
     taken : tuple of str
-        Those of `OPTIONS` that it takes.
+        The options out of `OPTIONS` that it takes.
     """
 
     function: Callable[..., Any]

@@ -14,7 +14,7 @@ from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import check_backend
 from cupyattn.ops.act_quant import act_quant
 from cupyattn.ops.gemm import int8_gemm
-from cupyattn.ops.linear import check_given, check_input
+from cupyattn.ops.linear import check_bias, check_given, check_input
 from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, check_out_dtype, check_values
 from cupyattn.reference.weights import quantize_channels_affine
 
@@ -83,10 +83,7 @@ class AffineInt8Linear:
                 f"zeros must be int32 of shape {tuple(scales.shape)}, one for each channel, got "
                 f"{zeros.dtype.name} of shape {tuple(zeros.shape)}"
             )
-        if bias is not None and tuple(bias.shape) != tuple(codes.shape[:1]):
-            raise ValueError(
-                f"bias must have shape {tuple(codes.shape[:1])}, got {tuple(bias.shape)}"
-            )
+        check_bias(bias, codes)
         check_arch(arch)
         check_backend(backend)
         self.codes, self.scales, self.zeros, self.bias = codes, scales, zeros, bias

@@ -406,6 +406,14 @@ class LayerSettings(NamedTuple):
     backend: str | None
 
 
+def check_bias(bias: Any, codes: Any) -> None:
+    """Raise ValueError unless a bias that is not None has an element for each output channel."""
+    if bias is not None and tuple(bias.shape) != tuple(codes.shape[:1]):
+        raise ValueError(
+            f"bias must have shape {tuple(codes.shape[:1])}, got {tuple(bias.shape)}"
+        )
+
+
 def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.int32]:
     """Raise unless the arguments of a layer fit together, and return its outlier columns.
 
@@ -428,10 +436,7 @@ def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.
     check_activation(activation or "", codes.shape[0])
     check_arch(arch)
     check_backend(backend)
-    if bias is not None and tuple(bias.shape) != tuple(codes.shape[:1]):
-        raise ValueError(
-            f"bias must have shape {tuple(codes.shape[:1])}, got {tuple(bias.shape)}"
-        )
+    check_bias(bias, codes)
     columns = _columns(outlier_columns, codes.shape[1])
     if columns.size and strategy == "channel":
         raise UnsupportedError(

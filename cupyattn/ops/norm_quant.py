@@ -55,12 +55,12 @@ def norm_quant(
     weight, bias : array, (channels,), optional
         Of the norm; of any type that x may have, both of one.
     scale, shift : array, (groups, channels), (channels,), (batch, 1, channels) or as x, optional
-        Modulation ``y (1 + scale) + shift``, of any type that x may have, both of one. Groups of
-        consecutive rows, as many in each, share a row of both: groups must divide the rows.
+        Modulation ``y (1 + scale) + shift``. Both have the same type, any that x may have. Each
+        group of consecutive rows shares a row of both: groups must divide the rows.
     activation : str, optional
-        "gelu", "gelu_tanh" or "silu", behind the modulation; or without norm and modulation
-        "swiglu", "geglu" or "geglu_tanh", whose gate is the first half of a row, or with
-        "_gate_last" behind the name the second.
+        "gelu", "gelu_tanh" or "silu", after the modulation. Without norm and modulation also
+        "swiglu", "geglu" or "geglu_tanh": the gate is the first half of a row, or the second half
+        if the name ends with "_gate_last".
     rotate : {None, "hadamard"}
         Spread outlier channels over groups of 256, 128 or 64, the largest that divides the
         channels. The weight of the product must be `cupyattn.quant.rotated` before it is
@@ -77,8 +77,8 @@ def norm_quant(
     codes : array, (..., channels), int8
         -127 to 127. Both of the kind of x.
     scales : array, (..., 1) or (..., blocks), float32
-        NaN where a row or block holds a number that is not finite, or a sum leaves the range of
-        float32; its codes are 0.
+        NaN for a row or block with a number that is not finite, or with a sum beyond the range of
+        float32. Its codes are 0.
 
     Raises
     ------
@@ -92,9 +92,9 @@ def norm_quant(
 
     Notes
     -----
-    All of it is float32, in an order of sums that the width of the row alone decides: host and
-    device make the same bits, but for an activation, which devices approximate. The bound of its
-    error is docs/MATH_REFERENCE.md [L82].
+    Everything is computed in float32. The order of sums depends only on the width of the row, so
+    host and device give the same bits. Only an activation differs, which devices approximate. The
+    bound of the error is docs/MATH_REFERENCE.md [L82].
 
     Examples
     --------

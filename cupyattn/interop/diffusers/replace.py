@@ -89,7 +89,7 @@ class Int8Replacement(Handle):
             self._handle_hooks.pop().remove()
         for layer in self._handle_layers:
             module = layer.module
-            if interception.layer_of(module) is layer:  # not those of a later handle
+            if interception.layer_of(module) is layer:  # a later handle has its own
                 _release(module)
 
 

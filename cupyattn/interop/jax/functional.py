@@ -48,7 +48,7 @@ _NOT_IN_JAX = {
     "out": "JAX arrays are immutable: take the result",
     "check_finite": "a traced call cannot look at values: set jax_debug_nans",
 }
-#: Arguments of `cupyattn.attention`, without those of packed sequences.
+#: Arguments of `cupyattn.attention`, except the ones for packed sequences.
 _KNOWN = {
     name for name in (*ARRAYS, *Settings._fields) if not name.startswith(("cu_seqlens", "max_len"))
 }

@@ -35,7 +35,7 @@ def with_causal_bias(
     ValueError
         With ``causal=True``, or with lengths or offsets of sequences.
     RuntimeError
-        For a lower right mask whose lengths differ from those of q and k.
+        For a lower right mask whose lengths are not the lengths of q and k.
     """
     for name in MASKS:
         mask = tensors.get(name)

@@ -25,8 +25,8 @@ _FLOATS = tuple(getattr(torch, name) for name in FLOATS.values())
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
     """Yield every linear layer of a model that is not INT8, once, by its first name.
 
-    Names are those of the model without compilers and adapters. Matrices of adapters are not layers
-    of the model. Each layer comes with the reason why adapters keep it in 16 bits, or "".
+    Names are as in the model without compilers and adapters. Matrices of adapters are not layers of
+    the model. Each layer comes with the reason why adapters keep it in 16 bits, or "".
     """
     for name, layer, obstacle in _layers("", model, "", set()):
         if not isinstance(layer, Int8Linear):
