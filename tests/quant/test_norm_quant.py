@@ -41,7 +41,10 @@ def in_both(one: Case, **drawn: Any) -> tuple[Any, Any, dict[str, npt.NDArray]]:
 def assert_bits(found: Any, expected: Any) -> None:
     for name, mine, theirs in zip(("codes", "scales"), found, expected, strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
-        assert mine.tobytes() == theirs.tobytes(), name
+        # NOTE: a comparison of bytes inside the assert would be explained byte by byte where CI is
+        # set, which takes a minute.
+        same = mine.tobytes() == theirs.tobytes()
+        assert same, name
 
 
 def fractions(one: Case, arrays: dict[str, npt.NDArray], made: Any) -> npt.NDArray[np.float64]:
