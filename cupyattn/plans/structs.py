@@ -120,6 +120,15 @@ NORM_PARAMS = _struct([
     ("cu_seqlens", "u8"), ("total", "i4"),
 ], PREPARE_PARAMS)  # fmt: skip
 
+#: ``struct NormGradientParams`` of kernels_cu/backward/backward_normalise.cu.
+NORM_GRADIENT_PARAMS = _struct([("dY", "u8"), ("partial_dW", "u8")], NORM_PARAMS)
+
+#: ``struct WeightSumParams`` of kernels_cu/backward/backward_weights.cu.
+WEIGHT_SUM_PARAMS = _struct([
+    ("partial_dW", "u8"), ("dW", "u8"), ("batch", "i4"), ("heads", "i4"), ("chunks", "i4"),
+    ("vectors", "i4"),
+])  # fmt: skip
+
 _QUANTIZE_FIELDS = [
     ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
     ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
