@@ -55,8 +55,8 @@ class GradientBounds:
     ----------
     dq, dk, dv : dict of str to array
         Of each gradient one array for each rounding point; they sum to its bound.
-    dbias : dict of str to array, optional
-        The same of the bias; None: it was not asked for.
+    dbias, dq_weight, dk_weight : dict of str to array, optional
+        The same of the bias, and of the weights of `qk_norm`; None: not asked for.
 
     Notes
     -----
@@ -68,9 +68,11 @@ class GradientBounds:
     dk: dict[str, Array]
     dv: dict[str, Array]
     dbias: dict[str, Array] | None = None
+    dq_weight: dict[str, Array] | None = None
+    dk_weight: dict[str, Array] | None = None
 
     def total(self, name: str) -> Array:
-        """Return the bound of ``"dq"``, ``"dk"``, ``"dv"`` or ``"dbias"``."""
+        """Return the bound of a gradient by its name, ``"dq"`` for example."""
         return sum(getattr(self, name).values())
 
     def dominant(self, name: str, index: tuple[int, ...]) -> str:
