@@ -17,7 +17,7 @@ from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.backward_mirror import mirror_into
 from cupyattn.ops.call_operands import arguments_of, named
 from cupyattn.ops.operation import ARRAYS, Library, Operation, problem_of, run
-from cupyattn.plans.backward import BackwardOperands, plan_backward
+from cupyattn.plans.backward import GIVEN_SUMS, BackwardOperands, plan_backward
 from cupyattn.plans.backward_rows import SIN_BACK, prepared_stages
 from cupyattn.plans.records import Plan, Work
 from cupyattn.problem.attention import OF_SCORES, AttentionProblem
@@ -229,7 +229,8 @@ def attention_varlen_backward(
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
     settings = interned(
         "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
-        rope_offset_q, qk_norm_eps, "BHSD", True, None, None, arch, backend, False, max_len_q, max_len_k,
+        rope_offset_q, qk_norm_eps, "BHSD", True, None, None, arch, backend, False, max_len_q,
+        max_len_k,
     )  # fmt: skip
     arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
@@ -267,8 +268,9 @@ class BackwardSettings(NamedTuple):
         Settings of the forward pass, as `Settings.without_rung` returns them.
     deterministic : bool or None
     all_keys : bool
-        False: rows may have other keys elsewhere, so every lse is used unchanged. A row with a
-        coarse lse cannot be normalised again from only some of its keys.
+        False: rows may have other keys elsewhere. A row with a coarse lse cannot be normalised
+        again from only some of its keys: its M and factor are given as `GIVEN_SUMS`, or its lse is
+        used unchanged.
     grad_bias : bool
     """
 
@@ -443,8 +445,8 @@ def _in_c_order(x: Any) -> Any:
 
 
 BACKWARD = _Backward()
-#: Further arrays of a backward pass, by buffer; d_lse may be absent.
-_RECEIVED = ("d_out", "o", "lse", "d_lse")
+#: Further arrays of a backward pass, by buffer; those in the layout of lse may be absent.
+_RECEIVED = ("d_out", "o", "lse", "d_lse", *GIVEN_SUMS)
 
 
 def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
@@ -466,7 +468,7 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
         taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
     q, k, v = forward.rows.values()
     check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"], d_lse=taken.get("d_lse"))
-    taken |= {n: taken[n].whole() for n in ("lse", "d_lse") if n in taken}
+    taken |= {n: taken[n].whole() for n in _RECEIVED[2:] if n in taken}
     check_together(q=q, **taken)
     return taken
 
@@ -492,7 +494,10 @@ def _places(
 def plan_of(problem: Problem) -> Plan:
     """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
     _, kernel, places, all_keys = problem.settled
-    return plan_backward(kernel, places, all_keys=all_keys, d_lse="d_lse" in problem.operands)
+    return plan_backward(
+        kernel, places, all_keys=all_keys, d_lse="d_lse" in problem.operands,
+        given_sums=GIVEN_SUMS[0] in problem.operands,
+    )  # fmt: skip
 
 
 def parse_backward(

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.gradients.mirror import mirror_gradients
 from cupyattn.gradients.prepared import back_mirror
 from cupyattn.gradients.problem import BackwardProblem
+from cupyattn.plans.backward import GIVEN_SUMS
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.reference.problem import corner_of, masks_of
 
@@ -38,7 +39,7 @@ def mirror_into(
     if how is not None:
         how = how.with_arrays(arrays)
     operands = {n: arrays["o" if n == "out" else n] for n in ("d_out", *"qkv", "out", "lse")}
-    operands |= {n: arrays[n] for n in ("d_lse",) if n in arrays}
+    operands |= {n: arrays[n] for n in ("d_lse", *GIVEN_SUMS) if n in arrays}
 
     def run_one(
         given: Mapping[str, Any], masks: Mapping[str, Any], of_bias: tuple[int, ...] | None
@@ -46,8 +47,10 @@ def mirror_into(
         if how is not None:
             rows = given["q"], given["k"]
             given = {**given, **dict(zip("qk", how.stored(*rows), strict=True))}
+        given = dict(given)
+        sums: Any = tuple(given.pop(n) for n in GIVEN_SUMS if n in given)
         problem = BackwardProblem(
-            **given, scale=settings.scale, options=settings.scores(masks),
+            **given, sums=sums or None, scale=settings.scale, options=settings.scores(masks),
             all_keys=settled.all_keys, of_bias=of_bias,
         )  # fmt: skip
         found = mirror_gradients(problem, settled.kernel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
@@ -96,21 +97,21 @@ def plan_norm_gradient(
         "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
         "dY": "dy", "partial_dW": "partial_dW",
     }  # fmt: skip
-    launches = (_launch("backward_normalise", _TILES, features, grid, (NORM_GRADIENT_PARAMS, rows)),)
+    of_rows = _launch("backward_normalise", _TILES, features, grid, (NORM_GRADIENT_PARAMS, rows))
     own = {
         "partial_dW": "partial_dW", "dW": "dweight", "batch": batch, "heads": heads,
         "chunks": chunks, "vectors": how.vectors,
     }  # fmt: skip
     sum_grid = how.vectors * -(-head_dim // _SUM_COLUMNS)
-    launches = (
-        *(launches if grid else ()),
-        _launch("backward_weights", _SUM_TILES, sums, sum_grid, (WEIGHT_SUM_PARAMS, own)),
-    )
+    of_weights = _launch("backward_weights", _SUM_TILES, sums, sum_grid, (WEIGHT_SUM_PARAMS, own))
+    launches = (of_rows, of_weights) if grid else (of_weights,)
     partial = Workspace("partial_dW", (batch, heads, chunks, head_dim), "float32")
     return Plan("backward_normalise", "portable", _TILES, features, launches, (partial,))
 
 
-def _launch(name: str, tiles: Tiles, features: Features, grid: int, params: tuple) -> Launch:
+def _launch(
+    name: str, tiles: Tiles, features: Features, grid: int, params: tuple[Any, Any]
+) -> Launch:
     defines = {**tiles.defines(), **features.defines()}
     spec = ModuleSpec(f"backward/{name}.cu", tuple(sorted(defines.items())))
     return Launch(spec, name, grid, tiles.num_threads, False, (params,))

@@ -97,8 +97,16 @@ BIAS_GRADIENT_PARAMS = _struct([
     ("dBias", "u8"), ("batches", "i4"), ("heads", "i4"), ("rows", "i4"), ("keys", "i4"),
 ])  # fmt: skip
 
-#: ``struct DeltaParams<true>`` of kernels_cu/prims/params.cuh.
+#: ``struct DeltaParams<true, false>`` of kernels_cu/prims/params.cuh.
 DELTA_PARAMS = _struct([("d_lse", "u8")], BACKWARD_PARAMS)
+
+_GIVEN_SUMS: list[Any] = [("given_M", "u8"), ("given_factor", "u8")]
+
+#: ``struct DeltaParams<false, true>`` of kernels_cu/prims/params.cuh.
+SUMMED_DELTA_PARAMS = _struct(_GIVEN_SUMS, BACKWARD_PARAMS)
+
+#: ``struct CoarseParams<true>`` of kernels_cu/prims/params.cuh.
+COARSE_PARAMS = _struct([("part_M", "u8"), ("part_l", "u8")], BACKWARD_PARAMS)
 
 # ---- preparation of operands ---------------------------------------------------------------------
 

@@ -272,7 +272,7 @@ def test_grad_of_a_bias() -> None:
 
 
 def test_grad_of_the_weights_of_a_norm() -> None:
-    """It has the bits of the backward pass, and mapped entries that share weights have their own."""
+    """It has the bits of the backward pass; mapped entries that share weights have their own."""
     q, k, v = operands()
     weights = normal((32,), "float32", 5), normal((q.shape[1], 32), "float16", 6)
 
