@@ -39,7 +39,7 @@ def rotation(x: Array, rope: Rope, position: int) -> Array:
     (x,) = operands(x=x)
     exact = as_float64(x)
     return _rounded(
-        *_turned(exact, array_namespace(x).zeros(x.shape), rope, position), x.dtype.name
+        *turned_errors(exact, array_namespace(x).zeros(x.shape), rope, position), x.dtype.name
     )
 
 
@@ -78,9 +78,20 @@ def preparation(
             weight = as_float64((how.norm.q_weight, how.norm.k_weight)[i])[:, None]
             exact, error = _normalised(exact, weight, how.norm.eps)
         if how.rope is not None:
-            exact, error = _turned(exact, error, how.rope, how.rope.offset_q if i == 0 else 0)
+            exact, error = turned_errors(exact, error, how.rope, how.rope.offset_q if i == 0 else 0)
         found.append(_rounded(exact, error, x.dtype.name if stored else "float32"))
     return found[0], found[1]
+
+
+def mean_roundings(head_dim: int) -> int:
+    """Return how many roundings the mean square of a row meets, underflow included."""
+    return 6 + math.ceil(math.log2(head_dim / 2))
+
+
+def factor_error(head_dim: int) -> float:
+    """Return the relative error of a row's factor, the inverse of its root mean square."""
+    relative: float = (1 - gamma(mean_roundings(head_dim), U)) ** -0.5 * (1 + U) / (1 - U) - 1
+    return relative
 
 
 def _normalised(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
@@ -89,14 +100,14 @@ def _normalised(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     with np.errstate(invalid="ignore"):
         squares = (x * x).sum(axis=-1, keepdims=True)
         exact = x / np.sqrt(squares / head_dim + eps) * weight
-    roundings = gamma(6 + math.ceil(math.log2(head_dim / 2)), U)
-    relative = (1 - roundings) ** -0.5 * (1 + U) ** 3 / (1 - U) - 1
+    roundings = gamma(mean_roundings(head_dim), U)
+    relative = (1 + factor_error(head_dim)) * (1 + U) ** 2 - 1
     error = relative * xp.abs(exact) + 2.0**-149 * (1 + xp.abs(weight))
     fits = squares * (1 + roundings) * REFERENCE <= MAX_FLOAT
     return exact, xp.where(fits, error, xp.inf)
 
 
-def _turned(x: Array, error: Array, rope: Rope, position: int) -> tuple[Array, Array]:
+def turned_errors(x: Array, error: Array, rope: Rope, position: int) -> tuple[Array, Array]:
     """Return rows turned exactly, and the error of that in float32 where they have one already."""
     xp = array_namespace(x)
     size, turned, carried = (xp.empty(x.shape, np.float64) for _ in range(3))

@@ -385,7 +385,7 @@ def _own_call(
     _check_ulysses(ulysses)
     _check_partition(settings.partition)
     if "d_out" in arrays:
-        check_offered(arrays["q"], None, settings.deterministic)
+        check_offered(arrays["q"], settings.deterministic)
     if isinstance(arrays["q"], QuantizedQKV):
         raise UnsupportedError(
             "ranks quantise rows themselves, after heads were exchanged, and take no QuantizedQKV: "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.described import Described, check_together
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.kinds import NEG_INF, array_namespace
 from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.blocks import Block
@@ -18,8 +18,9 @@ from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.rank_calls import NO_SCORES, Scores
-from cupyattn.distributed.ring import differentiate
-from cupyattn.gradients.exact import Gradients
+from cupyattn.distributed.ring import circulate, differentiate
+from cupyattn.gradients.exact import Gradients, coarse_rows
+from cupyattn.ops.part_sums import added_sums, all_keys_sums
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.backward_form import check_backward
 from cupyattn.problem.borrowed_names import points_to_our_names
@@ -83,7 +84,8 @@ def parallel_attention_backward(
     -----
     If abs(lse) is at least 1024, float32 is too coarse to give P. If a rank has all keys of its
     heads (method "ulysses"), such rows are normalised again, as in `cupyattn.attention_backward`.
-    In a ring P is computed from lse unchanged, with a relative error up to :math:`2^{-22} |lse|`.
+    In a ring their maxima and sums over the keys of each rank are merged, and keys go round once
+    more if there are such rows.
 
     In a ring the gradients of keys and values follow these in float32, and come home with them.
 
@@ -182,7 +184,8 @@ def run_backward_of(
     with group.failing_together(what), memory.on_device_of(q):
         whole = array_namespace(q).ascontiguousarray
         operands = tuple(map(whole, (of_out, q, k, v, out, lse)))
-        found = _compute(call, operands, bool(settings.deterministic), scores)
+        how = _How(bool(settings.deterministic), scores, _coarse_anywhere(call, lse))
+        found = _compute(call, operands, how)
         if finish:
             group.finish()
     return Gradients(*map(call.restore, found))
@@ -201,12 +204,36 @@ def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> list[Any]:
     return list(found.values())
 
 
-def _compute(
-    call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool, scores: Scores
-) -> tuple[Any, ...]:
+class _How(NamedTuple):
+    """How a rank computes gradients.
+
+    Parameters
+    ----------
+    deterministic : bool
+    scores : Scores
+    coarse : bool
+        Whether a ring first sums its coarse rows again, over the keys of all ranks.
+    """
+
+    deterministic: bool
+    scores: Scores
+    coarse: bool
+
+
+def _coarse_anywhere(call: ShardedCall, lse: Any) -> bool:
+    """Return whether some rank of a ring has a row whose lse is too coarse to give P.
+
+    All ranks have to know: the keys then go round once more. The host waits for lse.
+    """
+    if call.mesh.ring == 1:
+        return False
+    return any(call.group.gather("coarse rows", bool(coarse_rows(lse).any())))
+
+
+def _compute(call: ShardedCall, arrays: tuple[Any, ...], how: _How) -> tuple[Any, ...]:
     """Return the gradients of this rank's rows and keys."""
     if call.mesh.ulysses == 1:
-        return _of_heads(call, arrays, deterministic, scores)
+        return _of_heads(call, arrays, how)
     _, q, k, v, _, _ = arrays
     xp = array_namespace(q)
     dq = xp.empty(q.shape, q.dtype)
@@ -223,7 +250,7 @@ def _compute(
         return [(dq, "q", [heads.q for heads in step]), *((x, "kv", stacked) for x in of_keys)]
 
     def work_on(heads: Heads, some: list[Any]) -> Kinds:
-        found = _of_heads(call, tuple(some), deterministic, scores)
+        found = _of_heads(call, tuple(some), how)
         return list(zip(found, ("q", "kv", "kv"), strict=True))
 
     kinds = ("q", "q", "kv", "kv", "q", "q")
@@ -235,22 +262,34 @@ def _compute(
     return dq, *(_stored(total, q.dtype) for total in sums)
 
 
-def _of_heads(
-    call: ShardedCall, arrays: tuple[Any, ...], deterministic: bool, scores: Scores
-) -> tuple[Any, ...]:
+def _of_heads(call: ShardedCall, arrays: tuple[Any, ...], how: _How) -> tuple[Any, ...]:
     """Return the gradients of some heads of the rows of this rank and its neighbours."""
-    _, q, k, v, _, _ = arrays
+    _, q, k, v, _, lse = arrays
     if call.mesh.ring == 1:
-        return tuple(call.calls.whole_backward(arrays, deterministic, scores))
+        return tuple(call.calls.whole_backward(arrays, how.deterministic, how.scores))
     forms = forms_of_keys(call, k)
+    sums = _sums(call, q, k, lse, how.scores) if how.coarse else ()
 
     def gradients_of(owner: int, keys: Sequence[Any]) -> Iterator[tuple[Block, Any]]:
-        some = (*arrays[:2], *keys, *arrays[4:])
-        cut = scores.cut(call.rows, call.keys[owner])
-        return call.calls.of_blocks_backward(some, call.blocks[owner], deterministic, cut)
+        some = (*arrays[:2], *keys, *arrays[4:], *sums)
+        cut = how.scores.cut(call.rows, call.keys[owner])
+        return call.calls.of_blocks_backward(some, call.blocks[owner], how.deterministic, cut)
 
     found = differentiate(call.group, call.circle, q, (k, v), forms, gradients_of, call.wide_sums)
     return tuple(_stored(x, q.dtype) for x in found)
+
+
+def _sums(call: ShardedCall, q: Any, k: Any, lse: Any, scores: Scores) -> tuple[Any, Any]:
+    """Return M and the factor of coarse rows over the keys of all ranks; K goes round once."""
+    xp, forms = array_namespace(q), forms_of_keys(call, k)
+    M, sums = xp.full(lse.shape, NEG_INF, np.float32), xp.zeros(lse.shape, np.float32)
+    natural = bool(call.described.settings.softcap) or "bias" in scores.arrays
+    for owner, (of_k,) in circulate(call.group, call.circle, (k,), lambda n: forms(n)[:1], q):
+        cut = scores.cut(call.rows, call.keys[owner])
+        for rows, part in call.calls.of_blocks_sums(q, of_k, lse, call.blocks[owner], cut):
+            at = slice(None), slice(None), slice(*rows)
+            M[at], sums[at] = added_sums((M[at], sums[at]), part, natural=natural)
+    return all_keys_sums(M, sums)
 
 
 def _stored(x: Any, dtype: Any) -> Any:

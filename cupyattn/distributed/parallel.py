@@ -65,7 +65,8 @@ def parallel_attention(
     causal, causal_align, window
         As for `cupyattn.attention` of the whole sequence.
     return_lse : bool
-        Also return the log-sum-exp.
+        Also return the log-sum-exp. It has no gradient: a loss that differentiates it needs
+        `cupyattn.interop.torch.attention`, on one device.
 
     Returns
     -------

@@ -18,7 +18,9 @@ from cupyattn.distributed.ring import Part
 from cupyattn.distributed.scales import scales_of_heads
 from cupyattn.ops.attention import described, run_attention
 from cupyattn.ops.backward import BackwardSettings, run_backward
+from cupyattn.ops.part_sums import run_part_sums
 from cupyattn.ops.quantize import check_described, quantize
+from cupyattn.plans.backward import GIVEN_SUMS
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.problem.settings import Settings
 from cupyattn.quant.quantized import QuantizedQKV
@@ -46,6 +48,8 @@ class Scores:
 
 
 NO_SCORES = Scores()
+#: Arrays of a backward pass; the last two where rows are coarse.
+_NAMES = ("d_out", "q", "k", "v", "out", "lse", *GIVEN_SUMS)
 
 
 @dataclass(frozen=True)
@@ -139,13 +143,30 @@ class Calls:
         settings = BackwardSettings(self.settings.without_rung, deterministic or None)
         return _backward(settings, tensors, self.offsets, scores)
 
+    def of_blocks_sums(
+        self, q: Any, k: Any, lse: Any, blocks: Iterable[Block], scores: Scores = NO_SCORES
+    ) -> Iterator[tuple[Range, tuple[Any, Any]]]:
+        """Yield rows of blocks, and M and the sums of coarse ones over the keys of the block."""
+        for rows, keys, of_call, offsets in self._runs(blocks):
+            some = {"q": q[:, :, slice(*rows)], "k": k[:, :, slice(*keys)]}
+            of_lse, cut = lse[:, :, slice(*rows)], scores.cut([rows], [keys])
+            if offsets:
+                some = {name: _rows_first(x) for name, x in some.items()} | offsets
+            arrays = {**some, "lse": of_lse[0] if offsets else of_lse, **cut.arrays}
+            M, sums = run_part_sums(of_call.without_rung, arrays)
+            yield rows, (M[None], sums[None]) if offsets else (M, sums)
+
     def of_blocks_backward(
         self, tensors: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool,
         scores: Scores = NO_SCORES,
     ) -> Iterator[tuple[Block, Any]]:
-        """Yield rows and keys of blocks, and the gradients that these owe to one another."""
+        """Yield rows and keys of blocks, and the gradients that these owe to one another.
+
+        `tensors` are those of `whole_backward`, and where rows are coarse their M and factor.
+        """
         for rows, keys, of_call, offsets in self._runs(blocks):
-            where = [slice(*(keys if name in "kv" else rows)) for name in "gqkvol"]
+            names = _NAMES[: len(tensors)]
+            where = [slice(*(keys if name in ("k", "v") else rows)) for name in names]
             some = tuple(x[:, :, at] for x, at in zip(tensors, where, strict=True))
             settings = BackwardSettings(of_call.without_rung, deterministic or None, all_keys=False)
             cut = scores.cut([rows], [keys])
@@ -234,10 +255,11 @@ def _named(q: Any, k: Any, v: Any, offsets: dict[str, Any]) -> dict[str, Any]:
 def _backward(
     settings: BackwardSettings, tensors: tuple[Any, ...], offsets: dict[str, Any], scores: Scores
 ) -> Any:
-    arrays = dict(zip(("d_out", "q", "k", "v", "out", "lse"), tensors, strict=True))
+    arrays = dict(zip(_NAMES, tensors, strict=False))
     if not offsets:
         return run_backward(settings, {**arrays, **scores.arrays})
-    rows = {name: x[0] if name == "lse" else _rows_first(x) for name, x in arrays.items()}
+    of_rows = ("lse", *GIVEN_SUMS)
+    rows = {name: x[0] if name in of_rows else _rows_first(x) for name, x in arrays.items()}
     return tuple(_heads_first(x) for x in run_backward(settings, {**rows, **offsets}))
 
 

@@ -20,7 +20,7 @@ from cupyattn.distributed.mesh import Heads, Mesh, shares_of_heads
 from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.scales import scales_of_heads
 from cupyattn.distributed.ulysses import merged_ranges
-from cupyattn.gradients.bounds import backward_bound
+from cupyattn.gradients.bounds import backward_bound, summed_rows
 from cupyattn.gradients.exact import Gradients, backward_exact
 from cupyattn.ops.quantize import quantize
 from cupyattn.problem.checks import check_limits
@@ -164,11 +164,15 @@ def judge_backward(
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
     exact = {name: np.zeros(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    true_lse, row_errors = (np.zeros(lse.shape) for _ in range(2))
     errors, sizes = ({n: np.zeros(x.shape) for n, x in exact.items()} for _ in range(2))
     terms, ends = ({n: np.zeros(x.shape, int) for n, x in exact.items()} for _ in range(2))
     for of_q, of_kv in shared.sequences():
         one = [x[:, :, slice(*of_q)] for x in (d_out, q, out, lse)]
         some = one[0], one[1], *(x[:, :, slice(*of_kv)] for x in (k, v)), one[2], one[3]
+        here = slice(None), slice(None), slice(*of_q)
+        true_lse[here], row_errors[here] = summed_rows(*some, **options)
+        some = *some[:5], true_lse[here]
         found = backward_exact(*some, all_keys=False, **options)
         for name, span in (("dq", of_q), ("dk", of_kv), ("dv", of_kv)):
             exact[name][:, :, slice(*span)] = getattr(found, name)
@@ -177,10 +181,13 @@ def judge_backward(
             for piece in blocks_of_rows:
                 at = _cell(heads.q, piece.rows), _cell(heads.kv, piece.keys)
                 where = {"dq": at[0], "dk": at[1], "dv": at[1]}
-                some = d_out[at[0]], q[at[0]], k[at[1]], v[at[1]], out[at[0]], lse[at[0]]
+                rows = d_out[at[0]], q[at[0]], k[at[1]], v[at[1]], out[at[0]]
                 how = {**rest, **piece.options}
-                found = backward_exact(*some, all_keys=False, **how)
-                bound = backward_bound(*some, all_keys=False, **how)
+                found = backward_exact(*rows, true_lse[at[0]], all_keys=False, **how)
+                own = row_errors[at[0]] if shared.mesh.ring > 1 else None
+                bound = backward_bound(
+                    *rows, lse[at[0]], summed_errors=own, all_keys=False, **how
+                )
                 for name, place in where.items():
                     total = bound.total(name)
                     errors[name][place] += total

@@ -13,7 +13,13 @@ from cupyattn.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from cupyattn.gradients.bounds import GradientBounds, backward_bound
-    from cupyattn.gradients.exact import Gradients, GradientsWithBias, backward_exact
+    from cupyattn.gradients.exact import (
+        Gradients,
+        GradientsWithBias,
+        GradientsWithBiasAndNorm,
+        GradientsWithNorm,
+        backward_exact,
+    )
     from cupyattn.gradients.judge import GradientReport, judge_backward
     from cupyattn.gradients.mirror import backward_mirror
 
@@ -22,6 +28,8 @@ __all__ = [
     "GradientReport",
     "Gradients",
     "GradientsWithBias",
+    "GradientsWithBiasAndNorm",
+    "GradientsWithNorm",
     "backward_bound",
     "backward_exact",
     "backward_mirror",
@@ -32,7 +40,10 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "gradients.bounds": ("GradientBounds", "backward_bound"),
-        "gradients.exact": ("Gradients", "GradientsWithBias", "backward_exact"),
+        "gradients.exact": (
+            "Gradients", "GradientsWithBias", "GradientsWithBiasAndNorm", "GradientsWithNorm",
+            "backward_exact",
+        ),
         "gradients.judge": ("GradientReport", "judge_backward"),
         "gradients.mirror": ("backward_mirror",),
     },

@@ -55,8 +55,8 @@ class GradientBounds:
     ----------
     dq, dk, dv : dict of str to array
         Of each gradient one array for each rounding point; they sum to its bound.
-    dbias : dict of str to array, optional
-        The same of the bias; None: it was not asked for.
+    dbias, dq_weight, dk_weight : dict of str to array, optional
+        The same of the bias, and of the weights of `qk_norm`; None: not asked for.
 
     Notes
     -----
@@ -68,9 +68,11 @@ class GradientBounds:
     dk: dict[str, Array]
     dv: dict[str, Array]
     dbias: dict[str, Array] | None = None
+    dq_weight: dict[str, Array] | None = None
+    dk_weight: dict[str, Array] | None = None
 
     def total(self, name: str) -> Array:
-        """Return the bound of ``"dq"``, ``"dk"``, ``"dv"`` or ``"dbias"``."""
+        """Return the bound of a gradient by its name, ``"dq"`` for example."""
         return sum(getattr(self, name).values())
 
     def dominant(self, name: str, index: tuple[int, ...]) -> str:
@@ -118,6 +120,7 @@ def backward_bound(
     grad_bias: bool = False,
     out_error: Array | None = None,
     lse_error: Array | None = None,
+    summed_errors: Array | None = None,
     all_keys: bool = True,
     **options: Unpack[MaskedOptions],
 ) -> GradientBounds:
@@ -138,6 +141,9 @@ def backward_bound(
         gives. With them the bound is about the gradients of exact attention, which
         `backward_exact` returns without out and lse. R8 and R9 then hold what they cost. Without
         `lse_error` the error of lse is measured, in float64.
+    summed_errors : array, optional
+        Not with `all_keys`: coarse rows take M and their sum from parts of their keys in a ring,
+        whose errors `summed_rows` bounds. The bound is about the lse that it returns.
     all_keys : bool
         Whether the rows attend to no keys but these. If not, the bound is about `backward_exact`
         with the same lse and ``all_keys=False``.
@@ -163,7 +169,7 @@ def backward_bound(
         "backward_bound", (d_out, out, lse, d_lse), q, k, v, options, all_keys, grad_bias
     )
     kernel = problem.portable_kernel(deterministic=False)
-    return gradient_bounds(problem, kernel, out_error, lse_error)
+    return gradient_bounds(problem, kernel, out_error, lse_error, summed_errors)
 
 
 def gradient_bounds(
@@ -171,6 +177,7 @@ def gradient_bounds(
     kernel: BackwardKernel,
     out_error: Array | None,
     lse_error: Array | None,
+    summed_errors: Array | None = None,
 ) -> GradientBounds:
     """Return what `backward_bound` does, of a settled kernel.
 
@@ -180,19 +187,15 @@ def gradient_bounds(
         Its other arguments.
     kernel : BackwardKernel
         Its tiles say how many blocks of keys dQ is summed over.
-    out_error, lse_error : array, optional
+    out_error, lse_error, summed_errors : array, optional
         As for `backward_bound`.
     """
-    (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
+    d_out, q, k, v, out, lse = problem.arrays
     xp = array_namespace(*problem.arrays)
     sizes, dtype = check_backward(*problem.arrays, d_lse=problem.d_lse)
     _, _, heads_kv, len_q, len_kv, head_dim = sizes
-    sigma, softcap = check_scale(problem.scale, head_dim), options["softcap"]
-    features = {"softcap": bool(softcap), "bias": options["bias"] is not None}
-    n = numerics("tensor_core", "portable", dtype, **features)
-    scaling = scaling_errors(n, sigma, None, softcap)
-    given_d_lse = problem.d_lse is not None
-    shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys, given_d_lse)
+    shared = _constants(problem, dtype)
+    sigma = shared.sigma
     key_blocks = -(-len_kv // kernel.keys_tiles.block_kv)
     group = q.shape[1] // heads_kv if heads_kv else 0
     row_tiles = group * -(-len_q // 16)
@@ -209,6 +212,7 @@ def gradient_bounds(
     of_bias = None if problem.of_bias is None else _BiasBound(problem)
     extra_out = None if out_error is None else split_heads(out_error, heads_kv)
     extra_lse = None if lse_error is None else split_heads(lse_error, heads_kv)
+    of_sums = None if summed_errors is None else split_heads(summed_errors, heads_kv)
     for block in gradient_blocks(problem):
         if problem.all_keys:
             block = replace(block, P=block.softmax)
@@ -217,6 +221,7 @@ def gradient_bounds(
             block, shared,
             0.0 if extra_out is None else as_float64(extra_out[index]),
             None if extra_lse is None else as_float64(extra_lse[index]),
+            None if of_sums is None else as_float64(of_sums[index]),
         )  # fmt: skip
         admitted = block.scores.admitted
         magnitude_k, magnitude_q = xp.abs(block.scores.k), xp.abs(block.scores.q)
@@ -309,8 +314,61 @@ def _stored(error: Array, size: Array, sigma: float | None, dtype: str, bad: Arr
     return xp.where(bad | (total > FINITE_MAX[dtype]), xp.inf, error)
 
 
+def summed_rows(
+    d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+    **options: Unpack[MaskedOptions],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return lse of all rows, exact where it is coarse, and the errors of sums of coarse rows.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out, lse
+        As for `backward_bound`, with all keys of the rows.
+
+    Returns
+    -------
+    lse, errors : (batch, heads, len_q) array, float64
+        Errors of the logarithm of M and the sum that the parts of a ring have together; 0 for
+        other rows.
+    """
+    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    problem = BackwardProblem.of(
+        "summed_rows", (d_out, out, lse, None), q, k, v, options, True, False
+    )
+    _, dtype = check_backward(*problem.arrays)
+    shared, heads_kv = _constants(problem, dtype), k.shape[1]
+    xp = array_namespace(q)
+    found = as_float64(split_heads(lse, heads_kv)).copy()
+    errors = xp.zeros(found.shape)
+    for block in gradient_blocks(problem):
+        index, coarse = block.scores.index, coarse_rows(block.lse)
+        found[index] = xp.where(coarse, block.softmax_lse, block.lse)
+        own = _own_errors(block, shared, block.softmax_lse)
+        with np.errstate(over="ignore"):
+            sums = xp.log((block.softmax * xp.exp(xp.minimum(own, MAX_EXPONENT))).sum(axis=-1))
+        count = block.scores.admitted.sum(axis=-1).astype(np.float64)
+        # Each part adds a difference of two M, a power, a product and a sum to its own roundings.
+        sums = sums + EX2_LOG_ERROR + 2 * gamma(6 * count + 8, U) + count * 2.0**-110
+        errors[index] = xp.where(coarse, sums * REFERENCE, 0.0)
+    return merge_heads(found), merge_heads(errors)
+
+
+def _constants(problem: BackwardProblem, dtype: str) -> _Constants:
+    options = problem.options
+    sigma, softcap = check_scale(problem.scale, problem.q.shape[-1]), options["softcap"]
+    features = {"softcap": bool(softcap), "bias": options["bias"] is not None}
+    n = numerics("tensor_core", "portable", dtype, **features)
+    scaling = scaling_errors(n, sigma, None, softcap)
+    given_d_lse = problem.d_lse is not None
+    return _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys, given_d_lse)
+
+
 def _errors(
-    block: GradientBlock, shared: _Constants, out_error: Array | float, lse_error: Array | None
+    block: GradientBlock,
+    shared: _Constants,
+    out_error: Array | float,
+    lse_error: Array | None,
+    summed_errors: Array | None,
 ) -> _Errors:
     """R8 to R11 of one block: bounds of the errors of P and dS as the tensor cores take them."""
     xp = array_namespace(block.P)
@@ -318,7 +376,7 @@ def _errors(
     weighs = block.P > 0
     # NOTE: what underflows float64 is flushed by the kernel, too: EX2_FLUSH covers it.
     slope = block.slope
-    d, cap_error = _score_errors(block, shared, lse_error)
+    d, cap_error = _score_errors(block, shared, lse_error, summed_errors)
     usable = d <= MAX_EXPONENT
     d = xp.where(weighs, xp.minimum(d, MAX_EXPONENT), 0.0)
     admitted = scores.admitted
@@ -374,21 +432,49 @@ def _errors(
     )  # fmt: skip
 
 
+def _capped_errors(block: GradientBlock, shared: _Constants) -> tuple[Array, Array]:
+    """Bound the error of a score before its bias is added, and return the size of its product."""
+    xp = array_namespace(block.P)
+    scores, scaling, sigma = block.scores, shared.scaling, shared.sigma
+    head_dim, admitted = scores.q.shape[-1], scores.admitted
+    magnitude = xp.abs(scores.q) @ xp.abs(scores.k).swapaxes(-1, -2)
+    dot = (products("tensor_core", head_dim) + gamma(head_dim + 4, U64)) * magnitude
+    dot = dot + 2 * head_dim * 2.0**-149
+    unbiased = xp.where(admitted, xp.abs(scores.unbiased), 0.0)
+    return (1 + scaling.own) * sigma * dot + scaling.own * unbiased + scaling.tiny, magnitude
+
+
+def _own_errors(block: GradientBlock, shared: _Constants, row_lse: Array) -> Array:
+    """Bound the error of the exponent of a score less M, whatever M is; `row_lse` of all keys."""
+    xp = array_namespace(block.P)
+    scores, admitted = block.scores, block.scores.admitted
+    capped, _ = _capped_errors(block, shared)
+    S = xp.where(admitted, scores.S, 0.0)
+    error = (1 + shared.scaling.added) * capped + shared.scaling.added * xp.abs(S)
+    lse = xp.where(row_lse == NEG_INF, 0.0, row_lse)[..., None]
+    # M is the largest of the computed scores: no more than lse and the error of that score.
+    distance = xp.where(admitted, xp.abs(S - lse), 0.0) + 2 * error
+    rounded = 2 if shared.n.subtracts_first else 1
+    relative = (1 + U) ** rounded * (1 + shared.scaling.common) - 1
+    natural = 0.0 if shared.n.subtracts_first else 4 * U * U * xp.abs(lse)
+    d = error + relative * distance + natural + EX2_LOG_ERROR + 2.0**-125
+    return xp.where(admitted, d * REFERENCE, 0.0)
+
+
 def _score_errors(
-    block: GradientBlock, shared: _Constants, lse_error: Array | None
+    block: GradientBlock,
+    shared: _Constants,
+    lse_error: Array | None,
+    summed_errors: Array | None,
 ) -> tuple[Array, Array | float]:
     """R9: bound the error of log P [L45], and of a softcap's slope [L47]."""
     xp = array_namespace(block.P)
     scores, scaling, sigma = block.scores, shared.scaling, shared.sigma
-    head_dim, natural = scores.q.shape[-1], shared.n.subtracts_first
-    admitted = scores.admitted
-    magnitude = xp.abs(scores.q) @ xp.abs(scores.k).swapaxes(-1, -2)
-    dot = (products("tensor_core", head_dim) + gamma(head_dim + 4, U64)) * magnitude
-    dot = dot + 2 * head_dim * 2.0**-149
+    natural, admitted = shared.n.subtracts_first, scores.admitted
+    capped, magnitude = _capped_errors(block, shared)
     S = xp.where(admitted, scores.S, 0.0)
     unbiased = xp.where(admitted, xp.abs(scores.unbiased), 0.0)
     lse = xp.where(admitted & (block.lse != NEG_INF)[..., None], block.lse[..., None], 0.0)
-    capped = (1 + scaling.own) * sigma * dot + scaling.own * unbiased + scaling.tiny
     error = (1 + scaling.added) * capped + scaling.added * xp.abs(S)
     distance = xp.abs(S - lse)
     if natural:
@@ -409,6 +495,9 @@ def _score_errors(
     coarse = coarse_rows(block.lse)
     if shared.all_keys and coarse.any():
         d = xp.where(coarse[..., None], _normalised_errors(block, shared, capped), d)
+    if summed_errors is not None and coarse.any():
+        own = _own_errors(block, shared, block.lse) + summed_errors[..., None]
+        d = xp.where(coarse[..., None], own, d)
     d = xp.where(magnitude * max(1.0, sigma) <= MAX_FLOAT, d, xp.inf)
     if not shared.softcap:
         return d, 0.0

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,41 @@ class GradientsWithBias(NamedTuple):
     dk: Array
     dv: Array
     dbias: Array
+
+
+class GradientsWithNorm(NamedTuple):
+    """Gradients with respect to Q, K, V and the weights of `qk_norm`."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dq_weight: Array
+    dk_weight: Array
+
+
+class GradientsWithBiasAndNorm(NamedTuple):
+    """Gradients with respect to Q, K, V, the bias and the weights of `qk_norm`."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array
+    dq_weight: Array
+    dk_weight: Array
+
+
+AnyGradients = Gradients | GradientsWithBias | GradientsWithNorm | GradientsWithBiasAndNorm
+#: By what is in addition to dq, dk and dv.
+_KINDS: tuple[type[Any], ...] = (
+    Gradients, GradientsWithBias, GradientsWithNorm, GradientsWithBiasAndNorm,
+)  # fmt: skip
+
+
+def gradients_of(found: Mapping[str, Array]) -> AnyGradients:
+    """Return gradients by name as the tuple that has these names."""
+    kind = next(kind for kind in _KINDS if set(kind._fields) == set(found))
+    made: AnyGradients = kind(**found)
+    return made
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,10 @@ from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.gradients.bounds import backward_bound
-from cupyattn.gradients.exact import Gradients, GradientsWithBias, backward_exact
+from cupyattn.gradients.exact import backward_exact
+from cupyattn.gradients.prepared import Back, back_bound, back_exact
+from cupyattn.problem.row_preparation import OPTIONS, Preparation
+from cupyattn.problem.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class GradientShare:
 
     Parameters
     ----------
-    name : {"dq", "dk", "dv", "dbias"}
+    name : {"dq", "dk", "dv", "dbias", "dq_weight", "dk_weight"}
     ratio : float
         It must not exceed 1.
     index : tuple of int
@@ -88,12 +91,13 @@ def judge_backward(
 
     Parameters
     ----------
-    gradients : (dq, dk, dv) or (dq, dk, dv, dbias)
+    gradients : (dq, dk, dv, ...)
         What `cupyattn.attention_backward` returned.
     d_out, q, k, v, out, lse, d_lse
         What it was given, layout BHSD.
     **options
-        As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
+        As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask, and
+        with `qk_norm` also qk_norm_eps, rope, rope_interleaved and rope_offset_q.
 
     Returns
     -------
@@ -114,14 +118,28 @@ def judge_backward(
     """
     received = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     d_out, q, k, v, out, lse = received
-    with_bias = len(gradients) == len(GradientsWithBias._fields)
-    names = (GradientsWithBias if with_bias else Gradients)._fields
-    gradients = operands(**dict(zip(names, gradients, strict=True)))
+    how, prepared = _preparation(received, options), received
+    if how is not None:
+        prepared = d_out, *how.stored(q, k), v, out, lse
+    with_bias = len(gradients) == (4 if how is None else 6)
+    names = ("dq", "dk", "dv", *["dbias"] * with_bias)
     options |= {"d_lse": d_lse, "grad_bias": with_bias}
-    exact = backward_exact(d_out, q, k, v, out, **options)
-    bound = backward_bound(*received, **options)
+    exact = backward_exact(*prepared[:5], **options)._asdict()
+    bound = backward_bound(*prepared, **options)
+    if how is not None:
+        names = (*names, *_WEIGHTS)
+        given = q, k, exact["dq"], exact["dk"]
+        dtypes: Any = [x.dtype.name for x in gradients[-2:]]
+        terms = back_bound(how, *given, (bound.total("dq"), bound.total("dk")), tuple(dtypes))
+        bound = replace(bound, **dict(zip(Back._fields, terms, strict=True)))
+        exact |= back_exact(how, *given)._asdict()
+    gradients = operands(**dict(zip(names, gradients, strict=True)))
+    if how is not None:  # of one vector for all heads, too
+        weights = (x.reshape(-1, x.shape[-1]) for x in gradients[-2:])
+        gradients = (*gradients[:-2], *weights)
     of_gradients = []
-    for name, found, expected in zip(names, gradients, exact, strict=True):
+    for name, found in zip(names, gradients, strict=True):
+        expected = exact[name]
         if found.shape != expected.shape:
             raise ValueError(f"{name} must have shape {expected.shape}, got {found.shape}")
         value, total = as_float64(found), bound.total(name)
@@ -133,3 +151,19 @@ def judge_backward(
         tag = bound.dominant(name, at) if at else ""
         of_gradients.append(GradientShare(name, worst, at, there[0], there[1], there[2], tag))
     return GradientReport(tuple(of_gradients))
+
+
+#: Gradients of the weights of a norm.
+_WEIGHTS = ("dq_weight", "dk_weight")
+
+
+def _preparation(received: Sequence[Array], options: dict[str, Any]) -> Preparation | None:
+    """Take the options that prepare rows out of those of a call."""
+    own = Settings().rows({}) | {n: options.pop(n) for n in OPTIONS if n in options}
+    if own["qk_norm"] is None:
+        if own["rope"] is not None:
+            raise ValueError("judge_backward takes rope with qk_norm only: give turned q and k")
+        return None
+    _, q, k, *_ = received
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+    return Preparation.of_arrays(own, sizes)

@@ -15,7 +15,7 @@ from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
 from cupyattn.gradients.exact import BiasSums, Gradients, GradientsWithBias, coarse_rows
 from cupyattn.gradients.problem import BackwardProblem
-from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
+from cupyattn.kernels.numerics import LARGEST_EXPONENT, Numerics, numerics
 from cupyattn.problem.backward_form import NO_DQ, BackwardKernel, check_backward
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
@@ -117,28 +117,23 @@ def mirror_gradients(
         M = split_heads(lse, heads_kv) * to_log2  # R9
         M = np.where(split_heads(lse, heads_kv) == NEG_INF, np.float32(np.inf), M)[..., None]
 
-        coarse = coarse_rows(split_heads(lse, heads_kv))[..., None] & problem.all_keys
+        coarse = coarse_rows(split_heads(lse, heads_kv))[..., None]
+        step, factor = keys_tiles.block_kv, np.ones_like(M)
+        if problem.sums is not None:
+            given_M, given = (split_heads(x, heads_kv)[..., None] for x in problem.sums)
+            M, factor = np.where(coarse, given_M, M), np.where(coarse, given, factor)
+        else:
+            coarse = coarse & problem.all_keys
 
         def exponentials(kv0: int, kv1: int) -> Float32:
-            S = scores.block(kv0, kv1)
-            if n.subtracts_first:
-                return ex2((S - M) * scores.exponent_factor)  # R9
-            return ex2(fma32(S, scores.exponent_factor, -M))  # R9
+            return _exponentials(scores.block(kv0, kv1), M, n, scores.exponent_factor)
 
         def capped(kv0: int, kv1: int) -> Float32:
             return np.minimum(exponentials(kv0, kv1), np.float32(2.0**LARGEST_EXPONENT))
 
-        step, factor = keys_tiles.block_kv, np.ones_like(M)
-        if coarse.any():
-            blocks = [(kv0, min(kv0 + step, len_kv)) for kv0 in range(0, len_kv, step)]
-            m = np.full_like(M, NEG_INF)
-            for ends in blocks:
-                m = np.fmax(m, np.fmax.reduce(scores.block(*ends), axis=-1, keepdims=True))
-            if not n.subtracts_first:
-                m = row_maximum(m, scores.exponent_factor)
+        if problem.sums is None and coarse.any():
+            m, l = _sums(scores, n, len_kv, step)
             M = np.where(coarse, np.where(m == NEG_INF, np.float32(np.inf), m), M)  # R9
-            sums = [capped(*ends).sum(axis=-1, keepdims=True, dtype=np.float32) for ends in blocks]
-            l = np.sum(sums, axis=0, dtype=np.float32)  # R9
             factor = np.where(coarse, np.where(l == 0, np.float32(0), np.float32(1) / l), factor)
 
         biases = None if problem.of_bias is None else BiasSums(problem, np.float32)
@@ -176,3 +171,50 @@ def mirror_gradients(
         return Gradients(*found)
     dq, dk, dv = found
     return GradientsWithBias(dq, dk, dv, biases.total)
+
+
+def part_sums(problem: BackwardProblem, kernel: BackwardKernel) -> tuple[Array, Array]:
+    """Return M and the sums of all rows over the keys of a problem, as ``backward_coarse.cu`` does.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+        Of which only q, k, scale and options are read.
+    kernel : BackwardKernel
+
+    Returns
+    -------
+    M, l : (batch, heads, len_q) array, float32
+        -inf and 0 for rows without keys.
+    """
+    q, k, options = problem.q, problem.k, problem.options
+    dtype = kernel.call.dtype
+    features = {"softcap": bool(options["softcap"]), "bias": options["bias"] is not None}
+    n = numerics("tensor_core", "portable", dtype, **features)
+    sigma = check_scale(problem.scale, q.shape[-1])
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        scores = prepare_scores(q, k, sigma, Scoring.of(q, k, options), n, None)
+        m, l = _sums(scores, n, k.shape[2], kernel.keys_tiles.block_kv)
+    return merge_heads(m)[..., 0], merge_heads(l)[..., 0]
+
+
+def _exponentials(S: Float32, M: Float32, n: Numerics, exponent_factor: Any) -> Float32:
+    if n.subtracts_first:
+        return ex2((S - M) * exponent_factor)  # R9
+    return ex2(fma32(S, exponent_factor, -M))  # R9
+
+
+def _sums(scores: Any, n: Numerics, len_kv: int, step: int) -> tuple[Float32, Float32]:
+    """Return M, -inf without keys, and the sum of the exponentials of rows, (..., rows, 1)."""
+    blocks = [(kv0, min(kv0 + step, len_kv)) for kv0 in range(0, len_kv, step)]
+    m = np.full((*scores.block(0, 0).shape[:-1], 1), NEG_INF, np.float32)
+    for ends in blocks:
+        m = np.fmax(m, np.fmax.reduce(scores.block(*ends), axis=-1, keepdims=True))
+    if not n.subtracts_first:
+        m = row_maximum(m, scores.exponent_factor)
+    M = np.where(m == NEG_INF, np.float32(np.inf), m)
+    most, l = np.float32(2.0**LARGEST_EXPONENT), np.zeros_like(m)
+    for ends in blocks:
+        found = _exponentials(scores.block(*ends), M, n, scores.exponent_factor)
+        l = l + np.minimum(found, most).sum(axis=-1, keepdims=True, dtype=np.float32)  # R9
+    return m, l

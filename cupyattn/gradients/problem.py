@@ -35,6 +35,9 @@ class BackwardProblem:
         Whether the rows attend to no keys but these.
     d_lse : array, optional
         The gradient with respect to the log-sum-exp; None: zero.
+    sums : (array, array), optional
+        M and the factor of coarse rows, over all their keys, (batch, heads, len_q); not with
+        `all_keys`.
     of_bias : tuple of int, optional
         Shape of the gradient of the bias, axes that broadcast being 1; None: it is not wanted.
     """
@@ -50,6 +53,7 @@ class BackwardProblem:
     all_keys: bool = True
     d_lse: Array | None = None
     of_bias: tuple[int, ...] | None = None
+    sums: tuple[Array, Array] | None = None
 
     @classmethod
     def of(

@@ -12,14 +12,14 @@ from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.interchange import imported
 from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.gradients.exact import Gradients, GradientsWithBias
+from cupyattn.gradients.exact import AnyGradients, Gradients, gradients_of
 from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.backward_mirror import mirror_into
 from cupyattn.ops.call_operands import arguments_of, named
 from cupyattn.ops.operation import ARRAYS, Library, Operation, problem_of, run
-from cupyattn.plans.backward import BackwardOperands, plan_backward
-from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Plan, Stage, Work, Workspace
+from cupyattn.plans.backward import GIVEN_SUMS, BackwardOperands, plan_backward
+from cupyattn.plans.backward_rows import SIN_BACK, prepared_stages
+from cupyattn.plans.records import Plan, Work
 from cupyattn.problem.attention import OF_SCORES, AttentionProblem
 from cupyattn.problem.backward_form import (
     BackwardKernel,
@@ -31,7 +31,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.borrowed_names import points_to_our_names
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.row_preparation import EPS, Rope
+from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, parse
 from cupyattn.quant.quantized import QuantizedQKV
 
@@ -58,12 +58,13 @@ def attention_backward(
     rope_interleaved: bool = False,
     rope_offset_q: int = 0,
     qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
     block_mask: BlockMask | None = None,
     layout: str = "BHSD",
     deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
-) -> Gradients | GradientsWithBias:
+) -> AnyGradients:
     """Gradients of `attention` with respect to q, k and v, through O and the log-sum-exp.
 
     Parameters
@@ -90,8 +91,9 @@ def attention_backward(
     rope, rope_interleaved, rope_offset_q
         As in the forward pass. Q and K are rotated again, and their gradients are rotated back by
         the same angles, each rounded to its type before and after.
-    qk_norm
-        Not supported: raises UnsupportedError.
+    qk_norm, qk_norm_eps
+        As in the forward pass. Gradients of q and k go through the normalisation, and those of its
+        weights are returned, too: of their shapes and dtypes, with the same bits on every run.
     deterministic : bool, optional
         True: the same bits on every run. False: blocks of keys add up dQ in float32 in memory, in
         any order. None: the faster form. dK and dV always have the same bits on every run. For
@@ -108,7 +110,8 @@ def attention_backward(
     Gradients
         A tuple (dq, dk, dv), shaped as q, k and v, of their dtype, kind and device, on the current
         stream. Query heads that share a key head add up in its dk and dv. With `grad_bias`
-        `GradientsWithBias`, a tuple (dq, dk, dv, dbias).
+        `GradientsWithBias`, a tuple (dq, dk, dv, dbias). With `qk_norm` dq_weight and dk_weight
+        follow: `GradientsWithNorm` or `GradientsWithBiasAndNorm`.
 
     Raises
     ------
@@ -139,7 +142,7 @@ def attention_backward(
     """
     settings = interned(
         "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
-        rope_offset_q, EPS, layout, True, None, None, arch, backend,
+        rope_offset_q, qk_norm_eps, layout, True, None, None, arch, backend,
     )  # fmt: skip
     arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
@@ -174,11 +177,12 @@ def attention_varlen_backward(
     rope_interleaved: bool = False,
     rope_offset_q: int = 0,
     qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
     block_mask: BlockMask | None = None,
     deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
-) -> Gradients | GradientsWithBias:
+) -> AnyGradients:
     """Gradients of `attention_varlen` with respect to q, k and v.
 
     Parameters
@@ -193,13 +197,14 @@ def attention_varlen_backward(
         As for `attention_varlen`: with both limits, offsets on a device cause no synchronisation.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As in the forward pass.
-    rope, rope_interleaved, rope_offset_q, qk_norm, deterministic, arch, backend
+    rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps, deterministic, arch, backend
         As for `attention_backward`. Every sequence has the bits of a separate call.
 
     Returns
     -------
     Gradients
-        (dq, dk, dv), packed as q, k and v are; with `grad_bias` dbias, too.
+        (dq, dk, dv), packed as q, k and v are; with `grad_bias` dbias, too, and with `qk_norm`
+        dq_weight and dk_weight.
 
     Raises
     ------
@@ -224,7 +229,8 @@ def attention_varlen_backward(
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
     settings = interned(
         "fa_tc", "full", scale, causal, causal_align, window, softcap, rope_interleaved,
-        rope_offset_q, EPS, "BHSD", True, None, None, arch, backend, False, max_len_q, max_len_k,
+        rope_offset_q, qk_norm_eps, "BHSD", True, None, None, arch, backend, False, max_len_q,
+        max_len_k,
     )  # fmt: skip
     arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask,
@@ -239,14 +245,9 @@ def check_deterministic(deterministic: Any) -> None:
         raise TypeError(f"deterministic must be True, False or None, got {shown(deterministic)}")
 
 
-def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
+def check_offered(q: Any, deterministic: Any = None) -> None:
     """Raise UnsupportedError for unsupported options, TypeError for an invalid `deterministic`."""
     check_deterministic(deterministic)
-    if qk_norm is not None:
-        raise UnsupportedError(
-            "the backward pass takes no qk_norm: give q and k as they are after it, and take their "
-            "gradients on through the normalisation"
-        )
     if isinstance(q, QuantizedQKV):
         raise UnsupportedError(
             "the backward pass takes the 16-bit q, k and v, not a QuantizedQKV: give the arrays "
@@ -267,8 +268,9 @@ class BackwardSettings(NamedTuple):
         Settings of the forward pass, as `Settings.without_rung` returns them.
     deterministic : bool or None
     all_keys : bool
-        False: rows may have other keys elsewhere, so every lse is used unchanged. A row with a
-        coarse lse cannot be normalised again from only some of its keys.
+        False: rows may have other keys elsewhere. A row with a coarse lse cannot be normalised
+        again from only some of its keys: its M and factor are given as `GIVEN_SUMS`, or its lse is
+        used unchanged.
     grad_bias : bool
     """
 
@@ -314,7 +316,7 @@ def run_backward(
     settings: BackwardSettings,
     arrays: Mapping[str, Any],
     library: Library = ARRAYS,
-) -> Gradients | GradientsWithBias:
+) -> AnyGradients:
     """Run the backward pass of a forward pass.
 
     Parameters
@@ -331,7 +333,7 @@ def run_backward(
         As `attention_backward`.
     """
     asked, own, facts = arguments_of_backward(settings, arrays, library)
-    found: Gradients | GradientsWithBias = run(BACKWARD, asked, own, facts, library=library)
+    found: AnyGradients = run(BACKWARD, asked, own, facts, library=library)
     return found
 
 
@@ -348,8 +350,8 @@ def arguments_of_backward(
         Library of the arrays.
     """
     of_call, deterministic, all_keys, grad_bias = settings
-    if "qk_norm" in given or isinstance(given["q"], QuantizedQKV):
-        check_offered(given["q"], given.get("qk_norm"))
+    if isinstance(given["q"], QuantizedQKV):
+        check_offered(given["q"])
     forward, arrays, facts = arguments_of(of_call, given, library)
     if "kept_blocks" in arrays:
         beside = library.beside(given["q"])
@@ -365,7 +367,7 @@ class _Backward(Operation):
 
     def resolve(self, asked: BackwardAsked, arrays: Mapping[str, Described]) -> Problem:
         """Check the forward pass, then d_out, out, lse and d_lse against it."""
-        check_offered(arrays["q"], arrays.get("q_norm_weight"), asked.deterministic)
+        check_offered(arrays["q"], asked.deterministic)
         own = {n: x for n, x in arrays.items() if n not in (*_RECEIVED, "kept_rows")}
         forward: AttentionProblem = problem_of(ATTENTION, asked.forward, own)
         received = {n: arrays[n] for n in _RECEIVED if n in arrays}
@@ -373,11 +375,13 @@ class _Backward(Operation):
         operands |= {**forward.of_scores, **forward.sequences}
         if "kept_rows" in arrays:
             operands["kept_rows"] = arrays["kept_rows"]
-        rope = _rope_of(forward)
-        if rope is not None:
-            operands |= {"rope_cos": rope.cos, "rope_sin": rope.sin, _SIN_BACK: rope.sin.negated()}
+        prepared = forward.preparation
+        if prepared is not None:
+            operands |= prepared.buffers
+        if prepared is not None and prepared.rope is not None:
+            operands[SIN_BACK] = prepared.rope.sin.negated()
         layout, packed = forward.settings.layout, forward.call.packed is not None
-        turned = rope is not None and layout == "BSHD"  # rows are turned back in layout BHSD
+        turned = prepared is not None and layout == "BSHD"  # rows come back in layout BHSD
         places, bias = _places(forward, operands, turned), arrays.get("bias")
         results = {
             f"d{name}": Result(_shape(x, layout, packed, turned), x.dtype)
@@ -388,13 +392,15 @@ class _Backward(Operation):
         if asked.grad_bias and bias is not None:
             results["dbias"] = Result(tuple(bias.shape), bias.dtype)
             shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
+        given = {f"d{n}_weight": arrays.get(f"{n}_norm_weight") for n in "qk"}
+        weights = {n: Result(tuple(x.shape), x.dtype) for n, x in given.items() if x is not None}
         kernel = settle_backward(
-            replace(forward.call, rope="", rope_offset_q=0), places,
+            replace(forward.call, rope="", rope_offset_q=0, qk_norm=False), places,
             deterministic=asked.deterministic, arch=forward.architecture,
         )  # fmt: skip
         return Problem(
             what=self.name, backend=forward.backend, arch=forward.arch, operands=operands,
-            results=results, looks=forward.looks, facts=(turned, packed),
+            results=results | weights, looks=forward.looks, facts=(turned, packed),
             settled=BackwardSettled(
                 forward, kernel, BackwardOperands(**places, dbias=shape), asked.all_keys
             ),
@@ -402,24 +408,12 @@ class _Backward(Operation):
 
     def plan(self, problem: Problem) -> Work:
         """Return the kernels of the gradients, between turning rows and turning them back."""
-        forward = problem.settled.forward
-        rope, plan = _rope_of(forward), plan_of(problem)
-        if rope is None:
+        forward, plan = problem.settled.forward, plan_of(problem)
+        if forward.preparation is None:
             return Work.of(plan)
-        call, stages, back, between = forward.call, [], [], []
-        for name, position, longest in (("q", rope.offset_q, call.len_q), ("k", 0, call.len_kv)):
-            x, turned = problem.operands[name].place, f"{name}_turned"
-            packed = None if call.packed is None else (call.batch, longest)
-            ends = {"cu_seqlens": f"cu_seqlens_{name}"}
-            how = call.dtype, rope.pairs, position, packed
-            names = {"x": name, "turned": turned, **ends}
-            stages.append(Stage(plan_rotation(x, *how), names))
-            own = Operand.contiguous(x.shape, x.itemsize)
-            names = {"x": f"d{turned}", "turned": f"d{name}", "rope_sin": _SIN_BACK, **ends}
-            back.append(Stage(plan_rotation(own, *how), names))
-            between += [Workspace(one, x.shape, call.dtype) for one in (turned, f"d{turned}")]
-        names = {one: f"{one}_turned" for one in ("q", "k", "dq", "dk")}
-        return Work((*stages, Stage(plan, names), *back), tuple(between))
+        of_weights = (problem.results.get(f"d{n}_weight") for n in "qk")
+        q_dtype, k_dtype = ("float32" if x is None else x.dtype.name for x in of_weights)
+        return prepared_stages(forward, plan, (q_dtype, k_dtype))
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the gradients with NumPy, one packed sequence at a time."""
@@ -428,22 +422,21 @@ class _Backward(Operation):
         layout = "BHSD" if turned else forward.settings.layout
         seen = {
             name: to_bhsd(x[None] if forward.call.packed and not turned else x, layout)
-            for name, x in made.items() if name != "dbias"
+            for name, x in made.items() if name in Gradients._fields
         }
-        seen |= {name: x for name, x in made.items() if name == "dbias"}
-        mirror_into(problem.settled, _rope_of(forward), arrays, seen)
+        mirror_into(problem.settled, arrays, made | seen)
         return made
 
     def restore(
         self, facts: tuple[bool, bool], arrays: Mapping[str, Any], results: dict[str, Any]
-    ) -> Gradients | GradientsWithBias:
+    ) -> AnyGradients:
         """Return the gradients, contiguous in the caller's layout."""
         turned, packed = facts
         if turned:
             rows = {n: to_bhsd(results[n], "BSHD") for n in Gradients._fields}
             rows = {n: x[0] if packed else x for n, x in rows.items()}
             results = {**results, **{n: _in_c_order(x) for n, x in rows.items()}}
-        return GradientsWithBias(**results) if "dbias" in results else Gradients(**results)
+        return gradients_of(results)
 
 
 def _in_c_order(x: Any) -> Any:
@@ -452,10 +445,8 @@ def _in_c_order(x: Any) -> Any:
 
 
 BACKWARD = _Backward()
-#: Further arrays of a backward pass, by buffer; d_lse may be absent.
-_RECEIVED = ("d_out", "o", "lse", "d_lse")
-#: The sines that rotate gradients back.
-_SIN_BACK = "rope_sin_back"
+#: Further arrays of a backward pass, by buffer; those in the layout of lse may be absent.
+_RECEIVED = ("d_out", "o", "lse", "d_lse", *GIVEN_SUMS)
 
 
 def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
@@ -477,7 +468,7 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
         taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
     q, k, v = forward.rows.values()
     check_backward(taken["d_out"], q, k, v, taken["o"], taken["lse"], d_lse=taken.get("d_lse"))
-    taken |= {n: taken[n].whole() for n in ("lse", "d_lse") if n in taken}
+    taken |= {n: taken[n].whole() for n in _RECEIVED[2:] if n in taken}
     check_together(q=q, **taken)
     return taken
 
@@ -492,7 +483,7 @@ def _places(
     read = ("q", "k", "v", "o", "d_out", *OF_SCORES, "kept_rows")
     places = {n: operands[n].place for n in read if n in operands}
     for name in "qkv":
-        x, turned = places[name], _rope_of(forward) is not None and name != "v"
+        x, turned = places[name], forward.preparation is not None and name != "v"
         if turned:
             places[name] = Operand.contiguous(x.shape, x.itemsize)
         layout = "BHSD" if turned or turned_back else forward.settings.layout
@@ -503,11 +494,10 @@ def _places(
 def plan_of(problem: Problem) -> Plan:
     """Plan the kernels of the gradients of q and k as they are multiplied, and of v."""
     _, kernel, places, all_keys = problem.settled
-    return plan_backward(kernel, places, all_keys=all_keys, d_lse="d_lse" in problem.operands)
-
-
-def _rope_of(forward: AttentionProblem) -> Rope | None:
-    return None if forward.preparation is None else forward.preparation.rope
+    return plan_backward(
+        kernel, places, all_keys=all_keys, d_lse="d_lse" in problem.operands,
+        given_sums=GIVEN_SUMS[0] in problem.operands,
+    )  # fmt: skip
 
 
 def parse_backward(
@@ -535,7 +525,7 @@ def parse_backward(
     deterministic, d_lse = options.pop("deterministic", None), options.pop("d_lse", None)
     grad_bias = options.pop("grad_bias", False)
     settings, arrays = parse(function, q, k, v, options)
-    check_offered(q, arrays.get("qk_norm"), deterministic)
+    check_offered(q, deterministic)
     arrays |= zip(("d_out", "out", "lse"), received, strict=True)
     if d_lse is not None:
         arrays["d_lse"] = d_lse

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyattn.gradients.exact import Gradients, GradientsWithBias
 from cupyattn.gradients.mirror import mirror_gradients
+from cupyattn.gradients.prepared import back_mirror
 from cupyattn.gradients.problem import BackwardProblem
-from cupyattn.problem.row_preparation import Rope
+from cupyattn.plans.backward import GIVEN_SUMS
 from cupyattn.problem.sequences import SEQUENCES
 from cupyattn.reference.problem import corner_of, masks_of
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 def mirror_into(
     settled: BackwardSettled,
-    rope: Rope | None,
     arrays: Mapping[str, Any],
     results: dict[str, Any],
 ) -> None:
@@ -31,42 +29,43 @@ def mirror_into(
     Parameters
     ----------
     settled : BackwardSettled
-    rope : Rope or None
-        It turns rows of q and k, by the tables among `arrays`.
     arrays : mapping of str to array
         Operands by buffer.
     results : dict of str to array
-        Receives the gradients: dq, dk and dv in layout BHSD, dbias contiguous.
+        Receives the gradients: dq, dk and dv in layout BHSD, others contiguous.
     """
     forward, of_bias = settled.forward, settled.places.dbias
-    settings = forward.settings
-    if rope is not None:
-        rope = replace(rope, cos=arrays["rope_cos"], sin=arrays["rope_sin"])
+    settings, how = forward.settings, forward.preparation
+    if how is not None:
+        how = how.with_arrays(arrays)
     operands = {n: arrays["o" if n == "out" else n] for n in ("d_out", *"qkv", "out", "lse")}
-    operands |= {n: arrays[n] for n in ("d_lse",) if n in arrays}
+    operands |= {n: arrays[n] for n in ("d_lse", *GIVEN_SUMS) if n in arrays}
 
     def run_one(
         given: Mapping[str, Any], masks: Mapping[str, Any], of_bias: tuple[int, ...] | None
-    ) -> Gradients | GradientsWithBias:
-        if rope is not None:
-            given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
+    ) -> dict[str, Any]:
+        if how is not None:
+            rows = given["q"], given["k"]
+            given = {**given, **dict(zip("qk", how.stored(*rows), strict=True))}
+        given = dict(given)
+        sums: Any = tuple(given.pop(n) for n in GIVEN_SUMS if n in given)
         problem = BackwardProblem(
-            **given, scale=settings.scale, options=settings.scores(masks),
+            **given, sums=sums or None, scale=settings.scale, options=settings.scores(masks),
             all_keys=settled.all_keys, of_bias=of_bias,
         )  # fmt: skip
         found = mirror_gradients(problem, settled.kernel)
-        if rope is None:
-            return found
-        back = replace(rope, sin=-rope.sin)  # turns gradients back
-        dq, dk = back.turned(found.dq, found.dk)
-        return found._replace(dq=dq, dk=dk)
+        if how is None:
+            return found._asdict()
+        back = back_mirror(how, *rows, found.dq, found.dk)._asdict()
+        return found._asdict() | {n: x for n, x in back.items() if x is not None}
 
     masks = masks_of(forward, arrays)
     if forward.call.packed is None:
-        for name, gradient in run_one(operands, masks, of_bias)._asdict().items():
+        for name, gradient in run_one(operands, masks, of_bias).items():
             results[name][...] = gradient.reshape(results[name].shape)
         return
     sums = None if of_bias is None else np.zeros(of_bias, np.float32)
+    of_weights: dict[str, Any] = {}
     pairs = zip(*(pairwise(arrays[name]) for name in SEQUENCES), strict=True)
     for number, (q_ends, k_ends) in enumerate(pairs):
         places = {"k": slice(*k_ends), "v": slice(*k_ends)}
@@ -78,10 +77,14 @@ def mirror_into(
             cut = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
             whole = zip(cut, sums.shape, strict=True)
             corner = sums[tuple(at if n > 1 else slice(None) for at, n in whole)]
-        found = run_one(one, own, None if corner is None else corner.shape)._asdict()
+        found = run_one(one, own, None if corner is None else corner.shape)
         if corner is not None:
             corner += found.pop("dbias")
+        for name in [n for n in found if n.endswith("_weight")]:
+            of_weights[name] = of_weights.get(name, np.float32(0)) + found.pop(name)  # R14
         for name, gradient in found.items():
             results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient
     if sums is not None:
         results["dbias"][...] = sums.reshape(results["dbias"].shape)
+    for name, x in of_weights.items():
+        results[name][...] = x.reshape(results[name].shape)

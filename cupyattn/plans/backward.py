@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import SUMMED, bias_tiles
@@ -15,13 +17,21 @@ from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS, BIAS_GRADIENT_PARAMS, DELTA_PARAMS
+from cupyattn.plans.structs import (
+    ATTN_PARAMS,
+    BACKWARD_PARAMS,
+    BIAS_GRADIENT_PARAMS,
+    COARSE_PARAMS,
+    DELTA_PARAMS,
+    SUMMED_DELTA_PARAMS,
+)
 from cupyattn.problem.backward_form import (
     NO_DQ,
     SUMS_DQ,
     SUMS_DQ_IN_ORDER,
     BackwardKernel,
 )
+from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import features_of
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
@@ -33,6 +43,9 @@ COARSE_ROWS = 16
 _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 #: Blocks of the first of them for ROW_PAD rows.
 _PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
+#: M of coarse rows, and the sum of their exponentials over some keys; the same over all keys, with
+#: the inverse of the sum.
+PART_SUMS, GIVEN_SUMS = ("part_M", "part_l"), ("given_M", "given_factor")
 #: Rows and columns of a contiguous patch in the Hopper form's sums of dQ.
 SUM_ROWS = SUM_COLUMNS = 64
 
@@ -75,6 +88,7 @@ def plan_backward(
     *,
     all_keys: bool = True,
     d_lse: bool = False,
+    given_sums: bool = False,
 ) -> Plan:
     """Plan the gradients of a call.
 
@@ -89,6 +103,9 @@ def plan_backward(
         coarse to give P. False uses every lse unchanged.
     d_lse : bool
         Whether the plan also reads the buffer ``"d_lse"``, in the layout of ``"lse"``.
+    given_sums : bool
+        Whether the plan reads M and the factor of coarse rows, over all their keys, from the
+        buffers ``"given_M"`` and ``"given_factor"``, in that layout. Not with `d_lse`.
 
     Returns
     -------
@@ -104,11 +121,7 @@ def plan_backward(
     call, form, dq_of_keys, kept_rows = kernel.call, kernel.form, kernel.dq, at.kept_rows
     features = features_of(call, widest(at.q, at.k, at.v, at.o, at.d_out, at.dq, at.dk, at.dv))
     in_order = dq_of_keys == SUMS_DQ_IN_ORDER
-    row_blocks = -(-call.len_q // ROW_PAD)
-    lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
-    if call.packed is not None:  # one entry, in which every sequence starts at a multiple
-        total = call.packed.total_q
-        lists, rows = call.heads, (total // ROW_PAD + call.batch) * ROW_PAD
+    row_blocks, (lists, rows), total = _padded_rows(call)
     gradients = {
         "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv",
         "dO_stride": at.d_out.row_strides, "dQ_stride": at.dq.row_strides,
@@ -118,7 +131,7 @@ def plan_backward(
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
         "turns": "turns" if in_order else None,
-        "next_block": "next_block" if in_order else None, "all_keys": int(all_keys),
+        "next_block": "next_block" if in_order else None, "all_keys": int(all_keys or given_sums),
     }  # fmt: skip
     structs = (
         (ATTN_PARAMS, attn_params(call, at.q, at.k, at.v, at.o, at.mask, at.bias, at.kept_blocks)),
@@ -131,10 +144,12 @@ def plan_backward(
     ]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
     delta = kernels.with_d_lse() if d_lse else kernels
+    delta = kernels.with_sums(SUMMED_DELTA_PARAMS, *GIVEN_SUMS) if given_sums else delta
     launches = delta.launch(
         "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
     )
-    launches += kernels.launch("coarse", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
+    if not given_sums:
+        launches += kernels.launch("coarse", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
     sums_tiles, sum_shape = _PASS_TILES, (lists, total, call.head_dim)
     keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     keys = queries = sums = kernels
@@ -164,6 +179,43 @@ def plan_backward(
     return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), kernel.note)
 
 
+def _padded_rows(call: AttentionSpec) -> tuple[int, tuple[int, int], int]:
+    """Return blocks of ROW_PAD rows of an entry, the lists of padded rows, and the rows of all."""
+    row_blocks = -(-call.len_q // ROW_PAD)
+    if call.packed is None:
+        return row_blocks, (call.batch * call.heads, row_blocks * ROW_PAD), call.len_q
+    total = call.packed.total_q  # one entry, in which every sequence starts at a multiple
+    return row_blocks, (call.heads, (total // ROW_PAD + call.batch) * ROW_PAD), total
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_part_sums(
+    call: AttentionSpec, q: Operand, k: Operand, mask: Operand | None, bias: Operand | None
+) -> Plan:
+    """Plan the maxima and sums of coarse rows over the keys of one rank.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    q, k, mask, bias : Operand
+        Layouts of the buffers of these names. It also reads ``"lse"``, and for a packed call
+        ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``.
+
+    Returns
+    -------
+    Plan
+        It writes `PART_SUMS` in the layout of lse, of coarse rows alone.
+    """
+    row_blocks, (_, rows), _ = _padded_rows(call)
+    own = attn_params(call, q, k, k, q, mask, bias, None) | {"V": None, "O": None}
+    grad = {"rows": rows, "all_keys": 1}
+    features = features_of(call, widest(q, k))
+    kernels = _Kernels(features, ((ATTN_PARAMS, own), (BACKWARD_PARAMS, grad)))
+    kernels, heads = kernels.with_sums(COARSE_PARAMS, *PART_SUMS), call.batch * call.heads
+    launches = kernels.launch("coarse", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
+    return Plan("part_sums", "portable", _PASS_TILES, features, launches)
+
+
 @dataclass(frozen=True)
 class _Kernels:
     """Parameters that the launches of a plan share."""
@@ -171,12 +223,19 @@ class _Kernels:
     features: Features
     structs: tuple[Any, ...]
     folder: str = ""
-    d_lse: bool = False
+    option: str = ""
 
     def with_d_lse(self) -> _Kernels:
         """Return the kernels that read the gradient with respect to lse."""
         call, (_, grad) = self.structs
-        return replace(self, structs=(call, (DELTA_PARAMS, grad | {"d_lse": "d_lse"})), d_lse=True)
+        structs = call, (DELTA_PARAMS, grad | {"d_lse": "d_lse"})
+        return replace(self, structs=structs, option="CFG_D_LSE")
+
+    def with_sums(self, struct: np.dtype[Any], *buffers: str) -> _Kernels:
+        """Return the kernels that read or write sums of coarse rows, in buffers of these names."""
+        call, (_, grad) = self.structs
+        structs = call, (struct, grad | {name: name for name in buffers})
+        return replace(self, structs=structs, option="CFG_PART_SUMS")
 
     def fed(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
         """Return the Hopper kernels, with copies of so many rows of each operand."""
@@ -208,8 +267,8 @@ class _Kernels:
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
         if dq is not None:
             defines["CFG_DQ"] = dq
-        if self.d_lse:
-            defines["CFG_D_LSE"] = 1
+        if self.option:
+            defines[self.option] = 1
         spec = ModuleSpec(f"backward/{self.folder}{entry}.cu", tuple(sorted(defines.items())))
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

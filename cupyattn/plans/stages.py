@@ -57,7 +57,7 @@ def _preparing_stages(problem: AttentionProblem) -> Work:
     operands = {name: problem.given_places[name] for name in "qk"}
     passes = tuple(
         Stage(
-            plan_preparation(x, call.dtype, hows[name], _packed(call, name)),
+            plan_preparation(x, call.dtype, hows[name], packed_lengths(call, name)),
             {"x": name, "turned": f"{name}_turned", "cu_seqlens": f"cu_seqlens_{name}"},
         )
         for name, x in operands.items()
@@ -68,7 +68,7 @@ def _preparing_stages(problem: AttentionProblem) -> Work:
     return Work((*passes, Stage(plan, turned)), between)
 
 
-def _packed(call: AttentionSpec, name: str) -> tuple[int, int] | None:
+def packed_lengths(call: AttentionSpec, name: str) -> tuple[int, int] | None:
     """Return the number and largest length of an operand's packed sequences; None without any."""
     if call.packed is None:
         return None
@@ -81,7 +81,7 @@ def _quantising_stages(problem: AttentionProblem) -> Work:
     if quant.fused:
         return Work((Stage(attention.plan_attention(problem.kernel, problem.places)),))
     given = problem.given_places
-    packed = {name: _packed(call, name) for name in given}
+    packed = {name: packed_lengths(call, name) for name in given}
     lengths = call.lengths_in
     padded = None if call.padded is None else {**lengths, "v": lengths["k"]}
     found = operand_parts(quant, tiles, given, packed, prepares_of(problem.preparation), padded)

@@ -97,8 +97,16 @@ BIAS_GRADIENT_PARAMS = _struct([
     ("dBias", "u8"), ("batches", "i4"), ("heads", "i4"), ("rows", "i4"), ("keys", "i4"),
 ])  # fmt: skip
 
-#: ``struct DeltaParams<true>`` of kernels_cu/prims/params.cuh.
+#: ``struct DeltaParams<true, false>`` of kernels_cu/prims/params.cuh.
 DELTA_PARAMS = _struct([("d_lse", "u8")], BACKWARD_PARAMS)
+
+_GIVEN_SUMS: list[Any] = [("given_M", "u8"), ("given_factor", "u8")]
+
+#: ``struct DeltaParams<false, true>`` of kernels_cu/prims/params.cuh.
+SUMMED_DELTA_PARAMS = _struct(_GIVEN_SUMS, BACKWARD_PARAMS)
+
+#: ``struct CoarseParams<true>`` of kernels_cu/prims/params.cuh.
+COARSE_PARAMS = _struct([("part_M", "u8"), ("part_l", "u8")], BACKWARD_PARAMS)
 
 # ---- preparation of operands ---------------------------------------------------------------------
 
@@ -119,6 +127,15 @@ NORM_PARAMS = _struct([
     ("X", "u8"), ("Y", "u8"), ("X_stride", "i8", 3), ("heads", "i4"), ("length", "i4"),
     ("cu_seqlens", "u8"), ("total", "i4"),
 ], PREPARE_PARAMS)  # fmt: skip
+
+#: ``struct NormGradientParams`` of kernels_cu/backward/backward_normalise.cu.
+NORM_GRADIENT_PARAMS = _struct([("dY", "u8"), ("partial_dW", "u8")], NORM_PARAMS)
+
+#: ``struct WeightSumParams`` of kernels_cu/backward/backward_weights.cu.
+WEIGHT_SUM_PARAMS = _struct([
+    ("partial_dW", "u8"), ("dW", "u8"), ("batch", "i4"), ("heads", "i4"), ("chunks", "i4"),
+    ("vectors", "i4"),
+])  # fmt: skip
 
 _QUANTIZE_FIELDS = [
     ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),

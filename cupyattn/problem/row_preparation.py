@@ -394,27 +394,41 @@ class Preparation:
         if self.norm is not None:
             weights = self.norm.q_weight, self.norm.k_weight
             q, k = (
-                x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.norm.eps) * _by_head(w)
+                x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.norm.eps) * by_head(w)
                 for x, w in zip((q, k), map(as_float64, weights), strict=True)
             )
         return (q, k) if self.rope is None else self.rope.exact(q, k)
 
-    def _normalised(self, x: Array, weight: Array, eps: float) -> Array:
+    def mean_of_products(self, x: Array, y: Array) -> Array:
+        """Return the mean of x y over each row, (..., 1), in float32 and the order of `in_float32`.
+
+        x and y are float32.
+        """
         xp, head_dim = array_namespace(x), x.shape[-1]
-        first, second = (self.rope or _HALVES).split(x)
+        pairing = self.rope or _HALVES
+        (first, second), (one, other) = pairing.split(x), pairing.split(y)
+        pairs = first * one + second * other
+        width = 1 << (head_dim // 2 - 1).bit_length()
+        sums = xp.zeros((*x.shape[:-1], width), np.float32)
+        sums[..., : head_dim // 2] = pairs
+        while sums.shape[-1] > 1:
+            sums = sums[..., 0::2] + sums[..., 1::2]
+        return sums / np.float32(head_dim)
+
+    def norm_factor(self, x: Array, eps: float) -> Array:
+        """Return r of `in_float32`, (..., 1); x is float32."""
+        xp = array_namespace(x)
+        mean = self.mean_of_products(x, x)
+        return xp.where(
+            mean < np.inf, np.float32(1) / np.sqrt(mean + np.float32(eps)), np.float32(np.nan)
+        )
+
+    def _normalised(self, x: Array, weight: Array, eps: float) -> Array:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            pairs = first * first + second * second
-            width = 1 << (head_dim // 2 - 1).bit_length()
-            sums = xp.zeros((*x.shape[:-1], width), np.float32)
-            sums[..., : head_dim // 2] = pairs
-            while sums.shape[-1] > 1:
-                sums = sums[..., 0::2] + sums[..., 1::2]
-            root = np.sqrt(sums / np.float32(head_dim) + np.float32(eps))
-            factor = xp.where(sums < np.inf, np.float32(1) / root, np.float32(np.nan))
-            return x * factor * _by_head(weight)
+            return x * self.norm_factor(x, eps) * by_head(weight)
 
 
-def _by_head(weight: Array) -> Array:
+def by_head(weight: Array) -> Array:
     """Return weights (heads or 1, head_dim) on the device of an operand."""
     return weight[:, None]
 

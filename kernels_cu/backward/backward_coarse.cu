@@ -7,6 +7,7 @@
 // Kept simple  Coarse rows are rare: fragments come from global memory, with no barrier. Without
 //              them a warp reads 16 numbers, writes one flag and ends. A separate launch costs less
 //              than the registers of these scores would cost in backward_delta.
+// PART_SUMS    The keys of a row are on several ranks: M and the sum over those here are returned.
 // Rounding     R9 M, the sum and its inverse
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/score/gradient.cuh"
@@ -28,9 +29,11 @@ __device__ __forceinline__ uint32_t load_pair(const elem_t* row, int col, bool e
 }
 
 // Writes M and the factor of the coarse ones among the 16 query rows from row0 on.
+// `at` is the place of row row0 in lse.
+template <typename Params>
 __device__ __forceinline__ void normalise_rows(
-    const AttnParams& p, const BackwardParams& grad, int64_t batch, int64_t head, int row0,
-    const bool (&coarse)[2], int64_t padded) {
+    const AttnParams& p, const Params& grad, int64_t batch, int64_t head, int row0,
+    const bool (&coarse)[2], int64_t padded, int64_t at) {
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row row0 + g
@@ -85,6 +88,11 @@ __device__ __forceinline__ void normalise_rows(
       } else {
         l[h] = shfl_sum<4>(l[h]);  // R9
         if (t != 0 || !coarse[h]) continue;
+        if constexpr (PART_SUMS) {
+          grad.part_M[at + g + h * 8] = m[h] == NEG_INF ? NEG_INF : M[h];
+          grad.part_l[at + g + h * 8] = l[h];
+          continue;
+        }
         grad.row_M[padded + g + h * 8] = M[h];
         grad.row_factor[padded + g + h * 8] = l[h] == 0.0f ? 0.0f : 1.0f / l[h];  // R9
       }
@@ -92,7 +100,8 @@ __device__ __forceinline__ void normalise_rows(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_coarse(
-    const __grid_constant__ AttnParams call, const __grid_constant__ BackwardParams grad) {
+    const __grid_constant__ AttnParams call,
+    const __grid_constant__ CoarseParams<PART_SUMS> grad) {
   const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
   const int row0 = blockIdx.x % q_blocks * BLOCK_Q + warp_id() * WARP_Q;  // of this warp
   const int64_t batch_head = blockIdx.x / q_blocks;
@@ -108,6 +117,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_coarse(
     coarse[h] = row < p.len_q && is_coarse(grad, lse[row]);
   }
   const bool any = __any_sync(FULL_WARP, coarse[0] || coarse[1]);
-  if (lane_id() == 0) grad.coarse[padded / COARSE_ROWS] = any;
-  if (any) normalise_rows(p, grad, batch, head, row0, coarse, padded);
+  if (!PART_SUMS && lane_id() == 0) grad.coarse[padded / COARSE_ROWS] = any;
+  if (any) normalise_rows(p, grad, batch, head, row0, coarse, padded, lse - call.lse + row0);
 }

@@ -7,6 +7,7 @@
 //              row gets M and its factor from backward_coarse. Every other factor is 1.
 // D_LSE        The derivative of lse by a score is P, so the gradient of lse is subtracted from
 //              Delta. Rows whose lse is -inf ignore it.
+// PART_SUMS    The keys of a row are on several ranks: M and the factor of a coarse row are given.
 // ORDERED      The last block of keys at a row stores its dQ: here a row that has none gets zeros.
 // Kept simple  A pass over memory: LANES lanes read a row of dO and of O and add up their products.
 // Rounding     R8 Delta, R9 the log-sum-exp to log2 units
@@ -33,16 +34,29 @@ __device__ __forceinline__ bool has_no_keys(
 }
 
 // Delta of a row, whose place in lse and in d_lse is `at`.
+template <typename Params>
 __device__ __forceinline__ float less_d_lse(
-    float sum, const DeltaParams<true>& grad, float lse, int64_t at) {
-  return lse == NEG_INF ? sum : sum - grad.d_lse[at];  // R8
-}
-__device__ __forceinline__ float less_d_lse(float sum, const DeltaParams<false>&, float, int64_t) {
+    float sum, const Params& grad, float lse, int64_t at) {
+  if constexpr (D_LSE) return lse == NEG_INF ? sum : sum - grad.d_lse[at];  // R8
   return sum;
 }
 
+// M and the factor of a coarse row that has keys elsewhere, too. Returns whether they are set.
+template <typename Params>
+__device__ __forceinline__ bool set_coarse(
+    const Params& grad, float lse, int64_t at, int64_t padded) {
+  if constexpr (PART_SUMS) {
+    if (padded % COARSE_ROWS == 0) grad.coarse[padded / COARSE_ROWS] = 1;  // 1: other factors
+    if (!is_coarse(grad, lse)) return false;
+    grad.row_M[padded] = grad.given_M[at];
+    grad.row_factor[padded] = grad.given_factor[at];
+    return true;
+  }
+  return is_coarse(grad, lse);  // backward_coarse has that row
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
-    const __grid_constant__ AttnParams call, const __grid_constant__ DeltaParams<D_LSE> grad) {
+    const __grid_constant__ AttnParams call, const __grid_constant__ DeltaParams<D_LSE, PART_SUMS> grad) {
   const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
   const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / q_blocks;
@@ -90,8 +104,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
       const float sum = shfl_sum<LANES>(sums[pass]);  // R8
       if (lane != 0) continue;
       const float row_lse = q0 + i < p.len_q ? lse[q0 + i] : NEG_INF;
-      grad.delta[padded + i] = less_d_lse(sum, grad, row_lse, lse - call.lse + q0 + i);
-      if (is_coarse(grad, row_lse)) continue;  // backward_coarse has that row
+      const int64_t at = lse - call.lse + q0 + i;
+      grad.delta[padded + i] = less_d_lse(sum, grad, row_lse, at);
+      if (set_coarse(grad, row_lse, at, padded + i)) continue;
       grad.row_M[padded + i] = row_maximum_from(row_lse);
       grad.row_factor[padded + i] = 1.0f;
     }

@@ -52,6 +52,9 @@
 #ifndef CFG_D_LSE  // gradients with respect to O alone
 #define CFG_D_LSE 0
 #endif
+#ifndef CFG_PART_SUMS  // gradients of rows that have all their keys here
+#define CFG_PART_SUMS 0
+#endif
 #ifndef CFG_STEP_Q  // quantisation
 #define CFG_STEP_Q 0
 #define CFG_STEP_K 0
@@ -204,6 +207,9 @@ constexpr int QK_BITS = CFG_QK_BITS;     // of a code of Q or K, which takes a b
 constexpr bool SUMS_DQ = CFG_DQ != 0;  // blocks of keys add up dQ in memory
 constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
 constexpr bool D_LSE = CFG_D_LSE;      // lse has a gradient, too
+// M and sums of coarse rows over all keys come from the caller (backward_delta.cu), or those over
+// the keys that are here go to the caller (backward_coarse.cu).
+constexpr bool PART_SUMS = CFG_PART_SUMS;
 
 // matrix products
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block

@@ -187,9 +187,23 @@ struct BiasGradientParams {
 };
 
 // backward_delta.cu takes it.
-template <bool>
+template <bool D_LSE, bool PART_SUMS>
 struct DeltaParams : BackwardParams {};
 template <>
-struct DeltaParams<true> : BackwardParams {
+struct DeltaParams<true, false> : BackwardParams {
   const float* d_lse;  // [batch, heads, rows], the gradient with respect to lse
+};
+template <bool D_LSE>
+struct DeltaParams<D_LSE, true> : DeltaParams<D_LSE, false> {
+  const float* given_M;       // [batch, heads, rows], of coarse rows, over all their keys
+  const float* given_factor;  // [batch, heads, rows]
+};
+
+// backward_coarse.cu takes it.
+template <bool PART_SUMS>
+struct CoarseParams : BackwardParams {};
+template <>
+struct CoarseParams<true> : BackwardParams {
+  float* part_M;  // [batch, heads, rows], of coarse rows, over the keys here; -inf without any
+  float* part_l;  // [batch, heads, rows], the sum of their exponentials
 };

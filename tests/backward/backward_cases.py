@@ -13,8 +13,19 @@ from cupyattn import attention_backward, attention_varlen, attention_varlen_back
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.gradients import GradientReport, Gradients, GradientsWithBias, judge_backward
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.row_preparation import BUFFERS_OF, OPTIONS, Preparation
+from cupyattn.problem.settings import Settings
 from cupyattn.reference.attention import attention_mirror
-from tests.support.runs import ADDED, D_LSE, GRAD_BIAS, normal, of_sequence, on_host, packed
+from tests.support.runs import (
+    ADDED,
+    D_LSE,
+    GRAD_BIAS,
+    normal,
+    of_sequence,
+    on_host,
+    packed,
+    rope_tables,
+)
 
 #: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
 Received = tuple[Any, Any, Any, Any, Any, Any]
@@ -34,8 +45,13 @@ def received(q: Any, k: Any, v: Any, seed: int = 1, **options: Any) -> Received:
     """Return operands of a backward pass on the host: d_out ~ N(0, 1), and a forward's results."""
     rng = np.random.default_rng(seed)
     d_out = rng.standard_normal(q.shape).astype(q.dtype)
+    own = {n: options.pop(n) for n in OPTIONS if n in options}
+    how = Preparation.of_arrays(
+        Settings().rows({}) | own, (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+    )
+    rows = (q, k) if how is None else how.stored(q, k)
     forward = {n: x for n, x in options.items() if n not in (D_LSE, GRAD_BIAS)}
-    out, lse = attention_mirror(q, k, v, variant="fa_tc", return_lse=True, **forward)
+    out, lse = attention_mirror(*rows, v, variant="fa_tc", return_lse=True, **forward)
     return d_out, q, k, v, out, lse
 
 
@@ -45,11 +61,14 @@ class BackwardRun:
 
     received: Received
     options: dict[str, Any]
-    gradients: Gradients | GradientsWithBias
+    gradients: Any
 
     def judge(self) -> GradientReport:
         arrays = (*ADDED, D_LSE)
         options = {n: on_host(a) if n in arrays else a for n, a in self.options.items()}
+        for name in BUFFERS_OF:
+            if name in options:
+                options[name] = tuple(map(on_host, options[name]))
         return judge_backward(
             [on_host(x) for x in self.gradients], *map(on_host, self.received), **options
         )
@@ -104,6 +123,13 @@ def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str,
         {"d_lse": gradients_of_lse(rng, (1, 4, 75)), "window": (0, 30)},  # rows without keys
         {"bias": rng.standard_normal((75, 140)).astype("f2"), "causal": True, GRAD_BIAS: True},
         {"bias": rng.standard_normal((2, 1, 140)).repeat(2, 0).astype("f4"), GRAD_BIAS: True},
+        {
+            "qk_norm": (
+                rng.standard_normal((4, head_dim)).astype("f4"),
+                rng.standard_normal(head_dim).astype("f2"),
+            ),
+            "rope": rope_tables(140, head_dim),
+        },
     )
     for options in some:
         yield received(q, k, v, **options), options

@@ -384,7 +384,7 @@ def test_empty_lengths(len_q: int, len_kv: int) -> None:
          "out must be float16, got out.dtype=bfloat16"),
         ({"q": np.zeros((2, 4, 9, 16), np.float32)}, UnsupportedError,
          "takes float16 and bfloat16, got q.dtype=float32: convert"),
-        ({"qk_norm": (None, None)}, UnsupportedError, "takes no qk_norm: give q and k as they are"),
+        ({"qk_norm": (np.ones(16), np.ones(16))}, TypeError, "q_weight of qk_norm must be one of"),
         ({"layout": "SBHD"}, ValueError, "layout must be 'BHSD' or 'BSHD'"),
         ({"backend": "cuda"}, ValueError, "backend='cuda' takes CuPy arrays"),
         ({"scale": -1.0}, ValueError, "scale must be positive"),
@@ -429,8 +429,6 @@ def test_what_would_run_is_told() -> None:
     exchanged = [x.swapaxes(1, 2) for x in inputs[:5]]
     text = ca.explain_backward(*exchanged, inputs[5], layout="BSHD", deterministic=True)
     assert text.startswith("deterministic: asked for") and "backward_queries<<<" in text
-    with pytest.raises(UnsupportedError, match="takes no qk_norm"):
-        ca.explain_backward(*inputs, qk_norm=(None, None))
 
 
 def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,34 @@ def test_a_bias_that_requires_a_gradient_gets_it(shape: tuple[int, ...], compile
     assert all(same_bits(x.grad, y) for x, y in zip((q, k, v, bias), expected, strict=True))
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_weights_of_a_norm_get_gradients(compiled: bool) -> None:
+    """With the bits of the backward pass; those of transforms and of mapped entries, too."""
+    inputs = problem("float16")
+    of_norm = tuple(np.random.default_rng(3).standard_normal((2, 16)).astype(np.float32))
+    o, lse = ca.attention(*inputs, qk_norm=of_norm, return_lse=True)
+    expected = ca.attention_backward(np.full_like(o, 0.5), *inputs, o, lse, qk_norm=of_norm)
+    q, k, v, *weights = leaves(*inputs, *of_norm)
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        q, k, v, *weights = x
+        return interop.attention(q, k, v, qk_norm=weights).sum(dtype=torch.float32) * 0.5
+
+    every = q, k, v, *weights
+    (torch.compile(loss, fullgraph=True) if compiled else loss)(*every).backward()
+    assert all(same_bits(x.grad, y) for x, y in zip(every, expected, strict=True))
+    free = [x.detach() for x in every]
+    alone = torch.func.grad(loss, argnums=3)(*free)
+    assert same_bits(alone, expected[3])
+    two = torch.func.vmap(torch.func.grad(loss, argnums=(0, 4)), (0, *[None] * 4))
+    found = two(torch.stack([free[0], free[0]]), *free[1:])
+    for x, y in zip(found, (expected[0], expected[4]), strict=True):
+        assert all(same_bits(entry, y) for entry in x)
+    weights[0].grad = None
+    interop.attention(*free[:3], qk_norm=(weights[0], free[4])).sum().mul(0.5).backward()
+    assert weights[0].grad is not None
+
+
 def test_gradients_of_a_bias_alone_of_transforms_and_of_the_drop_in() -> None:
     inputs = problem("float16")
     q, k, v = map(tensor, inputs)
@@ -528,11 +556,9 @@ def test_what_has_no_derivative_says_so() -> None:
     q, k, v = leaves(*problem("float16"))
     bias = torch.zeros(33, 70)
     cos, sin = (tensor(x) for x in OPTIONS["rope"]["rope"])
-    weights = torch.ones(16), torch.ones(16)
     cases: list[tuple[str, dict[str, Any]]] = [
         (r"the derivative for 'rope_cos' is not implemented: give rope_cos.detach\(\)",
          {"rope": (cos.requires_grad_(), sin)}),
-        ("the derivative through qk_norm is not implemented", {"qk_norm": weights}),
         ("not implemented for torch.float32: .* torch.autocast",
          dict(zip("qkv", (x.float() for x in (q, k, v)), strict=True))),
     ]  # fmt: skip
@@ -540,7 +566,7 @@ def test_what_has_no_derivative_says_so() -> None:
         with pytest.raises(UnsupportedError, match=message):
             interop.attention(**{"q": q, "k": k, "v": v, **changed})
     with torch.no_grad():  # nothing is asked of them here
-        assert interop.attention(q, k, v, bias=bias, qk_norm=weights).shape == q.shape
+        assert interop.attention(q, k, v, bias=bias, rope=(cos, sin)).shape == q.shape
     with pytest.raises(RuntimeError, match="out=... arguments don't support automatic"):
         interop.attention(q, k, v, out=torch.empty_like(q))
     o = interop.attention(q, k, v)

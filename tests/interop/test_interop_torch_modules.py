@@ -241,7 +241,7 @@ def test_normalisation_moves_and_copies_with_the_module() -> None:
     rounded = tuple(bridge.as_array(torch.from_numpy(w).bfloat16()) for w in weights)
     core = ca.Int8Attention(4, 16, num_timesteps=50, qk_norm=rounded)
     assert same_bits(module.bfloat16()(*tensors(arrays), 3), core(*arrays, 3))
-    with pytest.raises(UnsupportedError, match="through qk_norm is not implemented"):
+    with pytest.raises(UnsupportedError, match="through qk_norm of a layer is not implemented"):
         module(*tensors(arrays, grad=True), 3)
 
 

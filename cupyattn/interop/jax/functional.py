@@ -53,7 +53,12 @@ _KNOWN = {
     name for name in (*ARRAYS, *Settings._fields) if not name.startswith(("cu_seqlens", "max_len"))
 }
 #: Arguments that do not change the gradient, such as the rung of the forward pass.
-_OF_FORWARD = ("variant", "accuracy", "quant", "tiles", "qk_norm_eps")
+_OF_FORWARD = ("variant", "accuracy", "quant", "tiles")
+#: Operands with a gradient, by the name of that.
+_GRADIENTS = {
+    "dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dq_weight": "q_weight",
+    "dk_weight": "k_weight",
+}  # fmt: skip
 _FORWARD, _BACKWARD = "cupyattn_attention", "cupyattn_attention_backward"
 
 
@@ -121,7 +126,7 @@ def attention(
     ------
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a missing
-        gradient: of float32, after `qk_norm`, with lengths, or of a table or weights.
+        gradient: of float32, with lengths, or of a table.
     jax.errors.JaxRuntimeError
         For errors that show only when it runs, with the exception's type and message.
 
@@ -245,10 +250,10 @@ def _attend(call: _Call, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...
 def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, ...], Any]:
     operands = {name: primal.value for name, primal in primals.items()}
     for name, primal in primals.items():
-        if primal.perturbed and name not in ("q", "k", "v", "bias"):
+        if primal.perturbed and name not in _GRADIENTS.values():
             raise UnsupportedError(
-                f"attention has no gradient with respect to {name}: differentiate q, k, v and "
-                f"bias alone, or pass jax.lax.stop_gradient of it"
+                f"attention has no gradient with respect to {name}: differentiate q, k, v, bias "
+                "and weights of qk_norm alone, or pass jax.lax.stop_gradient of it"
             )
     bind = _differentiated_once(functools.partial(_bind_forward, call, with_lse=True))
     o, lse = bind(operands)
@@ -260,7 +265,8 @@ def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, 
 
 def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
     operands, o, lse, of_bias = residuals
-    wanted = ("q", "k", "v", *of_bias)
+    weights = [name for name in _PAIRS["qk_norm"] if name in operands]
+    wanted = ("q", "k", "v", *of_bias, *weights)
     named = zip(("d_out", "d_lse"), cotangents, strict=False)
     given = {name: x for name, x in named if not isinstance(x, SymbolicZero)}
     if not given:
@@ -269,7 +275,10 @@ def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tup
         given["d_out"] = jnp.zeros_like(o)
     read = {**operands, **given, "out": o, "lse": lse}
     shapes = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in wanted]
-    attributes = {"operands": " ".join(read), "deterministic": str(call.deterministic)}
+    attributes = {
+        "operands": " ".join(read), "deterministic": str(call.deterministic),
+        "gradients": " ".join(wanted),
+    }  # fmt: skip
     bind = functools.partial(foreign(_BACKWARD, shapes), call=call.key, **attributes)
     gradients = _differentiated_once(bind)(*read.values())
     return (dict.fromkeys(operands) | dict(zip(wanted, gradients, strict=True)),)
@@ -345,8 +354,10 @@ def _run_backward(
     """Run the backward pass on the buffers of a call."""
     options = _options_of_backward(_recall(attributes["call"]))
     options["deterministic"] = attributes["deterministic"] == "True" or None  # None: the faster
-    options["grad_bias"] = len(results) > 3
-    for operands, gradients in _entries(buffers, results, attributes, options):
+    wanted = attributes["gradients"].split()
+    options["grad_bias"] = "bias" in wanted
+    alone = options["grad_bias"] or "q_weight" in wanted
+    for operands, gradients in _entries(buffers, results, attributes, options, alone=alone):
         d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
         found = backward.attention_backward(
             d_out, q, k, v, out, lse, d_lse=operands.get("d_lse"), **_paired(operands), **options
@@ -369,10 +380,12 @@ def _entries(
     results: Sequence[Any],
     attributes: Mapping[str, str],
     options: Mapping[str, Any],
+    *,
+    alone: bool = False,
 ) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     """Yield operands by name and results, without the axes that `jax.vmap` put in front.
 
-    They join the batch if one call on all entries equals separate calls.
+    They join the batch if one call on all entries equals separate calls, and never if `alone`.
     """
     operands = dict(zip(attributes["operands"].split(), buffers, strict=True))
     front = operands["q"].ndim - 4
@@ -383,8 +396,8 @@ def _entries(
     whole, batch = results[0].shape[:front], operands["q"].shape[front]
     tables = any(math.prod(mapped[name]) > 1 for name in _TABLES if name in mapped)
     joins = joins_the_batch(options.get("quant"), options.get("block_mask"))
-    # An entry has its own gradient of a bias, also where all entries share the bias.
-    if joins and not tables and not options.get("grad_bias"):
+    # An entry has its own gradient of a bias or weights, also where all entries share them.
+    if joins and not tables and not alone:
         joined = {name: _joined(name, x, whole, batch) for name, x in operands.items()}
         yield joined, [x.reshape(math.prod(whole) * batch, *x.shape[front + 1 :]) for x in results]
         return

@@ -102,7 +102,7 @@ def backward_pass(
     lse: Tensor,
     d_lse: Tensor | None = None,
     grad_bias: bool = False,
-) -> tuple[Tensor, ...]:
+) -> dict[str, Tensor]:
     """Run `cupyattn.attention_backward`, or `attention_varlen_backward`.
 
     Parameters
@@ -117,8 +117,8 @@ def backward_pass(
 
     Returns
     -------
-    tuple of Tensor
-        (dq, dk, dv), with `grad_bias` dbias, too.
+    dict of str to Tensor
+        By operand: q, k and v, with `grad_bias` bias, and the weights of `qk_norm`.
     """
     if d_out.shape[-1] > 1 and d_out.stride(-1) != 1:  # such as sum() hands back
         d_out = d_out.contiguous()
@@ -132,4 +132,12 @@ def backward_pass(
     asked = BackwardSettings(
         settings.of_call.without_rung, deterministic or None, grad_bias=grad_bias
     )
-    return tuple(run_backward(asked, given, _OF_GRADIENTS))
+    found = run_backward(asked, given, _OF_GRADIENTS)
+    return {GRADIENT_OF[name]: x for name, x in found._asdict().items()}
+
+
+#: Operands by the names of their gradients.
+GRADIENT_OF = {
+    "dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dq_weight": "q_norm_weight",
+    "dk_weight": "k_norm_weight",
+}  # fmt: skip

@@ -90,17 +90,12 @@ def check_device(name: str, q: Any) -> None:
 def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedError if a tensor requires a gradient for which there is no kernel."""
     for argument, x in tensors.items():
-        if argument in _ROWS or argument == "bias":
+        if argument in (*_ROWS, "bias", "q_norm_weight", "k_norm_weight"):
             continue
         if x.requires_grad:
             raise UnsupportedError(
                 f"the derivative for '{argument}' is not implemented: give {argument}.detach(), or "
                 "compute under torch.no_grad()"
-            )
-        if argument in ("q_norm_weight", "k_norm_weight"):
-            raise UnsupportedError(
-                f"{name}: the derivative through qk_norm is not implemented: give q and k as they "
-                "are after it"
             )
         if argument in LENGTHS:
             raise UnsupportedError(

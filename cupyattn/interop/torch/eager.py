@@ -37,8 +37,8 @@ class _Attention(torch.autograd.Function):
         if d_out is None:  # only lse has a gradient
             d_out = torch.zeros_like(o)
         tensors = dict(zip(ctx.names, given, strict=True))
-        place = ctx.names.index("bias") if "bias" in ctx.names else 0
-        grad_bias = bool(place) and ctx.needs_input_grad[2 + place]
+        wanted = dict(zip(ctx.names, ctx.needs_input_grad[2:], strict=True))
+        grad_bias = wanted.get("bias", False)
         # Observers now see an operator; it refuses a second derivative.
         if torch.is_grad_enabled() or ops.watched() or not ops.has_memory(d_out, d_lse):
             found = ops.backward_of(ctx.settings, tensors, d_out, o, lse, d_lse, grad_bias)
@@ -46,10 +46,7 @@ class _Attention(torch.autograd.Function):
             d_lse = None if d_lse is None else d_lse.resolve_neg()
             d_out = d_out.resolve_neg()
             found = backward_pass(ctx.settings, tensors, d_out, o, lse, d_lse, grad_bias)
-        gradients: list[Tensor | None] = [*found[:3], *[None] * (len(given) - 3)]
-        if grad_bias:
-            gradients[place] = found[3]
-        return (None, None, *gradients)
+        return (None, None, *(found.get(n) if wanted[n] else None for n in ctx.names))
 
 
 def attend(settings: TensorSettings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

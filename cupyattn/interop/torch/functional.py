@@ -65,9 +65,9 @@ def attention(
         converted to its type.
     k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
     mask, bias, rope, qk_norm : Tensor, or a pair of them, optional
-        As for `cupyattn.attention`, on the device of q. Of these only a bias gets a gradient, with
-        the same bits on every run. A mask or bias that is a `torch.nn.attention.bias.CausalBias`
-        replaces `causal` and `causal_align`.
+        As for `cupyattn.attention`, on the device of q. Of these a bias and the weights of
+        `qk_norm` get gradients, with the same bits on every run. A mask or bias that is a
+        `torch.nn.attention.bias.CausalBias` replaces `causal` and `causal_align`.
     lengths_q, lengths_kv : Tensor, (batch,), int32 or int64, optional
         As for `cupyattn.attention`, on the device of q. int32 needs no copy. There are no gradients
         with them.
@@ -98,8 +98,8 @@ def attention(
     NotImplementedError
         For other devices, including meta, and for sparse and nested tensors.
     UnsupportedError
-        For unsupported options; if float32, or anything but q, k, v and bias, requires a gradient;
-        for forward-mode derivatives (``torch.func.jvp``, dual tensors); and for second derivatives.
+        For unsupported options; if float32 or a table requires a gradient; for forward-mode
+        derivatives (``torch.func.jvp``, dual tensors); and for second derivatives.
     ValueError, TypeError
         As `cupyattn.attention`. ValueError also for a `CausalBias` with `causal` or lengths, and
         TypeError for a mask of another subclass of `torch.Tensor`, whose memory may be no mask.

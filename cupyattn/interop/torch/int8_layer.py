@@ -50,8 +50,8 @@ class Layer(Int8Attention):
         if differentiable:
             if self._norm["qk_norm"] is not None:
                 raise UnsupportedError(
-                    "the derivative through qk_norm is not implemented: give q and k as they are "
-                    "after it"
+                    "the derivative through qk_norm of a layer is not implemented: give qk_norm to "
+                    "cupyattn.interop.torch.int8_attention, which has it"
                 )
             check_differentiable("int8_attention", tensors)
 
@@ -163,7 +163,7 @@ def _backward(
     tensors = _given(arguments)
     rope_interleaved, number = arguments[len(TENSORS) :]
     settings = _layer_of(number).backward_settings(tensors, rope_interleaved=rope_interleaved)
-    return backward_pass(settings, tensors, d_out, o, lse, d_lse)
+    return tuple(backward_pass(settings, tensors, d_out, o, lse, d_lse).values())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -35,6 +35,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 library = torch.library.Library("cupyattn", "DEF")
 #: The first arguments of a backward pass; the forward pass's follow.
 RECEIVED = "Tensor d_out, Tensor o, Tensor lse, Tensor? d_lse"
+#: The weights of `qk_norm`, whose gradients come with those of q and k.
+WEIGHTS = ("q_norm_weight", "k_norm_weight")
+_OTHERS = ", Tensor dbias, Tensor dq_weight, Tensor dk_weight"
 #: The kernel of each operator on a CPU or a CUDA device.
 KERNELS: dict[Any, Any] = {}
 
@@ -60,25 +63,29 @@ def _define(name: str, schema: Schema) -> Any:
             shape = [q.shape[0], q.shape[3 - length], q.shape[length]]
         return o, q.new_empty(shape, dtype=torch.float32)
 
-    place = schema.tensors.index("bias") if "bias" in schema.tensors else 0
+    further = tuple(name for name in ("bias", *WEIGHTS) if name in schema.tensors)
 
     def backward(
         d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, ...]:
-        grad_bias = bool(place) and arguments[-1]
-        arguments = arguments[: len(arguments) - bool(place)]
+        grad_bias = bool(further) and arguments[-1]
+        arguments = arguments[: len(arguments) - bool(further)]
         settings, tensors = schema.settings(arguments), schema.given(arguments)
         found = backward_pass(settings, tensors, d_out, o, lse, d_lse, grad_bias)
-        return found if grad_bias or not place else (*found, d_out.new_empty(0))
+        return tuple(
+            found[name] if name in found else d_out.new_empty(0)
+            for name in ("q", "k", "v", *further)
+        )
 
     def fake(
         d_out: Tensor, o: Tensor, lse: Tensor, d_lse: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, ...]:
         found = backward_fake(d_out, o, lse, d_lse, *arguments)
-        if not place:
-            return found
-        bias = arguments[place]
-        return *found, bias.new_empty(bias.shape) if arguments[-1] else d_out.new_empty(0)
+        wanted = dict(zip(schema.tensors, arguments, strict=False))
+        if further and not arguments[-1]:
+            del wanted["bias"]
+        own = (wanted.get(name) for name in further)
+        return *found, *(d_out.new_empty(0) if x is None else x.new_empty(x.shape) for x in own)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         settings, operands = schema.settings(inputs), len(schema.tensors)
@@ -94,17 +101,18 @@ def _define(name: str, schema: Schema) -> Any:
         o, lse, *tensors = ctx.saved_tensors
         if d_out is None:  # only lse has a gradient
             d_out = torch.zeros_like(o)
-        grad_bias = [bool(ctx.needs_input_grad[place])] if place else []
-        found = backward_operator(d_out, o, lse, d_lse, *tensors, *ctx.rest, *grad_bias)
-        gradients = [*found[:3], *[None] * (len(tensors) - 3 + len(ctx.rest))]
-        if any(grad_bias):
-            gradients[place] = found[3]
-        return tuple(gradients)
+        needed = dict(zip(schema.tensors, ctx.needs_input_grad, strict=False))
+        grad_bias = [bool(needed["bias"])] if further else []
+        made = backward_operator(d_out, o, lse, d_lse, *tensors, *ctx.rest, *grad_bias)
+        found = dict(zip(("q", "k", "v", *further), made, strict=True))
+        return *(found[n] if needed[n] and n in found else None for n in schema.tensors), *(
+            [None] * len(ctx.rest)
+        )
 
     operator = define(name, f"{schema}", "(Tensor o, Tensor lse)", attention, attention_fake)
     backward_operator = define(
-        f"{name}_backward", f"{RECEIVED}, {schema}{', bool grad_bias' if place else ''}",
-        f"(Tensor dq, Tensor dk, Tensor dv{', Tensor dbias' if place else ''})", backward, fake,
+        f"{name}_backward", f"{RECEIVED}, {schema}{', bool grad_bias' if further else ''}",
+        f"(Tensor dq, Tensor dk, Tensor dv{_OTHERS if further else ''})", backward, fake,
     )  # fmt: skip
     join: Join | None = None
     join_of_backward: Join | None = None
@@ -112,13 +120,15 @@ def _define(name: str, schema: Schema) -> Any:
         join = join_batch(operator, schema.tensors, schema.settings)
         together = join_batch(
             backward_operator, ("d_out", "o", "lse", "d_lse", *schema.tensors),
-            lambda arguments: schema.settings(arguments[4 : -1 if place else None]),
+            lambda arguments: schema.settings(arguments[4 : -1 if further else None]),
         )  # fmt: skip
 
         def join_of_backward(
             size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
         ) -> Any:
-            if place and arguments[-1]:  # each entry has its own gradient of a bias they share
+            # Each entry has its own gradient of a bias or weights that they share.
+            own = dict(zip(schema.tensors, arguments[4:], strict=False))
+            if (further and arguments[-1]) or any(own.get(n) is not None for n in WEIGHTS):
                 return None
             return together(size, in_dims, arguments)
 
@@ -268,15 +278,15 @@ def backward_of(
     lse: Tensor,
     d_lse: Tensor | None,
     grad_bias: bool,
-) -> tuple[Tensor, ...]:
-    """Call the operator of the backward pass; return the gradients of q, k and v, and of bias."""
+) -> dict[str, Tensor]:
+    """Call the operator of the backward pass; return gradients by operand, as `backward_pass`."""
     name = _operator_of(tensors)
     operator = getattr(torch.ops.cupyattn, f"{name}_backward")
     arguments = [d_out, o, lse, d_lse, *_SCHEMAS[name].flat(tensors, settings)]
-    if "bias" in _SCHEMAS[name].tensors:
-        arguments.append(grad_bias)
-    found: tuple[Tensor, ...] = operator(*arguments)
-    return found
+    further = "bias" in _SCHEMAS[name].tensors
+    found = operator(*arguments, *[grad_bias] * further)
+    wanted = ("q", "k", "v", *["bias", *WEIGHTS] * further)
+    return {n: x for n, x in zip(wanted, found, strict=True) if n in tensors}
 
 
 def _operator_of(tensors: Mapping[str, Tensor]) -> str:

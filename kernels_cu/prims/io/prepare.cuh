@@ -126,6 +126,11 @@ struct PreparedRow {
   // All lanes of the row take part.
   __device__ __forceinline__ void prepare(const Preparation& how, int row) {
     if constexpr (QK_NORM) normalise(how);
+    turn(how, row);
+  }
+
+  // Turns it by the angles of its position, unless !ROPE.
+  __device__ __forceinline__ void turn(const Preparation& how, int row) {
     if constexpr (ROPE)
 #pragma unroll
       for (int i = 0; i < LANE_PAIRS; ++i)
@@ -135,21 +140,30 @@ struct PreparedRow {
               how.sin + int64_t(row) * ANGLES + pair0(i));
   }
 
-  __device__ __forceinline__ void normalise(const Preparation& how) {
+  // The mean over the row of what term(i, j) returns for pair j of access i, of its two members
+  // together. All lanes of the row take part, and get it.
+  template <typename Term>
+  static __device__ __forceinline__ float mean(Term term) {
     constexpr int NUMBERS = power_of_two_from(LANE_PAIRS);
     float sums[NUMBERS] = {};
 #pragma unroll
     for (int i = 0; i < LANE_PAIRS; ++i) {
-      float squares[ROPE_PAIRS];  // of the two members of a pair
+      float terms[ROPE_PAIRS];
 #pragma unroll
-      for (int j = 0; j < ROPE_PAIRS; ++j) {
-        const float a = of[i].first(j), b = of[i].second(j);
-        squares[j] = __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
-      }
-      sums[i] = shfl_sum_of_neighbours<PAIR_LANES>(sum_of_neighbours(squares));
+      for (int j = 0; j < ROPE_PAIRS; ++j) terms[j] = term(i, j);
+      sums[i] = shfl_sum_of_neighbours<PAIR_LANES>(sum_of_neighbours(terms));
     }
-    const float mean = __fdiv_rn(sum_of_neighbours(sums), float(HEAD_DIM));
-    const float factor = norm_factor(mean, how.eps);
+    return __fdiv_rn(sum_of_neighbours(sums), float(HEAD_DIM));
+  }
+  __device__ __forceinline__ float mean_square() {
+    return mean([&](int i, int j) {
+      const float a = of[i].first(j), b = of[i].second(j);
+      return __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
+    });
+  }
+
+  __device__ __forceinline__ void normalise(const Preparation& how) {
+    const float factor = norm_factor(mean_square(), how.eps);
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
 #pragma unroll
     for (int access = 0; access < 2 * LANE_PAIRS; ++access)

@@ -1,0 +1,97 @@
+// backward_normalise -- gradients of rows of Q or K from those of the normalised rows, and of the
+// weights that they were multiplied by.
+//
+// Idea         With x^ = x r, the row by its root mean square, and a = w dy, the gradient of x is
+//              r (a - x^ mean(a x^)), and that of w the sum over rows of dy x^. A block sums its
+//              rows; backward_weights.cu sums blocks in one order, so that no atomics are needed.
+// Differs from prepare/normalise.cu: a row has a second operand, which is first turned back by the
+//              same angles (ROPE; `sin` is negated), and sums stay in registers from row to row.
+// Kept simple  r is computed again from x, so that the forward pass stores nothing.
+// Rounding     R14 dy turned back, r, x^, a, their mean, difference, product, the operand's type;
+//              dy x^ and its sum over rows
+// Mirror       cupyattn.gradients.prepared.back_mirror, rows to the bit
+// Bound        cupyattn.gradients.prepared.back_bound
+#include "prims/config.cuh"
+#include "prims/io/prepare.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
+
+struct NormGradientParams : NormParams {  // Y: receives dX
+  const void* dY;     // [batch, heads, length, HEAD_DIM], contiguous: of the prepared rows
+  float* partial_dW;  // [batch, heads, chunks of BLOCK_Q rows, HEAD_DIM]
+};
+
+static_assert(QK_NORM && HEAD_DIM % 2 == 0, "rows of pairs: HEAD_DIM must be even");
+
+constexpr int ROWS_PER_PASS = NUM_THREADS / PAIR_LANES;
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_normalise(
+    const __grid_constant__ NormGradientParams p) {
+  __shared__ float sums[ROWS_PER_PASS][HEAD_DIM];  // of dW, of the rows of a lane
+  const int chunks = ceil_div(p.length, BLOCK_Q);
+  const int row0 = blockIdx.x % chunks * BLOCK_Q;
+  const int64_t batch_head = blockIdx.x / chunks;
+  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  int first = 0, length = p.length;  // VARLEN: of the sequence, whose positions are its own
+  if constexpr (VARLEN) {
+    const Sequence sequence(p.cu_seqlens, batch, p.length);
+    first = sequence.first, length = sequence.length;
+  }
+  const int rows = min(BLOCK_Q, length - row0);      // VARLEN: none where not positive
+  const elem_t* X = static_cast<const elem_t*>(p.X)  // [rows, HEAD_DIM]
+                    + batch * p.X_stride.batch + head * p.X_stride.head +
+                    (first + row0) * p.X_stride.len;
+  const int64_t place = ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
+  const elem_t* dY = static_cast<const elem_t*>(p.dY) + place;  // [rows, HEAD_DIM]
+  elem_t* dX = static_cast<elem_t*>(p.Y) + place;               // [rows, HEAD_DIM]
+  const Preparation how(p, head, row0);
+  PreparedRow weight, dW = {};
+  weight.load(how.weight);
+  const int group = thread_id() / PAIR_LANES;
+  // The lanes of a warp go on together: past the last row they have the last one again.
+  for (int done = 0; done < rows; done += ROWS_PER_PASS) {
+    const int row = min(done + group, rows - 1);
+    const bool own = row == done + group;
+    PreparedRow x, dy;
+    x.load(X + row * p.X_stride.len);
+    dy.load(dY + row * HEAD_DIM);
+    dy.turn(how, row);                                          // R14
+    const float factor = norm_factor(x.mean_square(), how.eps);  // R14
+#pragma unroll
+    for (int access = 0; access < 2 * LANE_PAIRS; ++access)
+#pragma unroll
+      for (int j = 0; j < ROPE_PAIRS; ++j) {
+        float &unit = x.element(access, j), &a = dy.element(access, j);
+        unit = __fmul_rn(unit, factor);                                              // R14
+        if (own) dW.element(access, j) = fmaf(a, unit, dW.element(access, j));       // R14
+        a = __fmul_rn(a, weight.element(access, j));                                 // R14
+      }
+    const float mean = PreparedRow::mean([&](int i, int j) {
+      return __fadd_rn(
+          __fmul_rn(dy.of[i].first(j), x.of[i].first(j)),
+          __fmul_rn(dy.of[i].second(j), x.of[i].second(j)));  // R14
+    });
+#pragma unroll
+    for (int access = 0; access < 2 * LANE_PAIRS; ++access)
+#pragma unroll
+      for (int j = 0; j < ROPE_PAIRS; ++j) {
+        const float along = __fmul_rn(x.element(access, j), mean);
+        x.element(access, j) = __fmul_rn(factor, __fsub_rn(dy.element(access, j), along));  // R14
+      }
+    if (own) x.store(dX + row * HEAD_DIM);
+  }
+  // The sums of the rows of this block. Without rows they are zero.
+#pragma unroll
+  for (int access = 0; access < 2 * LANE_PAIRS; ++access)
+#pragma unroll
+    for (int j = 0; j < ROPE_PAIRS; ++j)
+      if (PreparedRow::column(access) < HEAD_DIM)
+        sums[group][PreparedRow::column(access) + j] = dW.element(access, j);
+  __syncthreads();  // sums are visible
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < ROWS_PER_PASS; ++i) sum += sums[i][col];  // R14
+    p.partial_dW[blockIdx.x * HEAD_DIM + col] = sum;
+  }
+}
