@@ -1,4 +1,4 @@
-"""How far the backward kernels may be from the gradients: element-wise a-priori bounds, in float64.
+"""Element-wise a-priori bounds of the errors of the backward kernels, in float64.
 
 Every formula is proved in docs/MATH_REFERENCE.md, under the tags [L43] to [L49].
 """
@@ -39,7 +39,7 @@ from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")
-#: Perturbations of a score past this are worth no exponential.
+#: Largest perturbation of a score of which an exponential is computed.
 MAX_EXPONENT = 300.0
 #: Exponents certainly below this, in natural units, are flushed: 2^-126 is e^-87.3.
 FLUSHED = -200.0
@@ -49,14 +49,14 @@ LANE_SUMS = 5
 
 @dataclass(frozen=True)
 class GradientBounds:
-    """What each gradient may differ by, element by element.
+    """Bounds of the error of each gradient, element by element.
 
     Parameters
     ----------
     dq, dk, dv : dict of str to array
-        Of each gradient one array for each rounding point; they sum to its bound.
+        For each gradient, one array for each rounding point. Their sum is its bound.
     dbias : dict of str to array, optional
-        The same of the bias; None: it was not asked for.
+        The same for the bias. None if it was not requested.
 
     Notes
     -----
@@ -81,7 +81,7 @@ class GradientBounds:
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the bounds of all blocks share."""
+    """Values that the bounds of all blocks share."""
 
     n: Numerics
     sigma: float
@@ -94,7 +94,7 @@ class _Constants:
 
 @dataclass(frozen=True)
 class _Errors:
-    """Bounds of the errors of P and dS of a block as operands, by tag, and of their magnitudes."""
+    """Bounds of the errors and magnitudes of P and dS of a block as operands, by tag."""
 
     P: Array  # R9
     largest_P: Array
@@ -124,7 +124,7 @@ def backward_bound(
     r"""Bound \|kernel - `backward_exact`\| of the operands that the kernels received (J2).
 
     `backward_exact` is then given `out` but no `lse`: P is the softmax of the scores. With the
-    bounds of a forward pass the gradients are those of exact attention [L49].
+    bounds of a forward pass, the bound refers to gradients of exact attention [L49].
 
     Parameters
     ----------
@@ -135,8 +135,8 @@ def backward_bound(
         As for `cupyattn.attention_backward`.
     out_error, lse_error : array, optional
         Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
-        gives. With them the bound is about the gradients of exact attention, which
-        `backward_exact` returns without out and lse. R8 and R9 then hold what they cost. Without
+        returns. With them the bound is about the gradients of exact attention, which
+        `backward_exact` returns without out and lse. R8 and R9 then include these errors. Without
         `lse_error` the error of lse is measured, in float64.
     all_keys : bool
         Whether the rows attend to no keys but these. If not, the bound is about `backward_exact`
@@ -172,7 +172,7 @@ def gradient_bounds(
     out_error: Array | None,
     lse_error: Array | None,
 ) -> GradientBounds:
-    """Return what `backward_bound` does, of a settled kernel.
+    """Return the bounds that `backward_bound` returns, for a given kernel.
 
     Parameters
     ----------
@@ -418,7 +418,7 @@ def _score_errors(
 
 
 def _normalised_errors(block: GradientBlock, shared: _Constants, capped: Array) -> Array:
-    """R9 of coarse rows [L46]: bound the error of log P; M and the sum are those of the scores.
+    """R9 of coarse rows [L46]: bound the error of log P, with M and the sum taken from the scores.
 
     `capped` bounds the error of a score before its bias is added.
     """
@@ -427,7 +427,7 @@ def _normalised_errors(block: GradientBlock, shared: _Constants, capped: Array) 
     admitted, natural = scores.admitted, shared.n.subtracts_first
     S = xp.where(admitted, scores.S, 0.0)
     low, high = -capped, capped + xp.zeros_like(S)
-    if shared.n.bias:  # rounding is monotone: what it does to the ends bounds what it does
+    if shared.n.bias:  # rounding is monotone: its errors at the ends bound it
         wide = capped + 2.0**-50 * xp.abs(S)
         with np.errstate(over="ignore"):
             low, high = (as_float64((S + x).astype(np.float32)) - S for x in (-wide, wide))

@@ -51,7 +51,7 @@ class GradientShare:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What `judge_backward` found of each gradient."""
+    """Result of `judge_backward` for each gradient."""
 
     shares: tuple[GradientShare, ...]
 
@@ -81,7 +81,7 @@ def judge_backward(
     d_lse: Array | None = None,
     **options: Any,
 ) -> GradientReport:
-    """Compare gradients with those of the operands that the kernels received (J2).
+    """Compare gradients with the exact gradients of the operands that the kernels received (J2).
 
     P is the softmax of the scores in float64. `lse` only widens the bound, by its own error, and
     not at all in rows where the kernels do not use it.
@@ -91,9 +91,9 @@ def judge_backward(
     gradients : (dq, dk, dv) or (dq, dk, dv, dbias)
         What `cupyattn.attention_backward` returned.
     d_out, q, k, v, out, lse, d_lse
-        What it was given, layout BHSD.
+        Arguments of that call, in layout BHSD.
     **options
-        As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
+        Options of that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
 
     Returns
     -------
