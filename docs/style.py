@@ -86,13 +86,14 @@ def _of_python(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
-                if not re.search(r"^\s*>>>|^-+$| : ", paragraph, re.MULTILINE):
+                if not re.search(r"^\s*(?:>>>|\.\. math)|^-+$| : ", paragraph, re.MULTILINE):
                     yield re.sub(r"``?[^`]*``?", "X", paragraph)
     block: list[str] = []
     last = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            if token.start[0] != last + 1 and block:
+            behind_code = not token.line.lstrip().startswith("#")
+            if block and (behind_code or token.start[0] != last + 1):
                 yield " ".join(block)
                 block = []
             block.append(token.string.lstrip("#: "))

@@ -71,8 +71,8 @@ class _Weights:
     """Weights that the codes stand for, relative to e^top, between least and most.
 
     Shapes: least, most (..., rows, steps, keys of a step), unit, unit_error (..., rows, steps),
-    dropped (..., rows). unit is the weight of code 1. unit_error bounds the error of a step's
-    factor, in natural units. dropped counts units of O that shifts may drop.
+    dropped (..., rows). The weight of code 1 is `unit`, and `unit_error` bounds the error of a
+    step's factor, in natural units. Shifts may drop `dropped` units of O.
     """
 
     least: Array

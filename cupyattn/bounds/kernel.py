@@ -95,8 +95,8 @@ def attention(
     .. math:: fl\left(\frac{(1+ε_1)(1+ε_2)}{1+θ_l} \sum_j p'_j (1+ρ_j)(1+θ_j) v_j\right)
 
     p' is a softmax of scores perturbed by R2, R3 and R4. The bound of `softmax_perturbation` is
-    split among them in proportion to Σ p_j d_j. ρ is R5; θ and θ_l are R6; ε and the final rounding
-    are R7. All products are multiplied out, without first-order approximation.
+    split among them in proportion to Σ p_j d_j. R5 is ρ, R6 is θ and θ_l, and R7 is ε and the final
+    rounding. All products are multiplied out, without first-order approximation.
 
     Examples
     --------
