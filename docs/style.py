@@ -70,6 +70,8 @@ def prose(path: Path) -> Iterator[str]:
         blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
         for block in blocks:
             fields = _FIELD.split(re.sub(r"^[ \t]*//", "", block, flags=re.MULTILINE))
+            if len(fields) == 1:  # no header: indented lines are formulas and layouts
+                fields = [re.sub(r"^ {3,}\S.*$", "", fields[0], flags=re.MULTILINE)]
             yield from (field for field in fields if not field.startswith(_LISTS))
 
 

@@ -50,6 +50,7 @@ LONG = " ".join(["word"] * 26)
         ("a.py", 'x = "nobody anew"\n', {}),
         ("a.cu", "// Nobody waits.\nint x; // anew\n", {"avoided words": 2}),
         ("a.cu", "int nobody;\n", {}),
+        ("a.cu", f"// With\n//   {LONG}\n// it ends.\n", {}),
         ("a.cu", f"// Idea         {LONG[:70]}\n// Kept simple  {LONG[:70]}\n", {}),
         ("a.cu", f"// Idea         {LONG}\n// Rounding     {LONG}\n", {"long sentences": 1}),
     ],

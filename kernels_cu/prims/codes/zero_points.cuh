@@ -1,6 +1,7 @@
 // zero_points.cuh -- correction of a product of codes by zero points. With x = s (c - z),
 //   sum (c_q - z_q)(c_k - z_k) = sum c_q c_k - (z_q sum c_k + z_k (sum c_q - HEAD_DIM z_q)).
-// These are whole numbers of at most 2^24, which int32 and float hold exactly (docs/MATH_REFERENCE.md [L16]).
+// These are whole numbers of at most 2^24, which int32 and float hold exactly
+// (docs/MATH_REFERENCE.md [L16]).
 // A kernel without ZERO_POINTS compiles all of this to nothing.
 #pragma once
 
