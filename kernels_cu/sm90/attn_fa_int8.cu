@@ -47,8 +47,8 @@ constexpr float SUMMED = 1.0f + ELEM16_STEP;
 constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
 // Weights that a mask of rows does not admit are cut out of P, which the product with V sums. The
-// sum for lse takes weights before rounding, and nothing is cut from it. NOTE: not with a mask of
-// keys: it spills at HEAD_DIM 64, and a tile has a mixed step or two.
+// sum for lse takes weights before rounding, and nothing is cut from it.
+// NOTE: not with a mask of keys: it spills at HEAD_DIM 64, and a tile has a mixed step or two.
 constexpr bool CUTS_WEIGHTS = MASK_ALONE && MASK_KIND == MaskKind::ROWS && SUM_BOXES && !LSE;
 constexpr bool PIECES = !UNEVEN;  // tiles are alike: tiles of the last wave may be cut
 // M rises if a weight reaches 2 to this power. P and its sums can hold smaller weights. Exponents

@@ -154,8 +154,9 @@ __device__ __forceinline__ void follow(
 }
 
 // S4 softmax, second half: codes P of the weights, four keys in a register, the left operand of P
-// V. A masked key weighs 0. NOTE: integers become floats between the exponentials, because these
-// leave the other pipes mostly free. Done before them, the conversions would take as long again.
+// V. A masked key weighs 0.
+// NOTE: integers become floats between the exponentials, because these leave the other pipes mostly
+// free. Done before them, the conversions would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],

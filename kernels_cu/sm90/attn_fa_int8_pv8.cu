@@ -164,9 +164,10 @@ __device__ __forceinline__ bool choose_M(
 }
 
 // S4 softmax, second half: codes P of the weights, four keys in a register, the left operand of P
-// V. A masked key weighs 0. NOTE: NaN becomes code 0 and would vanish. Adding factor × 0 to l
-// propagates it. NOTE: integers become floats between the exponentials, because these leave the
-// other pipes mostly free. Done before them, the conversions would take as long again.
+// V. A masked key weighs 0.
+// NOTE: NaN becomes code 0 and would vanish. Adding factor * 0 to l propagates it.
+// NOTE: integers become floats between the exponentials, because these leave the other pipes mostly
+// free. Done before them, the conversions would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],

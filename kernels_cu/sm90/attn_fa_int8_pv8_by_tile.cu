@@ -176,10 +176,10 @@ __device__ __forceinline__ void add_weights(
 }
 
 // S4 softmax, second half: codes P of the weights, four keys in a register, the left operand of P
-// V. A masked key weighs 0. NOTE: integers become floats between the exponentials, because these
-// leave the other pipes mostly free. Done before them, the conversions would take as long again.
-// Factors are computed again: kept from the first half, they would take two registers for every
-// scale.
+// V. A masked key weighs 0.
+// NOTE: integers become floats between the exponentials, because these leave the other pipes mostly
+// free. Done before them, the conversions would take as long again. Factors are computed again:
+// kept from the first half, they would take two registers for every scale.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2],

@@ -10,8 +10,8 @@ __device__ __forceinline__ float scaled(int32_t sum, float A_scale, float B_scal
   return __fmul_rn(__int2float_rn(sum), __fmul_rn(A_scale, B_scale));
 }
 
-// The scale of a row of A. Past the last row it is the last row's, and multiplies zeros. NOTE: not
-// by __ldg, whose loads a compiler may move before the wait for the launch before.
+// The scale of a row of A. Past the last row it is the last row's, and multiplies zeros.
+// NOTE: not by __ldg, whose loads a compiler may move before the wait for the launch before.
 __device__ __forceinline__ float row_scale(const GemmParams& p, int row) {
   return p.A_scale[min(row, p.m - 1) * p.A_scale_stride];
 }

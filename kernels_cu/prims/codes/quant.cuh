@@ -139,7 +139,8 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) {
 
 // Maxima over aligned groups of LANES lanes of N numbers each, N a power of two. A lane gets N /
 // LANES of them, at least one, in place of its first numbers. Returns the index of the first
-// maximum. NOTE: a recursion, because the compiler does not unroll a loop whose two counts halve.
+// maximum.
+// NOTE: a recursion, because the compiler does not unroll a loop whose two counts halve.
 template <int LANES, int LEFT, int N>
 __device__ __forceinline__ int scatter_max_of(uint32_t (&x)[N]) {
   if constexpr (LANES == 1) {

@@ -25,9 +25,9 @@ static_assert(
 
 // S1 quantise Q: codes of the 16 rows from warp_row on, and the scales of this lane's rows g and g
 // + 8. Rows from `rows` on are of another sequence: zeros. Then the place of the numbers is free,
-// and every warp arrives at `empty`. NOTE: `barrier` is of the four warps whose wgmma reads these
-// codes. They have synchronised since they multiplied codes of the tile before: at a turn, or
-// before they scaled O.
+// and every warp arrives at `empty`.
+// NOTE: `barrier` is of the four warps whose wgmma reads these codes. They have synchronised since
+// they multiplied codes of the tile before: at a turn, or before they scaled O.
 template <int BOXES, int BYTES>
 __device__ __forceinline__ void quantize_q(
     float (&scale)[2], int8_t (&codes)[CODE_BOXES][BYTES],  // [CODE_BOXES][BLOCK_Q, 128], swizzled

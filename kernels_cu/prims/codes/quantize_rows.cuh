@@ -45,8 +45,8 @@ struct Task {
 };
 
 // Calls run(task, parameters, block within the operand) for the operand of this block. The first
-// blocks are V's, followed by K's and Q's. SUMS_FIRST: quantize_turns.cuh does it. NOTE: run is an
-// object of a class, because NVRTC 13.0 takes a generic lambda for a host function.
+// blocks are V's, followed by K's and Q's. SUMS_FIRST: quantize_turns.cuh does it.
+// NOTE: run is an object of a class, because NVRTC 13.0 takes a generic lambda for a host function.
 template <typename Run>
 __device__ __forceinline__ void on_its_operand(
     const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v, Run run) {

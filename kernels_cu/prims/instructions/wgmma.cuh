@@ -62,9 +62,9 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]
 }
 
 // Names a tile of rows of 128 bytes in shared memory, swizzled over 128 bytes, with a 1024-byte
-// aligned base. Eight rows form an atom, and the next eight follow 1024 bytes later. NOTE: the
-// halves are separate because a step along the tile changes only the lower one. Descriptors that
-// were built for each instruction took ten issue slots each.
+// aligned base. Eight rows form an atom, and the next eight follow 1024 bytes later.
+// NOTE: the halves are separate because a step along the tile changes only the lower one.
+// Descriptors that were built for each instruction took ten issue slots each.
 struct Descriptor {
   uint32_t low;   // address / 16, and the distance between atoms along the contiguous axis / 16
   uint32_t high;  // 1024 / 16, and the swizzle

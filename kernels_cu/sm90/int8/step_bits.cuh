@@ -17,8 +17,8 @@ constexpr bool MASK_ALONE = MASKED && !SOFTCAP && !BIAS;
 constexpr bool SCORES_CHANGE = SCORED && !MASK_ALONE;
 
 // The first steps of a tile may be whole: a mask of keys admits every key, and no place masks any.
-// Then the softmax does not need their places. NOTE: not at HEAD_DIM 128, where products are
-// longer: 0.99 of the speed.
+// Then the softmax does not need their places.
+// NOTE: not at HEAD_DIM 128, where products are longer: 0.99 of the speed.
 constexpr bool WHOLE_STEPS =
     MASK_ALONE && MASK_KIND == MaskKind::KEYS && HEAD_DIM <= 64 && !(CAUSAL || WINDOW || VARLEN);
 
@@ -70,9 +70,9 @@ __device__ __forceinline__ uint32_t bits_below(int end) {
   return count < 32 ? (1u << count) - 1 : ~0u;
 }
 
-// Which scores of a lane are admitted, by place and by bits, like ScoreMask by place. NOTE: these
-// are types with a constructor, because functions that return a mask would change the machine code
-// of plain kernels.
+// Which scores of a lane are admitted, by place and by bits, like ScoreMask by place.
+// NOTE: these are types with a constructor, because functions that return a mask would change the
+// machine code of plain kernels.
 template <bool>
 struct StepMask : ScoreMask {
   __device__ __forceinline__ StepMask(const AttnParams& p, int q, int kv0, const StepBits<false>&)
