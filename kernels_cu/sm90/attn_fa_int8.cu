@@ -41,8 +41,8 @@ constexpr int V_BOX_COLS = 64;                           // columns of V per box
 constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);  // per row of V
 // A box behind V, filled with SUMMED, makes the next 8 columns of P V the sum of P. It is left out
 // if V's last box is half used, or if the columns of a wgmma or the shared memory do not suffice.
-// NOTE: not 1. Tensor cores truncate products at the last digit of the sum. P·V has digits past it,
-// and P·1 has none: O would be truncated, its divisor would not.
+// NOTE: not 1. Tensor cores truncate products at the last digit of the sum. P V has digits past it,
+// and P 1 has none: O would be truncated, its divisor would not.
 constexpr float SUMMED = 1.0f + ELEM16_STEP;
 constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;

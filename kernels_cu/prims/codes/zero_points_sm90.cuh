@@ -1,8 +1,8 @@
 // zero_points_sm90.cuh -- correction of wgmma's products of codes by zero points (zero_points.cuh
 // has the formula). Accumulators begin with the correction,
 //   sum (c_q - z_q)(c_k - z_k) = -(z_q sum c_k + z_k (sum c_q - HEAD_DIM z_q)) + sum c_q c_k.
-// So a score costs one fused multiplication, plus a quarter for the term of the row if 16 keys
-// share z_k. The terms of the keys are stored beside K; a separate warp loads them. A kernel
+// so a score costs one fused multiplication, plus a quarter for the row's term if 16 keys share
+// z_k. The terms of the keys are stored beside K; a separate warp loads them. A kernel
 // without ZERO_POINTS compiles all of this to nothing.
 #pragma once
 
