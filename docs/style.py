@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 COUNTS = ROOT / "tests" / "docs" / "style_counts.json"
 #: Words that a reader stumbles over, and phrases in which a noun is missing.
 AVOIDED = re.compile(
-    r"\b(anew|lest|nobody|no say|comes by|comes to|whereof|thereof|of late|likewise\.)",
+    r"\b(?:(?:anew|lest|nobody|no say|comes by|comes to|whereof|thereof|of late)\b|likewise\.)",
     re.IGNORECASE,
 )
 MISSING_NOUN = re.compile(
@@ -41,7 +41,7 @@ FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
 PAGE_WORDS = 75_000
 #: Where a field of a kernel's header begins, and the fields that are lists of tags and names.
 _FIELD = re.compile(r"^ (?=[A-Z][\w ,]{3,11} {2,}\S|Differs from )", re.MULTILINE)
-_LISTS = ("Rounding", "Mirror", "Bound")
+_LISTS = ("Rounding", "Mirror", "Bound", "Steps")
 #: How a page that a command writes begins, and text between marks that a command writes.
 GENERATED_PAGE = re.compile(r"Written by `?python -m ")
 _MARKED = re.compile(

@@ -1,9 +1,9 @@
 // backward_keys -- Hopper form: five products by wgmma, operands by the bulk tensor copy engine.
 //
 // Idea         Two warpgroups share a block of keys, 64 each. One warp copies the query rows. The
-//              products dV += P^T dO and dK += dS^T Q take their left operand from registers. dQ
-//              needs dS of both warpgroups, so dS goes through shared memory. dQ is multiplied a
-//              step later, so neither warpgroup waits for the other.
+//              products dV += P^T dO and dK += dS^T Q take their left operand from registers. For
+//              dQ, dS of both warpgroups goes through shared memory. It is multiplied a step later,
+//              so neither warpgroup waits for the other.
 // Differs from the portable form: S and dP of a step start together, and P and dS are computed as
 //              these products end. Then dQ of the step before, dV and dK start. Meanwhile dQ is
 //              added to memory, 16 bytes at a time, in the layout of the accumulators, which

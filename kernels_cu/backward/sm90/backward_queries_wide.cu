@@ -1,8 +1,8 @@
 // backward_queries_wide -- the gradient of Q past 128 columns, Hopper form.
 //
 // Idea         sm90/attn_fa_tc.cu with dS K in the place of P V: a block of query rows stays, and
-//              dQ is summed in registers. It fills half of a thread's registers at 64 rows and 256
-//              columns, and Q and dO of more rows would leave no room for keys. So both warpgroups
+//              dQ is summed in registers. At 64 rows and 256 columns it fills half of a thread's
+//              registers. Q and dO of more rows would leave no room for keys. So both warpgroups
 //              have all rows, and each takes every other tile of keys. At the end they add their
 //              sums.
 // Differs from the portable form: products by wgmma, operands by the copy engine; keys are divided,

@@ -1,6 +1,6 @@
 // fragment_rows.cuh -- a lane's rows of S, P and O in the layout of mma (mma.cuh). In a tile of 8
-// columns a lane has two neighbours in row g (elements 0, 1) and two in row g + 8 (2, 3). The
-// functions take h = 0 for row g and h = 1 for row g + 8.
+// columns a lane has two neighbours of row g (elements 0, 1) and of row g + 8 (2, 3). The functions
+// take h = 0 for row g and h = 1 for row g + 8.
 #pragma once
 
 #include "prims/config.cuh"

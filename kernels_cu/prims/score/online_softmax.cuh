@@ -1,4 +1,4 @@
-// online_softmax.cuh -- running softmax of one query row, in log2 units:
+// online_softmax.cuh -- running softmax of one query row, in log2 units.
 //   M = largest score seen so far,   l = sum of 2^(score - M)
 // The same rounded M appears in every exponent, in alpha and in the log-sum-exp, so its rounding
 // cancels (docs/MATH_REFERENCE.md [L26]). NATURAL_SCORES have M in natural units, not rounded.
