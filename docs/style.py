@@ -41,6 +41,8 @@ FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
 PAGE_WORDS = 75_000
 #: Where a field of a kernel's header begins, and the fields that are lists of tags and names.
 _FIELD = re.compile(r"^ (?=[A-Z][\w ,]{3,11} {2,}\S|Differs from )", re.MULTILINE)
+#: Fields of an experiment's docstring: lists of items, between semicolons, and commands.
+_ITEMS = re.compile(r"^(?:Varies|Holds fixed|Measures|Beside|Timing|Expect|Run) +", re.MULTILINE)
 _LISTS = ("Rounding", "Mirror", "Bound", "Steps")
 #: How a page that a command writes begins, and text between marks that a command writes.
 GENERATED_PAGE = re.compile(r"Written by `?python -m ")
@@ -88,7 +90,10 @@ def _of_python(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
-                if not re.search(r"^\s*(?:>>>|\.\. math)|^-+$| : ", paragraph, re.MULTILINE):
+                if paragraph.startswith("Varies "):
+                    fields = _ITEMS.split(re.sub(r"^Run .*", "", paragraph, flags=re.M | re.S))
+                    yield from (item for field in fields for item in field.split(";"))
+                elif not re.search(r"^\s*(?:>>>|\.\. math)|^-+$| : ", paragraph, re.MULTILINE):
                     yield re.sub(r"``?[^`]*``?", "X", paragraph)
     block: list[str] = []
     last = -1
